@@ -18,10 +18,10 @@ from attacks.network.autograd_support import autograd_obstacle
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
 from attacks.verification import can_replay, confirm
-from fl.aggregated_view import as_one
+from fl.aggregated_view import as_single_client
 from fl.registry import Registry, UnknownNameError
 from fl.settings import current_names
-from fl.simulation.nonfinite_updates import finite, unfit
+from fl.simulation.nonfinite_updates import all_finite, form_mismatch
 from fl.types import Batch
 from fl.view import ServerView
 
@@ -148,11 +148,11 @@ class Attack:
 
     def single_client_view(self, view: ServerView) -> ServerView | NotApplicable:
         """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
-        if not finite(view.update):
+        if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         if not view.parts or self.supports_groups:
             return view
-        found = as_one(view)
+        found = as_single_client(view)
         return (
             NotApplicable(f"only the mean of {len(view.parts)} clients: {found}") if isinstance(found, str) else found
         )
@@ -278,7 +278,7 @@ def _check_view(view: ServerView) -> None:
     if view.batch_size is not None and view.batch_size < (1 if fed else 0):  # a hidden schedule may have fed none
         raise ValueError(f"expected batch_size >= 1, or None where it is unknown, got {view.batch_size}")
     for name, moved in view.update.items():
-        if reason := unfit(moved):
+        if reason := form_mismatch(moved):
             raise ValueError(f"expected the update of {name!r} {reason}")
         sent = view.shared.get(name)
         if not isinstance(sent, Tensor) or not isinstance(moved, Tensor):

@@ -18,9 +18,9 @@ from typing import Any
 
 from attacks.base import Attack, NotApplicable, Result, run_checked
 from attacks.search_control import Pace, SearchControl, SearchProgress
-from fl.runtime.interprocess_packing import Packed, pack, unpack, unportable
+from fl.runtime.interprocess_packing import Packed, pack, unpack, unportable_reason
 from fl.runtime.main_guard import leave_if_unguarded
-from fl.runtime.workers import START, Workers, alike
+from fl.runtime.workers import START_SECONDS, Workers, use_worker_threads
 from fl.view import ServerView
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class AttackPool:
         ValueError: fewer than one.
     """
 
-    def __init__(self, workers: int = 1, patience: float = START) -> None:
+    def __init__(self, workers: int = 1, patience: float = START_SECONDS) -> None:
         if workers < 1:
             raise ValueError(f"expected workers >= 1, got {workers}")
         if workers > 1:
@@ -95,7 +95,7 @@ class AttackPool:
         with ThreadPoolExecutor(max(helpers, 1)) as hands:
             others = [hands.submit(self._run_worker_thread, job, slot) for slot in range(helpers)]
             try:
-                with alike() if self.workers > 1 and on_cpu else nullcontext():
+                with use_worker_threads() if self.workers > 1 and on_cpu else nullcontext():
                     job.work(_run_here)
                 job.over.set()
                 job.wait_for(others)
@@ -265,7 +265,7 @@ class _AttackJob:
 
     def can_be_sent(self) -> bool:
         """Whether another process can be given what is attacked: classes made in a function, say, it can't import."""
-        reason = unportable((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
+        reason = unportable_reason((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
         if reason:
             log.warning("attacks run in one process: the model can't be sent to another (%s)", reason)
         return not reason

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fl.runtime.atomic_files import replacing
+from fl.runtime.atomic_files import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -41,14 +41,14 @@ def publish(name: str, result: Mapping[str, Any], lines: Sequence[str]) -> None:
         (RESULTS / f"{name}.json", text),
         (RESULTS / f"{name}.md", _page(lines, machine())),
     ):
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(content.encode() + b"\n")
 
 
 def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> None:
     """Write `results/name.md` anew from `results/name.json`, where the words changed and the figures did not."""
     known = json.loads((RESULTS / f"{name}.json").read_text())
-    with replacing(RESULTS / f"{name}.md") as file:
+    with atomic_write(RESULTS / f"{name}.md") as file:
         file.write(_page(document(known), known["machine"]).encode() + b"\n")
 
 

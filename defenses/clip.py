@@ -12,7 +12,7 @@ from torch import Tensor
 from defenses import defenses
 from fl.defense import Defense
 from fl.ranges import Limit
-from fl.tensors import Tensors, dot, norm, scaled
+from fl.tensors import Tensors, dot, norm, scale_tensors
 
 Scope = Literal["global", "tensor"]
 
@@ -52,8 +52,8 @@ class Clip(Defense):
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
         """The update, shortened."""
         clipped: Tensors = {}
-        for part in _parts(update, self.scope):
-            clipped.update(scaled(part, (self.max_norm / norm(part)).clamp(max=1)))
+        for part in _clipped_units(update, self.scope):
+            clipped.update(scale_tensors(part, (self.max_norm / norm(part)).clamp(max=1)))
         return {name: clipped[name] for name in update}
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
@@ -63,12 +63,12 @@ class Clip(Defense):
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """The known part times the factor, which the server has to guess: the best multiple in [0, 1] of that part."""
         left: Tensors = {}
-        for part in _parts(known, self.scope):
+        for part in _clipped_units(known, self.scope):
             whole = {name: observed[name] for name in (observed if self.scope == "global" else part)}
             short = norm(whole) < self.max_norm * (1 - 1e-4)  # nothing was clipped
             size = dot(part, part)
             fitted = (dot(part, observed) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
-            left.update(scaled(part, torch.where(short, 1.0, fitted)))
+            left.update(scale_tensors(part, torch.where(short, 1.0, fitted)))
         return left
 
     def preserves_norm_ratios(self) -> bool:
@@ -77,11 +77,11 @@ class Clip(Defense):
 
     def with_unknown_scale(self) -> Defense:
         """An update of unknown length."""
-        return Unscaled(scope=self.scope)
+        return ClipOfUnknownNorm(scope=self.scope)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Unscaled(Defense):
+class ClipOfUnknownNorm(Defense):
     """What is known of a clipped update in another unit: nothing of its length, or of the length of each tensor.
 
     Attributes:
@@ -96,8 +96,8 @@ class Unscaled(Defense):
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The predicted update at the observed length."""
         fitted: Tensors = {}
-        for part in _parts(predicted, self.scope):
-            fitted.update(scaled(part, _ratio({name: observed[name] for name in part}, part)))
+        for part in _clipped_units(predicted, self.scope):
+            fitted.update(scale_tensors(part, _norm_ratio({name: observed[name] for name in part}, part)))
         return {name: fitted[name] for name in predicted}
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
@@ -109,7 +109,7 @@ class Unscaled(Defense):
         return self.scope == "global"
 
 
-def _parts(update: Tensors, scope: Scope) -> Iterator[Tensors]:
+def _clipped_units(update: Tensors, scope: Scope) -> Iterator[Tensors]:
     """What is clipped as one."""
     if scope == "global":
         yield update
@@ -117,6 +117,6 @@ def _parts(update: Tensors, scope: Scope) -> Iterator[Tensors]:
         yield from ({name: value} for name, value in update.items())
 
 
-def _ratio(observed: Tensors, predicted: Tensors) -> Tensor:
+def _norm_ratio(observed: Tensors, predicted: Tensors) -> Tensor:
     """By what a prediction is to be multiplied to have the observed length."""
     return norm(observed) / norm(predicted)

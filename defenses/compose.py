@@ -82,13 +82,13 @@ class Chain(Defense):
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient of the one that changes it."""
-        return self._changing().gradient(grad, params, batch, generator)
+        return self._gradient_changing_part().gradient(grad, params, batch, generator)
 
     def search_gradient(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
         """What a search takes for it."""
-        return self._changing().search_gradient(grad, params, batch)
+        return self._gradient_changing_part().search_gradient(grad, params, batch)
 
-    def _changing(self) -> Defense:
+    def _gradient_changing_part(self) -> Defense:
         return next((part for part in self.parts if overrides(part, "gradient")), Defense())
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:

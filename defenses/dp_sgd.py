@@ -10,14 +10,14 @@ from typing import ClassVar
 import torch
 
 from defenses import defenses
-from defenses.clip import Unscaled
-from fl.client import of_client
+from defenses.clip import ClipOfUnknownNorm
+from fl.client import client_loss_gradient
 from fl.defense import Defense, overrides
 from fl.gradient import Gradient
 from fl.method import Method
 from fl.models.building_blocks.initialization import NORMS
-from fl.privacy.accounting import Charge, worst
-from fl.privacy.dp_sgd import Privatization, fastest, private_gradient
+from fl.privacy.accounting import Charge, costliest_charge
+from fl.privacy.dp_sgd import Privatization, fastest_gradient, private_gradient
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
@@ -109,14 +109,16 @@ class DPSGD(Defense):
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The mean of the clipped gradients, with noise where there is a generator."""
         noisy = generator is not None and self.multiplier > 0
-        own = of_client(grad)
-        way = fastest(own, params, batch) if noisy else private_gradient  # without noise training equals prediction
+        own = client_loss_gradient(grad)
+        way = (
+            fastest_gradient(own, params, batch) if noisy else private_gradient
+        )  # without noise training equals prediction
         privatization = Privatization(clip=self.clip, noise_multiplier=self.multiplier, denominator=self.denominator)
         return way(own, params, batch, privatization, generator)
 
     def with_unknown_scale(self) -> Defense:
         """An update of unknown length."""
-        return Unscaled(scope="global")
+        return ClipOfUnknownNorm(scope="global")
 
     def privacy(
         self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
@@ -130,11 +132,11 @@ class DPSGD(Defense):
             raise ValueError("expected at least 1 client, got none")
         sigma = self.multiplier
         every = [method.phases(task, number) for number in range(max(rounds, method.first_round + 1))]
-        met = {_met(phases, n) for phases in every for n in sizes}
+        met = {_noise_exposure(phases, n) for phases in every for n in sizes}
         charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(met)]
         most, epsilon, by_rdp = charges[-1], None, None
-        if not (reason := self._objection(method, beside or (self,))):
-            most, epsilon, by_rdp = worst(charges, self.delta)
+        if not (reason := self._no_epsilon_reason(method, beside or (self,))):
+            most, epsilon, by_rdp = costliest_charge(charges, self.delta)
         samplers = dict.fromkeys(phase.sampler for phases in every for phase in phases)
         return PrivacyStatement(
             unit="record",
@@ -154,7 +156,7 @@ class DPSGD(Defense):
             profile="experiment",
         )
 
-    def _objection(self, method: Method, beside: Sequence[Defense]) -> str:
+    def _no_epsilon_reason(self, method: Method, beside: Sequence[Defense]) -> str:
         """Why no epsilon follows, or nothing."""
         if self.multiplier == 0:
             return "no noise is added"
@@ -168,7 +170,7 @@ class DPSGD(Defense):
         return ""
 
 
-def _met(phases: Sequence[Phase], n: int) -> tuple[float, int]:
+def _noise_exposure(phases: Sequence[Phase], n: int) -> tuple[float, int]:
     """In how many steps of a round an image of `n` can be, and with what probability in each: at most."""
     rate, steps = 0.0, 0
     for phase in phases:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from defenses import defenses
-from defenses.mixup import blended
+from defenses.mixup import blend_images
 from fl.defense import Defense
 from fl.ranges import PositiveShare, Range
 from fl.types import Batch, Task
@@ -57,7 +57,7 @@ class InstaHide(Defense):
         others = [torch.randperm(count, generator=generator) for _ in range(self.k - 1)]
         members = torch.stack([torch.arange(count), *others], 1)
         shares = torch.stack([self._shares(generator) for _ in range(count)]) if count else torch.empty(0, self.k)
-        mixed = blended(batch, members, shares.to(batch.inputs), task)
+        mixed = blend_images(batch, members, shares.to(batch.inputs), task)
         turned = torch.rand(mixed.inputs.shape, generator=generator) < 0.5
         return Batch(torch.where(turned.to(mixed.inputs.device), 1 - mixed.inputs, mixed.inputs), mixed.labels)
 

@@ -54,10 +54,10 @@ class Mixup(Defense):
         share = float(dirichlet(np.full(2, self.alpha), 1, generator)[0, 0])  # of two shares: a Beta distribution
         partner = torch.randperm(len(batch), generator=generator)
         shares = batch.inputs.new_tensor([share, 1 - share]).expand(len(batch), 2)
-        return blended(batch, torch.stack([torch.arange(len(batch)), partner], 1), shares, task)
+        return blend_images(batch, torch.stack([torch.arange(len(batch)), partner], 1), shares, task)
 
 
-def blended(batch: Batch, members: Tensor, shares: Tensor, task: Task) -> Batch:
+def blend_images(batch: Batch, members: Tensor, shares: Tensor, task: Task) -> Batch:
     """Blends of k images each.
 
     Args:

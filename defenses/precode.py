@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from defenses import defenses
-from fl.client import of_client
+from fl.client import client_loss_gradient
 from fl.defense import Defense
 from fl.gradient import Gradient
 from fl.method import Method, Step
@@ -26,9 +26,9 @@ from fl.seeds import stream
 from fl.tensors import Tensors
 from fl.types import Batch, Task
 
-NAME = "bottleneck"
+BOTTLENECK = "bottleneck"
 """Of the module that is put into the network."""
-UNTRUSTED = 1e-6
+UNTRUSTED_WEIGHT = 1e-6
 """An attacker's trust in a tensor that it leaves out: not 0, since ratios are taken of it."""
 
 
@@ -136,9 +136,9 @@ class Precode(Defense):
         parent, _, key = name.rpartition(".")
         holder = model.get_submodule(parent)
         if isinstance(holder, nn.Sequential):
-            _insert(holder, key, made)
+            _insert_module(holder, key, made)
         elif isinstance(model, Classifier) and isinstance(model.body, nn.Sequential) and last is model.head:
-            model.body.add_module(NAME, made)
+            model.body.add_module(BOTTLENECK, made)
         else:
             raise ValueError(
                 f"precode: expected the last linear layer, {name!r}, in an nn.Sequential, got {type(holder).__name__}"
@@ -150,21 +150,21 @@ class Precode(Defense):
         if generator is None:
             return {}
         noise = torch.randn(len(batch), self.latent, generator=generator)
-        return {f"{name}.noise": noise.to(batch.inputs) for name in _samples(task.model)}
+        return {f"{name}.noise": noise.to(batch.inputs) for name in _sample_layers(task.model)}
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient of the loss with its divergence."""
-        own = of_client(grad)
+        own = client_loss_gradient(grad)
         return replace(own, loss=partial(self._loss, own.client.method))(params, batch)
 
     def tensor_trust(self, observed: Tensors) -> dict[str, float]:
         """Next to nothing from the bottleneck on, in the order of the network."""
         names = list(observed)
-        first = next((i for i, name in enumerate(names) if f"{NAME}.encoder." in name), len(names))
-        return {name: 1.0 if i < first else UNTRUSTED for i, name in enumerate(names)}
+        first = next((i for i, name in enumerate(names) if f"{BOTTLENECK}.encoder." in name), len(names))
+        return {name: 1.0 if i < first else UNTRUSTED_WEIGHT for i, name in enumerate(names)}
 
     def _loss(self, method: Method, network: Network, batch: Batch, step: Step) -> Tensor:
-        watched = _Watched(network.model, network.weights, network.buffers)
+        watched = _DivergenceRecorder(network.model, network.weights, network.buffers)
         value = method.loss(watched, batch, step)
         if not watched.divergences:  # a loss that does not look at the network (FedGen's, of labels alone)
             return value
@@ -172,7 +172,7 @@ class Precode(Defense):
 
 
 @dataclass(frozen=True)
-class _Watched(Network):
+class _DivergenceRecorder(Network):
     """A network that notes the divergence of its bottleneck in every call."""
 
     divergences: list[Tensor] = field(default_factory=list)
@@ -181,7 +181,7 @@ class _Watched(Network):
         def note(_: nn.Module, args: tuple[Tensor, ...]) -> None:
             self.divergences.append(divergence(args[0]))
 
-        (name,) = _samples(self.model)
+        (name,) = _sample_layers(self.model)
         handle = self.model.get_submodule(name).register_forward_pre_hook(note)
         try:
             return super().__call__(*inputs)
@@ -204,16 +204,16 @@ def _classifier(model: nn.Module) -> tuple[str, nn.Linear]:
     return linear[-1]
 
 
-def _samples(model: nn.Module) -> list[str]:
+def _sample_layers(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, Sample)]
 
 
-def _insert(layers: nn.Sequential, before: str, module: nn.Module) -> None:
+def _insert_module(layers: nn.Sequential, before: str, module: nn.Module) -> None:
     """Put a module among others without renaming any."""
     children = OrderedDict[str, nn.Module]()
     for key, child in layers.named_children():
         if key == before:
-            children[NAME] = module
+            children[BOTTLENECK] = module
         children[key] = child
     for key in list(layers._modules):
         del layers._modules[key]

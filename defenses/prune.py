@@ -53,8 +53,8 @@ class Prune(Defense):
             return update
         matrices = {name: dense(value) for name, value in update.items()}
         if self.scope == "tensor":
-            return {name: matrix * self._kept(matrix, generator) for name, matrix in matrices.items()}
-        kept = self._kept(torch.cat([matrix.flatten() for matrix in matrices.values()]), generator)
+            return {name: matrix * self._transmitted_mask(matrix, generator) for name, matrix in matrices.items()}
+        kept = self._transmitted_mask(torch.cat([matrix.flatten() for matrix in matrices.values()]), generator)
         masks = kept.split([matrix.numel() for matrix in matrices.values()])
         return {
             name: matrix * mask.view(matrix.shape) for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
@@ -66,7 +66,7 @@ class Prune(Defense):
             return predicted
         return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
 
-    def _kept(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _transmitted_mask(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
         """True at the entries of `matrix` that are sent."""
         sizes = matrix.detach().abs().flatten()
         if self.keep == "random":

@@ -13,10 +13,10 @@ from fl.defense import Defense
 from fl.ranges import Range
 from fl.tensors import Tensors, dense
 
-COARSE = 3
+MAX_COARSE_BITS = 3
 """Up to so many bits an attacker does better with the grid than without; beyond it, without."""
 
-FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FLOAT_FORMATS = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @defenses.register("quantize")
@@ -49,7 +49,7 @@ class Quantize(Defense):
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 16:
             raise ValueError(f"expected bits in [1, 16], got {self.bits}")
-        if self.format in FLOATS and self.rounding == "stochastic":
+        if self.format in FLOAT_FORMATS and self.rounding == "stochastic":
             raise ValueError(f"expected rounding 'nearest' with format {self.format!r}, got 'stochastic'")
 
     @classmethod
@@ -62,17 +62,18 @@ class Quantize(Defense):
         if self.rounding == "stochastic" and generator is None:
             return update
         return {
-            name: _straight_through(dense(value), self._sent(dense(value), generator)) for name, value in update.items()
+            name: _straight_through(dense(value), self._quantize(dense(value), generator))
+            for name, value in update.items()
         }
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The prediction on the observed grid, where that is coarse; derivatives pass straight through."""
-        if self.format in FLOATS or self.rounding == "stochastic" or self.bits > COARSE:
+        if self.format in FLOAT_FORMATS or self.rounding == "stochastic" or self.bits > MAX_COARSE_BITS:
             return predicted
         rounded: Tensors = {}
         for name, value in predicted.items():
             matrix, seen = dense(value), dense(observed[name])
-            rounded[name] = _straight_through(matrix, self._on_grid(matrix, *self._grid(seen), 0.5))
+            rounded[name] = _straight_through(matrix, self._round_to_grid(matrix, *self._grid(seen), 0.5))
         return rounded
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
@@ -83,20 +84,20 @@ class Quantize(Defense):
         """Nothing: the distance of two values on the grid is known only as far as the unit is."""
         return Defense()
 
-    def _sent(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
-        if self.format in FLOATS:
-            return matrix.to(FLOATS[self.format]).to(matrix.dtype)
+    def _quantize(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
+        if self.format in FLOAT_FORMATS:
+            return matrix.to(FLOAT_FORMATS[self.format]).to(matrix.dtype)
         up: Tensor | float = 0.5
         if self.rounding == "stochastic":
             up = torch.rand(matrix.shape, generator=generator, dtype=matrix.dtype).to(matrix.device)
-        return self._on_grid(matrix, *self._grid(matrix), up)
+        return self._round_to_grid(matrix, *self._grid(matrix), up)
 
     def _grid(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
         """The lowest value and the distance of two, as they are sent."""
         low, high = matrix.amin(), matrix.amax()
         return low.float().to(matrix.dtype), ((high - low) / (2**self.bits - 1)).float().to(matrix.dtype)
 
-    def _on_grid(self, matrix: Tensor, low: Tensor, width: Tensor, up: Tensor | float) -> Tensor:
+    def _round_to_grid(self, matrix: Tensor, low: Tensor, width: Tensor, up: Tensor | float) -> Tensor:
         """`matrix` rounded down to the grid after `up` of a step is added."""
         level = ((matrix - low) / torch.where(width > 0, width, 1.0) + up).floor()
         return low + level.clamp(0, 2**self.bits - 1) * width

@@ -22,9 +22,9 @@ class SecAgg(Defense):
     out): the server is given the exact mean over a group, weighted by the clients' numbers of images. Training is as
     without it. An attacker searches for the images, and the private tensors, of the whole group.
 
-    Groups are fixed and never overlap (`fl.aggregated_view.Division`): clients 0 to `group_size - 1` are the first, and
-    those left over at the end join the last. In a chain it comes last: noise is each client's own, not that of the
-    mean.
+    Groups are fixed and never overlap (`fl.aggregated_view.AggregationGroups`): clients 0 to `group_size - 1` are the
+    first, and those left over at the end join the last. In a chain it comes last: noise is each client's own, not that
+    of the mean.
 
     Beside the mean the server knows who is in the group (`view.parts`): how many clients, the names and shapes of what
     each keeps, and, where the threat model says so, each one's schedule, number of images and so its weight; the

@@ -14,7 +14,7 @@ from fl.defense import Defense
 from fl.ranges import Positive
 from fl.tensors import Tensors, dense, zeros
 
-MARGIN = 0.3
+AGREEMENT_MARGIN = 0.3
 """A guess is rewarded for the right sign up to this many times the root mean square of its tensor's entries."""
 
 
@@ -48,7 +48,7 @@ class SignSGD(Defense):
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The observed signs, each times how well the prediction agrees with it: 1 from the margin on."""
-        return {name: _agreement(dense(value), dense(observed[name])) for name, value in predicted.items()}
+        return {name: _sign_agreement(dense(value), dense(observed[name])) for name, value in predicted.items()}
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """Nothing: what is added before signs are taken does not add to them."""
@@ -63,6 +63,6 @@ class SignSGD(Defense):
         return matrix.detach().sign() * size + (matrix - matrix.detach())
 
 
-def _agreement(predicted: Tensor, observed: Tensor) -> Tensor:
+def _sign_agreement(predicted: Tensor, observed: Tensor) -> Tensor:
     size = (predicted.square().mean() + torch.finfo(predicted.dtype).tiny).sqrt()
-    return observed * (observed.sign() * predicted / (MARGIN * size)).clamp(max=1)
+    return observed * (observed.sign() * predicted / (AGREEMENT_MARGIN * size)).clamp(max=1)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import vjp, vmap
 
 from defenses import defenses
-from fl.client import LossGradient, of_client
+from fl.client import LossGradient, client_loss_gradient
 from fl.defense import Defense
 from fl.gradient import Gradient
 from fl.method import Method
@@ -21,7 +21,7 @@ from fl.types import Batch, Task
 
 OFFSET = 0.1
 """Added to a unit of the representation before dividing by it, as in the authors' code (reconstruct_image.py)."""
-CHUNK = 64
+UNITS_PER_CHUNK = 64
 """Units whose derivatives are taken at once."""
 
 
@@ -73,7 +73,7 @@ class Soteria(Defense):
         Raises:
             ValueError: says which layers there are, or what the last one returns if it is no classifier.
         """
-        found = task.model.get_submodule(self._name(task.model))
+        found = task.model.get_submodule(self._layer_name(task.model))
         if self.layer is None and found.out_features != task.num_classes:
             raise ValueError(
                 f"soteria: expected {task.num_classes} outputs of the last linear layer, got {found.out_features}; "
@@ -82,13 +82,15 @@ class Soteria(Defense):
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
         """The gradient without the pruned units' columns."""
-        name = self._name(grad.model)
+        name = self._layer_name(grad.model)
         if not len(batch):
             return grad(params, batch)
         weights = grad.weights(params)
         grads = grad.of_weights(weights, batch, grad.derivative)
         if f"{name}.weight" in grads:
-            kept = self._kept(_representation(of_client(grad), weights, name), batch.inputs.detach())
+            kept = self._transmitted_units(
+                _representation(client_loss_gradient(grad), weights, name), batch.inputs.detach()
+            )
             grads = {**grads, f"{name}.weight": grads[f"{name}.weight"] * kept}
         return grad.pull(params, grads)
 
@@ -98,13 +100,13 @@ class Soteria(Defense):
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The prediction without the columns that are zero in what was sent."""
-        return Columns(layer=self.layer).surrogate(predicted, observed)
+        return PrunedColumns(layer=self.layer).surrogate(predicted, observed)
 
     def with_unknown_scale(self) -> Defense:
         """What shows in the update."""
-        return Columns(layer=self.layer)
+        return PrunedColumns(layer=self.layer)
 
-    def _name(self, model: nn.Module) -> str:
+    def _layer_name(self, model: nn.Module) -> str:
         """The defended layer's name."""
         linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, Tensor)]
         if not linear or self.layer not in {None, *linear}:
@@ -112,7 +114,7 @@ class Soteria(Defense):
             raise ValueError(f"soteria: expected {wanted} in the network, got {', '.join(linear) or 'none'}")
         return linear[-1] if self.layer is None else self.layer
 
-    def _kept(self, representation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
+    def _transmitted_units(self, representation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
         """1 for the units that are sent and 0 for the others (F,)."""
         units, pull = vjp(representation, inputs)[:2]
 
@@ -120,14 +122,14 @@ class Soteria(Defense):
             return pull(unit.expand_as(units))[0].flatten(1).norm(dim=1)
 
         count = units.shape[1]
-        slopes = vmap(sensitivity, chunk_size=CHUNK)(torch.eye(count, dtype=units.dtype, device=units.device))
+        slopes = vmap(sensitivity, chunk_size=UNITS_PER_CHUNK)(torch.eye(count, dtype=units.dtype, device=units.device))
         scores = (slopes.mT / (units + OFFSET).abs()).sum(0)
         pruned = scores.argsort(stable=True)[: int(self.ratio * count)]
         return torch.ones_like(scores).scatter(0, pruned, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns(Defense):
+class PrunedColumns(Defense):
     """What shows of it in an update: that columns of one weight are zero.
 
     Attributes:
@@ -138,7 +140,7 @@ class Columns(Defense):
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """The prediction without these columns."""
-        name = next((n for n in reversed(observed) if self._is(n, observed)), None)
+        name = next((n for n in reversed(observed) if self._is_layer_weight(n, observed)), None)
         if name is None or name not in predicted:
             return predicted
         seen, mine = observed[name], predicted[name]
@@ -146,7 +148,7 @@ class Columns(Defense):
             return predicted
         return {**predicted, name: mine * (seen != 0).any(0)}
 
-    def _is(self, name: str, update: Tensors) -> bool:
+    def _is_layer_weight(self, name: str, update: Tensors) -> bool:
         """Whether a tensor of the update is that weight, as far as its name and shape tell."""
         if self.layer is not None:
             return name == f"{self.layer}.weight"

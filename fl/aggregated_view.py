@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Division:
+class AggregationGroups:
     """Who is aggregated with whom: one fixed division of the participants into groups, of which no two overlap.
 
     Clients 0 to `size - 1` are the first group, the next `size` the second, and so on; those left over at the end join
@@ -70,12 +70,12 @@ class Division:
         return group
 
 
-def weighted(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+def weighted_update(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """The sum of `updates`, each times its weight."""
     return {name: weighted_sum([update[name] for update in updates], weights) for name in updates[0]}
 
 
-def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) -> tuple[ServerView, Truth]:
+def combine_views(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) -> tuple[ServerView, Truth]:
     """The view of a group, and its truth, from what would be seen of each client alone.
 
     Args:
@@ -89,7 +89,7 @@ def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) 
     first = views[0]
     for view in views[1:]:
         for what in ("shared", "buffers", "received"):
-            if not _equal(getattr(view, what), getattr(first, what)):
+            if not _hold_same_numbers(getattr(view, what), getattr(first, what)):
                 raise ValueError(
                     f"{first.method.name}: expected all clients of a group to receive the same, got {what}"
                 )
@@ -108,24 +108,24 @@ def combine(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) 
     draws = [view.draws for view in views if view.draws is not None]
     orders = [view.order for view in views if view.order is not None]
     starts = [view.private_init or {} for view in views]
-    buffers = [_floating(view.buffers_after or {}) for view in views]
+    buffers = [_floating_buffers(view.buffers_after or {}) for view in views]
     view = replace(
         first,
-        update=weighted([view.update for view in views], shares),
-        private=_named([view.private for view in views]),
+        update=weighted_update([view.update for view in views], shares),
+        private=_join_named([view.private for view in views]),
         schedule=joint_schedule(parts),
-        batch_size=_sum([view.batch_size for view in views]),
+        batch_size=_sum_if_known([view.batch_size for view in views]),
         labels=torch.cat(labels) if len(labels) == len(views) else None,
-        buffers_after=None if first.buffers_after is None else weighted(buffers, shares),  # type: ignore[arg-type]
+        buffers_after=None if first.buffers_after is None else weighted_update(buffers, shares),  # type: ignore[arg-type]
         order=_joint_order(orders, truths) if len(orders) == len(views) else None,
         draws=_joint_draws(draws) if len(draws) == len(views) else None,
-        private_init=_named(starts) or None,
+        private_init=_join_named(starts) or None,
         parts=parts,
     )
     return view, _joint_truth(truths)
 
 
-def own(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Candidate]:
+def member_view(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Candidate]:
     """One client of a group: its own view but for the update, and its share of a candidate whose order is known.
 
     Raises:
@@ -149,7 +149,7 @@ def own(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Can
     return mine, replace(
         candidate,
         private={name.removeprefix(prefix): v for name, v in candidate.private.items() if name.startswith(prefix)},
-        order=_share(candidate.order, sizes, i),
+        order=_member_order(candidate.order, sizes, i),
         draws=None if candidate.draws is None else _own_draws(candidate.draws, prefix, sizes[i]),
     )
 
@@ -168,21 +168,21 @@ def joint_schedule(parts: Sequence[Part]) -> Schedule | None:
     )
 
 
-def in_turn(view: ServerView, count: int) -> Order | None:
+def sequential_order(view: ServerView, count: int) -> Order | None:
     """Each client's images one after the other: a guess of an unknown order. None where the schedule is unknown."""
     if view.schedule is None:
         return None
     if not view.parts:
-        return sampling.in_turn(view.schedule, count)
+        return sampling.sequential_order(view.schedule, count)
     sizes = [part.batch_size or 0 for part in view.parts]
     orders = []
     for part, size, end in zip(view.parts, sizes, accumulate(sizes), strict=True):
         assert part.schedule is not None
-        orders.append(_moved(sampling.in_turn(part.schedule, max(size, 1)), end - size))
-    return _joined(orders)
+        orders.append(_offset_order(sampling.sequential_order(part.schedule, max(size, 1)), end - size))
+    return _concatenate_orders(orders)
 
 
-def as_one(view: ServerView) -> ServerView | str:
+def as_single_client(view: ServerView) -> ServerView | str:
     """The view of one client with the images of all, where the group's mean is just what that client would send.
 
     It is after one step of SGD on a mean loss each, with batches as large as the weights, nothing private, and nothing
@@ -205,7 +205,7 @@ def as_one(view: ServerView) -> ServerView | str:
     shares = [size / max(sum(sizes), 1) for size in sizes]
     if any(abs(share - part.weight) > 1e-6 for share, part in zip(shares, view.parts, strict=True)):
         return "the clients' weights are not those of their batches"
-    past = (as_one(earlier) for earlier in view.history)
+    past = (as_single_client(earlier) for earlier in view.history)
     return replace(view, parts=(), history=tuple(earlier for earlier in past if isinstance(earlier, ServerView)))
 
 
@@ -221,45 +221,47 @@ def _joint_truth(truths: Sequence[Truth]) -> Truth:
             indices=torch.cat([trace.indices for trace in traces]),
             draws=_joint_draws([trace.draws for trace in traces]),
         ),
-        private=_named([truth.private for truth in truths]),
-        extractor=_named([truth.extractor for truth in truths]),
+        private=_join_named([truth.private for truth in truths]),
+        extractor=_join_named([truth.extractor for truth in truths]),
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _hold_same_numbers(a: Any, b: Any) -> bool:
     """Whether two tensors, or two mappings of them, hold the same numbers."""
     if a is b:
         return True
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(value, b[name]) for name, value in a.items())
+        return a.keys() == b.keys() and all(_hold_same_numbers(value, b[name]) for name, value in a.items())
     return torch.equal(dense(a), dense(b))
 
 
-def _floating(buffers: Mapping[str, Tensor]) -> Tensors:
+def _floating_buffers(buffers: Mapping[str, Tensor]) -> Tensors:
     """What of them is averaged: integers (counters of batches) never are."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
-def _named(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _join_named(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The clients' tensors under names of their own."""
     return {f"part/{i}/{name}": value for i, part in enumerate(each) for name, value in part.items()}
 
 
-def _sum(counts: Sequence[int | None]) -> int | None:
+def _sum_if_known(counts: Sequence[int | None]) -> int | None:
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
 
 def _joint_order(orders: Sequence[Order], truths: Sequence[Truth]) -> Order:
     sizes = [len(truth.trace.inputs) for truth in truths]
-    return _joined([_moved(o, end - n) for o, n, end in zip(orders, sizes, accumulate(sizes), strict=True)])
+    return _concatenate_orders(
+        [_offset_order(o, end - n) for o, n, end in zip(orders, sizes, accumulate(sizes), strict=True)]
+    )
 
 
-def _moved(order: Order, by: int) -> Order:
+def _offset_order(order: Order, by: int) -> Order:
     return tuple(tuple(tuple(index + by for index in step) for step in steps) for steps in order)
 
 
-def _joined(orders: Sequence[Order]) -> Order:
+def _concatenate_orders(orders: Sequence[Order]) -> Order:
     """Step by step the clients' batches one after the other; a client that has finished adds nothing."""
     return tuple(
         tuple(
@@ -270,7 +272,7 @@ def _joined(orders: Sequence[Order]) -> Order:
     )
 
 
-def _share(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
+def _member_order(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
     """Client `i`'s own steps of the group's order."""
     phases = []
     for p, steps in enumerate(sizes[i]):
@@ -278,21 +280,22 @@ def _share(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
         for s, step in enumerate(steps):
             batches = []
             for b, size in enumerate(step):
-                before = sum(_size(other, p, s, b) for other in sizes[:i])
+                before = sum(_member_batch_size(other, p, s, b) for other in sizes[:i])
                 batches.append(order[p][s][b][before : before + size])
             own_steps.append(tuple(batches))
         phases.append(tuple(own_steps))
     return tuple(phases)
 
 
-def _size(schedule: Schedule, phase: int, step: int, batch: int) -> int:
+def _member_batch_size(schedule: Schedule, phase: int, step: int, batch: int) -> int:
     steps = schedule[phase]
     return steps[step][batch] if step < len(steps) and batch < len(steps[step]) else 0
 
 
 def _joint_draws(each: Sequence[Draws]) -> Draws:
     return tuple(
-        tuple(_named(list(drawn)) for drawn in zip_longest(*steps, fillvalue={})) for steps in zip(*each, strict=True)
+        tuple(_join_named(list(drawn)) for drawn in zip_longest(*steps, fillvalue={}))
+        for steps in zip(*each, strict=True)
     )
 
 

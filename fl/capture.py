@@ -19,24 +19,24 @@ from fl.federation import ClientData, Federation
 from fl.local import sampling
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.model_checks import ONE_CLASS, classes_of, head_of, some
-from fl.runtime.module_copies import copied
+from fl.models.building_blocks.model_checks import ONE_CLASS, abbreviate_list, count_logits, find_head
+from fl.runtime.module_copies import copy_model
 from fl.seeds import stream
 from fl.settings import options_or_settings
 from fl.simulation.capture_checks import (
-    check_alone,
     check_images,
     check_model,
     check_settings,
     check_shape,
     check_training,
-    in_a_layout_for,
-    keep_inputs,
-    no_tensor,
-    untied,
-    unwrapped,
+    choose_layout,
+    protect_inputs,
+    refuse_secure_aggregation,
+    tensor_conversion_hint,
+    untie_parameters,
+    unwrap_model,
 )
-from fl.simulation.nonfinite_updates import unfit
+from fl.simulation.nonfinite_updates import form_mismatch
 from fl.tensors import Tensors, Value, dense, flatten
 from fl.types import Batch, Scope, Task, Truth, frozen
 from fl.view import ServerView, ThreatModel
@@ -70,7 +70,7 @@ class ClientSettings:
             ValueError: says which, and what was expected.
         """
         check_settings(self.method, self.defense, self.threat)
-        check_alone(self.defense)
+        refuse_secure_aggregation(self.defense)
 
     def task(self, model: nn.Module, input_shape: tuple[int, int, int], num_classes: int) -> Task:
         """Return the task of classifying images (C, H, W) into K classes by a model.
@@ -78,15 +78,15 @@ class ClientSettings:
         Raises:
             ValueError: a shape, a number of classes, a mean or a std that cannot be; says which.
         """
-        sides = tuple(map(_plain, input_shape)) if isinstance(input_shape, Iterable) else ()
-        if len(sides) != 3 or not all(map(_positive, sides)):
+        sides = tuple(map(_to_python_number, input_shape)) if isinstance(input_shape, Iterable) else ()
+        if len(sides) != 3 or not all(map(_check_positive, sides)):
             raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
-        if not _positive(num_classes) or num_classes < 2:
+        if not _check_positive(num_classes) or num_classes < 2:
             why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
             raise ValueError(f"expected num_classes, an int >= 2, got {num_classes!r}{why}")
         mean, std = _per_channel("mean", self.mean, -math.inf), _per_channel("std > 0", self.std, 0)
         return Task(
-            model, (sides[0], sides[1], sides[2]), num_classes, head_of(model, self.head, num_classes), mean, std
+            model, (sides[0], sides[1], sides[2]), num_classes, find_head(model, self.head, num_classes), mean, std
         )
 
     def client(self, task: Task) -> Client:
@@ -151,9 +151,9 @@ def from_batch(
     check_images(inputs, labels)
     inputs, labels = inputs.detach().clone(), labels.detach().clone()
     own = _trainable(model)
-    inputs = in_a_layout_for(own, inputs)
-    keep_inputs(own, inputs)
-    classes = classes_of(own, inputs, num_classes)
+    inputs = choose_layout(own, inputs)
+    protect_inputs(own, inputs)
+    classes = count_logits(own, inputs, num_classes)
     if int(labels.min()) < 0 or int(labels.max()) >= classes:
         raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
     channels, height, width = inputs.shape[1:]
@@ -192,10 +192,10 @@ def from_update(
     """
     known = options_or_settings(CapturedUpdateSettings, options, settings)
     known.check()
-    known, num_classes = replace(known, batch_size=_plain(known.batch_size)), _plain(num_classes)
+    known, num_classes = replace(known, batch_size=_to_python_number(known.batch_size)), _to_python_number(num_classes)
     own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
     task = known.task(own, input_shape, num_classes)
-    keep_inputs(task.model, _gray(task, 1))
+    protect_inputs(task.model, _gray_batch(task, 1))
     client = known.client(task)
     if known.method is None:  # what nobody stated is not known to be plain SGD
         known = replace(known, threat=replace(known.threat or ThreatModel(), knows_optimizer=False))
@@ -203,15 +203,15 @@ def from_update(
     params = client.method.initial_parameters(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, buffers = _captured(client, params, scopes, update, known)
-    check_shape(task.model, _gray(task, known.batch_size), task.num_classes)
-    check_training(client, _gray(task, known.batch_size), default=known.method is None)
+    check_shape(task.model, _gray_batch(task, known.batch_size), task.num_classes)
+    check_training(client, _gray_batch(task, known.batch_size), default=known.method is None)
     return ServerView(
         method=client.method,
         defense=client.defense,
         task=task,
         shared=sent,
         update=taken,
-        private=_private(client, params, scopes),
+        private=_private_shapes(client, params, scopes),
         buffers={name: dense(value) for name, value in buffers.items() if scopes[name] is Scope.SHARED},
         rounded=known.kind == "update",
         **knowledge,  # type: ignore[arg-type]
@@ -234,23 +234,23 @@ def _captured(
         raise ValueError(f"expected what the server sent as `shared`, got none: the model itself has no {foreign[0]!r}")
     why = dict.fromkeys(task.buffers, "a buffer, not a parameter: leave it out")
     why |= dict.fromkeys(frozen(task.model), "frozen by requires_grad=False, so not trained: leave it out")
-    update = untied(task.model, update) if isinstance(update, Mapping) else update
-    shared = untied(task.model, known.shared) if isinstance(known.shared, Mapping) else known.shared
-    sent = expected if shared is None else _like(shared, expected, why, "shared")
-    taken = _like(update, expected, why, known.kind)
+    update = untie_parameters(task.model, update) if isinstance(update, Mapping) else update
+    shared = untie_parameters(task.model, known.shared) if isinstance(known.shared, Mapping) else known.shared
+    sent = expected if shared is None else _match_tensors(shared, expected, why, "shared")
+    taken = _match_tensors(update, expected, why, known.kind)
     if known.kind == "gradient":
-        rates = _rates(client, list(expected))
+        rates = _step_sizes(client, list(expected))
         taken = {name: value * rates[name] for name, value in taken.items()}
     buffers: dict[str, Value] = dict(task.buffers)
     if known.buffers is not None:
-        buffers |= _like(known.buffers, task.buffers, why, "buffers")
+        buffers |= _match_tensors(known.buffers, task.buffers, why, "buffers")
     return sent, taken, buffers
 
 
 def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, object]:
     """What the server knows beside the update, as `ServerView` has it."""
     threat, labels, batch_size, num_classes = known.threat, known.labels, known.batch_size, client.base.num_classes
-    if not _positive(batch_size):
+    if not _check_positive(batch_size):
         raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
     for key in ("knows_order", "knows_randomness", "knows_private_init", "history_rounds"):
         if threat is not None and getattr(threat, key):
@@ -258,27 +258,27 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
     if labels is None and threat is not None and threat.knows_labels:
         raise ValueError("expected labels under a threat model that knows them, got none")
     if labels is not None and not isinstance(labels, Tensor):
-        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {no_tensor(labels)}")
+        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {tensor_conversion_hint(labels)}")
     if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
         raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
     if labels is not None and not ((labels >= 0) & (labels < num_classes)).all():
         raise ValueError(f"expected labels in [0, {num_classes}), got {labels.tolist()}")
     threat = replace(threat or ThreatModel(), knows_labels=labels is not None)
-    order = sampling.plan(client.method.phases(client.task, 0), batch_size, stream(0, "capture", "order"))
+    order = sampling.plan_batches(client.method.phases(client.task, 0), batch_size, stream(0, "capture", "order"))
     return {
         "threat": threat,
         "labels": labels,
         "batch_size": batch_size if threat.knows_batch_size else None,
-        "schedule": sampling.schedule(order) if threat.knows_schedule else None,
+        "schedule": sampling.batch_sizes(order) if threat.knows_schedule else None,
     }
 
 
-def _plain(value: int) -> int:
+def _to_python_number(value: int) -> int:
     """NumPy's integers as Python's, which torch wants; all else as it is, to be refused by name."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
-def _positive(value: object) -> bool:
+def _check_positive(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
@@ -289,11 +289,11 @@ def _one_step(model: nn.Module) -> FedAvg:
 
 def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     """A copy of `model`, which has something to train, and numbers where none are `given`."""
-    model = unwrapped(model)
+    model = unwrap_model(model)
     check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
-    return copied(model)
+    return copy_model(model)
 
 
 def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[float, ...]:
@@ -306,33 +306,39 @@ def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[floa
     return tuple(numbers)
 
 
-def _gray(task: Task, count: int) -> Tensor:
+def _gray_batch(task: Task, count: int) -> Tensor:
     """Images to try the network on, where there are none."""
     return torch.full((count, *task.input_shape), 0.5).to(next(iter(task.parameters.values())))
 
 
-def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str) -> Tensors:
+def _match_tensors(
+    given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str
+) -> Tensors:
     """Copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{what}: expected tensors by name, as a dictionary, got {type(given).__name__}")
     missing = [name for name in expected if name not in given]
     unknown = [name for name in given if name not in expected]
     if missing or unknown:
-        parts = [f"missing {some([repr(name) for name in missing])}"] if missing else []
+        parts = [f"missing {abbreviate_list([repr(name) for name in missing])}"] if missing else []
         likely = missing or list(expected)
         if given and missing and not unknown:
             parts.append("what was not trained or not sent is frozen: call requires_grad_(False) on these in the model")
-        parts += [f"unexpected {some([_hint(name, likely, why) for name in unknown])}"] if unknown else []
+        parts += (
+            [f"unexpected {abbreviate_list([_name_hint(name, likely, why) for name in unknown])}"] if unknown else []
+        )
         raise ValueError(f"{what}: expected a tensor for each of {len(expected)} names; {'; '.join(parts)}")
     result: Tensors = {}
     for name, like in expected.items():
         value = given[name]
         assert isinstance(like, Tensor)
         if not isinstance(value, Tensor):
-            raise ValueError(f"{what}: expected {name!r} as a tensor {tuple(like.shape)}, got {no_tensor(value)}")
+            raise ValueError(
+                f"{what}: expected {name!r} as a tensor {tuple(like.shape)}, got {tensor_conversion_hint(value)}"
+            )
         if value.shape != like.shape:
             raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {tuple(value.shape)}")
-        if like.is_floating_point() and (wrong := unfit(value)):
+        if like.is_floating_point() and (wrong := form_mismatch(value)):
             raise ValueError(f"{what}: expected {name!r} {wrong}")
         if not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
@@ -341,14 +347,14 @@ def _like(given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapp
     return result
 
 
-def _hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str:
+def _name_hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str:
     if name in why:
         return f"{name!r} ({why[name]})"
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f"{name!r}" + (f" (did you mean {close[0]!r}?)" if close else "")
 
 
-def _private(client: Client, params: Tensors, scopes: Mapping[str, Scope]) -> dict[str, torch.Size]:
+def _private_shapes(client: Client, params: Tensors, scopes: Mapping[str, Scope]) -> dict[str, torch.Size]:
     """Shapes of what the client keeps, as `fl.simulation.client_round.observe` lists them."""
     hidden: Tensors = {name: value for name, value in params.items() if scopes[name] is Scope.PRIVATE}
     hidden |= flatten(client.method.init_memory(params, client.task), "memory/")
@@ -358,7 +364,7 @@ def _private(client: Client, params: Tensors, scopes: Mapping[str, Scope]) -> di
     return {name: value.shape for name, value in hidden.items()}
 
 
-def _rates(client: Client, names: Collection[str]) -> dict[str, float]:
+def _step_sizes(client: Client, names: Collection[str]) -> dict[str, float]:
     """The step size of every tensor, for a client that makes one step of plain SGD."""
     phases = client.method.phases(client.task, 0)
     phase = phases[0]

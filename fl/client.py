@@ -13,11 +13,11 @@ from torch.func import vmap
 from torch.nn import functional
 
 from fl.defense import Defense
-from fl.gradient import DRAWN, Derivative, Gradient, autograd_derivative, for_buffers, func_derivative
+from fl.gradient import DEFENSE_DRAWS, Derivative, Gradient, autograd_derivative, draws_for_buffers, func_derivative
 from fl.local.optimizers import OptimState, optimize
 from fl.method import Method
 from fl.network import Network
-from fl.tensors import Payloads, Tensors, combine, dense, flatten, sub, zeros
+from fl.tensors import Payloads, Tensors, add_scaled, dense, flatten, sub, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
 Batches = Sequence[Iterable[Sequence[Batch]]]
@@ -76,7 +76,7 @@ class Client:
             return self.predictor
         model = copy.deepcopy(self.predictor)
         for module in filter(concerned, model.modules()):
-            module.forward = partial(_normalize_apart, module)  # type: ignore[arg-type]
+            module.forward = partial(_normalize_separately, module)  # type: ignore[arg-type]
         return model
 
     def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
@@ -91,14 +91,14 @@ class Client:
     def draw(self, batch: Batch, generator: torch.Generator | None) -> dict[str, Tensor]:
         """The random numbers of a step on `batch`: the method's, and those of the defense under `defense/buffer`."""
         own = self.defense.draw(batch, self.task, generator)
-        return {**self.method.draw(batch, self.task, generator), **{DRAWN + name: x for name, x in own.items()}}
+        return {**self.method.draw(batch, self.task, generator), **{DEFENSE_DRAWS + name: x for name, x in own.items()}}
 
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
         """The client's network with the weights that `params` stand for."""
         return Network(self.predictor, self.method.parametrization.network(params, self.task), buffers)
 
 
-def _normalize_apart(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
+def _normalize_separately(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
     normalized = functional.batch_norm(inputs, None, None, training=True, eps=norm.eps)
     shape = (-1, *[1] * (inputs.ndim - 2))
     return normalized * norm.weight.view(shape) + norm.bias.view(shape)
@@ -191,14 +191,14 @@ class LossGradient(Gradient):
 
     def network(self, weights: dict[str, Tensor]) -> Network:
         """The network with these weights, and what was drawn for this step in the buffers it is meant for."""
-        return Network(self.model, weights, {**self.buffers, **for_buffers(self.model, self.step.draws)})
+        return Network(self.model, weights, {**self.buffers, **draws_for_buffers(self.model, self.step.draws)})
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrization.pullback(params, grads, self.client.task, self.live)
 
 
-def of_client(grad: Gradient) -> LossGradient:
+def client_loss_gradient(grad: Gradient) -> LossGradient:
     """The gradient with the client whose loss it is of.
 
     Raises:
@@ -307,7 +307,7 @@ def local_update(
         count += taken
     extra, memory = method.finish(params, base, count)
     return LocalResult(
-        update=combine({k: lifted[k] for k in start.shared}, params, -1.0),
+        update=add_scaled({k: lifted[k] for k in start.shared}, params, -1.0),
         extra=extra,
         private={k: params[k] for k in start.private},
         memory=memory,
@@ -365,12 +365,12 @@ class _Course:
         # a look leaves running statistics alone
         model = client.task.model if training.track_statistics and not looks else still
         raw = LossGradient(client, step, moving, self.buffers, model, fixed, training.derivative)
-        defended = Defended(raw, client.defense, training.generator, training.use_search_gradient)
+        defended = DefendedGradient(raw, client.defense, training.generator, training.use_search_gradient)
         return client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
-class Defended:
+class DefendedGradient:
     """A gradient as the defense hands it to the method.
 
     Attributes:
@@ -396,7 +396,7 @@ class Defended:
         return self.raw.value(params, batch)
 
 
-def gather(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
+def gather_batches(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
     """The batches of `order`, phase -> step -> batch; a step's are taken when it comes, and once."""
     whole = Batch(inputs, labels)
     return [([whole.take(index) for index in step] for step in steps) for steps in order]

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl.aggregated_view import combine
+from fl.aggregated_view import combine_views
 from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.sequential import Engine
 from fl.parametrization import Parametrization
-from fl.simulation.client_round import Round, observe, prepare, settled
+from fl.simulation.client_round import Round, observe, prepare, to_contiguous
 from fl.simulation.diagnostics import TrainingDiagnostics
 from fl.simulation.federation_state import ClientData, FederationState, accepts_channels_last, n_sampled
 from fl.simulation.nonfinite_updates import check_finite
@@ -61,7 +61,7 @@ class Federation(FederationState):
 
     def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
         """One round, client by client; the federation moves on once the last has been taken."""
-        wanted = self.sampled(self.server.round) if numbers is None else list(numbers)
+        wanted = self.sampled_clients(self.server.round) if numbers is None else list(numbers)
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"expected different clients, got {wanted}")
         chosen = [number for number in wanted if not self.client.method.exclusion_reason(self.server, number)]
@@ -70,14 +70,16 @@ class Federation(FederationState):
         uploads, states, finite = Uploads(method), list(self.clients), dict[int, torch.Tensor]()
         for number, done in zip(chosen, self._engine.train(self, chosen, evaluate=evaluate), strict=True):
             check_finite([done.upload], self.server.round, finite)
-            states[number] = done.state.settled()
+            states[number] = done.state.to_contiguous()
             uploads.add(done.upload)
             yield done
         asked_for = evaluate and "server" in self.protocol.diagnostics
         self.server_metrics = method.server_metrics(self.server, uploads.kept, task) if asked_for else None
         after = method.aggregate(self.server, uploads.kept, task)
         self.clients = states
-        self.server = replace(after, shared=settled(after.shared), own={k: settled(v) for k, v in after.own.items()})
+        self.server = replace(
+            after, shared=to_contiguous(after.shared), own={k: to_contiguous(v) for k, v in after.own.items()}
+        )
 
     def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:
         """One round, in figures.
@@ -112,7 +114,7 @@ class Federation(FederationState):
         local = tuple(part.accuracy for part in parts if part.accuracy is not None)
         made, figures, down = self.client.method.parametrization, list[dict[str, float]](), 0
         told = type(made).diagnostics is not Parametrization.diagnostics
-        for number in self.participants if told else self.sampled(self.server.round):
+        for number in self.participants if told else self.sampled_clients(self.server.round):
             sent = self.download(number)  # a server may make a model for each: one by one, no more than are needed
             figures.append(made.diagnostics({**sent.shared, **self.clients[number].private}))
             down = max(down, sent.numbers())
@@ -185,7 +187,7 @@ class Federation(FederationState):
             view, truth, done = observe(start, threat=threat, private_init=self.private_init, history=history)
             seen.append((view, truth))
             weights.append(done.upload.weight)
-        return seen[0] if len(group) == 1 else combine(seen, weights)
+        return seen[0] if len(group) == 1 else combine_views(seen, weights)
 
     def accuracy(self, numbers: Iterable[int] | None = None, *, tuned: bool = False) -> list[float]:
         """Share of each client's test images classified right.

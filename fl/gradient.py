@@ -14,16 +14,16 @@ from fl.tensors import Tensors
 from fl.types import Batch, Step
 
 Derivative = Callable[[Callable[[dict[str, Tensor]], Tensor], dict[str, Tensor]], dict[str, Tensor]]
-DRAWN = "defense/"
+DEFENSE_DRAWS = "defense/"
 """Before the names of what a defense draws for a step."""
 
 
-def for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def draws_for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """What of a step's draws, by the method or the defense, is meant for buffers of `model`, by the buffer's name."""
     if not draws:  # as for most methods, in every step
         return {}
     known = {name for name, _ in model.named_buffers()}
-    drawn = {name.removeprefix(DRAWN): value for name, value in draws.items()}
+    drawn = {name.removeprefix(DEFENSE_DRAWS): value for name, value in draws.items()}
     return {name: value for name, value in drawn.items() if name in known}
 
 

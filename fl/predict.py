@@ -7,8 +7,8 @@ from functools import partial
 
 from torch import Tensor
 
-from fl.aggregated_view import in_turn, own, weighted
-from fl.client import Client, LocalInput, LocalTraining, gather, local_update
+from fl.aggregated_view import member_view, sequential_order, weighted_update
+from fl.client import Client, LocalInput, LocalTraining, gather_batches, local_update
 from fl.gradient import Derivative, autograd_derivative
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Candidate
@@ -42,24 +42,28 @@ def predict(
     Raises:
         ValueError: if the candidate lacks a private tensor, has one of a wrong shape, or nothing tells the schedule.
     """
-    _check(view, candidate)
+    _check_candidate(view, candidate)
     client = client or view.client
-    order = candidate.order or view.order or in_turn(view, candidate.inputs.shape[-4])
+    order = candidate.order or view.order or sequential_order(view, candidate.inputs.shape[-4])
     if order is None:
         raise ValueError("expected a view that knows the local schedule, or a candidate with an order")
     candidate = replace(candidate, order=order, draws=candidate.draws or view.draws)
     send = partial(
-        _sent, derivative=derivative, client=client, defended=defended, use_search_gradient=use_search_gradient
+        _predict_client,
+        derivative=derivative,
+        client=client,
+        defended=defended,
+        use_search_gradient=use_search_gradient,
     )
     if view.parts:
-        each = [send(*own(view, candidate, i)) for i in range(len(view.parts))]
-        sent = weighted(each, [part.weight for part in view.parts])
+        each = [send(*member_view(view, candidate, i)) for i in range(len(view.parts))]
+        sent = weighted_update(each, [part.weight for part in view.parts])
     else:
         sent = send(view, candidate)
     return {name: value for name, value in sent.items() if name in view.update}
 
 
-def _sent(
+def _predict_client(
     view: ServerView,
     candidate: Candidate,
     *,
@@ -95,11 +99,13 @@ def _sent(
         derivative=derivative,
         use_search_gradient=use_search_gradient,
     )
-    sent = local_update(client, start, gather(candidate.inputs, candidate.labels, candidate.order), training).sent()
+    sent = local_update(
+        client, start, gather_batches(candidate.inputs, candidate.labels, candidate.order), training
+    ).sent()
     return view.defense.transform_update(sent, None) if defended and view.threat.knows_defense else sent
 
 
-def _check(view: ServerView, candidate: Candidate) -> None:
+def _check_candidate(view: ServerView, candidate: Candidate) -> None:
     for name, shape in view.private.items():
         if name not in candidate.private:
             raise ValueError(f"expected a guess of the private tensor {name!r} {tuple(shape)}, got none")

@@ -15,20 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from fl.settings import SettingError, check, current_names, first_name, first_value, shown
+from fl.settings import SettingError, check_fields, current_names, first_name, first_value, format_value
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", bound=Callable[..., Any])
-LONGEST = 200
+MAX_MATCHED_LENGTH = 200
 """Characters of a name that is worth looking for among others: it takes time that grows with their number."""
-OURS = frozenset({"fl", "defenses", "attacks", "eval"})
+OWN_PACKAGES = frozenset({"fl", "defenses", "attacks", "eval"})
 """Packages whose absence is a fault, never a missing extra."""
 
 
-SHORT = 12
+MAX_LISTED = 12
 """Names that a message lists; of more, the command that shows them is named."""
-LISTS = {kind: f" {kind}s" for kind in ("method", "attack", "defense", "dataset", "model", "partition", "augmentation")}
-LISTS["name"] = ""
+LIST_ARGUMENTS = {
+    kind: f" {kind}s" for kind in ("method", "attack", "defense", "dataset", "model", "partition", "augmentation")
+}
+LIST_ARGUMENTS["name"] = ""
 """What follows `hyperleak list`, by the kind of name."""
 
 
@@ -36,34 +38,34 @@ class UnknownNameError(ValueError):
     """A name nothing is known by; the message says what is close and what there is."""
 
     def __init__(self, kind: str, name: object, known: Collection[str], note: str = "") -> None:
-        likely = candidates(str(name), known)
+        likely = closest_names(str(name), known)
         hint = f"did you mean {' or '.join(map(repr, likely))}? " if likely else ""
         there = f"known: {', '.join(known) or 'none'}"
-        if len(known) > SHORT and kind in LISTS:
-            there = f"`hyperleak list{LISTS[kind]}` shows all {len(known)}"
+        if len(known) > MAX_LISTED and kind in LIST_ARGUMENTS:
+            there = f"`hyperleak list{LIST_ARGUMENTS[kind]}` shows all {len(known)}"
         super().__init__(f"unknown {kind} {name!r}; {hint}{there}{note}")
 
 
-def candidates(name: str, known: Collection[str]) -> list[str]:
+def closest_names(name: str, known: Collection[str]) -> list[str]:
     """Return which of `known` may be meant by `name`, the likeliest first, at most three."""
-    first = close(name, known)
+    first = closest_name(name, known)
     if first is None:
         return []
     return [first, *(other for other in difflib.get_close_matches(name, known, n=3, cutoff=0.75) if other != first)][:3]
 
 
-def close(name: str, known: Collection[str]) -> str | None:
+def closest_name(name: str, known: Collection[str]) -> str | None:
     """Which of `known` was probably meant by `name`, or None: few slips of the finger apart, or else alike."""
-    if len(name) > LONGEST:
+    if len(name) > MAX_MATCHED_LENGTH:
         return None
-    slips = {candidate: _slips(name.lower(), candidate.lower()) for candidate in known}
+    slips = {candidate: _edit_distance(name.lower(), candidate.lower()) for candidate in known}
     nearest = sorted(known, key=lambda candidate: (slips[candidate], abs(len(candidate) - len(name))))
     if nearest and slips[nearest[0]] <= max(1, len(name) // 4):
         return nearest[0]
     return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.5)), None)
 
 
-def _slips(a: str, b: str) -> int:
+def _edit_distance(a: str, b: str) -> int:
     """How many characters to insert, delete, replace or swap with a neighbor until `a` is `b`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
@@ -145,7 +147,7 @@ class Registry(Generic[T]):
                 raise ValueError(f"{self.kind} {name!r} is taken by {owner.__module__}.{owner.__qualname__}")
             if isinstance(entry, type):
                 _check_settings(entry)
-                check(entry, name)
+                check_fields(entry, name)
             self._entries[name] = entry
             entry.name = name  # type: ignore[attr-defined]
             return entry
@@ -157,7 +159,7 @@ class Registry(Generic[T]):
         self._search()
         return sorted(self._entries)
 
-    def skips(self) -> dict[str, str]:
+    def skipped_modules(self) -> dict[str, str]:
         """Modules left out because an optional dependency is not installed, with the reason."""
         self._search()
         return dict(self._skips)
@@ -189,7 +191,7 @@ class Registry(Generic[T]):
             return typing.cast(T, spec)
         settings = {"name": spec} if isinstance(spec, str) else spec
         if not isinstance(settings, Mapping) or "name" not in settings:
-            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {shown(spec)}")
+            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {format_value(spec)}")
         name = settings["name"]
         entry = self.get(name)
         values = {key: value for key, value in settings.items() if key != "name"}
@@ -266,7 +268,7 @@ class Registry(Generic[T]):
         try:
             importlib.import_module(module)
         except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] in OURS:
+            if error.name is None or error.name.partition(".")[0] in OWN_PACKAGES:
                 raise
             self._skips[module] = f"{module} needs {error.name}, which is not installed"
 

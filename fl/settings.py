@@ -33,7 +33,7 @@ T = TypeVar("T")
 _UNRESOLVED = (AttributeError, NameError, SyntaxError, TypeError)
 """What annotations may raise that are for type checkers or for people: `callable | None`, `"an array"`."""
 _PACKAGES = frozenset({"fl", "defenses", "attacks", "eval", "dataclasses"})
-SHOWN = 100
+MAX_SHOWN_CHARACTERS = 100
 """Characters of a value that a message shows at most."""
 
 
@@ -72,7 +72,7 @@ class SettingError(ValueError):
         self.path, self.reason = tuple(path), reason
         super().__init__(f"{'.'.join(self.path)}: {reason}")
 
-    def under(self, *path: str, instead: int = 0) -> SettingError:
+    def with_prefix(self, *path: str, instead: int = 0) -> SettingError:
         """Return the same error further inside: `path` before its own, in place of the first `instead` keys of that."""
         return SettingError((*path, *self.path[instead:]), self.reason)
 
@@ -88,7 +88,7 @@ class ListError(SettingError):
         super().__init__(path, reason)
         self.values = list(values)
 
-    def under(self, *path: str, instead: int = 0) -> ListError:
+    def with_prefix(self, *path: str, instead: int = 0) -> ListError:
         """Return the same error further inside."""
         return ListError((*path, *self.path[instead:]), self.reason, self.values)
 
@@ -110,13 +110,13 @@ def declared(owner: str) -> Callable[[type[T]], type[T]]:
     """Decorator over `@dataclass`: what is given for fields is checked by their types; errors name `owner.field`."""
 
     def decorate(kind: type[T]) -> type[T]:
-        check(kind, owner)
+        check_fields(kind, owner)
         return kind
 
     return decorate
 
 
-def check(kind: type, owner: str) -> None:
+def check_fields(kind: type, owner: str) -> None:
     """Have the dataclass `kind` check what it is built of, before its `__post_init__`.
 
     Values are brought into the form of the field's type: numbers of numpy become Python's, an int a float where that
@@ -135,35 +135,35 @@ def check(kind: type, owner: str) -> None:
         given = current_names(kind, given, owner)
         for key in given:
             if key in names:
-                given[key] = fitted(kind, key, given[key], owner)
+                given[key] = fit_value(kind, key, given[key], owner)
         plain(self, *args, **given)
 
     checked.__unchecked__ = plain  # type: ignore[attr-defined]
     kind.__init__ = checked  # type: ignore[misc]
 
 
-def fitted(kind: type, key: str, value: Any, owner: str = "") -> Any:
+def fit_value(kind: type, key: str, value: Any, owner: str = "") -> Any:
     """`value` as the field `key` of the dataclass `kind` has it.
 
     Raises:
         ListError: a list for a field that takes one value.
         SettingError: it does not fit; names `owner.key`.
     """
-    hint = hints(kind).get(key, Any)
+    hint = type_hints(kind).get(key, Any)
     where = (owner, key) if owner else (key,)
     value = current_value(kind, key, value)
     try:
-        return _fit(hint, value, where)
+        return _fit_type(hint, value, where)
     except ListError:
         raise
     except SettingError as error:
-        if error.path == where and _each_would_do(hint, value):
+        if error.path == where and _each_item_fits(hint, value):
             raise ListError(where, error.reason, value) from error
         raise
 
 
 @functools.cache
-def hints(kind: type) -> dict[str, Any]:
+def type_hints(kind: type) -> dict[str, Any]:
     """The types of the fields of a dataclass with what they say of ranges; names that can't be resolved say nothing."""
     try:
         return typing.get_type_hints(kind, include_extras=True)
@@ -181,12 +181,12 @@ def hints(kind: type) -> dict[str, Any]:
     return found
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """`value` as messages show it, cut at `SHOWN` characters, whatever its size."""
     brief = reprlib.Repr()
-    brief.maxstring = brief.maxother = brief.maxlong = SHOWN
+    brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN_CHARACTERS
     text = brief.repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[: MAX_SHOWN_CHARACTERS - 3]}..."
 
 
 # ---- former names ----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def current_name(kinds: Iterable[type], key: str) -> str:
         return key
     now = next((former_names(kind)[key] for kind in kinds if key in former_names(kind)), key)
     if now != key:
-        _warn(key, now)
+        _warn_of_former_name(key, now)
     return now
 
 
@@ -233,7 +233,7 @@ def current_names(kind: type, values: Mapping[str, Any], owner: str = "") -> dic
             where = (owner, now) if owner else (now,)
             raise SettingError(where, f"expected it once, got it as {now} and as {key}, a name that it had before")
         if now != key:
-            _warn(key, now)
+            _warn_of_former_name(key, now)
         found[now] = value
     return found
 
@@ -242,7 +242,7 @@ def current_value(kind: type, key: str, value: Any) -> Any:
     """The value of a field as it is called today; warns of a former name."""
     for former, now in _former_values(kind, key).items():
         if type(value) is type(former) and value == former:
-            _warn(former, now)
+            _warn_of_former_name(former, now)
             return now
     return value
 
@@ -277,11 +277,11 @@ def current_settings(kind: Any, value: Any, owner: str = "") -> Any:
         return [current_settings(args[0] if args else kind, item, owner) for item in value]
     if not isinstance(value, Mapping):
         return value
-    if _of_registry(kind):
+    if _registry_of(kind):
         kind = kind.registry.find(value.get("name"))
     if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)):
         return value
-    known = hints(kind)
+    known = type_hints(kind)
     named = current_names(kind, value, owner)
     return {
         key: current_value(kind, key, current_settings(known.get(key, Any), item, owner)) for key, item in named.items()
@@ -296,7 +296,7 @@ def _former_values(kind: type, key: str) -> Mapping[Any, Any]:
     return found
 
 
-def _warn(former: object, now: object) -> None:
+def _warn_of_former_name(former: object, now: object) -> None:
     """Warn of a former name, in the line outside these packages that gave it."""
     frame, level = sys._getframe(1), 2
     while (caller := frame.f_back) is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _PACKAGES:
@@ -305,45 +305,45 @@ def _warn(former: object, now: object) -> None:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-def _fit(hint: Any, value: Any, where: tuple[str, ...]) -> Any:
+def _fit_type(hint: Any, value: Any, where: tuple[str, ...]) -> Any:
     rules: list[Any] = []
     while typing.get_origin(hint) is Annotated:
         hint, *inner = typing.get_args(hint)
         rules += inner
-    made = _of_type(hint, value, where, rules)
+    made = _fit_single_type(hint, value, where, rules)
     for rule in rules:
         if isinstance(rule, Length) and not rule.least <= len(made) <= (rule.most or len(made)):
-            raise _wrong(hint, rules, value, where)
-        if isinstance(rule, Range) and not rule.holds(made):
-            raise _wrong(hint, rules, value, where)
+            raise _mismatch_error(hint, rules, value, where)
+        if isinstance(rule, Range) and not rule.contains(made):
+            raise _mismatch_error(hint, rules, value, where)
     return made
 
 
-def _of_type(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_single_type(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if hint in (bool, int, float, str, None, type(None)):
-        return _single(hint, value, where, rules)
+        return _fit_scalar(hint, value, where, rules)
     if origin is Literal:
         for choice in args:
             if type(choice) is type(value) and choice == value:
                 return value
-        raise _wrong(hint, rules, value, where)
+        raise _mismatch_error(hint, rules, value, where)
     if origin in {typing.Union, types.UnionType}:
-        return _one_of(args, hint, value, where)
+        return _fit_union(args, hint, value, where)
     if origin in {tuple, list, Sequence} or hint in (tuple, list):
-        return _several(origin or hint, args, hint, value, where, rules)
+        return _fit_sequence(origin or hint, args, hint, value, where, rules)
     if origin in {dict, Mapping} or hint in (dict, Mapping):
-        return _mapping(args, hint, value, where, rules)
-    return _instance(hint, value, where, rules)
+        return _fit_mapping(args, hint, value, where, rules)
+    return _fit_instance(hint, value, where, rules)
 
 
-def _single(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_scalar(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     if hint is None or hint is type(None):
         if value is None:
             return None
-        raise _wrong(hint, rules, value, where)
+        raise _mismatch_error(hint, rules, value, where)
     if not isinstance(value, bool) and type(value).__module__ == "numpy" and getattr(value, "ndim", 1) == 0:
         value = value.item()
     whole = isinstance(value, numbers.Integral) and not isinstance(value, bool)
@@ -357,22 +357,22 @@ def _single(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any])
         try:
             number = float(value)
         except OverflowError:
-            raise _wrong(hint, rules, value, where) from None
+            raise _mismatch_error(hint, rules, value, where) from None
         ranged = any(isinstance(rule, Range) for rule in rules)
         if not math.isnan(number) and (ranged or math.isfinite(number)):
             return number
-    raise _wrong(hint, rules, value, where)
+    raise _mismatch_error(hint, rules, value, where)
 
 
-def _one_of(kinds: Sequence[Any], hint: Any, value: Any, where: tuple[str, ...]) -> Any:
+def _fit_union(kinds: Sequence[Any], hint: Any, value: Any, where: tuple[str, ...]) -> Any:
     deeper: SettingError | None = None
     for kind in sorted(kinds, key=lambda kind: not _is_exact(kind, value)):
         try:
-            return _fit(kind, value, where)
+            return _fit_type(kind, value, where)
         except SettingError as error:
-            if len(error.path) > len(where) or (_of_registry(kind) and value is not None):
+            if len(error.path) > len(where) or (_registry_of(kind) and value is not None):
                 deeper = deeper or error
-    raise deeper or _wrong(hint, (), value, where)
+    raise deeper or _mismatch_error(hint, (), value, where)
 
 
 def _is_exact(hint: Any, value: Any) -> bool:
@@ -382,48 +382,51 @@ def _is_exact(hint: Any, value: Any) -> bool:
     return hint is type(value) or (hint is None and value is None)
 
 
-def _several(origin: Any, args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_sequence(origin: Any, args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     if not isinstance(value, list | tuple):
-        raise _wrong(hint, rules, value, where)
+        raise _mismatch_error(hint, rules, value, where)
     if origin is tuple and args and not (len(args) == 2 and args[1] is Ellipsis):
         if len(value) != len(args):
-            raise _wrong(hint, rules, value, where)
+            raise _mismatch_error(hint, rules, value, where)
         kinds = list(args)
     else:
         kinds = [args[0] if args else Any] * len(value)
-    made = [_fit(kind, item, (*where, str(i))) for i, (kind, item) in enumerate(zip(kinds, value, strict=True))]
+    made = [_fit_type(kind, item, (*where, str(i))) for i, (kind, item) in enumerate(zip(kinds, value, strict=True))]
     return made if origin is list else tuple(made)
 
 
-def _mapping(args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_mapping(args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     if not isinstance(value, Mapping):
-        raise _wrong(hint, rules, value, where)
+        raise _mismatch_error(hint, rules, value, where)
     of_keys, of_values = args or (Any, Any)
-    return {_fit(of_keys, k, where): _fit(of_values, v, (*where, shown(k).strip("'"))) for k, v in value.items()}
+    return {
+        _fit_type(of_keys, k, where): _fit_type(of_values, v, (*where, format_value(k).strip("'")))
+        for k, v in value.items()
+    }
 
 
-def _instance(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_instance(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
     """A value of some class: an entry of a registry, a member of an Enum, a path, a dataclass; else any instance."""
     kind = typing.get_origin(hint) or hint
     if not isinstance(kind, type) or _is_instance(value, kind):
         return value
-    if _of_registry(kind):
+    if _registry_of(kind):
         try:
             return kind.registry.build(value)  # type: ignore[attr-defined]
         except SettingError as error:
-            raise error.under(*where, instead=1) from error
+            raise error.with_prefix(*where, instead=1) from error
         except ValueError as error:
             raise SettingError(where, str(error)) from error
     if issubclass(kind, Enum):
         try:
             return kind(value)
         except ValueError:
-            raise _wrong(hint, rules, value, where) from None
+            raise _mismatch_error(hint, rules, value, where) from None
     if issubclass(kind, Path) and isinstance(value, str):
         return kind(value)
     if dataclasses.is_dataclass(kind) and isinstance(value, Mapping):
-        return _dataclass(kind, value, where)
-    raise _wrong(hint, rules, value, where)
+        return _fit_dataclass(kind, value, where)
+    raise _mismatch_error(hint, rules, value, where)
 
 
 def _is_instance(value: Any, kind: type) -> bool:
@@ -433,29 +436,29 @@ def _is_instance(value: Any, kind: type) -> bool:
         return True
 
 
-def _dataclass(kind: type, value: Mapping[str, Any], where: tuple[str, ...]) -> Any:
+def _fit_dataclass(kind: type, value: Mapping[str, Any], where: tuple[str, ...]) -> Any:
     names = [f.name for f in dataclasses.fields(kind) if f.init]
     value = current_names(kind, value, ".".join(where))
     for key in value:
         if key not in names:
-            raise SettingError(where, f"expected {', '.join(names)}, got {shown(key)}")
+            raise SettingError(where, f"expected {', '.join(names)}, got {format_value(key)}")
     made = {}
     for key, item in value.items():
         try:
-            made[key] = fitted(kind, key, item)
+            made[key] = fit_value(kind, key, item)
         except SettingError as error:
-            raise error.under(*where) from error
+            raise error.with_prefix(*where) from error
     try:
         return kind(**made)
     except (TypeError, ValueError) as error:
         raise SettingError(where, str(error)) from error
 
 
-def _of_registry(kind: Any) -> bool:
+def _registry_of(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(getattr(kind, "registry", None), "build")
 
 
-def _each_would_do(hint: Any, value: Any) -> bool:
+def _each_item_fits(hint: Any, value: Any) -> bool:
     """Whether `value` is a list of plain values of which each fits the type by itself."""
     if not isinstance(value, list) or not value:
         return False
@@ -463,52 +466,55 @@ def _each_would_do(hint: Any, value: Any) -> bool:
         return False
     try:
         for item in value:
-            _fit(hint, item, ("",))
+            _fit_type(hint, item, ("",))
     except ValueError:
         return False
     return True
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
-def _wrong(hint: Any, rules: Sequence[Any], value: Any, where: tuple[str, ...]) -> SettingError:
-    return SettingError(where, f"expected {described(hint, rules, value)}, got {shown(value)}{_slip(hint, value)}")
+def _mismatch_error(hint: Any, rules: Sequence[Any], value: Any, where: tuple[str, ...]) -> SettingError:
+    return SettingError(
+        where,
+        f"expected {describe_type(hint, rules, value)}, got {format_value(value)}{_guess_intended_value(hint, value)}",
+    )
 
 
-def described(hint: Any, rules: Sequence[Any] = (), value: object = None) -> str:
+def describe_type(hint: Any, rules: Sequence[Any] = (), value: object = None) -> str:
     """What fits a type, in words: "a number > 0 or null"."""
     while typing.get_origin(hint) is Annotated:
         hint, *inner = typing.get_args(hint)
         rules = [*rules, *inner]
-    span = next((f" {words}" for rule in rules if isinstance(rule, Range) and (words := rule.told(value))), "")
+    span = next((f" {words}" for rule in rules if isinstance(rule, Range) and (words := rule.describe(value))), "")
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     single = {bool: "true or false", int: "a whole number", float: "a number", str: "text", type(None): "null"}
     if hint in single or hint is None:
         return single[hint or type(None)] + span
     if origin is Literal:
-        return _either([repr(choice) for choice in args])
+        return _join_alternatives([repr(choice) for choice in args])
     if origin in {typing.Union, types.UnionType}:
-        return _either([described(kind, (), value) for kind in args])
+        return _join_alternatives([describe_type(kind, (), value) for kind in args])
     if origin in {tuple, list, Sequence} or hint in (tuple, list):
         size = next((f"{rule} " for rule in rules if isinstance(rule, Length)), "")
         if origin is tuple and args and args[-1] is not Ellipsis:
-            return f"a list of {len(args)}: {', '.join(described(kind, (), value) for kind in args)}"
-        return f"a list of {size}values, each {described(args[0] if args else Any, (), value)}"
+            return f"a list of {len(args)}: {', '.join(describe_type(kind, (), value) for kind in args)}"
+        return f"a list of {size}values, each {describe_type(args[0] if args else Any, (), value)}"
     if origin in {dict, Mapping} or hint in (dict, Mapping):
-        return f"settings (key: value), each {described(args[1], (), value)}" if args else "settings (key: value)"
+        return f"settings (key: value), each {describe_type(args[1], (), value)}" if args else "settings (key: value)"
     if isinstance(hint, type) and issubclass(hint, Enum):
-        return _either([repr(member.value) for member in hint])
+        return _join_alternatives([repr(member.value) for member in hint])
     if hint is Any:
         return "anything"
     return f"a {getattr(origin or hint, '__name__', str(hint))}"
 
 
-def _either(words: Sequence[str]) -> str:
+def _join_alternatives(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
-def _slip(hint: Any, value: Any) -> str:
+def _guess_intended_value(hint: Any, value: Any) -> str:
     """What the value probably should have been, where that can be told."""
-    kinds = set(_leaves(hint))
+    kinds = set(_leaf_types(hint))
     if isinstance(value, bool) and kinds & {int, float}:
         return ", which is no number"
     if isinstance(value, str) and kinds & {int, float} and str not in kinds:
@@ -522,10 +528,10 @@ def _slip(hint: Any, value: Any) -> str:
     return ""
 
 
-def _leaves(hint: Any) -> list[Any]:
+def _leaf_types(hint: Any) -> list[Any]:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _leaves(args[0])
+        return _leaf_types(args[0])
     if origin in {typing.Union, types.UnionType}:
-        return [leaf for kind in args for leaf in _leaves(kind)]
+        return [leaf for kind in args for leaf in _leaf_types(kind)]
     return [hint]

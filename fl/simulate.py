@@ -8,8 +8,8 @@ from fl.simulation.client_round import (
     finish,
     observe,
     prepare,
-    public,
-    settled,
+    public_task,
+    to_contiguous,
     train,
 )
 from fl.types import Truth
@@ -23,7 +23,7 @@ __all__ = [
     "finish",
     "observe",
     "prepare",
-    "public",
-    "settled",
+    "public_task",
+    "to_contiguous",
     "train",
 ]

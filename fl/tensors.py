@@ -33,15 +33,15 @@ class Term:
     right: Tensor
 
 
-WIDE = 16
+MIN_WIDE_RANK = 16
 """From so many outer products on a term is multiplied by itself: joining terms would copy more than it saves."""
 
 
-def _blocks(terms: Iterable[Term]) -> list[tuple[Tensor, Tensor]]:
+def _merge_terms(terms: Iterable[Term]) -> list[tuple[Tensor, Tensor]]:
     """The sums of `terms` as few products: thin ones joined, wide ones by themselves, coefficients on the right."""
     scaled_terms = [(term.left, term.right * term.coef) for term in terms]
-    thin = [pair for pair in scaled_terms if pair[0].shape[0] < WIDE]
-    wide = [pair for pair in scaled_terms if pair[0].shape[0] >= WIDE]
+    thin = [pair for pair in scaled_terms if pair[0].shape[0] < MIN_WIDE_RANK]
+    wide = [pair for pair in scaled_terms if pair[0].shape[0] >= MIN_WIDE_RANK]
     if len(thin) > 1:
         lefts, rights = zip(*thin, strict=True)
         thin = [(torch.cat(lefts), torch.cat(rights))]
@@ -86,7 +86,7 @@ class LowRank:
     def dense(self) -> Tensor:
         """The matrix itself (n, m)."""
         total, kept = self.base, self.scale
-        for left, right in _blocks(self.terms):
+        for left, right in _merge_terms(self.terms):
             total = left.mT @ right if total is None else torch.addmm(total, left.mT, right, beta=kept)
             kept = 1.0
         if total is None:
@@ -301,7 +301,7 @@ def vector_norm(x: Tensor) -> Tensor:
 
 def norm(x: Mapping[str, Value]) -> Tensor:
     """Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
-    flat, structured = split(x)
+    flat, structured = split_dense(x)
     if not structured:
         return vector_norm(flat)
     squares = dot(structured, structured)
@@ -315,14 +315,14 @@ def rms(x: Value) -> float:
     return math.sqrt(max(float(inner(x, x)), 0.0) / max(x.numel(), 1))
 
 
-def split(x: Mapping[str, Value]) -> tuple[Tensor, dict[str, LowRank]]:
+def split_dense(x: Mapping[str, Value]) -> tuple[Tensor, dict[str, LowRank]]:
     """All dense values in one vector, and the structured ones: one long operation costs less than many short ones."""
     parts = [value.reshape(-1) for value in x.values() if isinstance(value, Tensor)]
     structured = {name: value for name, value in x.items() if isinstance(value, LowRank)}
     return torch.cat(parts) if parts else torch.empty(0), structured
 
 
-def combine(x: Mapping[str, Value], y: Mapping[str, Value], alpha: float | Tensor = 1.0) -> Tensors:
+def add_scaled(x: Mapping[str, Value], y: Mapping[str, Value], alpha: float | Tensor = 1.0) -> Tensors:
     """`x + alpha * y`, name by name over the names of `x`."""
     return {k: add(v, y[k], alpha) for k, v in x.items()}
 
@@ -340,7 +340,7 @@ def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
     return result
 
 
-def scaled(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
+def scale_tensors(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
     """Every value times `factor`."""
     return {k: mul(v, factor) for k, v in x.items()}
 
@@ -360,7 +360,7 @@ def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> 
     return result
 
 
-def parts(values: Mapping[str, Value]) -> Iterator[Tensor]:
+def leaf_tensors(values: Mapping[str, Value]) -> Iterator[Tensor]:
     """Every tensor; of a structured one its outer products' factors, one side at least zero where all is."""
     for value in values.values():
         if isinstance(value, LowRank):
@@ -378,7 +378,7 @@ def compress(matrix: Tensor, rank: int) -> LowRank:
     return LowRank(None, 0.0, (Term(1.0, right @ matrix.mT, right),), (matrix.shape[0], matrix.shape[1]))
 
 
-def detached(values: Tensors) -> Tensors:
+def detached_copies(values: Tensors) -> Tensors:
     """Copies that share no memory and no graph with `values`, but for the bases of structured ones."""
     result: Tensors = {}
     for name, value in values.items():
@@ -398,9 +398,11 @@ def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
 
 _FORMER = {
     "blend": "weighted_sum",
+    "combine": "add_scaled",
     "each": "map_values",
     "length": "vector_norm",
     "minus": "sub",
+    "scaled": "scale_tensors",
     "times": "mul",
     "total": "dot",
 }

@@ -144,7 +144,7 @@ class Group:
         if self.max_norm is not None and not 0 < self.max_norm < math.inf:
             raise ValueError(f"expected max_norm > 0 or None, got {self.max_norm}")
 
-    def owns(self, name: str) -> bool:
+    def covers(self, name: str) -> bool:
         """Whether the parameter `name` is trained in this group."""
         return name.startswith(self.prefixes)
 
@@ -213,7 +213,7 @@ class Phase:
 
     def assign(self, names: Mapping[str, object]) -> dict[str, Group]:
         """The group of every name that moves in this phase."""
-        owners = {name: next((g for g in self.groups if g.owns(name)), None) for name in names}
+        owners = {name: next((g for g in self.groups if g.covers(name)), None) for name in names}
         return {name: group for name, group in owners.items() if group is not None}
 
 

@@ -35,7 +35,7 @@ FORMER = [
     ("fl.ranges", "Range", "fl.ranges:Range"),
     ("fl.ranges", "Share", "fl.ranges:Share"),
     ("fl.tensors", "Tensors", "fl.tensors:Tensors"),
-    ("fl.tensors", "combine", "fl.tensors:combine"),
+    ("fl.tensors", "combine", "fl.tensors:add_scaled"),
     ("fl.tensors", "dense", "fl.tensors:dense"),
     ("fl.tensors", "times", "fl.tensors:mul"),
     ("fl.types", "Batch", "fl.types:Batch"),

@@ -24,7 +24,7 @@ from attacks.search_control import SearchControl, SearchMonitor
 from fl.models.hypernetworks.hypernetwork import EMBEDDING
 from fl.ranges import Count, Limit, StepSize, Weight
 from fl.seeds import stream
-from fl.tensors import parts
+from fl.tensors import leaf_tensors
 from fl.view import ServerView
 
 Level = TypeVar("Level", Lower, Upper)
@@ -167,7 +167,7 @@ class Bilevel(Attack):
         if single.batch_size is None:
             return NotApplicable("the number of images is unknown")
         hypernet = parse_hypernet_view(single)
-        if isinstance(hypernet, HypernetView) and not any(value.any() for value in parts(hypernet.change)):
+        if isinstance(hypernet, HypernetView) and not any(value.any() for value in leaf_tensors(hypernet.change)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         return hypernet
 

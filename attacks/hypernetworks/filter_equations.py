@@ -24,7 +24,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fl.models.hypernetworks.filter_hypernetwork import Shape, basic_filters, hidden, layer_names
+from fl.models.hypernetworks.filter_hypernetwork import Shape, basic_filters, hidden_activations, layer_names
 from fl.tensors import Tensors, dense
 
 MIN_SINGULAR_VALUE = 1e-5
@@ -122,7 +122,7 @@ class FilterUpdate:
         The last layer's change is linear in it, and determines it where the activations [a_ji, 1] are independent:
         J * in <= d + 1 of them.
         """
-        known = hidden(embeddings, self.layers[0], self.layers[1]).flatten(0, 1)
+        known = hidden_activations(embeddings, self.layers[0], self.layers[1]).flatten(0, 1)
         known = torch.cat([known, known.new_ones(len(known), 1)], 1)
         sizes = torch.linalg.svdvals(known)
         if known.shape[0] > known.shape[1] or float(sizes[-1]) < MIN_SINGULAR_VALUE * float(sizes[0]):
@@ -135,7 +135,7 @@ class FilterUpdate:
     def gradient_misfit(self, embeddings: Tensor, gradient: Tensor) -> float:
         """What these leave of the last layer's change and of the first one's biases', relative to each; the larger."""
         rows = gradient.transpose(1, 2).flatten(2)  # (J, in, n)
-        known = hidden(embeddings, self.layers[0], self.layers[1])
+        known = hidden_activations(embeddings, self.layers[0], self.layers[1])
         weight = torch.einsum("jin,jid->nd", rows, known) - self.change[2]
         bias = rows.sum(0) @ self.layers[2] - self.change[1]
         parts = ((weight, self.change[2]), (bias, self.change[1]))

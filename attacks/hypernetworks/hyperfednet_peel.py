@@ -21,9 +21,9 @@ from fl.models.hypernetworks.filter_hypernetwork import (
     HYPERNET,
     Filters,
     Shape,
-    embedded,
+    assemble_filter,
+    embedded_weights,
     embeddings_name,
-    tiled,
 )
 from fl.tensors import Tensors, dense
 from fl.types import Group, Scope, Task
@@ -156,7 +156,7 @@ class HyperFedNetPeel(ViewRewriter):
         if any(update.inactive for update in updates.values()):
             return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
         counts = _equation_counts(view, list(updates.values()))
-        made = embedded(view.private)
+        made = embedded_weights(view.private)
         start = view.private_init or {}
         open_ = [
             s for s, update in updates.items() if update.filters > 1 and embeddings_name(s, made[s][0]) not in start
@@ -257,7 +257,7 @@ def _filter_updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpda
     """The equations of every hypernetwork, by the shape of its basic filter."""
     result, steps = {}, sum(map(len, training_phases(view)[1] or ())) or 1
     rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
-    for shape, weights in embedded(view.private).items():
+    for shape, weights in embedded_weights(view.private).items():
         tiles = [view.private[embeddings_name(shape, weight)] for weight in weights]
         count = sum(t[0] * t[1] for t in tiles)
         result[shape] = FilterUpdate.of(shape, count, view.shared, change, rounding=rounding)
@@ -278,7 +278,7 @@ def _equation_counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
 def _solve_filters(
     view: ServerView, change: Tensors, updates: Mapping[Shape, FilterUpdate], counts: str
 ) -> FilterSolution:
-    made, start = embedded(view.private), view.private_init or {}
+    made, start = embedded_weights(view.private), view.private_init or {}
     found, weights = dict[str, Tensor](), dict[str, Tensor]()
     gradient: Tensors | None = {n: v for n, v in change.items() if not n.startswith(HYPERNET)}
     # of several steps the equations give means over the round, which may explain each other without being its start
@@ -302,10 +302,10 @@ def _solve_filters(
         rows = zip(made[shape], names, tiles, flat.split(sizes), update.weights(flat).split(sizes), strict=True)
         for weight, name, tile, v, blocks in rows:
             found[name] = v.unflatten(0, tile).to(view.dtype)
-            weights[weight] = tiled(blocks.unflatten(0, tile)).to(view.dtype)
+            weights[weight] = assemble_filter(blocks.unflatten(0, tile)).to(view.dtype)
         if back is None or gradient is None:
             gradient = None
         else:
             parts = zip(made[shape], tiles, back.split(sizes), strict=True)
-            gradient |= {weight: tiled(g.unflatten(0, tile)).to(view.dtype) for weight, tile, g in parts}
+            gradient |= {weight: assemble_filter(g.unflatten(0, tile)).to(view.dtype) for weight, tile, g in parts}
     return FilterSolution(found, weights, gradient, fits, started, counts)

@@ -15,7 +15,7 @@ from attacks.update.training_phases import adaptive_optimizer_obstacle, deviatio
 from attacks.update.update_rule import is_sign_compressed
 from fl.defense import overrides
 from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.tensors import Tensors, norm
 from fl.types import Group, Phase
 from fl.view import ServerView
@@ -94,7 +94,7 @@ def _training(view: ServerView) -> list[int]:
     method, phases = view.method, view.method.phases(view.client.task, view.round)
     counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
     chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains_predictor(phase)]
-    return [p for p in chosen if any(group.owns(TRUNK_WEIGHT) for group in phases[p].groups)]
+    return [p for p in chosen if any(group.covers(TRUNK_WEIGHT) for group in phases[p].groups)]
 
 
 def _noise_before(view: ServerView) -> bool:
@@ -104,8 +104,8 @@ def _noise_before(view: ServerView) -> bool:
     """
     method = view.method
     return (
-        isinstance(method, Private)
-        and method.at == "weights"
+        isinstance(method, PrivateMethod)
+        and method.clip_target == "weights"
         and method.fine_tuning_method().follows_loss_gradient(None)
     )
 

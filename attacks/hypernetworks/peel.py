@@ -26,7 +26,7 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.tensors import Tensors, dense, norm
 from fl.types import Scope
 from fl.view import ServerView
@@ -275,9 +275,9 @@ def _may_be_clipped(hypernet: HypernetView) -> bool:
     group, view, phase = hypernet.group, hypernet.view, hypernet.phases[hypernet.phase]
     if group.max_norm is None:
         return False
-    if type(view.client.defense) is not Defense or any(group.owns(name) for name in view.private):
+    if type(view.client.defense) is not Defense or any(group.covers(name) for name in view.private):
         return True  # a defense may have shortened it, or what is private made up for the rest
-    length = norm({name: value for name, value in hypernet.change.items() if group.owns(name)})
+    length = norm({name: value for name, value in hypernet.change.items() if group.covers(name)})
     return float(length) >= 0.999 * group.max_norm * phase.first_step_size(group)
 
 
@@ -294,9 +294,9 @@ def _one_step_rule(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
 
 def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
     """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
-    if not isinstance(method, Private) or method.follows_loss_gradient(None):
+    if not isinstance(method, PrivateMethod) or method.follows_loss_gradient(None):
         return kind(**settings, train_mode=method.train_mode)
-    ours = {field.name for field in fields(Private)} - {"parametrization", "epochs", "steps"}
+    ours = {field.name for field in fields(PrivateMethod)} - {"parametrization", "epochs", "steps"}
     kept = {**settings, **{name: getattr(method, name) for name in ours}}  # the noise, and what the sum is divided by
     return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.update.classifier_update import classifier_names
-from fl.aggregated_view import as_one
+from fl.aggregated_view import as_single_client
 from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
@@ -55,7 +55,7 @@ def order_matters(view: ServerView) -> bool:
     all images: where clients take several steps, are clipped or normalize by their own batch, it matters whose image
     has which.
     """
-    if view.parts and isinstance(as_one(view), str):
+    if view.parts and isinstance(as_single_client(view), str):
         return True
     batches = [batch for steps in view.order or () for step in steps for batch in step]
     return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)

@@ -18,7 +18,7 @@ from fl.data.sources.embedded import Faces
 from fl.ranges import Count, PositiveStep, Seed, Width
 from fl.runtime.digests import digest
 from fl.seeds import stream
-from fl.simulation.nonfinite_updates import finite
+from fl.simulation.nonfinite_updates import all_finite
 from fl.tensors import dense
 from fl.types import Batch
 from fl.view import ServerView
@@ -156,7 +156,7 @@ class LearningToInvert(Attack):
             )
         if data.input_shape != tuple(view.task.input_shape):
             return NotApplicable(f"the client's images are {view.task.input_shape}, the public ones {data.input_shape}")
-        if not finite(view.update):
+        if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         if not any(dense(value).any() for value in view.update.values()):
             return NotApplicable("the update is zero")

@@ -17,12 +17,12 @@ from attacks.labels.recovery import fixed_labels
 from attacks.rewriting.surrogate import ONE_STEP_SURROGATE, Surrogate, count_local_steps, mean_gradient, total_step_size
 from attacks.search_control import SearchControl
 from attacks.update.training_phases import training_phases
-from fl.aggregated_view import in_turn
+from fl.aggregated_view import sequential_order
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.ranges import CountFrom0
-from fl.tensors import Tensors, combine, dot, norm, scaled
+from fl.tensors import Tensors, add_scaled, dot, norm, scale_tensors
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -84,7 +84,7 @@ class FirstStep(ViewRewriter):
             return NotApplicable("batches are smaller than all images and their order is unknown")
         size = _size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
-        return replace(easier, method=method, update=scaled(easier.update, size), history=())
+        return replace(easier, method=method, update=scale_tensors(easier.update, size), history=())
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result; of several steps not corrected no check of it can tell more than that the approximation fits."""
@@ -174,7 +174,7 @@ class _Search:
                 first = predict(self.easier, replace(guess, order=None), defended=False)
             # at equal sizes: that gradients shrink along the round is no error of the image
             like = float(dot(first, mean) / norm(mean) ** 2)
-            corrected = combine(scaled(self.sent, like / unit), combine(first, mean, -like))
+            corrected = add_scaled(scale_tensors(self.sent, like / unit), add_scaled(first, mean, -like))
             self.easier = replace(self.easier, update=corrected)
 
     def _arranged(self, result: Reconstruction) -> list[Reconstruction]:
@@ -198,12 +198,12 @@ class _Search:
         """A result's mean gradient, the observed one's length over it, what it leaves, and the guess it stands for."""
         assert result.inputs is not None
         assert result.labels is not None
-        order = self.view.order or in_turn(self.view, len(result.labels))
+        order = self.view.order or sequential_order(self.view, len(result.labels))
         guess = Candidate(result.inputs, result.labels, order=order)
         with torch.no_grad():
             mean = _mean(self.view, predict(self.view, guess, defended=False))
         unit = float(dot(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
-        return mean, unit, float(norm(combine(self.sent, mean, -unit)) / norm(self.sent)), guess
+        return mean, unit, float(norm(add_scaled(self.sent, mean, -unit)) / norm(self.sent)), guess
 
     def result(self) -> Result:
         """The best found, and whether it explains the update."""
@@ -236,4 +236,4 @@ def _mean(view: ServerView, predicted: Tensors) -> Tensors:
     """The mean gradient of a simulated round, times `_size`; nothing was done to its update."""
     mean = mean_gradient(replace(view, update=predicted, defense=Defense()))
     assert not isinstance(mean, NotApplicable)
-    return scaled(mean, _size(view))
+    return scale_tensors(mean, _size(view))

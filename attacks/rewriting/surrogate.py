@@ -22,7 +22,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.parametrization import Parametrization
 from fl.ranges import Count, Share
-from fl.simulation.nonfinite_updates import finite
+from fl.simulation.nonfinite_updates import all_finite
 from fl.tensors import Tensors, add, mul
 from fl.types import Group, Phase, Schedule
 from fl.view import ServerView
@@ -126,7 +126,7 @@ def surrogate_obstacle(view: ServerView) -> str | None:
     """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
-    if not finite(view.update):  # an earlier view, which is then left out
+    if not all_finite(view.update):  # an earlier view, which is then left out
         return "the update has numbers that are not finite"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason

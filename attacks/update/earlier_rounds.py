@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fl.defense import overrides
-from fl.simulation.nonfinite_updates import finite
+from fl.simulation.nonfinite_updates import all_finite
 from fl.types import Phase
 from fl.view import ServerView
 
@@ -27,7 +27,7 @@ def rounds_on_same_images(view: ServerView) -> tuple[ServerView, ...]:
     return tuple(
         past
         for past in view.history
-        if past.update and finite(past.update) and past.schedule and past.batch_size == view.batch_size
+        if past.update and all_finite(past.update) and past.schedule and past.batch_size == view.batch_size
     )
 
 

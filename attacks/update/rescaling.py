@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fl.tensors import LowRank, Tensors, Value, scaled
+from fl.tensors import LowRank, Tensors, Value, scale_tensors
 
 
 def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
@@ -15,7 +15,7 @@ def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
     largest = max(map(_largest, values.values()), default=0.0)
     power = math.frexp(largest if 0 < largest < math.inf else 1.0)[1] - 1
     half = power // 2  # by two factors: the inverse of the smallest numbers is more than their type holds
-    return scaled(scaled(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
+    return scale_tensors(scale_tensors(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
 
 
 def _largest(value: Value) -> float:

@@ -13,7 +13,7 @@ from eval.io.jsonl import read_rows
 from eval.report.charts.render import render_file
 from eval.report.charts.specs import Curve, LineChart
 from eval.report.charts.style import WIDE
-from fl.runtime.atomic_files import replacing
+from fl.runtime.atomic_files import atomic_write
 
 WHERE, LABEL = "accuracy_unseen", "accuracy on the domain left out (%)"
 
@@ -39,7 +39,7 @@ def main(run: Path, picture: Path) -> None:
         curves.append(Curve(method, series, points, band))
         spoken.append(f"{method}: first {points[0][1]:.1f}, last {points[-1][1]:.1f}.")
     alt = f"Accuracy on the domain left out, mean over domains. {' '.join(spoken)}"
-    with replacing(picture) as file:
+    with atomic_write(picture) as file:
         file.write(render_file(LineChart(LABEL, curves), "svg", WIDE, alt=alt))
 
 

@@ -29,7 +29,7 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.privacy.dp_sgd import Privatization, private_gradient
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.seeds import stream
 from fl.tensors import Tensors
 from fl.types import Batch, Task
@@ -84,9 +84,11 @@ class Stepper:
 def graphed(grad: LossGradient, params: Tensors, batch: Batch) -> Tensors:
     """The private gradient by `vmap`, which attacks differentiate through."""
     method = grad.client.method
-    assert isinstance(method, Private)
-    how = Privatization(clip=CLIP, noise_multiplier=SIGMA, denominator=method.denominator(), at=method.at)
-    return private_gradient(grad, params, batch, how, method.noise(grad.step.draws))
+    assert isinstance(method, PrivateMethod)
+    how = Privatization(
+        clip=CLIP, noise_multiplier=SIGMA, denominator=method.denominator(), clip_target=method.clip_target
+    )
+    return private_gradient(grad, params, batch, how, method.step_noise(grad.step.draws))
 
 
 def authors(task: Task, batch: Batch) -> Run:

@@ -67,7 +67,7 @@ def make(place: Path) -> list[Kind]:
     digest = hashlib.sha256(stated.read_bytes()).hexdigest()
     stated.with_name("stated.safetensors.sha256").write_text(f"{digest}  {stated.name}\n")
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
-    stored.save(place / "data.npz", images, np.arange(40) % 10, [*"abcdefghij"])
+    stored.save_images(place / "data.npz", images, np.arange(40) % 10, [*"abcdefghij"])
     readers = [folder / name for name in ("config.yaml", "env.json", "images.jsonl", "rounds.jsonl", manifest.MANIFEST)]
     cells = [path for path in folder.glob("cells/*/*") if path.is_file()]
     return [
@@ -112,7 +112,7 @@ def _update(path: Path) -> Any:
 
 
 def _weights(path: Path) -> Any:
-    return _plain(pretrained.read(str(path)))
+    return _plain(pretrained.read_weights(str(path)))
 
 
 def _data(path: Path) -> Any:

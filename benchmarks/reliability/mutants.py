@@ -31,7 +31,7 @@ from fl.method import methods
 from fl.models import models
 from fl.parametrization import parametrizations
 from fl.registry import Registry
-from fl.settings import described, fitted, hints
+from fl.settings import describe_type, fit_value, type_hints
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 WRONG = ("key misspelled", "name unknown", "true", "text", "NaN", "mapping", "section left out", "key twice")
@@ -201,10 +201,10 @@ def odd_values() -> tuple[int, dict[str, Counter[str]]]:
         count += 1
         for name, found in taken.items():
             try:
-                fitted(kind, key, VALUES[name])
+                fit_value(kind, key, VALUES[name])
             except ValueError:
                 continue
-            found[described(hints(kind)[key], (), math.inf)] += 1
+            found[describe_type(type_hints(kind)[key], (), math.inf)] += 1
     return count, taken
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, table
-from fl.runtime.atomic_files import replacing
+from fl.runtime.atomic_files import atomic_write
 
 FOLDER = RESULTS / "reliability"
 PAGE = RESULTS / "reliability.md"
@@ -49,7 +49,7 @@ def record(name: str, command: str, figures: Sequence[Figure], details: Mapping[
         "figures": [asdict(figure) for figure in figures],
         "details": dict(details or {}),
     }
-    with replacing(FOLDER / f"{name}.json") as file:
+    with atomic_write(FOLDER / f"{name}.json") as file:
         file.write(json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
     write_page()
 
@@ -75,7 +75,7 @@ def write_page() -> None:
         "",
         *table(["results", "command", "machine"], commands),
     ]
-    with replacing(PAGE) as file:
+    with atomic_write(PAGE) as file:
         file.write("\n".join(lines).encode() + b"\n")
 
 

@@ -19,7 +19,7 @@ from eval.experiment import config_catalog
 from eval.experiment.serialization import LISTS, SECTIONS
 from eval.experiment.spec import Experiment
 from fl.ranges import Length, Range
-from fl.settings import hints
+from fl.settings import type_hints
 
 TITLES = {
     "methods": "Methods",
@@ -91,7 +91,7 @@ def _entry(kind: str, about: dict[str, Any], registry: Any) -> str:
         parts.append(f"**Source:** {escape('; '.join(about['papers']))}.")
     parts.append(f"## Use it\n\n```yaml\n{_example(kind, name, about)}\n```")
     if about["fields"]:
-        rows = list(_settings(about["fields"], hints(entry)))
+        rows = list(_settings(about["fields"], type_hints(entry)))
         parts.append("## Settings\n\n" + table(("setting", "type", "default", "meaning"), rows))
         parts += _former(entry)
     if presets := about.get("presets"):
@@ -132,7 +132,7 @@ def _config_page() -> str:
         "out in the `config.yaml` of a run. `hyperleak show SECTION` prints a section in a terminal.",
     ]
     words = TOP | meanings(Experiment)
-    types_of = hints(Experiment)
+    types_of = type_hints(Experiment)
     rows = []
     for key in ("title", "imports", "seeds"):
         rows.append((f"`{key}`", escape(type_words(types_of[key])), escape(words.get(key, ""))))
@@ -149,7 +149,7 @@ def _config_page() -> str:
     )
     for section in SECTIONS:
         about = _only(describe(section), "config section")
-        own = _settings(about["fields"], hints(SECTIONS[section]))
+        own = _settings(about["fields"], type_hints(SECTIONS[section]))
         parts.append(f"## `{section}` {{ #{section} }}\n\n{prose(about['text'])}\n\n" + table(_COLUMNS, own))
         parts += _former(SECTIONS[section])
     return "\n\n".join(parts) + "\n"

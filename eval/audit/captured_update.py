@@ -17,7 +17,7 @@ from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_update
 from fl.runtime import tensor_archives
-from fl.simulation.capture_checks import untied
+from fl.simulation.capture_checks import untie_parameters
 from fl.types import Batch, frozen
 from fl.view import ServerView
 
@@ -84,8 +84,8 @@ def _read(path: Path, wanted: str) -> object:
     """What the file holds, whatever that is."""
     try:
         if path.suffix == ".npz":
-            return {name: torch.from_numpy(value) for name, value in tensor_archives.arrays(path).items()}
-        return tensor_archives.tensors(path) if path.suffix == ".safetensors" else tensor_archives.state(path)
+            return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
+        return tensor_archives.read_tensors(path) if path.suffix == ".safetensors" else tensor_archives.read_state(path)
     except PermissionError as error:
         raise ValueError(f"{wanted}, got a file that must not be read") from error
     except tensor_archives.ObjectsError as error:
@@ -175,7 +175,7 @@ def fitted(captured: Captured, model: nn.Module) -> Captured:
     before = {own[name]: value for name, value in captured.before.items()}
     notes = [*captured.notes, *said]
     whole = set(update)
-    update = untied(model, update)
+    update = untie_parameters(model, update)
     if tied := sorted(whole - set(update)):
         notes.append(f"{', '.join(tied)}: further names of parameters that have another (tied weights)")
     kept = {name for name, _ in model.named_buffers()} & set(model.state_dict())

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from eval.run.runner import FAULTS
+from eval.run.runner import RUN_ERRORS
 from fl.method import Method
 from fl.models.building_blocks.model_checks import check_logits
-from fl.runtime.module_copies import copied
+from fl.runtime.module_copies import copy_model
 
 SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 """Heights and widths that are tried on a model that takes no images of those given."""
@@ -31,10 +31,10 @@ def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = 
     Raises:
         ValueError: the model does not run on such images (says on which it does), or returns no logits (B, K).
     """
-    probe = copied(model).eval()
+    probe = copy_model(model).eval()
     try:
         logits = _run(probe, shape)
-    except FAULTS as error:
+    except RUN_ERRORS as error:
         got = _size(shape) + (f" of {source}" if source else "")
         taken = sorted(_taken(probe))
         said = _says(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
@@ -65,7 +65,7 @@ def _taken(probe: nn.Module) -> set[Shape]:
         for side in {*SIZES, *flat} - {0}:
             try:
                 _run(probe, (channels, side, side))
-            except FAULTS:
+            except RUN_ERRORS:
                 continue
             found.add((channels, side, side))
     return found

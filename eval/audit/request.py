@@ -22,7 +22,7 @@ from eval.run.federation_data import device_of
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.method import methods
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
 from fl.types import Batch
 
@@ -198,7 +198,7 @@ class Request:
         settings = methods.spec(method)
         # one step on all images of an update, unless the method is given with a length of its own
         observed = {"steps": 1, "head_epochs": 0, "batch_size": None}
-        if isinstance(method, Private):
+        if isinstance(method, PrivateMethod):
             del observed["batch_size"]  # noise is calibrated on it; of few images a step takes all anyway
         observed = {} if {"steps", "epochs"} & set(given) else {k: v for k, v in observed.items() if k not in given}
         data: dict[str, Any] = {

@@ -15,11 +15,11 @@ from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
 from fl.capture import ClientSettings, from_batch
 from fl.data import Source, datasets
-from fl.data.sources.stored import KEYS, read
-from fl.models.function import with_weights
+from fl.data.sources.stored import REQUIRED_ARRAYS, read_batch
+from fl.models.function import require_weights
 from fl.registry import UnknownNameError
 from fl.runtime.user_code import call_user_function, find_callable
-from fl.simulation.capture_checks import TABLE
+from fl.simulation.capture_checks import TABLE_HINT
 from fl.types import Batch, Truth
 from fl.view import ServerView
 
@@ -78,19 +78,19 @@ def call(target: str) -> Built:
     found = find_callable(target)
     made = found if isinstance(found, nn.Module) else call_user_function(found, target)
     if isinstance(made, nn.Module):
-        return Built(with_weights(made, target), None)
+        return Built(require_weights(made, target), None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
             check_batch(target, inputs, labels)
-            return Built(with_weights(model, target), Batch(inputs, labels))
+            return Built(require_weights(model, target), Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
 
 
 def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
     """Check images (N, C, H, W) and their labels, int64 (N,), that `target` gave; a ValueError says what is wrong."""
     if inputs.ndim != 4 or not len(inputs):
-        hint = TABLE if inputs.ndim == 2 and len(inputs) else ""
+        hint = TABLE_HINT if inputs.ndim == 2 and len(inputs) else ""
         shape = tuple(inputs.shape)
         raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {shape}{hint}")
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
@@ -115,11 +115,13 @@ def whole(source: str) -> Batch:
         with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
             keys = [*file.files]
     except (AttributeError, TypeError, *DAMAGED):
-        keys = [*KEYS]  # what is wrong with the file is said by what reads it
-    if absent := [key for key in KEYS if key not in keys]:
+        keys = [*REQUIRED_ARRAYS]  # what is wrong with the file is said by what reads it
+    if absent := [key for key in REQUIRED_ARRAYS if key not in keys]:
         found = ", ".join(map(repr, keys)) or "no arrays"
-        raise ValueError(f"expected arrays {' and '.join(KEYS)} in {path}, got no {' or '.join(absent)} but {found}")
-    return read(path)[0]
+        raise ValueError(
+            f"expected arrays {' and '.join(REQUIRED_ARRAYS)} in {path}, got no {' or '.join(absent)} but {found}"
+        )
+    return read_batch(path)[0]
 
 
 def fitting(model: nn.Module, inputs: Tensor) -> Tensor:

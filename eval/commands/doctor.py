@@ -29,16 +29,16 @@ def doctor(
         _whole(folder, json=json)
         return
     from eval.commands import doctor_checks
-    from fl.data.sources.benchmark_sets import remedy
-    from fl.data.sources.download import WHERE
+    from fl.data.sources.benchmark_sets import download_hint
+    from fl.data.sources.download import MANUAL_DOWNLOADS
     from fl.data.sources.download import download as fetch
     from fl.registry import UnknownNameError
 
     if source is not None and download is None:
         say("error: expected --download NAME beside --source")
         raise typer.Exit(USAGE)
-    if download in WHERE and source is None:
-        say(f"error: {download} can't be downloaded: {remedy(download)}")
+    if download in MANUAL_DOWNLOADS and source is None:
+        say(f"error: {download} can't be downloaded: {download_hint(download)}")
         raise typer.Exit(FAILURE)
     if download is not None:
         with errors(FAILURE):

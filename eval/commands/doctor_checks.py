@@ -10,7 +10,7 @@ from importlib import metadata
 
 from eval.run import resources
 from eval.run.results import installed
-from fl.runtime.workers import threads
+from fl.runtime.workers import worker_thread_count
 
 REQUIRED = ("torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus", "pydantic", "PyYAML")
 FINE, ABSENT, FAULT = "ok", "absent", "fault"
@@ -54,7 +54,7 @@ def _versions() -> list[Check]:
 def _device() -> list[Check]:
     import torch
 
-    number, each = resources.default_workers(torch.device("cpu")), threads()
+    number, each = resources.default_workers(torch.device("cpu")), worker_thread_count()
     found = [Check("processes", FINE, f"{number} of {each} thread(s); {resources.cores()} of {os.cpu_count()} cores")]
     if torch.cuda.is_available():
         return [*found, Check("GPU", FINE, torch.cuda.get_device_name())]
@@ -66,8 +66,8 @@ def _device() -> list[Check]:
 def _folder() -> Check:
     from fl.data.sources import stored
 
-    place = stored.folder()
-    remedy = f"set {stored.VARIABLE} to a folder of .npz files, or let --download make this one"
+    place = stored.data_folder()
+    remedy = f"set {stored.DATA_VARIABLE} to a folder of .npz files, or let --download make this one"
     try:
         if place.is_dir():
             return Check("data folder", FINE, str(place))
@@ -77,12 +77,12 @@ def _folder() -> Check:
 
 
 def _datasets() -> list[Check]:
-    from fl.data.sources.benchmark_sets import available, remedy
+    from fl.data.sources.benchmark_sets import available_sets, download_hint
 
     found = [Check(f"data set {name}", FINE, "inside scikit-image") for name in ("faces", "photos")]
-    for name, path in available().items():
+    for name, path in available_sets().items():
         words = "in the data folder" if path else "not in the data folder"
-        missing = "" if path else remedy(name) or "copy its two files into the data folder"
+        missing = "" if path else download_hint(name) or "copy its two files into the data folder"
         found.append(Check(f"data set {name}", FINE if path else ABSENT, words, missing))
     return found
 

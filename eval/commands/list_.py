@@ -69,7 +69,7 @@ def _entries(registry: Registry[Any]) -> dict[str, str]:
     """Name and summary of every entry, and why others are not there."""
     from eval.report.glossary import summarize
 
-    return {name: summarize(registry.get(name)) for name in registry.names()} | registry.skips()
+    return {name: summarize(registry.get(name)) for name in registry.names()} | registry.skipped_modules()
 
 
 def _configs() -> dict[str, str]:

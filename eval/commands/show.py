@@ -110,12 +110,12 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
     from eval.experiment import config_catalog, yaml_config
     from eval.io.sanitize import shorten
     from eval.run import plan
-    from fl.registry import UnknownNameError, close
+    from fl.registry import UnknownNameError, closest_name
 
     try:
         path = config_catalog.resolve(name)
     except config_catalog.UnknownConfigError as error:
-        if close(name, (*others, *error.near)) in error.near:
+        if closest_name(name, (*others, *error.near)) in error.near:
             raise
         note = "; configs: `hyperleak list configs`" + ("" if imports else f"; {IMPORT_HINT}")
         raise UnknownNameError("name", name, others, note) from error

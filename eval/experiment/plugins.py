@@ -13,7 +13,7 @@ from typing import Any
 
 import attacks
 from defenses import defenses
-from eval.io.errors import IMPORTING
+from eval.io.errors import IMPORT_ERRORS
 from eval.io.shareable_paths import relative_to_cwd
 from fl.data import datasets
 from fl.data.augment import augmentations
@@ -106,7 +106,7 @@ def _explained(name: str, word: str) -> Iterator[None]:
     """Say in a line what a module raised, and where in it."""
     try:
         yield
-    except IMPORTING as error:
+    except IMPORT_ERRORS as error:
         if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
             raise FileNotFoundError(f"no module {name!r} in {Path.cwd()} or among those installed") from error
         number = error_line(error, name)

@@ -26,9 +26,9 @@ from fl.settings import (
     current_settings,
     first_name,
     first_value,
-    fitted,
-    hints,
-    shown,
+    fit_value,
+    format_value,
+    type_hints,
 )
 from fl.view import ThreatModel
 
@@ -237,7 +237,9 @@ def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, A
         found = [item for place in holders for item in _inside(place[key], keys[depth + 1])]
         if not found:
             whole, value = ".".join(keys[: depth + 1]), holders[0][key]
-            raise ValueError(f"{whole} is {shown(value)}, with no {keys[depth + 1]!r} in it; set {whole} as a whole")
+            raise ValueError(
+                f"{whole} is {format_value(value)}, with no {keys[depth + 1]!r} in it; set {whole} as a whole"
+            )
     return found
 
 
@@ -308,12 +310,12 @@ def _section(kind: type[T], values: Any, where: str) -> T:
 
 
 def _registry(kind: type, key: str) -> Registry[Any] | None:
-    return getattr(hints(kind)[key], "registry", None)
+    return getattr(type_hints(kind)[key], "registry", None)
 
 
 def _checked(kind: type, key: str, value: Any, where: str) -> Any:
     """`value` as the field `key` of `kind` has it; a single value will do for a list."""
-    hint = hints(kind)[key]
+    hint = type_hints(kind)[key]
     while typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) is tuple and not isinstance(value, list | tuple):
@@ -323,9 +325,9 @@ def _checked(kind: type, key: str, value: Any, where: str) -> Any:
     try:
         if registry is not None and not dataclasses.is_dataclass(value):
             return registry.build(_with_names(value))
-        return fitted(kind, key, value)
+        return fit_value(kind, key, value)
     except SettingError as error:
-        raise error.under(*keys, instead=1) from error
+        raise error.with_prefix(*keys, instead=1) from error
     except ValueError as error:
         raise SettingError(keys, str(error)) from error
 
@@ -351,7 +353,7 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
         item = registry.build(settings)
     except SettingError as error:
         label = str(given["as"] or settings["name"])
-        raise error.under(key, label, instead=1) from error
+        raise error.with_prefix(key, label, instead=1) from error
     except ValueError as error:
         raise SettingError((key,), str(error)) from error
     label = _name(item) if given["as"] is None else str(given["as"])
@@ -361,7 +363,9 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     changes = dict(mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:
         if "." not in name:
-            raise SettingError((key, "with"), f"expected keys such as {CHANGES[key][-1]}.rounds, got {shown(name)}")
+            raise SettingError(
+                (key, "with"), f"expected keys such as {CHANGES[key][-1]}.rounds, got {format_value(name)}"
+            )
         if (section := name.partition(".")[0]) not in CHANGES[key]:
             raise UnknownNameError(f"section in {key}.with", section, CHANGES[key])
     return Entry(label=label, item=item, against=against, changes=changes)
@@ -382,7 +386,7 @@ def _with_names(value: Any) -> Any:
     """`value`, in which everything called `name` is text."""
     if isinstance(value, Mapping):
         if not isinstance(value.get("name", ""), str):
-            raise ValueError(f"expected a name, got {shown(value['name'])}")
+            raise ValueError(f"expected a name, got {format_value(value['name'])}")
         for inner in value.values():
             _with_names(inner)
     return value

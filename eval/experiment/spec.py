@@ -15,7 +15,7 @@ from fl.method import Method, methods
 from fl.models import Network
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, Range, Seed, Share
 from fl.registry import UnknownNameError
-from fl.settings import SettingError, current_name, declared, shown
+from fl.settings import SettingError, current_name, declared, format_value
 from fl.simulation.protocol import Diagnostic
 from fl.view import ThreatModel
 
@@ -137,7 +137,9 @@ class Observe:
         for key in ("clients", "rounds"):
             value = getattr(self, key)
             if len(set(value)) < len(value):
-                raise SettingError(("observe", key), f"expected different numbers from 0, got {shown(list(value))}")
+                raise SettingError(
+                    ("observe", key), f"expected different numbers from 0, got {format_value(list(value))}"
+                )
 
 
 @declared("score")
@@ -310,7 +312,7 @@ class Experiment:
             try:
                 built[label] = methods.build({**spec, **changes})
             except SettingError as error:
-                raise error.under("observe", "method", instead=1) from error
+                raise error.with_prefix("observe", "method", instead=1) from error
             for key, value in changes.items():
                 check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
         return built

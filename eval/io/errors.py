@@ -6,9 +6,9 @@ import zipfile
 import zlib
 
 from eval.io.shareable_paths import relative_to_cwd
-from fl.runtime.user_code import FAULTS, IMPORTING, OUR_FOLDER, error_origin
+from fl.runtime.user_code import IMPORT_ERRORS, OUR_FOLDER, RUN_ERRORS, error_origin
 
-__all__ = ["DAMAGED", "FAULTS", "IMPORTING", "describe_origin"]
+__all__ = ["DAMAGED", "IMPORT_ERRORS", "RUN_ERRORS", "describe_origin"]
 DAMAGED = (ArithmeticError, OSError, ValueError, LookupError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error)
 """What reading a damaged `.npz` may raise; RuntimeError where flags say it is encrypted or packed in another way."""
 

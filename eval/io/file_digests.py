@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fl.runtime.safe_paths import inside, regular
+from fl.runtime.safe_paths import join_inside, require_regular_file
 
 DIGEST_KEY = "sha256"
 """In a JSON object: the digest of all that it says beside."""
@@ -20,7 +20,7 @@ CHUNK = 2**20
 def file_digest(path: Path) -> dict[str, Any]:
     """The SHA-256 of a file, and the number of its rows if it is a JSON-lines file."""
     digest, lines = hashlib.sha256(), 0
-    with regular(path).open("rb") as file:
+    with require_regular_file(path).open("rb") as file:
         while content := file.read(CHUNK):
             digest.update(content)
             lines += content.count(b"\n")
@@ -39,7 +39,7 @@ def changes(folder: Path, files: object) -> Iterator[tuple[str, str]]:
         return
     for name, said in files.items():
         try:
-            path = inside(folder, *str(name).split("/"))
+            path = join_inside(folder, *str(name).split("/"))
             found = file_digest(path) if path.exists() else None
         except (OSError, ValueError) as error:
             yield name, f"can't be read ({error})"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fl.runtime.atomic_files import make, replacing
-from fl.runtime.safe_paths import regular
+from fl.runtime.atomic_files import atomic_write, make_folder
+from fl.runtime.safe_paths import require_regular_file
 
 LONGEST = 2**26
 """Bytes of a line; a longer one is cut, so that it is no JSON."""
@@ -37,8 +37,8 @@ def write_rows(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> None:
         TypeError: a row holds something JSON cannot express.
     """
     path, lines = Path(path), list(_lines(rows))
-    make(path.parent)
-    with locked(path.parent), replacing(path) as file:
+    make_folder(path.parent)
+    with locked(path.parent), atomic_write(path) as file:
         if path.exists():
             with path.open("rb") as old:
                 shutil.copyfileobj(old, file)
@@ -57,7 +57,7 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file in one piece, in place of what was there."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(text.encode())
 
 
@@ -69,7 +69,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
         ValueError: a line is not one JSON object, or holds NaN or infinity; says which file and line.
     """
     rows = []
-    with regular(Path(path)).open("rb") as file:
+    with require_regular_file(Path(path)).open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
             try:
                 row = parse(line)
@@ -88,7 +88,7 @@ def read_json(path: Path) -> Any:
         OSError: it can't be read.
         ValueError: as `parse`, or it is longer than any of ours.
     """
-    size = regular(path).stat().st_size
+    size = require_regular_file(path).stat().st_size
     if size > LARGEST:
         raise ValueError(f"expected at most {LARGEST} bytes, got {size}")
     return parse(path.read_bytes())

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.io import file_digests, jsonl
-from fl.runtime.atomic_files import remove, swap
-from fl.runtime.safe_paths import inside
+from fl.runtime.atomic_files import remove_path, replace_path
+from fl.runtime.safe_paths import join_inside
 
 MANIFEST, RUN = "manifest.json", "run.json"
 OPTIONAL_FILES = ("privacy.jsonl",)
@@ -36,9 +36,9 @@ def publish(new: Path, folder: Path, about: Mapping[str, Any]) -> None:
     _write(folder, {"run": plain.get("id"), _WHOLE: False})
     for name in OPTIONAL_FILES:
         if name not in files:
-            remove(folder / name)
+            remove_path(folder / name)
     for path in sorted(new.iterdir()):
-        swap(path, folder / path.name)
+        replace_path(path, folder / path.name)
     _write(folder, {"run": plain.get("id"), _WHOLE: True, "about": plain, "files": files})
 
 
@@ -58,7 +58,7 @@ def read(folder: Path) -> dict[str, Any]:
     Raises:
         ValueError: it can't be read, or has changed since it was written.
     """
-    path = inside(folder, MANIFEST)
+    path = join_inside(folder, MANIFEST)
     if not path.exists():
         return {}
     try:
@@ -92,7 +92,7 @@ def changes(folder: Path) -> Iterator[tuple[str, str]]:
     """All files that are not as the manifest states, pictures among them, each with what is wrong.
 
     Raises:
-        ValueError: as `read`.
+        ValueError: as `read_batch`.
     """
     about = read(folder)
     if about and not about[_WHOLE]:

@@ -22,7 +22,7 @@ from fl.defense import overrides
 from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, combine, dense, inner, map_values, norm
+from fl.tensors import Tensors, add_scaled, dense, inner, map_values, norm
 from fl.types import Batch, Candidate, Schedule
 from fl.view import ServerView
 
@@ -202,10 +202,10 @@ def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float
     Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide. That is why all
     is counted from one candidate's update too, the origin: what decay does to 15 million weights cancels there.
     """
-    far = map_values(combine(observed, origin, -1.0), Tensor.double)
+    far = map_values(add_scaled(observed, origin, -1.0), Tensor.double)
 
     def score(one: Tensors) -> float:
-        step = map_values(combine(one, origin, -1.0), Tensor.double)
+        step = map_values(add_scaled(one, origin, -1.0), Tensor.double)
         return sum(float(inner(far[name], value)) - float(inner(value, value)) / 2 for name, value in step.items())
 
     return score

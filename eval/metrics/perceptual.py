@@ -22,7 +22,7 @@ from torch.nn.functional import interpolate
 
 from eval.metrics.image import prepare
 from fl.registry import UnknownNameError
-from fl.runtime.safe_paths import there
+from fl.runtime.safe_paths import is_accessible_file
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -171,7 +171,7 @@ def _from_cache(net: str, allow_download: bool) -> Lpips | Unavailable:
     path = Path(torch.hub.get_dir()) / "checkpoints" / CHECKPOINTS[net]
     # results quote this: the variable, not this machine's folder
     remedy = f"put {path.name} into $TORCH_HOME/hub/checkpoints (~/.cache/torch by default), or set {ENVIRONMENT}"
-    if not there(path):
+    if not is_accessible_file(path):
         if not allow_download:
             return Unavailable(net, f"no {path.name} found", remedy)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from eval.metrics.score import relative_error
-from fl.client import Client, LocalTraining, gather, local_update
+from fl.client import Client, LocalTraining, gather_batches, local_update
 from fl.defense import Defense, overrides
 from fl.method import Download
 from fl.predict import predict
@@ -72,4 +72,4 @@ def _noiseless(trace: Trace, client: Client, state: ClientState, download: Downl
     """What the client would have sent in round `number` without its defense's noise."""
     start = local_input(client, state, download, number)
     training = LocalTraining(draws=trace.draws, track_statistics=True)
-    return local_update(client, start, gather(trace.inputs, trace.labels, trace.order), training).sent()
+    return local_update(client, start, gather_batches(trace.inputs, trace.labels, trace.order), training).sent()

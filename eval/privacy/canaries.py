@@ -32,9 +32,9 @@ from fl.federation import ClientData, Federation
 from fl.local.sampling import PoissonPhase
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.privacy_statement import PrivacyStatement
-from fl.seeds import derive, stream
+from fl.seeds import derive_seed, stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Task
 
@@ -111,7 +111,7 @@ def audit(
         ValueError: the method claims no epsilon, or one that canaries in single steps can't test; says why.
     """
     statement = method.privacy(sizes, rounds)
-    if statement is None or not isinstance(method, Private):
+    if statement is None or not isinstance(method, PrivateMethod):
         raise ValueError(f"{method.name} claims no differential privacy: there is nothing to audit")
 
     def told(coins: Tensor) -> Floats:
@@ -226,7 +226,7 @@ class _Drawn(FedAvg):
         return (PoissonPhase(**{**settings, "sampler": "poisson", "batch_size": 1}, rate=self.rate),)
 
 
-def single_step_method(method: Private, rate: float) -> Steps:
+def single_step_method(method: PrivateMethod, rate: float) -> Steps:
     """A method's own noisy steps, each record drawn at `rate`."""
     tiny = 1e-9 / method.clip**2
     settings: dict[str, Any] = {
@@ -267,7 +267,7 @@ def noisy_releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats
     # whose logit is lower, so that no gradient vanishes
     labels = client.network(_parameters(start), client.task.buffers)(every).argmin(1)
     data = [ClientData(_records(Batch(every[: len(part)], labels), part, steps.blank), blank) for part in parts]
-    run = Federation(client, data, seed=derive(seed, "audit"), engine="loop")
+    run = Federation(client, data, seed=derive_seed(seed, "audit"), engine="loop")
     read = np.empty((count, len(coins)), dtype=np.float32 if count * len(coins) > 2**24 else np.float64)
     sign = torch.where(labels == 0, 1.0, -1.0).double()
     for step in range(count):

@@ -18,8 +18,8 @@ from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import ServerState
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.privacy.private_method import Private
-from fl.seeds import derive
+from fl.privacy.private_method import PrivateMethod
+from fl.seeds import derive_seed
 from fl.tensors import dense
 from fl.types import Batch, Task, Upload
 
@@ -44,7 +44,9 @@ class ParameterVector(nn.Module):
                 value.zero_()
 
 
-def noisy_client_releases(method: Private, signs: Floats, coins: Tensor, seed: int) -> Iterator[tuple[str, Floats]]:
+def noisy_client_releases(
+    method: PrivateMethod, signs: Floats, coins: Tensor, seed: int
+) -> Iterator[tuple[str, Floats]]:
     """What the server's weights give away of every canary, round by round (rounds, m), in units of the clip.
 
     Yields:
@@ -61,13 +63,13 @@ def noisy_client_releases(method: Private, signs: Floats, coins: Tensor, seed: i
         one = replace(one, parametrization=replace(made, hidden=2, embedding=-(-size // 2)))
     task = Task(ParameterVector(size), (1, 1, 1), 2, "head.")
     nobody = Batch(torch.zeros(1, 1, 1, 1).double(), torch.zeros(1, dtype=torch.int64))
-    server = Federation(Client(task, one), [ClientData(nobody, nobody)], seed=derive(seed, "audit")).server
+    server = Federation(Client(task, one), [ClientData(nobody, nobody)], seed=derive_seed(seed, "audit")).server
     for name, value in server.shared.items():
         if value.numel() >= size:
             yield name, _read(one, task, server, name, signs * coins.numpy())
 
 
-def _read(method: Private, task: Task, server: ServerState, place: str, signs: Floats) -> Floats:
+def _read(method: PrivateMethod, task: Task, server: ServerState, place: str, signs: Floats) -> Floats:
     """Round by round, of canaries in the tensor `place`."""
     rounds, size = signs.shape
     zero = {name: torch.zeros_like(dense(value)) for name, value in server.shared.items()}

@@ -15,7 +15,7 @@ from functools import lru_cache
 import torch
 from scipy import special
 
-from fl.privacy.accounting import Charge, curve, merged
+from fl.privacy.accounting import Charge, delta_curve, merge_charges
 from fl.seeds import stream
 
 
@@ -50,7 +50,7 @@ def from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
         ValueError: `kappa` is no probability between 0 and 1.
     """
     _check(kappa, 1.0, 1)
-    known = merged(charges)
+    known = merge_charges(charges)
     if any(charge.noise_multiplier == 0 for charge in known):
         return 1.0
     if all(charge.rate == 1 for charge in known):
@@ -61,7 +61,7 @@ def from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
 
 @lru_cache(maxsize=64)
 def _curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
-    return curve(charges)
+    return delta_curve(charges)
 
 
 def from_curve(kappa: float, delta: Callable[[float], float], largest: float = 50.0) -> float:

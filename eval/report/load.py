@@ -24,7 +24,7 @@ from eval.metrics.score import Row
 from eval.report.result_groups import NOT_ATTACKED, ResultGroup, group_rows
 from eval.report.settings import RunSettings
 from fl.runtime import tensor_archives
-from fl.runtime.safe_paths import inside
+from fl.runtime.safe_paths import join_inside
 
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
@@ -100,7 +100,7 @@ class Run:
             ValueError: there is no such file, or it is none of ours; says which.
         """
         name = f"{self._names[(group.method, group.defense, group.attack, group.round, seed)]}.npz"
-        path = inside(self.folder, "images", name)
+        path = join_inside(self.folder, "images", name)
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
         said = {f"images/{name}": self.digests[f"images/{name}"]} if f"images/{name}" in self.digests else {}
@@ -152,7 +152,7 @@ def read_pictures(path: Path) -> tuple[Pixels | None, Pixels]:
     """
     name = f"{path.parent.name}/{path.name}"
     try:
-        arrays = tensor_archives.arrays(path)
+        arrays = tensor_archives.read_arrays(path)
         original, found = arrays.get("original"), arrays["reconstruction"]
     except (OSError, ValueError, LookupError) as error:
         raise ValueError(f"{name} can't be read") from error
@@ -186,13 +186,13 @@ def load(folder: str | Path) -> Run:
 
 def _manifest_bytes(folder: Path) -> bytes:
     """Return a run's manifest as it stands."""
-    path = inside(folder, manifest.MANIFEST)
+    path = join_inside(folder, manifest.MANIFEST)
     return path.read_bytes() if path.is_file() and path.stat().st_size <= jsonl.LARGEST else b""
 
 
 def _load(folder: Path) -> Run:
     for name in (CONFIG, ROWS):
-        if not inside(folder, name).is_file():
+        if not join_inside(folder, name).is_file():
             raise FileNotFoundError(f"no {name} in {folder}; expected a folder that `hyperleak run` has written")
     stated = manifest.check(folder)
     try:
@@ -208,7 +208,7 @@ def _load(folder: Path) -> Run:
             raise ValueError(f"{folder / ROWS}, line {number}: expected a value for {', '.join(absent)}, got none")
         _check(row, KEY_COLUMNS, f"{folder / ROWS}, line {number}")
     rounds, privacy = (_rows(folder, name) for name in (ROUNDS, PRIVACY))
-    about, environment = (_json(inside(folder, name)) for name in (RUN, ENVIRONMENT))
+    about, environment = (_json(join_inside(folder, name)) for name in (RUN, ENVIRONMENT))
     try:
         file_digests.check_digest(about)
     except ValueError as error:
@@ -223,7 +223,7 @@ def _load(folder: Path) -> Run:
 
 def _rows(folder: Path, name: str) -> list[Row]:
     """Return the rows of a file about trainings; none without one."""
-    rows = jsonl.read_rows(path) if (path := inside(folder, name)).is_file() else []
+    rows = jsonl.read_rows(path) if (path := join_inside(folder, name)).is_file() else []
     for number, row in enumerate(rows, 1):
         _check(row, [key for key in KEY_COLUMNS if key in row], f"{path}, line {number}")
     return rows
@@ -242,7 +242,7 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
 
 def _partitions(folder: Path) -> list[dict[str, Any]]:
     """Return what the files of a run's partitions say, in their order, without the lists."""
-    paths = [inside(folder.parent, PARTITIONS, path.name) for path in folder.glob("*.json")]
+    paths = [join_inside(folder.parent, PARTITIONS, path.name) for path in folder.glob("*.json")]
     paths.sort(key=lambda path: (len(path.name), path.name))
     found = [{key: value for key, value in _json(path).items() if key not in {"train", "test"}} for path in paths]
     for path, about in zip(paths, found, strict=True):

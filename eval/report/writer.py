@@ -11,7 +11,7 @@ from eval.report.assemble import build_report
 from eval.report.blocks import FigureBlock, Report
 from eval.report.charts.render import render_file
 from eval.report.load import explain_damage
-from fl.runtime.atomic_files import make, refuse_link, remove, replacing, sweep
+from fl.runtime.atomic_files import atomic_write, make_folder, refuse_link, remove_leftovers, remove_path
 
 HTML, MARKDOWN = "report.html", "report.md"
 FIGURES_FOLDER = "figures"
@@ -68,11 +68,11 @@ def write_figures(folder: str | Path, kind: str) -> list[Path]:
             for figure in _figures(build_report(folder, show=False)):
                 for width, suffix in zip(figure.widths, ("", "-column"), strict=True):
                     files[f"{figure.name}{suffix}.{kind}"] = render_file(figure.chart, kind, width, alt=figure.alt)
-        make(beside)
-        sweep(beside)
+        make_folder(beside)
+        remove_leftovers(beside)
         for path in [*beside.glob(f"*.{kind}")]:
             if path.name not in files:
-                remove(path)
+                remove_path(path)
         for name, content in files.items():
             _put(beside / name, content)
     return [beside / name for name in files]
@@ -87,19 +87,19 @@ def _write(folder: Path, beside: Path, *, show: bool) -> tuple[Path, Path]:
         report = build_report(folder, show=show)
         page = render_html.render_html(report)
         text, shown = render_markdown.render_markdown(report)
-    make(beside)
-    sweep(beside)
+    make_folder(beside)
+    remove_leftovers(beside)
     for name, content in shown.items():
         _put(beside / name, content)
     _put(folder / HTML, page.encode())
     _put(folder / MARKDOWN, text.encode())
     for path in [*beside.iterdir()]:
         if path.name not in shown and _OUR_FILES.fullmatch(path.name):
-            remove(path)
+            remove_path(path)
     return folder / HTML, folder / MARKDOWN
 
 
 def _put(path: Path, content: bytes) -> None:
     """Write a file whole or not at all."""
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         file.write(content)

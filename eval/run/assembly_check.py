@@ -27,7 +27,7 @@ def check_assembly(client: Client, federation: FederationSpec, clients: int) -> 
         clients: how many of them may take part.
 
     Raises:
-        ValueError: settings that do not fit each other; or another of `MISFITS`.
+        ValueError: settings that do not fit each other; or another of `FORWARD_ERRORS`.
     """
     method, task = client.method, client.task
     for number in range(min(federation.rounds, ROUNDS) + 1):

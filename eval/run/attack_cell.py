@@ -30,11 +30,11 @@ from eval.run.federation_data import Target
 from eval.run.observation import Observation, WatchedUpdate
 from eval.run.plan import AttackTask, ObservationSpec, TrainingTask
 from eval.run.run_directory import CHECKPOINT
-from fl.aggregated_view import combine
+from fl.aggregated_view import combine_views
 from fl.client import Client
 from fl.federation import Federation
-from fl.runtime.atomic_files import replacing
-from fl.seeds import derive
+from fl.runtime.atomic_files import atomic_write
+from fl.seeds import derive_seed
 from fl.simulation.client_round import observe, prepare
 from fl.types import Truth
 from fl.view import ServerView
@@ -67,7 +67,7 @@ def observe_targets(
         off = [_error(federation, client, one, member) for one, member in zip(each, victim.group, strict=True)]
         view, truth = each[0]
         if victim.others:
-            view, truth = combine(each, [len(member.data) for member in victim.group])
+            view, truth = combine_views(each, [len(member.data) for member in victim.group])
             off.append(prediction_error(view, truth) or 0.0)
         named = zip(each, victim.group, strict=True)
         pictures = tuple(name for (_, own), member in named for name in _pictures(member, own))
@@ -169,7 +169,7 @@ def _write_pictures(path: Path, pictures: Sequence[tuple[Tensor | None, Tensor]]
     }
     joined = {name: torch.cat(images) for name, images in parts.items() if images}
     arrays = {name: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for name, x in joined.items()}
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 
 
@@ -187,7 +187,7 @@ def _observed(
         federation.download(victim.client),
         victim.data,
         augment=training.world.augment if scene.observe.augment else None,
-        key=federation.round_key(victim.client, derive(training.seed, "observe", victim.key)),
+        key=federation.round_key(victim.client, derive_seed(training.seed, "observe", victim.key)),
     )
     threat = replace(scene.threat, history_rounds=len(history))
     view, truth, _ = observe(start, threat=threat, private_init=federation.private_init, history=history)
@@ -213,7 +213,7 @@ def _attacked(
     views = [
         NotApplicable(settled[update.key]) if update.key in settled else update.view for update in observation.updates
     ]
-    seeds = [derive(observation.seed, "attack", update.key) for update in observation.updates]
+    seeds = [derive_seed(observation.seed, "attack", update.key) for update in observation.updates]
     pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
     execution.tick(len(views) - len(pairs))
     open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
@@ -237,7 +237,7 @@ def _scored(
         rows = score_without_truth(result, update.size)
         return self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
     assert isinstance(update.view, ServerView)  # what was attacked was sent
-    floor = derive(observation.seed, "floor", update.key)
+    floor = derive_seed(observation.seed, "floor", update.key)
     near = _closest(observation).get(number)
     rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor)
     rows = self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
@@ -245,7 +245,7 @@ def _scored(
         rows = _bounded(rows, task.attack.item, truth)
     if number not in observation.lineups:
         observation.lineups[number] = IdentificationLineup.of(
-            update.view, truth, observation.reference, derive(observation.seed, "identify", update.key)
+            update.view, truth, observation.reference, derive_seed(observation.seed, "identify", update.key)
         )
     return observation.lineups[number].rows(rows, result)
 

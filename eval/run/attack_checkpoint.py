@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, Result
 from eval.run.cache_keys import source_digest
-from fl.runtime.atomic_files import make, replacing
+from fl.runtime.atomic_files import atomic_write, make_folder
 from fl.simulation.checkpoint import DAMAGED
 from fl.tensors import Tensors, dense, map_values
 from fl.view import ServerView
@@ -72,11 +72,11 @@ class AttackCheckpoint:
         self._last = time.monotonic()
 
     def _write(self, results: Mapping[int, Result]) -> None:
-        make(self.folder)
+        make_folder(self.folder)
         told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
         text = json.dumps({"code": source_digest(), "results": told})
-        with replacing(self.folder / f"{min(results):05d}.npz") as file:
+        with atomic_write(self.folder / f"{min(results):05d}.npz") as file:
             np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
     def load(self) -> dict[int, Result]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from eval.experiment.spec import FederationSpec, Observe, TaskSpec
-from fl.aggregated_view import Division
+from fl.aggregated_view import AggregationGroups
 from fl.data import Dataset
 from fl.data.augment import Augmentation
 from fl.data.partitions.partition import Partition
@@ -98,7 +98,7 @@ class FederationData:
             return None
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
-    def victims(self, observe: Observe, division: Division | None = None) -> tuple[Target, ...]:
+    def victims(self, observe: Observe, division: AggregationGroups | None = None) -> tuple[Target, ...]:
         """Whom the attacker watches: of each group one update after the other, however many of it are named.
 
         Args:
@@ -118,7 +118,7 @@ class FederationData:
             found += [replace(first, others=tuple(others)) for first, *others in zip(*each, strict=True)]
         return tuple(found)
 
-    def _groups(self, observe: Observe, division: Division | None) -> list[range]:
+    def _groups(self, observe: Observe, division: AggregationGroups | None) -> list[range]:
         """The watched clients with those aggregated with them, each group once."""
         for client in observe.clients:
             if client >= len(self.partition):

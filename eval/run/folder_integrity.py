@@ -8,7 +8,7 @@ from pathlib import Path
 
 from eval.io import file_digests, jsonl, manifest
 from eval.run.run_directory import CELL, FILES, RUN, about_cell, check_cell
-from fl.runtime.safe_paths import inside
+from fl.runtime.safe_paths import join_inside
 from fl.simulation import checkpoint
 
 REPORTS = ("report.html", "report.md")
@@ -53,7 +53,7 @@ def _problems(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
         yield RUN, f"is missing; {manifest.HOW_TO_REWRITE}"
     else:
         try:
-            about = jsonl.read_json(inside(folder, RUN))
+            about = jsonl.read_json(join_inside(folder, RUN))
             if not isinstance(about, dict):
                 raise ValueError("expected a JSON object")
             file_digests.check_digest(about)
@@ -124,7 +124,7 @@ def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
             continue
         try:
             if name in ROWS:
-                jsonl.read_rows(inside(folder, name))
+                jsonl.read_rows(join_inside(folder, name))
         except (OSError, ValueError) as error:
             yield name, f"is damaged ({error}); {manifest.HOW_TO_REWRITE}"
         else:

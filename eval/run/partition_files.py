@@ -16,7 +16,7 @@ from eval.io.run_layout import PARTITIONS
 from eval.run.federation_data import FederationData
 from eval.run.plan import Plan
 from fl.data.partitions import overlap
-from fl.runtime.atomic_files import replacing_folder
+from fl.runtime.atomic_files import atomic_folder
 
 
 def distinct_partitions(plan: Plan) -> list[tuple[FederationData, dict[str, Any]]]:
@@ -29,11 +29,11 @@ def distinct_partitions(plan: Plan) -> list[tuple[FederationData, dict[str, Any]
 
 def write(plan: Plan, folder: Path) -> None:
     """Put the partitions of a run in place of those that were in its folder."""
-    with replacing_folder(folder / PARTITIONS) as new:
+    with atomic_folder(folder / PARTITIONS) as new:
         for number, (world, about) in enumerate(distinct_partitions(plan), 1):
             world.partition.save(new / f"{number}.json", world.dataset, about)
             words = [f"methods: {', '.join(about['methods'])}"]
-            words += overlap.lines(overlap.report(world.partition, world.dataset))
+            words += overlap.format_report(overlap.describe_partition(world.partition, world.dataset))
             jsonl.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
 
 

@@ -28,7 +28,7 @@ from eval.run.cache_keys import (
 )
 from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
 from eval.run.observation import Observation
-from fl.aggregated_view import Division
+from fl.aggregated_view import AggregationGroups
 from fl.client import Client
 from fl.data import Dataset, datasets
 from fl.federation import n_sampled
@@ -362,7 +362,7 @@ class _PlanBuilder:
 
     def _scene(self, part: Experiment, world: FederationData, method: str, size: int) -> ObservationSpec:
         participants = len(world.partition) - part.federation.held_out_clients
-        division = Division(
+        division = AggregationGroups(
             size=size, participants=participants, asked=n_sampled(part.federation.client_fraction, participants)
         )
         key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])

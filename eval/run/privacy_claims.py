@@ -25,8 +25,8 @@ from eval.run.plan import AttackTask, TrainingTask
 from fl.client import Client
 from fl.defense import overrides, record_reader
 from fl.method import Method
-from fl.privacy.accounting import Charge, merged, spent
-from fl.privacy.private_method import Private
+from fl.privacy.accounting import Charge, compute_epsilon, merge_charges
+from fl.privacy.private_method import PrivateMethod
 from fl.privacy_statement import PrivacyStatement
 
 CLAIM = "privacy.json"
@@ -109,7 +109,7 @@ def privacy_statement(
 def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canaries.CanaryAudit:
     """By canaries, of the noisy steps of the method or of the defense, whichever claims something."""
     method, defense = training.method.item, training.defense.item
-    if isinstance(method, Private):
+    if isinstance(method, PrivateMethod):
         return canaries.audit(method, sizes, rounds, seed=training.seed)
     client = Client(training.world.task(training.seed), method, defense)
     return canaries.audit_defense(client, sizes, rounds, seed=training.seed)
@@ -162,9 +162,9 @@ class IdentificationBounds:
         found = charged[row["update"]]
         return {
             **row,
-            BOUND: max(from_charges(chance, merged([*before, update])) for before, update in found),
+            BOUND: max(from_charges(chance, merge_charges([*before, update])) for before, update in found),
             OF_UPDATE: max(from_charges(chance, (update,)) for _, update in found),
-            EPSILON: max(spent([*before, update], delta) for before, update in found),
+            EPSILON: max(compute_epsilon([*before, update], delta) for before, update in found),
         }
 
     @cached_property
@@ -184,7 +184,7 @@ class IdentificationBounds:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
-        if watch.scene.threat.knows_randomness and isinstance(watch.scene.method, Private):
+        if watch.scene.threat.knows_randomness and isinstance(watch.scene.method, PrivateMethod):
             return "the attacker knows the noise (threat.knows_randomness), which no guarantee survives"
         if watch.scene.observe.split == "test" and watch.round:
             return (

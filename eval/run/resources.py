@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from fl.runtime.workers import threads
+from fl.runtime.workers import worker_thread_count
 
 BYTES_PER_WORKER = 2 * 2**30
 """Bytes of memory that a worker process is taken to need: PyTorch, the images, a model's updates."""
@@ -20,7 +20,7 @@ def choose_workers(asked: int | None, device: torch.device) -> int:
     So the number of processes changes no bit of a result.
     """
     if device.type == "cpu":
-        torch.set_num_threads(threads())
+        torch.set_num_threads(worker_thread_count())
     return default_workers(device) if asked is None else asked
 
 
@@ -30,7 +30,7 @@ def default_workers(device: torch.device) -> int:
         return 1
     free = memory()
     room = cores() if free is None else free // BYTES_PER_WORKER
-    return max(1, min(cores() // threads(), room))
+    return max(1, min(cores() // worker_thread_count(), room))
 
 
 def cores() -> int:

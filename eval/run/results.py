@@ -40,7 +40,7 @@ from eval.run.plan import CaptureTask, Plan, Source, TrainingTask
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure, unfinished_attacks
 from eval.run.training_cell import ROUNDS
-from fl.runtime.atomic_files import replacing, scratch
+from fl.runtime.atomic_files import atomic_write, scratch_folder
 
 CONFIG, ENVIRONMENT, TABLE, PICTURED = "config.yaml", "env.json", "table.md", "images"
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ _PACKAGES = ("hyperleak", "torch", "torchvision", "numpy", "scipy", "scikit-imag
 
 def assemble(plan: Plan, folder: RunDir) -> list[Row]:
     """Write the files for readers, but for the table; returns the rows of `images.jsonl`."""
-    with jsonl.locked(folder.path), scratch(folder.path / "readers") as new:
+    with jsonl.locked(folder.path), scratch_folder(folder.path / "readers") as new:
         rows = _assemble(plan, folder, new)
         manifest.publish(new, folder.path, folder.about_run())
     return rows
@@ -230,7 +230,7 @@ def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> Non
         except ValueError as error:
             log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
             continue
-        with replacing(new / f"{name}.npz") as file:
+        with atomic_write(new / f"{name}.npz") as file:
             file.write(source.read_bytes())
         write_image_grid(torch.cat(shown), new / f"{name}.png", columns=len(shown[0]))
 
@@ -244,7 +244,7 @@ def write_image_grid(images: Tensor, path: Path, columns: int) -> None:
         return
     enlarged = max(1, 96 // images.shape[-1])
     shown = images.nan_to_num(0).clamp(0, 1).repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         save_image(shown, file, format="png", nrow=columns, pad_value=1.0)
 
 

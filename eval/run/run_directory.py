@@ -26,9 +26,18 @@ from typing import Any
 
 from eval.io import file_digests, jsonl
 from eval.run.cache_keys import Cell, cut_short, short_hash, source_digest
-from fl.runtime.atomic_files import PART, force, make, refuse_link, remove, swap, sweep, sync
+from fl.runtime.atomic_files import (
+    TEMPORARY_NAME,
+    fsync_file,
+    fsync_folder,
+    make_folder,
+    refuse_link,
+    remove_leftovers,
+    remove_path,
+    replace_path,
+)
 from fl.runtime.main_guard import leave_if_unguarded
-from fl.runtime.safe_paths import inside
+from fl.runtime.safe_paths import join_inside
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
 FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
@@ -114,7 +123,7 @@ class Checkpoints:
 
     def path(self, number: int) -> Path:
         """The file of the state after `number` rounds."""
-        make(self.folder)
+        make_folder(self.folder)
         return self.folder / f"round-{number:05d}.npz"
 
     def rounds(self) -> list[int]:
@@ -127,9 +136,9 @@ class Checkpoints:
         """Remove all but those of the rounds `wanted`."""
         for number in self.rounds():
             if number not in wanted:
-                remove(self.path(number))
+                remove_path(self.path(number))
         if not wanted and self.folder.is_dir():
-            remove(self.folder)
+            remove_path(self.folder)
             with suppress(OSError):  # others may have some
                 self.folder.parent.rmdir()
 
@@ -237,7 +246,10 @@ class RunDir:
             if os.path.lexists(path := self.path / name) and (path.is_symlink() or not path.is_file()):
                 raise ValueError(f"expected {path} as a file, got a link or a pipe; remove it, or choose another --out")
         self._refuse_links()
-        entries = {entry.name for entry in self.path.iterdir() if not PART.fullmatch(entry.name)} - {LOCK, LOG}
+        entries = {entry.name for entry in self.path.iterdir() if not TEMPORARY_NAME.fullmatch(entry.name)} - {
+            LOCK,
+            LOG,
+        }
         if entries and RUN not in entries and not entries >= FORMER_FILES:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
 
@@ -263,7 +275,7 @@ class RunDir:
         """
         leave_if_unguarded()
         self.check()
-        make(self.path)
+        make_folder(self.path)
         with hold_lock(self.path) as self._lock:
             self._sweep()
             try:
@@ -277,7 +289,7 @@ class RunDir:
         within += [entry for name in NESTED if (self.path / name).is_dir() for entry in (self.path / name).iterdir()]
         for folder in [*within, *(entry / CHECKPOINT for entry in within)]:
             if folder.is_dir():
-                sweep(folder)
+                remove_leftovers(folder)
 
     @contextmanager
     def logged(self) -> Iterator[None]:
@@ -332,7 +344,7 @@ class RunDir:
     def about_run(self) -> dict[str, Any]:
         """What `run.json` says; nothing where there is none, or none that can be read."""
         try:
-            found = jsonl.read_json(inside(self.path, RUN))
+            found = jsonl.read_json(join_inside(self.path, RUN))
         except (OSError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -357,38 +369,38 @@ class RunDir:
     def part(self, cell: Cell) -> Path:
         """The folder in which a cell is computed."""
         folder = self.cells / f"{cell.id}.part"
-        make(folder)
+        make_folder(folder)
         return folder
 
     def finish(self, cell: Cell, seconds: float) -> None:
         """Make the cell's folder the finished one, at once."""
         folder = self.part(cell)
-        remove(folder / TRACEBACK)
-        remove(folder / CHECKPOINT)
-        remove(folder / CELL)
-        sweep(folder)
+        remove_path(folder / TRACEBACK)
+        remove_path(folder / CHECKPOINT)
+        remove_path(folder / CELL)
+        remove_leftovers(folder)
         files = {path.name: file_digests.file_digest(path) for path in sorted(folder.iterdir())}
         about = {"settings": cell.settings, "code": source_digest(), "seconds": round(seconds, 3), FILES: files}
         jsonl.write_text(folder / CELL, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
         for path in folder.iterdir():
-            force(path)
+            fsync_file(path)
         if self._lock is not None:
             self._lock.check()
-        sync(folder)
-        swap(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
+        fsync_folder(folder)
+        replace_path(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
 
     def finish_cut_short(self, cell: Cell, seconds: float) -> None:
         """Put what an attack has found so far into a cell of its own; what of it is whole stays to go on from."""
-        remove(self.cells / f"{cut_short(cell).id}.part")
+        remove_path(self.cells / f"{cut_short(cell).id}.part")
         folder, aside = self.part(cell), self.part(cut_short(cell))
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name != TRACEBACK:
-                swap(path, aside / path.name)
+                replace_path(path, aside / path.name)
         self.finish(cut_short(cell), seconds)
 
     def forget_cut_short(self, cell: Cell) -> None:
         """Remove what an attack had found when it was cut short, as the whole is there now."""
-        remove(self.cells / cut_short(cell).id)
+        remove_path(self.cells / cut_short(cell).id)
 
     def fail(self, cell: Cell, text: str) -> Path:
         """Keep the traceback of a cell that failed; returns the file."""

@@ -15,7 +15,7 @@ from typing import Protocol
 from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchProgress
 from eval.io import file_digests, jsonl
-from eval.io.errors import FAULTS, describe_origin
+from eval.io.errors import RUN_ERRORS, describe_origin
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
@@ -28,7 +28,7 @@ from eval.run.training_cell import OutOfTimeError, TrainingExecution
 from fl.federation import Federation
 from fl.runtime.main_guard import UnguardedError
 
-__all__ = ["FAULTS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
+__all__ = ["RUN_ERRORS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
 CUT_SHORT = "cut short by a time limit or an interrupt; figures are of what it had found by then"
 """Of a cell, for people."""
@@ -345,7 +345,7 @@ class _Run:
             log.info("%s: out of time", name)
         except (UnguardedError, LostLockError):  # true of every other cell as well
             raise
-        except FAULTS as error:
+        except RUN_ERRORS as error:
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
             reason = f"{type(error).__name__}: {error}"
             self.failures[cell.id] = Failure(cell.id, name, reason, str(kept), describe_origin(error))

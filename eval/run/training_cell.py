@@ -18,7 +18,7 @@ from eval.run.plan import TrainingTask
 from eval.run.run_directory import Checkpoints
 from fl.client import Client
 from fl.federation import Federation
-from fl.runtime.atomic_files import remove
+from fl.runtime.atomic_files import remove_path
 from fl.simulation import checkpoint
 from fl.simulation.protocol import Protocol
 from fl.simulation.round_record import Record
@@ -197,7 +197,7 @@ def _restore(federation: Federation, checkpoints: Checkpoints, limit: int) -> in
             checkpoint.load(checkpoints.path(number), federation)
         except ValueError as error:
             log.warning("%s is left out: %s", checkpoints.path(number).name, error)
-            remove(checkpoints.path(number))
+            remove_path(checkpoints.path(number))
             continue
         return number
     return None

@@ -92,7 +92,7 @@ def load(name: str, **settings: Any) -> Dataset:
     return datasets.build({"name": name, **settings}).load()
 
 
-def stratified(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
+def stratified_split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
     """Indices of a training and a test part that hold the same share of every class, each in random order.
 
     Raises:

@@ -18,7 +18,7 @@ from fl.engines.sequential import Engine
 from fl.engines.vectorized import Vectorized
 from fl.engines.vectorized import obstacle as vectorized_obstacle
 from fl.runtime.main_guard import leave_if_unguarded
-from fl.runtime.workers import START
+from fl.runtime.workers import START_SECONDS
 
 log = logging.getLogger(__name__)
 EngineName = Literal["auto", "loop", "factored", "vmap"]
@@ -42,7 +42,7 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
     if workers < 1:
         raise ValueError(f"expected workers >= 1, got {workers}")
     engine = Engine()
-    for wanted in _wanted(name, client):
+    for wanted in _candidate_engines(name, client):
         made, obstacle = SPECIAL[wanted]
         reason = obstacle(client)
         if reason is None:
@@ -53,10 +53,10 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
     if workers == 1:
         return engine
     leave_if_unguarded()
-    return Processes(engine, workers, START)
+    return Processes(engine, workers, START_SECONDS)
 
 
-def _wanted(name: EngineName, client: Client) -> list[str]:
+def _candidate_engines(name: EngineName, client: Client) -> list[str]:
     """Those of `SPECIAL` to ask, in turn."""
     if name != "auto":
         return [name] if name in SPECIAL else []

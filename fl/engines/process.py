@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from fl.engines.sequential import Engine
-from fl.runtime.interprocess_packing import Flat, Packed, flat, pack, unpack
+from fl.runtime.interprocess_packing import FlatPacked, Packed, flatten, pack, unpack
 from fl.runtime.main_guard import UnguardedError
-from fl.runtime.workers import Workers, alike
+from fl.runtime.workers import Workers, use_worker_threads
 from fl.simulation.client_round import ClientState, Round
 from fl.simulation.federation_state import FederationState
 from fl.tensors import LowRank, Tensors
@@ -45,16 +45,16 @@ class Processes(Engine):
         """
         rest = deque(self._chunks(numbers))
         while rest and self.patience > 0:
-            with self._here():
+            with self._run_here():
                 done = list(self.inner.train(run, rest.popleft(), evaluate=evaluate))
             yield from done
-        for number, packed in self._spread(run, rest, _train, evaluate):
+        for number, packed in self._distribute(run, rest, _train, evaluate):
             done, state = (unpack(part) for part in packed)
             shared = run.download(number).shared
-            upload = replace(done.upload, update=_based(done.upload.update, shared))
+            upload = replace(done.upload, update=_with_bases(done.upload.update, shared))
             result = replace(
                 done.result,
-                update=_based(done.result.update, shared),
+                update=_with_bases(done.result.update, shared),
                 private=state.private,
                 memory=state.memory,
             )
@@ -63,9 +63,9 @@ class Processes(Engine):
     def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
         """As `Engine.accuracy`."""
         if self.patience > 0:
-            with self._here():
+            with self._run_here():
                 return self.inner.accuracy(run, numbers)
-        return [value for _, value in self._spread(run, self._chunks(numbers), _accuracy)]
+        return [value for _, value in self._distribute(run, self._chunks(numbers), _accuracy)]
 
     def close(self) -> None:
         """End the workers, whatever they do."""
@@ -74,10 +74,10 @@ class Processes(Engine):
             self.pool = None
 
     @contextmanager
-    def _here(self) -> Iterator[None]:
+    def _run_here(self) -> Iterator[None]:
         """Work of this process, as a worker would do it."""
         began = time.perf_counter()
-        with alike():
+        with use_worker_threads():
             yield
         self.patience -= time.perf_counter() - began
 
@@ -86,7 +86,7 @@ class Processes(Engine):
         size = self.inner.chunk
         return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
-    def _spread(
+    def _distribute(
         self, run: FederationState, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
     ) -> Iterator[tuple[int, Any]]:
         """`work` on the clients, a chunk at a time in whichever worker is free; each with what it gives, in order."""
@@ -114,23 +114,23 @@ class Processes(Engine):
     def _workers(self, run: FederationState) -> Workers:
         if self.pool is None:
             setup = pack((run.client, list(run.data), run.seed, run.client_fraction))
-            self.pool = Workers(self.workers, _begin, flat(setup), self.inner)
+            self.pool = Workers(self.workers, _initialize_worker, flatten(setup), self.inner)
         return self.pool
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
-_HERE: dict[str, Any] = {}
+_WORKER_STATE: dict[str, Any] = {}
 """The federation a worker process belongs to, and its engine."""
 
 
-def _begin(setup: Flat, engine: Engine) -> None:
+def _initialize_worker(setup: FlatPacked, engine: Engine) -> None:
     client, data, seed, rate = unpack(setup.opened())
-    _HERE.update(run=FederationState(client, data, seed, rate), engine=engine)
+    _WORKER_STATE.update(run=FederationState(client, data, seed, rate), engine=engine)
 
 
-def _present(server: Packed, states: Packed) -> FederationState:
+def _current_federation(server: Packed, states: Packed) -> FederationState:
     """The worker's federation, brought to the present round."""
-    run: FederationState = _HERE["run"]
+    run: FederationState = _WORKER_STATE["run"]
     run.server = unpack(server)
     for number, state in unpack(states).items():
         run.clients[number] = state
@@ -139,30 +139,30 @@ def _present(server: Packed, states: Packed) -> FederationState:
 
 def _train(server: Packed, states: Packed, numbers: list[int], evaluate: bool) -> list[tuple[Packed, Packed]]:
     """What goes back, and apart from it the state, which outlives the rest."""
-    rounds = _HERE["engine"].train(_present(server, states), numbers, evaluate=evaluate)
-    return [(pack(_sent(done)), pack(done.state)) for done in rounds]
+    rounds = _WORKER_STATE["engine"].train(_current_federation(server, states), numbers, evaluate=evaluate)
+    return [(pack(_portable_round(done)), pack(done.state)) for done in rounds]
 
 
 def _accuracy(server: Packed, states: Packed, numbers: list[int]) -> list[float]:
-    found: list[float] = _HERE["engine"].accuracy(_present(server, states), numbers)
+    found: list[float] = _WORKER_STATE["engine"].accuracy(_current_federation(server, states), numbers)
     return found
 
 
-def _sent(done: Round) -> Round:
+def _portable_round(done: Round) -> Round:
     """A round without what the other side has or can make: the bases of structured updates, images, state."""
-    upload = replace(done.upload, update=_bare(done.upload.update))
-    result = replace(done.result, update=_bare(done.result.update), private={}, memory={})
+    upload = replace(done.upload, update=_without_bases(done.upload.update))
+    result = replace(done.result, update=_without_bases(done.result.update), private={}, memory={})
     none = done.trace.inputs[:0]
     trace = replace(done.trace, order=(), draws=(), inputs=none, labels=none, indices=none)
     return replace(done, upload=upload, result=result, trace=trace, state=ClientState())
 
 
-def _bare(update: Tensors) -> Tensors:
+def _without_bases(update: Tensors) -> Tensors:
     return {k: replace(v, base=None) if isinstance(v, LowRank) else v for k, v in update.items()}
 
 
-def _based(update: Tensors, shared: Tensors) -> Tensors:
-    """The update with the bases that `_bare` took off: the server's own tensors, so that they cancel."""
+def _with_bases(update: Tensors, shared: Tensors) -> Tensors:
+    """The update with the bases that `_without_bases` took off: the server's own tensors, so that they cancel."""
     result: Tensors = {}
     for name, value in update.items():
         if isinstance(value, LowRank) and value.scale != 0:

@@ -25,7 +25,7 @@ class Engine:
             numbers: of the clients.
             evaluate: whether to score each client's model right after training, too.
         """
-        return (run.scored(run.train(number)) if evaluate else run.train(number) for number in numbers)
+        return (run.with_accuracy(run.train(number)) if evaluate else run.train(number) for number in numbers)
 
     def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
         """Share of each client's test images classified right by what the server sends now."""

@@ -20,21 +20,21 @@ from torch.func import grad as func_grad
 from torch.func import vmap
 from torch.utils import _pytree as pytree
 
-from fl.client import Client, Defended, LocalResult, LossGradient
+from fl.client import Client, DefendedGradient, LocalResult, LossGradient
 from fl.engines.sequential import Engine
 from fl.local.optimizers import OptimState, optimize
 from fl.method import Step
 from fl.parametrization import Parametrization
-from fl.privacy.gaussian_noise import Drawing, Noise
+from fl.privacy.gaussian_noise import Noise, UntransformedDraw
 from fl.simulation.client_round import PreparedRound, Round, finish, train
 from fl.simulation.federation_state import FederationState
-from fl.tensors import Tensors, combine
+from fl.tensors import Tensors, add_scaled
 from fl.types import Batch, Phase
 
 log = logging.getLogger(__name__)
 State = dict[str, Any]
 """What a step changes: "params" that move, the optimizer's "first" and "second" moments, the model's "buffers"."""
-REFUSALS = (AttributeError, RuntimeError, TypeError)
+VMAP_ERRORS = (AttributeError, RuntimeError, TypeError)
 """What comes of a rule that `vmap` can't take, or that draws from `_Streams` as if it were a generator."""
 
 
@@ -58,28 +58,28 @@ class Vectorized(Engine):
     chunk = 20
 
     def __init__(self) -> None:
-        self.told = False
+        self.has_logged_fallback = False
 
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
-            yield from self._together(run, numbers[i : i + self.chunk], evaluate)
+            yield from self._train_chunk(run, numbers[i : i + self.chunk], evaluate)
 
-    def _together(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> Iterable[Round]:
+    def _train_chunk(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> Iterable[Round]:
         rounds: Iterable[Round] | None = None
         try:
-            rounds = _stacked([run.start(number) for number in numbers])
-        except REFUSALS as error:
-            if not self.told:
+            rounds = _train_stacked([run.start(number) for number in numbers])
+        except VMAP_ERRORS as error:
+            if not self.has_logged_fallback:
                 why = f"{type(error).__name__}: {error}".splitlines()[0]
                 log.info("%s is trained by the loop engine: %s", run.client.method.name, why)
-                self.told = True
+                self.has_logged_fallback = True
         if rounds is None:  # prepared anew, as generators have moved on, and with what the attempt held given back
             rounds = (train(run.start(number)) for number in numbers)
-        return (run.scored(done) if evaluate else done for done in rounds)
+        return (run.with_accuracy(done) if evaluate else done for done in rounds)
 
 
-def _stacked(starts: Sequence[PreparedRound]) -> list[Round]:
+def _train_stacked(starts: Sequence[PreparedRound]) -> list[Round]:
     trainees = [_Trainee(start) for start in starts]
     with torch.no_grad():
         for p, phase in enumerate(starts[0].phases):
@@ -95,7 +95,7 @@ def _run_phase(trainees: Sequence[_Trainee], p: int, phase: Phase) -> None:
         for trainee in trainees:
             if s < len(trainee.start.trace.order[p]):
                 trainee.feed(p, s)
-                alike.setdefault((_kind(trainee.fed), trainee.kind), []).append(trainee)
+                alike.setdefault((_signature(trainee.fed), trainee.kind), []).append(trainee)
         for members in alike.values():
             _stack_of(members, phase).advance(s)
     for trainee in trainees:
@@ -156,7 +156,7 @@ class _Trainee:
             "memory": self.base.memory,
             "recorded": self.base.recorded,
         }
-        self.kind = _kind(self.rest)
+        self.kind = _signature(self.rest)
 
     def feed(self, p: int, s: int) -> None:
         """Take up the images of step `s` of phase `p`."""
@@ -181,7 +181,7 @@ class _Trainee:
         start, params = self.start, self.params
         extra, memory = start.client.method.finish(params, self.base, self.count)
         return LocalResult(
-            update=combine({name: self.base.start[name] for name in start.download.shared}, params, -1.0),
+            update=add_scaled({name: self.base.start[name] for name in start.download.shared}, params, -1.0),
             extra=extra,
             private={name: params[name] for name in start.state.private},
             memory=memory,
@@ -206,7 +206,7 @@ class _Stack:
 
     def __init__(self, members: Sequence[_Trainee], phase: Phase) -> None:
         self.members, self.phase = members, phase
-        self.state: State = pytree.tree_map(_pile, *(trainee.state for trainee in members))
+        self.state: State = pytree.tree_map(_stack_tensors, *(trainee.state for trainee in members))
         flat = [pytree.tree_flatten(trainee.rest) for trainee in members]
         self.tree = flat[0][1]
         columns = list(zip(*(leaves for leaves, _ in flat), strict=True))
@@ -237,9 +237,9 @@ class _Stack:
         held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["recorded"])
         step = Step(client.task, *held, self.phase)
         params = {name: (state["params"] if name in state["params"] else rest["params"])[name] for name in step.start}
-        groups, derivative = self.phase.assign(params), partial(_derivative, buffers)
+        groups, derivative = self.phase.assign(params), partial(_buffered_derivative, buffers)
         raw = LossGradient(client, step, tuple(groups), buffers, client.task.model, rest["fixed"], derivative)
-        defended = Defended(raw, client.defense, _Streams(row, streams=self.streams), False)  # type: ignore[arg-type]
+        defended = DefendedGradient(raw, client.defense, _StackedNoise(row, streams=self.streams), False)  # type: ignore[arg-type]
         grads = client.method.gradient(defended, params, [Batch(*batch) for batch in batches], step)  # type: ignore[arg-type]
         if self.phase.records_direction_as is not None:
             return {**state, "recorded": grads}
@@ -249,19 +249,19 @@ class _Stack:
         return {"params": moved, "first": optim.first, "second": optim.second, "buffers": buffers}
 
 
-def _pile(*parts: Tensor) -> Tensor:
+def _stack_tensors(*parts: Tensor) -> Tensor:
     """Tensors on top of each other; the same one is not copied."""
     same = all(part is parts[0] for part in parts)
     return parts[0].expand(len(parts), *parts[0].shape) if same else torch.stack(parts)
 
 
-def _kind(tree: object) -> Hashable:
+def _signature(tree: object) -> Hashable:
     """Equal for trees of the same structure, with tensors of the same shapes and types."""
     leaves, structure = pytree.tree_flatten(tree)
     return str(structure), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
 
-def _derivative(
+def _buffered_derivative(
     buffers: dict[str, Tensor], loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """`fl.client.func_derivative` for a model that writes to `buffers`, which hold what it left there afterwards.
@@ -283,7 +283,7 @@ def _derivative(
 
 # ---- their noise -----------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class _Streams(Noise):
+class _StackedNoise(Noise):
     """Noise from each client's own generator; the key () is the client's row in the stack."""
 
     streams: tuple[torch.Generator, ...] = ()
@@ -291,11 +291,11 @@ class _Streams(Noise):
     def like(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """As `fl.privacy.dp_sgd` draws it from one generator."""
         sizes = {name: (tuple(value.shape), value.dtype) for name, value in values.items()}
-        drawn = {name: _Drawn.apply(self.key, *size, self.streams) for name, size in sizes.items()}
+        drawn = {name: _StackedDraw.apply(self.key, *size, self.streams) for name, size in sizes.items()}
         return {name: value.to(values[name].device) for name, value in drawn.items()}
 
 
-class _Drawn(Drawing):
+class _StackedDraw(UntransformedDraw):
     """A stack of rows gives a stack of draws."""
 
     @staticmethod
@@ -304,4 +304,4 @@ class _Drawn(Drawing):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], rows: Tensor, *rest: Any) -> tuple[Tensor, int]:
-        return torch.stack([_Drawn.apply(row, *rest) for row in rows]), 0
+        return torch.stack([_StackedDraw.apply(row, *rest) for row in rows]), 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from fl.tensors import LowRank, Tensors, Value, add, combine, mul, norm, scaled
+from fl.tensors import LowRank, Tensors, Value, add, add_scaled, mul, norm, scale_tensors
 from fl.types import Group, Phase
 
 
@@ -29,7 +29,7 @@ def optimize(
     AdamW (Loshchilov and Hutter, ICLR 2019, Algorithm 2) shrinks the parameters by lr * weight_decay instead of adding
     the decay to the gradient.
     """
-    grads = clipped(grads, groups)
+    grads = clip_gradients(grads, groups)
     decays = {name: groups[name].weight_decay for name in grads}
     apart = phase.optimizer == "adamw"
     directions = grads if apart else {n: add(g, params[n], decays[n]) if decays[n] else g for n, g in grads.items()}
@@ -42,7 +42,7 @@ def optimize(
     return moved, state
 
 
-def clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:
+def clip_gradients(grads: Tensors, groups: dict[str, Group]) -> Tensors:
     """As `clip_grad_norm_`, group by group."""
     result = dict(grads)
     for group in {id(g): g for g in groups.values()}.values():
@@ -51,15 +51,15 @@ def clipped(grads: Tensors, groups: dict[str, Group]) -> Tensors:
         mine = {name: g for name, g in grads.items() if groups[name] is group}
         if mine:
             factor = torch.clamp(group.max_norm / (norm(mine) + 1e-6), max=1.0)
-            result.update(scaled(mine, factor))
+            result.update(scale_tensors(mine, factor))
     return result
 
 
 def _sgd(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors, OptimState]:
     if phase.momentum == 0:
         return directions, state
-    buffer = directions if state.step == 0 else combine(directions, state.first, phase.momentum)
-    update = combine(directions, buffer, phase.momentum) if phase.nesterov else buffer
+    buffer = directions if state.step == 0 else add_scaled(directions, state.first, phase.momentum)
+    update = add_scaled(directions, buffer, phase.momentum) if phase.nesterov else buffer
     return update, OptimState(state.step + 1, buffer)
 
 
@@ -80,10 +80,10 @@ def _adam(
 ) -> tuple[Tensors, OptimState]:
     """Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
     step = state.step + 1
-    first = _moved(directions, state.first, lambda before, g: add(before * betas[0], g, 1 - betas[0]))
-    second = _moved(directions, state.second, lambda before, g: add(before * betas[1], g * g, 1 - betas[1]))
+    first = _update_moments(directions, state.first, lambda before, g: add(before * betas[0], g, 1 - betas[0]))
+    second = _update_moments(directions, state.second, lambda before, g: add(before * betas[1], g * g, 1 - betas[1]))
     update: Tensors = {
-        name: first[name] / (1 - betas[0] ** step) / (_root(second[name] / (1 - betas[1] ** step)) + eps)
+        name: first[name] / (1 - betas[0] ** step) / (_safe_sqrt(second[name] / (1 - betas[1] ** step)) + eps)
         for name in directions
     }
     return update, OptimState(step, {**first}, {**second})
@@ -93,19 +93,19 @@ def _rmsprop(
     directions: Tensors, state: OptimState, alpha: float = 0.99, eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
     """RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
-    second = _moved(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
-    update: Tensors = {name: mul(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    second = _update_moments(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
+    update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
     """Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
-    second = _moved(directions, state.second, lambda before, g: add(before, g * g))
-    update: Tensors = {name: mul(g, 1 / (_root(second[name]) + eps)) for name, g in directions.items()}
+    second = _update_moments(directions, state.second, lambda before, g: add(before, g * g))
+    update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
-def _moved(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor], Value]) -> dict[str, Tensor]:
+def _update_moments(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor], Value]) -> dict[str, Tensor]:
     """`rule(moment, direction)` for every tensor; moments start at zero."""
     moved = {}
     for name, g in directions.items():
@@ -116,6 +116,6 @@ def _moved(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor]
     return moved
 
 
-def _root(square: Tensor) -> Tensor:
+def _safe_sqrt(square: Tensor) -> Tensor:
     """Its square root, differentiable at 0: that has no derivative, so it starts one rounding above."""
     return (square + torch.finfo(square.dtype).tiny).sqrt()

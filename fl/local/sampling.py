@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fl.runtime.secure_rng import uniform
+from fl.runtime.secure_rng import secure_uniform
 from fl.types import Order, Phase, Schedule
 
 
@@ -54,12 +54,12 @@ class PoissonPhase(Phase):
 
     def _uniform(self, n: int, generator: torch.Generator) -> Tensor:
         if self.secret:
-            return torch.from_numpy(uniform(n))
+            return torch.from_numpy(secure_uniform(n))
         return torch.rand(n, generator=generator, dtype=torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartPhase(Phase):
+class SubsetPhase(Phase):
     """A phase that feeds some of a client's images only, the same in every round.
 
     A client with fewer than `every` images has none to hold out, and feeds all of them either way.
@@ -80,13 +80,13 @@ class PartPhase(Phase):
         if self.every < 2:
             raise ValueError(f"expected every >= 2, got {self.every}")
 
-    def part(self, n: int) -> Tensor:
+    def subset(self, n: int) -> Tensor:
         """Which of `n` images, in order."""
         held = (torch.arange(1, n + 1) % self.every == 0) == self.held_out
         return held.nonzero().flatten() if n >= self.every else torch.arange(n)
 
 
-def plan(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
+def plan_batches(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
     """Indices below `n` for every batch of every step of every phase.
 
     Raises:
@@ -94,26 +94,26 @@ def plan(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
     """
     if n < 1:
         raise ValueError(f"expected at least 1 image, got {n}")
-    return tuple(_phase(phase, n, generator) for phase in phases)
+    return tuple(_plan_phase(phase, n, generator) for phase in phases)
 
 
-def _phase(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
+def _plan_phase(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
     if isinstance(phase, PoissonPhase):
         return phase.draw(n, generator)
-    if isinstance(phase, PartPhase):
-        part = phase.part(n)
-        return tuple(tuple(part[i] for i in step) for step in _steps(phase, len(part), generator))
-    return _steps(phase, n, generator)
+    if isinstance(phase, SubsetPhase):
+        part = phase.subset(n)
+        return tuple(tuple(part[i] for i in step) for step in _plan_steps(phase, len(part), generator))
+    return _plan_steps(phase, n, generator)
 
 
-def _steps(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
+def _plan_steps(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
     size = min(phase.batch_size or n, n)
     if phase.sampler == "poisson":
         steps = phase.steps if phase.steps is not None else -(-n // size) * (phase.epochs or 0)
         draw = (torch.rand(n, generator=generator) < size / n for _ in range(steps * phase.batches_per_step))
         batches = [mask.nonzero().flatten() for mask in draw]
     else:
-        stream = _batches(phase.sampler, n, size, generator)
+        stream = _sample_batches(phase.sampler, n, size, generator)
         if phase.steps is not None:
             count = phase.steps * phase.batches_per_step
         else:
@@ -126,18 +126,18 @@ def _steps(phase: Phase, n: int, generator: torch.Generator) -> tuple[tuple[Tens
     return tuple(tuple(batches[i : i + k]) for i in range(0, len(batches), k))
 
 
-def _batches(sampler: str, n: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+def _sample_batches(sampler: str, n: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
     while True:
         order = torch.randperm(n, generator=generator) if sampler == "shuffle" else torch.arange(n)
         yield from order.split(size)
 
 
-def schedule(order: Order) -> Schedule:
+def batch_sizes(order: Order) -> Schedule:
     """The sizes of the batches of `order`."""
     return tuple(tuple(tuple(len(index) for index in step) for step in steps) for steps in order)
 
 
-def in_turn(sizes: Schedule, n: int) -> Order:
+def sequential_order(sizes: Schedule, n: int) -> Order:
     """The images one after the other, from the first again in every phase: a guess of an unknown order."""
     phases = []
     for steps in sizes:

@@ -32,10 +32,10 @@ def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iter
     kept: dict[tuple[int | None, ...], float | None] = {}
     shares = {}
     for name in names:
-        owners = [next((i for i, g in enumerate(phase.groups) if g.owns(name)), None) for phase in phases]
+        owners = [next((i for i, g in enumerate(phase.groups) if g.covers(name)), None) for phase in phases]
         key = tuple(owners)
         if key not in kept:
-            kept[key] = _kept(phases, counts, owners)
+            kept[key] = _remaining_share(phases, counts, owners)
         left = kept[key]
         if left is not None:
             shares[name] = 1.0 - left
@@ -66,7 +66,9 @@ def without_decay(
     return {name: add(value, made[name], -1.0) if name in made else value for name, value in update.items()}
 
 
-def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequence[int | None]) -> float | None:
+def _remaining_share(
+    phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequence[int | None]
+) -> float | None:
     """What is left of 1 after all phases, for a parameter in group `owners[p]` of phase p."""
     value = 1.0
     for phase, count, owner in zip(phases, counts, owners, strict=True):
@@ -74,11 +76,11 @@ def _kept(phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequenc
             continue
         if count is None or phase.optimizer not in {"sgd", "adamw"}:
             return None
-        value *= _left(phase, phase.groups[owner], count)
+        value *= _remaining_share_of_phase(phase, phase.groups[owner], count)
     return value
 
 
-def _left(phase: Phase, group: Group, count: int) -> float:
+def _remaining_share_of_phase(phase: Phase, group: Group, count: int) -> float:
     params, state = {"": torch.ones((), dtype=torch.float64)}, OptimState()
     zero = {"": torch.zeros((), dtype=torch.float64)}
     for _ in range(count):

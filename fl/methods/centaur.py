@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.ranges import CountFrom0, ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
 @methods.register("centaur")
 @dataclass(frozen=True, kw_only=True)
-class Centaur(Private, FedAvg):
+class Centaur(PrivateMethod, FedAvg):
     """CENTAUR (Shen et al., ICLR 2023, Algorithm 1): first the classifier, then the extractor, which alone is sent.
 
     Shen et al. protect clients, through a trusted server (`mode: client-level`); their code has 15 epochs for the
@@ -31,7 +31,7 @@ class Centaur(Private, FedAvg):
         "clients share the layers that recognize shapes, trained under random noise, and keep the last layer, their "
         "classifier, to themselves."
     )
-    personal: ClassVar[bool] = True
+    trains_private_tensors: ClassVar[bool] = True
     released: ClassVar[str] = "the gradients of the classifier and then of the extractor"
 
     lr: StepSize = 0.01
@@ -56,4 +56,4 @@ class Centaur(Private, FedAvg):
         (whole,) = super().phases(task, round)
         names = tuple(name for name in task.parameters if not name.startswith(task.head))
         main = replace(whole, groups=(replace(whole.groups[0], prefixes=names),))
-        return (self.drawn(first), main) if self.head_epochs else (main,)
+        return (self.with_sampling(first), main) if self.head_epochs else (main,)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, CountFrom0, StepSize, Weight
-from fl.tensors import Tensors, combine
+from fl.tensors import Tensors, add_scaled
 from fl.types import Batch, Scope, Task
 
 if TYPE_CHECKING:
@@ -78,5 +78,5 @@ class _Personal(Ditto):
         """That of the loss, and lam times the way back to what the server sent."""
         loss = grad(params, batches[0])
         sent = {name: value for name, value in step.received["sent"].items() if name in loss}
-        away = combine({name: params[name] for name in sent}, sent, -1.0)
-        return {**loss, **combine({name: loss[name] for name in sent}, away, self.lam)}
+        away = add_scaled({name: params[name] for name in sent}, sent, -1.0)
+        return {**loss, **add_scaled({name: loss[name] for name in sent}, away, self.lam)}

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.ranges import ShareBelow1, StepSize, Weight
 
 
 @methods.register("dp-fedavg")
 @dataclass(frozen=True, kw_only=True)
-class DPFedAvg(Private, FedAvg):
+class DPFedAvg(PrivateMethod, FedAvg):
     """DP-FedAvg (McMahan et al., ICLR 2018), by default as HyperFL's tables have it: DP-SGD in every client.
 
     McMahan et al. protect clients from each other through a server they trust: `mode: client-level`; their headline is

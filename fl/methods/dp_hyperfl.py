@@ -10,7 +10,7 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.parametrization import Parametrization
 from fl.privacy.dp_sgd import ClipTarget
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 
 if TYPE_CHECKING:
     pass
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @methods.register("dp-hyperfl")
 @dataclass(frozen=True, kw_only=True)
-class DPHyperFL(Private, HyperFL):
+class DPHyperFL(PrivateMethod, HyperFL):
     """HyperFL (Guo et al., AAAI 2025) by DP-SGD; ours, the paper has none.
 
     `noise_on: extractor` clips and noises the gradient of the generated weights and pulls the noisy sum back through
@@ -33,14 +33,14 @@ class DPHyperFL(Private, HyperFL):
     plain: ClassVar[str] = (
         "as hyperfl, but trained under random noise, so that a single picture hardly shows in what a client sends."
     )
-    personal: ClassVar[bool] = True
+    trains_private_tensors: ClassVar[bool] = True
 
     noise_on: Literal["extractor", "hypernetwork"] = "extractor"
     parametrization: Parametrization = field(default_factory=Hypernetwork)
     train_mode: bool = False
 
     @property
-    def at(self) -> ClipTarget:  # type: ignore[override]
+    def clip_target(self) -> ClipTarget:  # type: ignore[override]
         """Where a sample's gradient is clipped."""
         return "weights" if self.noise_on == "extractor" else "parameters"
 
@@ -64,9 +64,9 @@ class DPHyperFL(Private, HyperFL):
             "leaves no outer product; search with joint"
         )
 
-    def _objection(self, sigma: float, record_reader: str) -> str:
+    def _no_epsilon_reason(self, sigma: float, record_reader: str) -> str:
         """As in any private method, with what the update says of an embedding that moved without noise."""
-        found = super()._objection(sigma, record_reader)
+        found = super()._no_epsilon_reason(sigma, record_reader)
         if found and self.mode == "as-published" and self.learn_embedding and sigma and self.noise_on == "extractor":
             return f"{found}; the update also gives the embedding away (`peel`), which moved without noise"
         return found

@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from fl.method import Download, ServerState, Step, methods
-from fl.methods.bases.personal_models import KeepsModels, kept, mixed, packed
+from fl.methods.bases.personal_models import PersonalModels, as_download, last_model, weighted_model
 from fl.ranges import Count, Positive, StepSize, Weight
-from fl.tensors import Tensors, combine, dense, squared_distance
+from fl.tensors import Tensors, add_scaled, dense, squared_distance
 from fl.types import Batch, Task, Upload
 
 if TYPE_CHECKING:
     from fl.gradient import Gradient
 
-APART, MATRIX = "apart", "matrix"
+DISTANCES, MATRIX = "apart", "matrix"
 """The payload of `ServerState.own` with the squared distances of all models (clients, clients), and its name there."""
 
 
 @methods.register("fedamp")
 @dataclass(frozen=True, kw_only=True)
-class FedAMP(KeepsModels):
+class FedAMP(PersonalModels):
     """Federated attentive message passing (Huang et al., AAAI 2021, Algorithm 1).
 
     The server keeps each client's last model w_i and sends it u_i, the sum of xi_ij w_j with
@@ -75,8 +75,8 @@ class FedAMP(KeepsModels):
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss, and lam / alpha times the way back to u_i, where the round started."""
         loss = grad(params, batches[0])
-        away = combine({name: params[name] for name in loss}, step.start, -1.0)
-        return combine(loss, away, self.lam / self.alpha)
+        away = add_scaled({name: params[name] for name in loss}, step.start, -1.0)
+        return add_scaled(loss, away, self.lam / self.alpha)
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
         """In the first step the client is at u_i."""
@@ -85,32 +85,32 @@ class FedAMP(KeepsModels):
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's; all models are the same."""
         server = super().init_server(params, task, clients, generator)
-        return replace(server, own={APART: {MATRIX: torch.zeros(clients, clients, dtype=torch.float64)}})
+        return replace(server, own={DISTANCES: {MATRIX: torch.zeros(clients, clients, dtype=torch.float64)}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """The models that arrived are kept, and how far they are from all others."""
-        after, apart = super().aggregate(server, uploads, task), dense(server.own[APART][MATRIX]).clone()
-        models = [kept(after, number) for number in range(server.clients)]
+        after, apart = super().aggregate(server, uploads, task), dense(server.own[DISTANCES][MATRIX]).clone()
+        models = [last_model(after, number) for number in range(server.clients)]
         for i in {upload.client for upload in uploads}:
             for j, other in enumerate(models):
                 far = sum(float(squared_distance(models[i][name], other[name])) for name in server.shared)
                 apart[i, j] = apart[j, i] = far
-        return replace(after, own={**after.own, APART: {MATRIX: apart}})
+        return replace(after, own={**after.own, DISTANCES: {MATRIX: apart}})
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
         """u_i."""
-        apart = dense(server.own[APART][MATRIX])[client].tolist()
+        apart = dense(server.own[DISTANCES][MATRIX])[client].tolist()
         others = [number for number in range(server.clients) if number != client]
         shares = [self.attention(apart[number]) for number in others]
         whole = max(sum(shares), 1.0)
         shares = [share / whole for share in shares]
-        return mixed([kept(server, number) for number in (client, *others)], [1 - sum(shares), *shares])
+        return weighted_model([last_model(server, number) for number in (client, *others)], [1 - sum(shares), *shares])
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
         """w_i, by which the client predicts."""
         if client >= server.clients:
             return self.broadcast(server, client, task)
-        return packed(server, kept(server, client))
+        return as_download(server, last_model(server, client))
 
     def attention(self, apart: float) -> float:
         """Alpha A'(apart), `apart` being a squared distance."""

@@ -15,7 +15,14 @@ from torch.optim.swa_utils import AveragedModel, update_bn
 from fl.data.partitions.label_skew import dirichlet
 from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
-from fl.methods.bases.public_data import PublicImages, arrived, module, parts, scores, state_of
+from fl.methods.bases.public_data import (
+    PublicDataServer,
+    build_module,
+    client_result,
+    ensemble_logits,
+    split_batches,
+    with_module_state,
+)
 from fl.ranges import Count, CountFrom0, Positive, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
 from fl.types import Group, Phase, Task, Upload
@@ -23,7 +30,7 @@ from fl.types import Group, Phase, Task, Upload
 
 @methods.register("fedbe")
 @dataclass(frozen=True, kw_only=True)
-class FedBE(PublicImages):
+class FedBE(PublicDataServer):
     """Bayesian model ensemble (Chen and Chao, ICLR 2021), as the authors' code has it.
 
     Teachers are the networks of the round's clients, their mean by images, and `drawn_models` that are drawn. Their
@@ -90,7 +97,7 @@ class FedBE(PublicImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.learning()
+        self.server_phase()
         for key, least in {"drawn_models": 0, "spread": 0, "average_from": 0, "average_every": 1}.items():
             if not getattr(self, key) >= least:
                 raise ValueError(f"expected {key} >= {least}, got {getattr(self, key)}")
@@ -106,7 +113,7 @@ class FedBE(PublicImages):
         local = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
         return cls(**local, **server, **drawn)  # type: ignore[arg-type]
 
-    def learning(self) -> Phase:
+    def server_phase(self) -> Phase:
         """How the server trains."""
         group = Group(lr=self.server_lr, weight_decay=1e-5)
         return Phase(groups=(group,), momentum=0.9, epochs=self.server_epochs, batch_size=self.server_batch)
@@ -116,24 +123,24 @@ class FedBE(PublicImages):
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
-        mean = module(task, after.shared, after.buffers)
-        drawn = [module(task, params, after.buffers) for params in self.draws(server, uploads)]
-        teachers = [mean, *drawn, *(module(task, *arrived(server, upload)) for upload in uploads)]
-        images = self.held(task).inputs
-        said = scores(teachers, images).softmax(-1).mean(0) ** (1 / self.temperature)
-        return state_of(self._taught(mean, images, said / said.sum(-1, keepdim=True), server), after)
+        mean = build_module(task, after.shared, after.buffers)
+        drawn = [build_module(task, params, after.buffers) for params in self.sample_teachers(server, uploads)]
+        teachers = [mean, *drawn, *(build_module(task, *client_result(server, upload)) for upload in uploads)]
+        images = self.public_images(task).inputs
+        said = ensemble_logits(teachers, images).softmax(-1).mean(0) ** (1 / self.temperature)
+        return with_module_state(self._distill(mean, images, said / said.sum(-1, keepdim=True), server), after)
 
-    def draws(self, server: ServerState, uploads: Sequence[Upload]) -> list[Tensors]:
+    def sample_teachers(self, server: ServerState, uploads: Sequence[Upload]) -> list[Tensors]:
         """The parameters of the teachers that are drawn."""
-        generator = self.drawn(server, "models")
+        generator = self.server_generator(server, "models")
         if self.distribution == "dirichlet":
             shares = dirichlet(np.full(len(uploads), self.concentration), self.drawn_models, generator)
-            return [_mixed(server, uploads, row.tolist()) for row in shares]
-        return [_around(server, uploads, self.spread, generator) for _ in range(self.drawn_models)]
+            return [_weighted_model(server, uploads, row.tolist()) for row in shares]
+        return [_sample_gaussian(server, uploads, self.spread, generator) for _ in range(self.drawn_models)]
 
-    def _taught(self, student: nn.Module, images: Tensor, target: Tensor, server: ServerState) -> nn.Module:
+    def _distill(self, student: nn.Module, images: Tensor, target: Tensor, server: ServerState) -> nn.Module:
         """The student after SGD with weight averaging."""
-        phase, averaged = self.learning(), AveragedModel(student)
+        phase, averaged = self.server_phase(), AveragedModel(student)
         (group,) = phase.groups
         moving = [value for value in student.parameters() if value.requires_grad]
         solver = torch.optim.SGD(moving, group.lr, phase.momentum, weight_decay=group.weight_decay)
@@ -146,11 +153,13 @@ class FedBE(PublicImages):
                 averaged.update_parameters(student)
         if not averaged.n_averaged:
             return student
-        update_bn(parts(images, self.server_batch), averaged.module)
+        update_bn(split_batches(images, self.server_batch), averaged.module)
         return averaged.module
 
 
-def _around(server: ServerState, uploads: Sequence[Upload], spread: float, generator: torch.Generator) -> Tensors:
+def _sample_gaussian(
+    server: ServerState, uploads: Sequence[Upload], spread: float, generator: torch.Generator
+) -> Tensors:
     """A draw from the Gaussian."""
     found: Tensors = {}
     for name, value in server.shared.items():
@@ -165,7 +174,7 @@ def _around(server: ServerState, uploads: Sequence[Upload], spread: float, gener
     return found
 
 
-def _mixed(server: ServerState, uploads: Sequence[Upload], shares: Sequence[float]) -> Tensors:
+def _weighted_model(server: ServerState, uploads: Sequence[Upload], shares: Sequence[float]) -> Tensors:
     """The mean of the clients' networks with these weights."""
     return {
         name: dense(value) - sum(share * dense(u.update[name]) for share, u in zip(shares, uploads, strict=True))

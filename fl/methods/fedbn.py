@@ -39,10 +39,10 @@ class FedBN(FedAvg):
         given = self.parametrization.scope(name)
         if given is not None:
             return given
-        return Scope.PRIVATE if _of_batch_norm(name, task) else Scope.SHARED
+        return Scope.PRIVATE if _is_batch_norm(name, task) else Scope.SHARED
 
 
-def _of_batch_norm(name: str, task: Task) -> bool:
+def _is_batch_norm(name: str, task: Task) -> bool:
     """Whether a parameter or buffer of the network belongs to a batch-norm layer; a generator's belong to none."""
     if name not in task.parameters and name not in task.buffers:
         return False

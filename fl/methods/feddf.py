@@ -12,14 +12,20 @@ from torch.nn.utils import clip_grad_norm_
 
 from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
-from fl.methods.bases.public_data import PublicImages, arrived, module, scores, state_of
+from fl.methods.bases.public_data import (
+    PublicDataServer,
+    build_module,
+    client_result,
+    ensemble_logits,
+    with_module_state,
+)
 from fl.ranges import ClipNorm, Count, CountFrom0, StepSize
 from fl.types import Group, Phase, Task, Upload
 
 
 @methods.register("feddf")
 @dataclass(frozen=True, kw_only=True)
-class FedDF(PublicImages):
+class FedDF(PublicDataServer):
     """Ensemble distillation for robust model fusion (Lin et al., NeurIPS 2020), with one architecture for all clients.
 
     The server starts from FedAvg's mean and takes steps of Adam along the gradient of KL(softmax(z) || softmax(f(x))):
@@ -62,7 +68,7 @@ class FedDF(PublicImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.learning()
+        self.server_phase()
 
     @classmethod
     def example(cls) -> FedDF:
@@ -75,13 +81,17 @@ class FedDF(PublicImages):
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
-        images = self.held(task).inputs
-        target = scores([module(task, *arrived(server, upload)) for upload in uploads], images).mean(0).softmax(-1)
-        student = module(task, after.shared, after.buffers)
+        images = self.public_images(task).inputs
+        target = (
+            ensemble_logits([build_module(task, *client_result(server, upload)) for upload in uploads], images)
+            .mean(0)
+            .softmax(-1)
+        )
+        student = build_module(task, after.shared, after.buffers)
         moving = [value for value in student.parameters() if value.requires_grad]
         solver = torch.optim.Adam(moving, lr=self.server_lr)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(solver, self.server_steps)
-        for index in self.batches(server, self.learning(), len(images)):
+        for index in self.batches(server, self.server_phase(), len(images)):
             solver.zero_grad()
             said = student(images[index]).log_softmax(-1)
             functional.kl_div(said, target[index], reduction="batchmean").backward()
@@ -89,9 +99,9 @@ class FedDF(PublicImages):
                 clip_grad_norm_(moving, self.server_max_norm)
             solver.step()
             schedule.step()
-        return state_of(student, after)
+        return with_module_state(student, after)
 
-    def learning(self) -> Phase:
+    def server_phase(self) -> Phase:
         """When the server feeds which images; checks the settings."""
         group = Group(lr=self.server_lr, max_norm=self.server_max_norm)
         return Phase(groups=(group,), optimizer="adam", steps=self.server_steps, batch_size=self.server_batch)

@@ -11,13 +11,13 @@ import torch
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import ClipNorm, CountFrom0, Positive, StepSize, Weight
-from fl.tensors import Payloads, Tensors, combine, dense, sub, weighted_sum, zeros
+from fl.tensors import Payloads, Tensors, add_scaled, dense, sub, weighted_sum, zeros
 from fl.types import Batch, Scope, Task, Upload
 
 if TYPE_CHECKING:
     from fl.gradient import Gradient
 
-SLOPE = "slope"
+GRADIENT_MEMORY = "slope"
 """The payload of gradients, one number for every shared parameter: a client's own, and h at the server."""
 
 
@@ -67,26 +67,26 @@ class FedDyn(FedAvg):
     # ---- local rule --------------------------------------------------------------------------------------------------
     def init_memory(self, params: Tensors, task: Task) -> Payloads:
         """g_k = 0."""
-        return {SLOPE: zeros(params, [name for name in params if self.scope(name, task) is Scope.SHARED])}
+        return {GRADIENT_MEMORY: zeros(params, [name for name in params if self.scope(name, task) is Scope.SHARED])}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss, less g_k, and alpha times the way back to the start of the round."""
-        loss, own = grad(params, batches[0]), step.memory[SLOPE]
+        loss, own = grad(params, batches[0]), step.memory[GRADIENT_MEMORY]
         mine = {name: value for name, value in loss.items() if name in own}
-        drift = combine({name: params[name] for name in mine}, step.start, -1.0)
-        return {**loss, **combine(combine(mine, own, -1.0), drift, self.alpha)}
+        drift = add_scaled({name: params[name] for name in mine}, step.start, -1.0)
+        return {**loss, **add_scaled(add_scaled(mine, own, -1.0), drift, self.alpha)}
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """Nothing more to send; g_k less alpha times the way gone."""
-        own = step.memory[SLOPE]
-        way = combine({name: params[name] for name in own}, step.start, -1.0)
-        return {}, {SLOPE: combine(own, way, -self.alpha)}
+        own = step.memory[GRADIENT_MEMORY]
+        way = add_scaled({name: params[name] for name in own}, step.start, -1.0)
+        return {}, {GRADIENT_MEMORY: add_scaled(own, way, -self.alpha)}
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's, and h = 0."""
         server = super().init_server(params, task, clients, generator)
-        return replace(server, own={SLOPE: zeros(server.shared, server.shared)})
+        return replace(server, own={GRADIENT_MEMORY: zeros(server.shared, server.shared)})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """The server's h takes in the round; the plain mean of what arrived is shifted by it."""
@@ -95,8 +95,8 @@ class FedDyn(FedAvg):
             return after
         alike = [1 / len(uploads)] * len(uploads)
         moves = {name: weighted_sum([upload.update[name] for upload in uploads], alike) for name in server.shared}
-        h = combine(server.own[SLOPE], moves, self.alpha * len(uploads) / server.clients)
+        h = add_scaled(server.own[GRADIENT_MEMORY], moves, self.alpha * len(uploads) / server.clients)
         shared: Tensors = {
             name: dense(sub(value, moves[name])) - dense(h[name]) / self.alpha for name, value in server.shared.items()
         }
-        return replace(after, shared=shared, own={SLOPE: h})
+        return replace(after, shared=shared, own={GRADIENT_MEMORY: h})

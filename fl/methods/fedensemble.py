@@ -81,44 +81,47 @@ class FedEnsemble(FedAvg):
         server = super().init_server(params, task, clients, generator)
         own: dict[str, Tensors] = {TURNS: {SEED: torch.randint(2**31, (), generator=generator)}}
         for k in range(self.members):
-            own[_name(k)] = {**(_fresh(server.shared, task, generator) if k else server.shared), **server.buffers}
+            own[_member_payload(k)] = {
+                **(_redraw_parameters(server.shared, task, generator) if k else server.shared),
+                **server.buffers,
+            }
         return replace(server, shared={}, buffers={}, own=own)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """The network whose turn it is."""
-        return _split(server.own[_name(self.member(server, client))], task)
+        return _split_state(server.own[_member_payload(self.member(server, client))], task)
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
         """All networks: of every tensor one with another dimension before its own, over the members."""
         if self.members == 1:
             return self.broadcast(server, client, task)
-        every = [server.own[_name(k)] for k in range(self.members)]
-        return _split({name: torch.stack([dense(one[name]) for one in every]) for name in every[0]}, task)
+        every = [server.own[_member_payload(k)] for k in range(self.members)]
+        return _split_state({name: torch.stack([dense(one[name]) for one in every]) for name in every[0]}, task)
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """Logarithms of the members' mean probabilities (B, K); of one network, what it returns."""
         shapes = {name: value.shape for name, value in network.model.named_parameters()}
         if all(value.shape == shapes[name] for name, value in network.weights.items()):
             return network(inputs)
-        answers = [_one(network, k)(inputs).softmax(-1) for k in range(self.members)]
+        answers = [_member_network(network, k)(inputs).softmax(-1) for k in range(self.members)]
         return torch.stack(answers).mean(0).log()
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """FedAvg's mean, network by network."""
         own = dict(server.own)
         for k in range(self.members):
-            sent = _split(own[_name(k)], task)
+            sent = _split_state(own[_member_payload(k)], task)
             mine = [upload for upload in uploads if self.member(server, upload.client) == k]
             moved = super().aggregate(replace(server, shared=sent.shared, buffers=sent.buffers), mine, task)
-            own[_name(k)] = {**moved.shared, **moved.buffers}
+            own[_member_payload(k)] = {**moved.shared, **moved.buffers}
         return replace(server, own=own, round=server.round + 1)
 
 
-def _name(member: int) -> str:
+def _member_payload(member: int) -> str:
     return f"member.{member}"
 
 
-def _fresh(params: Tensors, task: Task, generator: torch.Generator) -> Tensors:
+def _redraw_parameters(params: Tensors, task: Task, generator: torch.Generator) -> Tensors:
     """Parameters of the same network, drawn anew."""
     model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
     initialize(model, generator)
@@ -126,13 +129,13 @@ def _fresh(params: Tensors, task: Task, generator: torch.Generator) -> Tensors:
     return {name: drawn[name].detach().to(dense(value).device) for name, value in params.items()}
 
 
-def _split(member: Tensors, task: Task) -> Download:
+def _split_state(member: Tensors, task: Task) -> Download:
     """A network's parameters and buffers."""
     buffers = {name: dense(value) for name, value in member.items() if name in task.buffers}
     return Download({name: value for name, value in member.items() if name not in buffers}, buffers)
 
 
-def _one(network: Network, member: int) -> Network:
+def _member_network(network: Network, member: int) -> Network:
     """One network of several."""
     weights, buffers = ({n: v[member] for n, v in tensors.items()} for tensors in (network.weights, network.buffers))
     return Network(network.model, weights, buffers)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from fl.local.sampling import PartPhase
+from fl.local.sampling import SubsetPhase
 from fl.method import Download, ServerState, Step, methods
-from fl.methods.bases.personal_models import KeepsModels, kept
+from fl.methods.bases.personal_models import PersonalModels, last_model
 from fl.ranges import CountFrom0, Range, Share, StepSize, Weight
 from fl.seeds import stream
-from fl.tensors import Payloads, Tensors, combine, dense, norm, sub, weighted_sum
+from fl.tensors import Payloads, Tensors, add_scaled, dense, norm, sub, weighted_sum
 from fl.types import Batch, Group, Phase, Task, Upload
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 WEIGHTS, MODELS = "weights", "models"
 """The payload of a client's weights, and the one tensor in it: (1 + others,), its own model's first."""
-BEFORE = "before"
+LAST_START = "before"
 """The payload of the shared parameters from which a client trained last; its further ones are models of others."""
 AFFINITY, ARRIVED, SEED = "affinity", "arrived", "seed"
 """Payloads of `ServerState.own`: the matrix P (clients, clients); who sent last round (clients,); for drawing (1,)."""
@@ -31,13 +31,13 @@ MATRIX, CLIENTS, NUMBER = "matrix", "clients", "number"
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Mix(Phase):
+class _MixPhase(Phase):
     """The one step that takes a client from its last model to the mixture."""
 
 
 @methods.register("fedfomo")
 @dataclass(frozen=True, kw_only=True)
-class FedFomo(KeepsModels):
+class FedFomo(PersonalModels):
     """First-order model optimization (Zhang et al., ICLR 2021).
 
     From the second round on the server sends client i its last model, the one from which it had trained it, theta, and
@@ -103,23 +103,23 @@ class FedFomo(KeepsModels):
         """Training on what is not held out; from the second round on a look at what is, and the mixture, before it."""
         (phase,) = super().phases(task, round)
         given = {field.name: getattr(phase, field.name) for field in fields(phase)}
-        training = PartPhase(**given, every=self.every, held_out=False)
+        training = SubsetPhase(**given, every=self.every, held_out=False)
         if not round:
             return (training,)
         whole = (Group(lr=1.0),)
-        look = PartPhase(
+        look = SubsetPhase(
             groups=whole, steps=1, sampler="sequential", records_direction_as=WEIGHTS, every=self.every, held_out=True
         )
-        return look, _Mix(groups=whole, steps=1, batch_size=1, sampler="sequential"), training
+        return look, _MixPhase(groups=whole, steps=1, batch_size=1, sampler="sequential"), training
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss; in the first phases the weights, and the way back from the mixture."""
         if step.phase is not None and step.phase.records_direction_as == WEIGHTS:
-            return {MODELS: weights(grad, params, batches[0], step)}
-        if isinstance(step.phase, _Mix):
-            mixed = mixture(step.received[BEFORE], candidates(step), dense(step.recorded[WEIGHTS][MODELS]))
-            return combine(params, {**params, **mixed}, -1.0)
+            return {MODELS: mixture_weights(grad, params, batches[0], step)}
+        if isinstance(step.phase, _MixPhase):
+            mixed = mixture(step.received[LAST_START], candidate_models(step), dense(step.recorded[WEIGHTS][MODELS]))
+            return add_scaled(params, {**params, **mixed}, -1.0)
         return super().gradient(grad, params, batches, step)
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
@@ -140,18 +140,18 @@ class FedFomo(KeepsModels):
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
         """The client's own."""
-        return kept(server, client)
+        return last_model(server, client)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """The client's own model, and some of others."""
         download = super().broadcast(server, client, task)
         if client >= server.clients or not server.round:
             return download
-        others = [kept(server, other) for other in self.drawn(server, client)]
+        others = [last_model(server, other) for other in self.sampled_peers(server, client)]
         received = {f"other.{k}": {n: model[n] for n in server.shared} for k, model in enumerate(others)}
-        return replace(download, received={BEFORE: _before(server, client), **received})
+        return replace(download, received={LAST_START: _last_start(server, client), **received})
 
-    def drawn(self, server: ServerState, client: int) -> list[int]:
+    def sampled_peers(self, server: ServerState, client: int) -> list[int]:
         """Whose models the client is sent."""
         arrived = dense(server.own[ARRIVED][CLIENTS])
         pool = [number for number in arrived.nonzero().flatten().tolist() if number != client]
@@ -175,25 +175,25 @@ class FedFomo(KeepsModels):
             client = upload.client
             arrived[client] = True
             if WEIGHTS in upload.extra:
-                found, everyone = dense(upload.extra[WEIGHTS][MODELS]), [client, *self.drawn(server, client)]
+                found, everyone = dense(upload.extra[WEIGHTS][MODELS]), [client, *self.sampled_peers(server, client)]
                 matrix[client, everyone] += found.to(matrix)
-                models = [kept(server, number) for number in everyone]
-                own[_name(client)] = mixture(_before(server, client), models, found)
+                models = [last_model(server, number) for number in everyone]
+                own[_start_payload(client)] = mixture(_last_start(server, client), models, found)
         return replace(after, own=after.own | own)
 
 
-def candidates(step: Step) -> list[Tensors]:
+def candidate_models(step: Step) -> list[Tensors]:
     """The client's own last model, and those of others: shared parameters, by name."""
-    others = [model for key, model in step.received.items() if key != BEFORE]
-    return [{name: step.start[name] for name in step.received[BEFORE]}, *others]
+    others = [model for key, model in step.received.items() if key != LAST_START]
+    return [{name: step.start[name] for name in step.received[LAST_START]}, *others]
 
 
-def weights(grad: Gradient, params: Tensors, batch: Batch, step: Step) -> Tensor:
+def mixture_weights(grad: Gradient, params: Tensors, batch: Batch, step: Step) -> Tensor:
     """How much better than the model before each model does for its distance (1 + others,)."""
-    before = step.received[BEFORE]
+    before = step.received[LAST_START]
     least = grad.value({**params, **before}, batch)
-    gains = [least - grad.value({**params, **model}, batch) for model in candidates(step)]
-    lengths = [norm(combine(before, model, -1.0)) for model in candidates(step)]
+    gains = [least - grad.value({**params, **model}, batch) for model in candidate_models(step)]
+    lengths = [norm(add_scaled(before, model, -1.0)) for model in candidate_models(step)]
     return torch.stack([gain / length for gain, length in zip(gains, lengths, strict=True)])
 
 
@@ -202,15 +202,15 @@ def mixture(before: Tensors, models: Sequence[Tensors], found: Tensor) -> Tensor
     positive = found.relu()
     whole = positive.sum()
     shares = list(positive / torch.where(whole > 0, whole, torch.ones_like(whole)))
-    steps = [combine(before, model, -1.0) for model in models]
+    steps = [add_scaled(before, model, -1.0) for model in models]
     return {n: sub(value, weighted_sum([away[n] for away in steps], shares)) for n, value in before.items()}
 
 
-def _before(server: ServerState, client: int) -> Tensors:
+def _last_start(server: ServerState, client: int) -> Tensors:
     """The shared parameters from which the client trained last; the initial ones at first."""
-    return server.own.get(_name(client), server.shared)
+    return server.own.get(_start_payload(client), server.shared)
 
 
-def _name(client: int) -> str:
+def _start_payload(client: int) -> str:
     """The payload of `ServerState.own` that holds them."""
-    return f"{BEFORE}.{client}"
+    return f"{LAST_START}.{client}"

@@ -27,9 +27,9 @@ GENERATOR, OPTIMIZER, KEYS, SEED = "generator", "optimizer", "keys", "seed"
 """Payloads of `ServerState.own`, the first of which clients receive; and the name in the last of a seed."""
 SHARES = "label_shares"
 """Name of what clients send as the shares of their images that each label has (K,)."""
-COUNTING = Group(prefixes=(SHARES,), lr=1.0)
+COUNTING_GROUP = Group(prefixes=(SHARES,), lr=1.0)
 """What moves while a client finds them."""
-FADING = 0.98
+DECAY_PER_ROUND = 0.98
 """By what the weights of the generator's terms, and its step size, are multiplied from round to round."""
 
 
@@ -139,13 +139,13 @@ class FedGen(FedAvg):
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """The shares of labels, then the network."""
-        return Phase(groups=(COUNTING,), steps=1, sampler="sequential"), self._training(task, round)
+        return Phase(groups=(COUNTING_GROUP,), steps=1, sampler="sequential"), self._training_phases(task, round)
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network alone."""
-        return (replace(self._training(task, self.first_round), epochs=epochs, steps=None),)
+        return (replace(self._training_phases(task, self.first_round), epochs=epochs, steps=None),)
 
-    def _training(self, task: Task, round: int) -> Phase:
+    def _training_phases(self, task: Task, round: int) -> Phase:
         steps = 20 if self.epochs is None and self.steps is None else self.steps
         (phase,) = FedAvg.phases(replace(self, steps=steps), task, round)
         (group,) = phase.groups
@@ -157,7 +157,7 @@ class FedGen(FedAvg):
 
     def trains_predictor(self, phase: Phase) -> bool:
         """Counting moves nothing that the network reads."""
-        return super().trains_predictor(phase) and phase.groups != (COUNTING,)
+        return super().trains_predictor(phase) and phase.groups != (COUNTING_GROUP,)
 
     def disclosed_label_shares(self, sent: Tensors, update: Tensors) -> Tensor | None:
         """What the counting ended with."""
@@ -178,7 +178,7 @@ class FedGen(FedAvg):
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """The distance to the shares of labels; then cross entropy, that of generated features, and distillation."""
         own = _probabilities(batch.labels, step.task.num_classes, batch.inputs)
-        if step.phase is not None and step.phase.groups == (COUNTING,):
+        if step.phase is not None and step.phase.groups == (COUNTING_GROUP,):
             return (network.weights[SHARES] - own).square().sum(1).mean() / 2
         logits = network(batch.inputs)
         loss = functional.cross_entropy(logits, batch.labels)
@@ -186,7 +186,7 @@ class FedGen(FedAvg):
             return loss
         made = self.generator(step.task)
         params = {name: dense(value) for name, value in step.received[GENERATOR].items()}
-        draws, fade = step.draws or self.draw(batch, step.task, None), FADING**step.round
+        draws, fade = step.draws or self.draw(batch, step.task, None), DECAY_PER_ROUND**step.round
         weight, bias = (network.weights.get(f"{step.task.head}{part}") for part in ("weight", "bias"))
         assert weight is not None
         others = _probabilities(draws["labels"], step.task.num_classes, batch.inputs)
@@ -215,21 +215,23 @@ class FedGen(FedAvg):
             return after
         draw = stream(int(dense(server.own[KEYS][SEED])), "generator", server.round)
         params, kept = dict(server.own[GENERATOR]), server.own[OPTIMIZER]
-        group = Group(lr=self.server_lr * FADING**server.round, weight_decay=self.server_decay)
+        group = Group(lr=self.server_lr * DECAY_PER_ROUND**server.round, weight_decay=self.server_decay)
         phase = Phase(groups=(group,), optimizer="adam", steps=1)
-        trust, present = _trust(server, uploads)
+        trust, present = _label_weights(server, uploads)
         for _ in range(self.server_steps):
             labels = torch.multinomial(present, self.server_batch, replacement=True, generator=draw)
             noise = torch.randn(self.server_batch, self.noise, generator=draw).to(trust)
             params |= {name: dense(params[name]).clone() for name in STATISTICS}  # they change in place
             moving = {n: dense(v).detach().requires_grad_() for n, v in params.items() if n not in STATISTICS}
             with torch.enable_grad():
-                value = self._worth(server, uploads, task, {**params, **moving}, labels.to(trust.device), noise, trust)
+                value = self._generator_loss(
+                    server, uploads, task, {**params, **moving}, labels.to(trust.device), noise, trust
+                )
             grads = dict(zip(moving, torch.autograd.grad(value, list(moving.values())), strict=True))
             params, kept = server_step(phase, params, {**grads}, kept)
         return replace(after, own={**server.own, GENERATOR: params, OPTIMIZER: kept})
 
-    def _worth(
+    def _generator_loss(
         self,
         server: ServerState,
         uploads: Sequence[Upload],
@@ -260,7 +262,7 @@ def _probabilities(labels: Tensor, classes: int, like: Tensor) -> Tensor:
     return (labels[:, None] == torch.arange(classes, device=labels.device)).to(like)
 
 
-def _trust(server: ServerState, uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
+def _label_weights(server: ServerState, uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
     """Each client's share of the round's images of each label (clients, K), and where there are any (K,), 0 or 1.
 
     A defense may have put noise into what clients sent: what is below zero counts for nothing, and where nothing is

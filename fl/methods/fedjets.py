@@ -84,7 +84,7 @@ class FedJETs(FedAvg):
     # ---- local rule --------------------------------------------------------------------------------------------------
     def client_model(self, task: Task) -> nn.Module:
         """The common expert, the gate and the chosen experts."""
-        return Mixture(task, self.experts, self.chosen)
+        return GatedMixture(task, self.experts, self.chosen)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """FedAvg's, with a look at all images after it, which moves nothing."""
@@ -101,15 +101,15 @@ class FedJETs(FedAvg):
         """Cross entropy, and that of an anchor's gate; in the look the mean softmax of all scores (M,)."""
         ids = network.buffers["ids"]
         answers, scores = network(batch.inputs, ids)
-        if _looks(step):
+        if _is_scoring_phase(step):
             return scores.softmax(-1).mean(0)
-        plain = functional.cross_entropy(mixed(answers, scores.index_select(1, ids)), batch.labels)
+        plain = functional.cross_entropy(mix_logits(answers, scores.index_select(1, ids)), batch.labels)
         guided = functional.cross_entropy(scores, ids[:1].expand(len(scores)))
         return plain + self.anchor * network.buffers["anchor"] * guided
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss; in the look what `loss` returns."""
-        return {MEAN: grad.value(params, batches[0])} if _looks(step) else grad(params, batches[0])
+        return {MEAN: grad.value(params, batches[0])} if _is_scoring_phase(step) else grad(params, batches[0])
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
         """The look is no step."""
@@ -122,16 +122,16 @@ class FedJETs(FedAvg):
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """What the expert with the highest score says of each image (B, K), out of those in the network."""
         ids = network.buffers["ids"]
-        if not _stacked(network):  # a client's own, right after training
+        if not _is_stacked(network):  # a client's own, right after training
             answers, scores = network(inputs, ids)
             scores = scores.index_select(1, ids)
         else:
-            said = [_one(network, k)(inputs, ids) for k in range(self.experts)]
+            said = [_expert_network(network, k)(inputs, ids) for k in range(self.experts)]
             answers, scores = torch.stack([answers[:, 0] for answers, _ in said], 1), said[0][1]
         return answers[torch.arange(len(inputs), device=inputs.device), scores.argmax(-1)]
 
     # ---- server rule -------------------------------------------------------------------------------------------------
-    def chosen_of(self, server: ServerState, client: int) -> list[int]:
+    def experts_of(self, server: ServerState, client: int) -> list[int]:
         """The experts of client number `client`: its own as an anchor, then by its scores, equal ones in turn."""
         scores = dense(server.own[SCORES][SCORES])
         mine = scores[client].tolist() if client < len(scores) else [0.0] * self.experts
@@ -148,20 +148,24 @@ class FedJETs(FedAvg):
         """A gate and experts whose layers are drawn as PyTorch does; no scores."""
         server = super().init_server(params, task, clients, generator)
         model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
-        mixture = next(module for module in model.modules() if isinstance(module, Mixture))
+        mixture = next(module for module in model.modules() if isinstance(module, GatedMixture))
         like = next(iter(task.parameters.values()))
         initialize(mixture.gate, generator)
         own: Payloads = {GATE: {n: p.detach().to(like) for n, p in mixture.gate.named_parameters(prefix=GATE)}}
         for k in range(self.experts):
             initialize(mixture.experts[0], generator)
-            own[_name(k)] = {n: v.detach().clone().to(like.device) for n, v in mixture.experts[0].state_dict().items()}
+            own[_expert_payload(k)] = {
+                n: v.detach().clone().to(like.device) for n, v in mixture.experts[0].state_dict().items()
+            }
         own[SCORES] = {SCORES: torch.zeros(clients, self.experts, dtype=like.dtype)}
         return replace(server, shared={}, buffers={}, own=own)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
         """The gate, the client's experts, and which they are."""
-        ids = self.chosen_of(server, client)
-        found: Tensors = {f"experts.{i}.{n}": v for i, k in enumerate(ids) for n, v in server.own[_name(k)].items()}
+        ids = self.experts_of(server, client)
+        found: Tensors = {
+            f"experts.{i}.{n}": v for i, k in enumerate(ids) for n, v in server.own[_expert_payload(k)].items()
+        }
         buffers = {n: dense(v) for n, v in found.items() if n in task.buffers}
         buffers["ids"] = torch.tensor(ids).to(task.buffers["ids"].device)
         buffers["anchor"] = torch.full_like(task.buffers["anchor"], float(self._anchors(server, client)))
@@ -173,7 +177,7 @@ class FedJETs(FedAvg):
         The other places hold the first expert for everybody, instead of what the client chose: nothing reads them.
         """
         down = self.broadcast(server, client, task)
-        every = [server.own[_name(k)] for k in range(self.experts)]
+        every = [server.own[_expert_payload(k)] for k in range(self.experts)]
         stacks = {f"{FIRST}{n}": torch.stack([dense(one[n]) for one in every]) for n in every[0]}
         rest = {f"experts.{slot}.{n}": dense(v) for slot in range(1, self.chosen) for n, v in every[0].items()}
         served = stacks | rest
@@ -184,21 +188,21 @@ class FedJETs(FedAvg):
         """FedAvg's mean of the gate and of each expert, and the scores that arrived."""
         own = dict(server.own)
         own[GATE] = super().aggregate(replace(server, shared=own[GATE]), uploads, task).shared
-        chosen = {upload.client: self.chosen_of(server, upload.client) for upload in uploads}
+        chosen = {upload.client: self.experts_of(server, upload.client) for upload in uploads}
         for k in range(self.experts):
-            mine = [_of_slot(u, chosen[u.client].index(k)) for u in uploads if k in chosen[u.client]]
+            mine = [_expert_upload(u, chosen[u.client].index(k)) for u in uploads if k in chosen[u.client]]
             if mine:
-                parts: Tensors = {n: v for n, v in own[_name(k)].items() if n in mine[0].update}
-                rest = {n: dense(v) for n, v in own[_name(k)].items() if n not in parts}
+                parts: Tensors = {n: v for n, v in own[_expert_payload(k)].items() if n in mine[0].update}
+                rest = {n: dense(v) for n, v in own[_expert_payload(k)].items() if n not in parts}
                 after = super().aggregate(replace(server, shared=parts, buffers=rest), mine, task)
-                own[_name(k)] = {**after.shared, **after.buffers}
+                own[_expert_payload(k)] = {**after.shared, **after.buffers}
         scores = dense(own[SCORES][SCORES]).clone()
         for upload in uploads:
             scores[upload.client] = dense(upload.extra[SCORES][MEAN]).to(scores)
         return replace(server, own={**own, SCORES: {SCORES: scores}}, round=server.round + 1)
 
 
-class Mixture(nn.Module):
+class GatedMixture(nn.Module):
     """A gate over what a fixed network sees, and experts.
 
     The buffer `ids` (chosen,) says which experts they are, the first the client's own where the buffer `anchor` is 1.
@@ -217,7 +221,7 @@ class Mixture(nn.Module):
 
     def __init__(self, task: Task, experts: int, chosen: int) -> None:
         super().__init__()
-        self.common = Common(task)
+        self.common = CommonExpert(task)
         like = next(iter(task.parameters.values()))
         self.gate = nn.utils.skip_init(nn.Linear, self.common.features, experts, dtype=like.dtype)
         self.experts = nn.ModuleList([copy.deepcopy(task.model) for _ in range(chosen)])
@@ -230,10 +234,10 @@ class Mixture(nn.Module):
         """Logits (B, K) of pixels (B, C, H, W); with `ids` what each expert says (B, chosen, K), and scores (B, M)."""
         scores = self.gate(self.common(x))
         answers = torch.stack([expert(x) for expert in self.experts], 1)
-        return mixed(answers, scores.index_select(1, self.ids)) if ids is None else (answers, scores)
+        return mix_logits(answers, scores.index_select(1, self.ids)) if ids is None else (answers, scores)
 
 
-class Common(nn.Module):
+class CommonExpert(nn.Module):
     """The common expert: the task's network without its classifier, frozen and always in evaluation mode."""
 
     def __init__(self, task: Task) -> None:
@@ -249,7 +253,7 @@ class Common(nn.Module):
         for module in self.inner.modules():  # constants, too: known to all, not sent
             module._non_persistent_buffers_set.update(module._buffers)
 
-    def train(self, mode: bool = True) -> Common:
+    def train(self, mode: bool = True) -> CommonExpert:
         """Nothing here trains."""
         return super().train(False)
 
@@ -259,33 +263,33 @@ class Common(nn.Module):
         return made
 
 
-def mixed(answers: Tensor, scores: Tensor) -> Tensor:
+def mix_logits(answers: Tensor, scores: Tensor) -> Tensor:
     """Logits (B, K) of experts' (B, chosen, K), weighted by the softmax of their scores (B, chosen)."""
     return (scores.softmax(-1)[..., None] * answers).sum(1)
 
 
-def _name(expert: int) -> str:
+def _expert_payload(expert: int) -> str:
     return f"expert.{expert}"
 
 
-def _looks(step: Step) -> bool:
+def _is_scoring_phase(step: Step) -> bool:
     return step.phase is not None and step.phase.records_direction_as is not None
 
 
-def _stacked(network: Network) -> bool:
+def _is_stacked(network: Network) -> bool:
     """Whether the first expert stands for all (`FedJETs.serve`)."""
     own = dict(network.model.named_parameters())
     return any(v.shape != own[n].shape for n, v in network.weights.items() if n.startswith(FIRST))
 
 
-def _one(network: Network, expert: int) -> Network:
+def _expert_network(network: Network, expert: int) -> Network:
     """The network with this expert as its first."""
     both = network.weights, network.buffers
     weights, buffers = ({n: v[expert] if n.startswith(FIRST) else v for n, v in t.items()} for t in both)
     return Network(network.model, weights, buffers)
 
 
-def _of_slot(upload: Upload, slot: int) -> Upload:
+def _expert_upload(upload: Upload, slot: int) -> Upload:
     """What a client sent of one of its experts, by the expert's own names."""
     prefix = f"experts.{slot}."
     both = upload.update, upload.buffers

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fl.data.sources.embedded import Faces
 from fl.method import ServerState, methods
-from fl.methods.bases.public_data import PublicImages, arrived
+from fl.methods.bases.public_data import PublicDataServer, client_result
 from fl.network import Network
 from fl.ranges import Count, CountFrom0, ShareBelow1, StepSize, Weight
 from fl.tensors import Tensors, dense
@@ -21,7 +21,7 @@ from fl.types import Group, Phase, Task, Upload
 
 @methods.register("fedlaw")
 @dataclass(frozen=True, kw_only=True)
-class FedLAW(PublicImages):
+class FedLAW(PublicDataServer):
     """Learnable aggregation weights (Li et al., ICML 2023), as the authors' code has them by default.
 
     The server sends gamma * sum_i lambda_i w_i of the networks w_i that arrived, where lambda = softmax(x) and gamma =
@@ -66,7 +66,7 @@ class FedLAW(PublicImages):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.learning()
+        self.server_phase()
 
     @classmethod
     def example(cls) -> FedLAW:
@@ -75,14 +75,14 @@ class FedLAW(PublicImages):
         local = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
         return cls(**local, **server)  # type: ignore[arg-type]
 
-    def learning(self) -> Phase:
+    def server_phase(self) -> Phase:
         """How the server learns its weights."""
         groups = (Group(lr=self.server_lr),)
         return Phase(groups=groups, optimizer="adam", epochs=self.server_epochs, batch_size=self.server_batch)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """FedAvg's state and a seed, once the server's labels are known to be the task's."""
-        server, labels = super().init_server(params, task, clients, generator), self.held(task).labels
+        server, labels = super().init_server(params, task, clients, generator), self.public_images(task).labels
         if int(labels.max()) >= task.num_classes:
             raise ValueError(
                 f"public: expected labels below {task.num_classes}, the task's classes, got {int(labels.max())}; name "
@@ -95,23 +95,25 @@ class FedLAW(PublicImages):
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
-        images, models = self.held(task), [arrived(server, upload)[0] for upload in uploads]
+        images, models = self.public_images(task), [client_result(server, upload)[0] for upload in uploads]
         rows = {name: torch.stack([dense(model[name]) for model in models]) for name in server.shared}
         buffers = {name: value.clone() for name, value in after.buffers.items()}
         counts = images.inputs.new_tensor([upload.weight for upload in uploads])
         weights = torch.cat([(counts / counts.sum()).log(), counts.new_zeros(1)]).requires_grad_()
         solver = torch.optim.Adam([weights], lr=self.server_lr, betas=(0.5, 0.999))
-        for index in self.batches(server, self.learning(), len(images)):
+        for index in self.batches(server, self.server_phase(), len(images)):
             batch = images.take(index)
             solver.zero_grad()
-            network = Network(task.model, joined(weights, rows), buffers)  # running statistics change in place
+            network = Network(
+                task.model, combine_networks(weights, rows), buffers
+            )  # running statistics change in place
             functional.cross_entropy(network(batch.inputs), batch.labels).backward()
             solver.step()
         found = {n: buffers[n] if value.is_floating_point() else value for n, value in after.buffers.items()}
-        return replace(after, shared={**joined(weights.detach(), rows)}, buffers=found)
+        return replace(after, shared={**combine_networks(weights.detach(), rows)}, buffers=found)
 
 
-def joined(weights: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+def combine_networks(weights: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """The network that weights (clients + 1,) make of the clients' ones, the last being the logarithm of gamma.
 
     Args:

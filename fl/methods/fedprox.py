@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, CountFrom0, StepSize, Weight
-from fl.tensors import Tensors, combine
+from fl.tensors import Tensors, add_scaled
 from fl.types import Batch
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ class FedProx(FedAvg):
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss, and mu times the way back to the start of the round."""
         loss = grad(params, batches[0])
-        drift = combine({name: params[name] for name in loss}, step.start, -1.0)
-        return combine(loss, drift, self.mu)
+        drift = add_scaled({name: params[name] for name in loss}, step.start, -1.0)
+        return add_scaled(loss, drift, self.mu)
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
         """In the first step nothing has drifted yet."""

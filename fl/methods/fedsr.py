@@ -20,7 +20,7 @@ from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Scope, Task
 
-OWN = ("centre", "width", "scale")
+REFERENCE_PARAMETERS = ("centre", "width", "scale")
 """Parameters of the representation's reference distribution, which stay with the client."""
 
 
@@ -92,7 +92,7 @@ class FedSR(FedAvg):
 
     def scope(self, name: str, task: Task) -> Scope:
         """The reference distribution is the client's own."""
-        mine = name.startswith(task.head) and name.removeprefix(task.head) in OWN
+        mine = name.startswith(task.head) and name.removeprefix(task.head) in REFERENCE_PARAMETERS
         return Scope.PRIVATE if mine else super().scope(name, task)
 
     def client_model(self, task: Task) -> nn.Module:
@@ -111,7 +111,7 @@ class FedSR(FedAvg):
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """The task's own parameters; those of the further layer drawn from `generator` as PyTorch does."""
         params = super().initial_parameters(task, generator)
-        name, head = _random(task.model)
+        name, head = _random_head(task.model)
         layer = nn.utils.skip_init(nn.Linear, head.encode.in_features, head.encode.out_features)
         initialize(layer, generator)
         fresh = {f"{name}.encode.{key}": value.detach() for key, value in layer.named_parameters()}
@@ -123,27 +123,27 @@ class FedSR(FedAvg):
         """Standard normal numbers (B, D) for z; none, so that z = mu, is an attacker's guess."""
         if generator is None:
             return {}
-        name, head = _random(task.model)
+        name, head = _random_head(task.model)
         noise = torch.randn(len(batch), head.classify.in_features, generator=generator)
         return {f"{name}.noise": noise.to(batch.inputs)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Cross entropy and both penalties."""
-        logits, mu, sigma = represented(network, batch.inputs)
-        name, _ = _random(network.model)
+        logits, mu, sigma = represent(network, batch.inputs)
+        name, _ = _random_head(network.model)
         noise = step.draws.get(f"{name}.noise")
         z = mu if noise is None else mu + noise * sigma
-        center, width, scale = (network.weights[f"{name}.{key}"] for key in OWN)
+        center, width, scale = (network.weights[f"{name}.{key}"] for key in REFERENCE_PARAMETERS)
         far = divergence(scale * mu, scale * sigma, center, functional.softplus(width), batch.labels)
         plain = functional.cross_entropy(logits, batch.labels)
         return plain + self.l2 * z.norm(dim=1).mean() + self.cmi * far.mean()
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
         """Logarithms of the mean probabilities (B, K)."""
-        plain, mu, sigma = represented(network, inputs)
+        plain, mu, sigma = represent(network, inputs)
         if not self.samples:
             return plain
-        name, _ = _random(network.model)
+        name, _ = _random_head(network.model)
         noise = torch.randn(self.samples, 1, mu.shape[1], generator=stream(0, "fedsr", "samples")).to(mu)
         z = mu + noise * sigma
         weight, bias = (network.weights.get(f"{name}.classify.{key}") for key in ("weight", "bias"))
@@ -154,8 +154,9 @@ class FedSR(FedAvg):
 class RandomHead(nn.Module):
     """Features (B, D) to logits (B, K) by way of z = mu + noise * sigma (B, D).
 
-    The noise stands in the buffer `noise` while a batch is fed; without any, z = mu. The parameters in `OWN` are
-    0 until the method's `initial` values come: a server, which sees no client's, has the same network.
+    The noise stands in the buffer `noise` while a batch is fed; without any, z = mu. The parameters in
+    `REFERENCE_PARAMETERS` are 0 until the method's `initial_parameters` values come: a server, which sees no client's,
+    has the same network.
 
     Args:
         classify: the classifier of z.
@@ -182,7 +183,7 @@ class RandomHead(nn.Module):
         Raises:
             ValueError: the noise is of another batch.
         """
-        mu, sigma = halves(self.encode(features))
+        mu, sigma = split_statistics(self.encode(features))
         if self.noise.numel():
             if self.noise.shape != mu.shape:
                 raise ValueError(f"expected noise {tuple(mu.shape)}, one row an image, got {tuple(self.noise.shape)}")
@@ -191,25 +192,25 @@ class RandomHead(nn.Module):
         return logits
 
 
-def halves(statistics: Tensor) -> tuple[Tensor, Tensor]:
+def split_statistics(statistics: Tensor) -> tuple[Tensor, Tensor]:
     """Mu and sigma (B, D) each, from what the further layer gives (B, 2 D)."""
     mu, raw = statistics.chunk(2, -1)
     return mu, functional.softplus(raw)
 
 
-def represented(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def represent(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Logits (B, K), mu and sigma (B, D) of images (B, C, H, W)."""
     seen: list[Tensor] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], made: Tensor) -> None:
         seen.append(made)
 
-    handle = _random(network.model)[1].encode.register_forward_hook(note)
+    handle = _random_head(network.model)[1].encode.register_forward_hook(note)
     try:
         logits = network(inputs)
     finally:
         handle.remove()
-    return logits, *halves(seen[0])
+    return logits, *split_statistics(seen[0])
 
 
 def divergence(mu: Tensor, sigma: Tensor, center: Tensor, width: Tensor, labels: Tensor) -> Tensor:
@@ -231,7 +232,7 @@ def divergence(mu: Tensor, sigma: Tensor, center: Tensor, width: Tensor, labels:
     return (each * labels).sum(-1) if labels.is_floating_point() else each
 
 
-def _random(model: nn.Module) -> tuple[str, RandomHead]:
+def _random_head(model: nn.Module) -> tuple[str, RandomHead]:
     """The random representation, and what it is called."""
     found: Iterator[tuple[str, RandomHead]] = (
         (name, module) for name, module in model.named_modules() if isinstance(module, RandomHead)

@@ -128,13 +128,13 @@ class GA(FedAvg):
             for name in (RECEIVED, TRAINED)
         )
         gaps = torch.where(before[there].isfinite(), received - before[there], 0.0)
-        shares = self.adjusted(shares, there, gaps, server.round - 1)
+        shares = self.adjust_weights(shares, there, gaps, server.round - 1)
         before[there] = trained
         weights = shares[there].tolist() if shares[there].any() else [1.0] * len(uploads)
         uploads = [replace(upload, weight=weight) for upload, weight in zip(uploads, weights, strict=True)]
         return replace(super().aggregate(server, uploads, task), own={SHARES: {SHARE: shares}, LOSS: {TRAINED: before}})
 
-    def adjusted(self, shares: Tensor, there: Tensor, gaps: Tensor, round: int) -> Tensor:
+    def adjust_weights(self, shares: Tensor, there: Tensor, gaps: Tensor, round: int) -> Tensor:
         """Every client's weight (N,) after `gaps` (S,) of round `round`, of the clients `there` (S,)."""
         largest = gaps.abs().max()
         left = 1.0 if self.rounds is None else max(0.0, 1 - round / self.rounds)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fl.method import Download, ServerState, methods
 from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.dropout import drawn, drops, masks
+from fl.models.building_blocks.dropout import draw_masks, enable_mask_draws, has_dropout
 from fl.models.hypernetworks.server_hypernetwork import (
     EMBEDDINGS,
     HYPERNETWORK,
@@ -23,7 +23,7 @@ from fl.models.hypernetworks.server_hypernetwork import (
 from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0, Length, PositiveShare, StepSize, Weight, Width
 from fl.seeds import stream
-from fl.tensors import Tensors, add, combine, dense, dot, norm, scaled
+from fl.tensors import Tensors, add, add_scaled, dense, dot, norm, scale_tensors
 from fl.types import Batch, Group, Optimizer, Phase, Task, Upload
 
 KEYS, SEED = "keys", "seed"
@@ -110,24 +110,24 @@ class HFedF(FedAvg):
     # ---- local rule --------------------------------------------------------------------------------------------------
     def client_model(self, task: Task) -> nn.Module:
         """The network, with masks for its dropout to come."""
-        return drawn(super().client_model(task))
+        return enable_mask_draws(super().client_model(task))
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
         """The masks of the network's dropout."""
-        return masks(task.model, batch.inputs, generator)
+        return draw_masks(task.model, batch.inputs, generator)
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Without dropout there are no masks, and it is."""
-        return super().uses_plain_cross_entropy(task, round) and not drops(task.model)
+        return super().uses_plain_cross_entropy(task, round) and not has_dropout(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
-    def generated(self, task: Task) -> list[str]:
+    def generated_names(self, task: Task) -> list[str]:
         """Names of the tensors that the hypernetwork generates: all that train."""
         return list(task.parameters)
 
     def generator(self, task: Task, clients: int) -> ServerHypernetwork:
         """The hypernetwork for so many clients."""
-        shapes = {name: task.parameters[name].shape for name in self.generated(task)}
+        shapes = {name: task.parameters[name].shape for name in self.generated_names(task)}
         size = 1 + clients // 4 if self.embedding is None else self.embedding
         return ServerHypernetwork(shapes=shapes, embedding=size, hidden=self.hidden, activation="leaky-relu")
 
@@ -154,32 +154,32 @@ class HFedF(FedAvg):
             return after
         before, kept = server.own[HYPERNETWORK], server.own[OPTIMIZER]
         grads: Tensors = {}
-        for part in self._pulled(server, uploads, task).values():
-            grads |= fused(part, self.align)
+        for part in self._client_gradients(server, uploads, task).values():
+            grads |= fuse_gradients(part, self.align)
         group = Group(lr=self.server_lr, weight_decay=self.server_decay)
         moved, kept = server_step(Phase(groups=(group,), optimizer="adam", steps=1), before, grads, kept)
         if self.ema < 1 and server.round > self.warmup:
-            moved = combine(before, combine(moved, before, -1.0), self.ema)
+            moved = add_scaled(before, add_scaled(moved, before, -1.0), self.ema)
         if self.embeddings == "random":
-            moved[EMBEDDINGS] = self._redrawn(server)
+            moved[EMBEDDINGS] = self._redraw_embeddings(server)
         return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
 
     def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
         """GradAlign's weights: "alignment" of the hypernetwork's layers, and of embeddings where they are learned."""
-        pulled = self._pulled(server, uploads, task) if uploads else {}
+        pulled = self._client_gradients(server, uploads, task) if uploads else {}
         return {name: alignment(part, self.align).tolist() for name, part in pulled.items()}
 
-    def _pulled(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[Tensors]]:
+    def _client_gradients(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[Tensors]]:
         """Each client's gradient, in the parts that GradAlign weights apart."""
         before, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
         sign = -1.0 if self.align == "as-printed" else 1.0  # trained - sent, or sent - trained
-        pulled = [made.pulled(before, upload.client, scaled(upload.update, sign)) for upload in uploads]
+        pulled = [made.pulled(before, upload.client, scale_tensors(upload.update, sign)) for upload in uploads]
         parts = {ALIGNMENT: [{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled]}
         if self.embeddings == "learned":
             parts[f"{ALIGNMENT} of embeddings"] = [{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled]
         return parts
 
-    def _redrawn(self, server: ServerState) -> Tensor:
+    def _redraw_embeddings(self, server: ServerState) -> Tensor:
         like = dense(server.own[HYPERNETWORK][EMBEDDINGS])
         seed = int(dense(server.own[KEYS][SEED]))
         return torch.randn(like.shape, generator=stream(seed, EMBEDDINGS, server.round)).to(like)
@@ -196,12 +196,12 @@ def alignment(grads: Sequence[Tensors], align: Align) -> Tensor:
     return ({"toward": 1.0, "as-printed": 1.0, "away": -1.0, "off": 0.0}[align] * cosines).softmax(0)
 
 
-def fused(grads: Sequence[Tensors], align: Align) -> Tensors:
+def fuse_gradients(grads: Sequence[Tensors], align: Align) -> Tensors:
     """The clients' gradients as one (Algorithm 1, line 16)."""
     weights = alignment(grads, align)
-    result = scaled(grads[0], weights[0])
+    result = scale_tensors(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):
-        result = combine(result, grad, weight)
+        result = add_scaled(result, grad, weight)
     return result
 
 
@@ -209,4 +209,4 @@ def _mean(sets: Sequence[Tensors]) -> Tensors:
     result = sets[0]
     for one in sets[1:]:
         result = {name: add(value, one[name]) for name, value in result.items()}
-    return scaled(result, 1 / len(sets))
+    return scale_tensors(result, 1 / len(sets))

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.hfedf import HFedF
-from fl.models.building_blocks.dropout import drops
+from fl.models.building_blocks.dropout import has_dropout
 from fl.models.building_blocks.initialization import initialize
 from fl.models.hfedf_autoencoder import Autoencoder
 from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK, embedding_of
@@ -101,7 +101,7 @@ class HFedFLatent(HFedF):
         model.latent = nn.Parameter(some.new_zeros(size))
         return model
 
-    def generated(self, task: Task) -> list[str]:
+    def generated_names(self, task: Task) -> list[str]:
         """The network's own tensors."""
         return [name for name in task.parameters if not name.startswith(PREFIX) and name != LATENT]
 
@@ -114,7 +114,7 @@ class HFedFLatent(HFedF):
         latent = Phase(
             groups=(Group(prefixes=(LATENT,), lr=1.0),), steps=1, batch_size=self.latent_images, sampler="sequential"
         )
-        return (latent, *self._training(task, round))
+        return (latent, *self._training_phases(task, round))
 
     @property
     def first_round(self) -> int:
@@ -123,12 +123,14 @@ class HFedFLatent(HFedF):
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
         """The network alone."""
-        return tuple(replace(phase, epochs=epochs, steps=None) for phase in self._training(task, self.first_round))
+        return tuple(
+            replace(phase, epochs=epochs, steps=None) for phase in self._training_phases(task, self.first_round)
+        )
 
-    def _training(self, task: Task, round: int) -> tuple[Phase, ...]:
+    def _training_phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         (phase,) = super().phases(task, round)
         (group,) = phase.groups
-        return (replace(phase, groups=(replace(group, prefixes=tuple(self.generated(task))),)),)
+        return (replace(phase, groups=(replace(group, prefixes=tuple(self.generated_names(task))),)),)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
@@ -146,7 +148,7 @@ class HFedFLatent(HFedF):
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Once the autoencoder is trained: the other term moves nothing that the network predicts by."""
-        return type(self).loss is HFedFLatent.loss and round >= self.first_round and not drops(task.model)
+        return type(self).loss is HFedFLatent.loss and round >= self.first_round and not has_dropout(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:

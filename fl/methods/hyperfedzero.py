@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.dropout import drawn, masks
+from fl.models.building_blocks.dropout import draw_masks, enable_mask_draws
 from fl.models.hyperfedzero import JoinedNet, ZeroNet, draw_initial
 from fl.network import Network
 from fl.ranges import Count, CountFrom0, Length, Range, StepSize, Weight, Width
@@ -48,7 +48,7 @@ class HyperFedZero(FedAvg):
         batch_size: images per step: 800 divided by the number of participants in the paper.
         optimizer: of the clients, fresh in every round.
         embedding: size of e (P).
-        extractor: layout of f and noisy: "conv" or "mlp" (`fl.models.hyperfedzero.extractor`).
+        extractor: layout of f and noisy: "conv" or "mlp" (`fl.models.hyperfedzero.build_extractor`).
         hidden: units of h's hidden layers.
         chunk: parameters that h makes at a time; None takes what brings the sum of all parameters nearest to the plain
             network's, as the authors do by hand (576 for their ResNet on Tiny-ImageNet).
@@ -100,7 +100,7 @@ class HyperFedZero(FedAvg):
         some = next(iter(task.parameters.values()))
         model = self._network(task)
         draw_initial(model, stream(0, "hyperfedzero"))
-        return drawn(model.to(some))
+        return enable_mask_draws(model.to(some))
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
         """Parameters drawn from `generator`; of a shared classifier (Opt. 1), the task's own."""
@@ -116,7 +116,7 @@ class HyperFedZero(FedAvg):
         z = batch.inputs.new_zeros(shape)
         if generator is not None:
             z = torch.randn(shape, generator=generator).to(batch.inputs)
-        return {"z": z, **masks(task.model, batch.inputs, generator)}
+        return {"z": z, **draw_masks(task.model, batch.inputs, generator)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Cross entropy and both penalties (Eq. 4)."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl.method import Download, ServerState, mean, methods
-from fl.methods.bases.personal_models import averaged, ended
+from fl.methods.bases.personal_models import final_model, floating_buffers
 from fl.methods.bases.server_step import server_step
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.attention_hypernetwork import AttentionHypernetwork
@@ -22,20 +22,20 @@ from fl.tensors import Payloads, Tensors, Value, dense, dot, sub
 from fl.types import Group, Optimizer, Phase, Task, Upload
 
 HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
-"""Payloads of `ServerState.own`; `stored` names further ones."""
+"""Payloads of `ServerState.own`; `model_payload` names further ones."""
 
 
-def stored(client: int) -> str:
+def model_payload(client: int) -> str:
     """Payload of `ServerState.own` with the model that `client` trained last."""
     return f"model.{client}"
 
 
-def embedding(client: int | str) -> str:
+def embedding_name(client: int | str) -> str:
     """Name of the client's embedding (E,), beside the hypernetwork's own parameters."""
     return f"embeddings.{client}"
 
 
-def layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """The layer a parameter or buffer belongs to: the module that holds it."""
     return name.rpartition(".")[0] or name
 
@@ -146,10 +146,10 @@ class HyperGenFL(FedAvg):
                 values = torch.randn(self.embedding, generator=generator)
             else:
                 values = torch.ones(self.embedding)
-            own[embedding(client)] = values.to(like)
+            own[embedding_name(client)] = values.to(like)
         payloads: Payloads = {HYPERNETWORK: own, OPTIMIZER: {}}
         if self.aggregates == "stored":
-            payloads[INITIAL] = {**server.shared, **averaged(server.buffers)}
+            payloads[INITIAL] = {**server.shared, **floating_buffers(server.buffers)}
         return replace(server, own=payloads)
 
     def shares(self, server: ServerState, clients: Sequence[int]) -> dict[str, Tensor]:
@@ -163,14 +163,15 @@ class HyperGenFL(FedAvg):
         if not uploads:
             return replace(server, round=server.round + 1)
         clients = [upload.client for upload in uploads]
-        after = replace(server, own={**server.own, **self._learned(server, uploads)}, round=server.round + 1)
+        after = replace(server, own={**server.own, **self._train_hypernetwork(server, uploads)}, round=server.round + 1)
         if self.aggregates == "stored":
             sent = Download(server.shared, server.buffers)
-            return replace(after, own=after.own | {stored(u.client): ended(sent, u) for u in uploads})
+            return replace(after, own=after.own | {model_payload(u.client): final_model(sent, u) for u in uploads})
         shares = self.shares(after, clients)
         shared = {n: sub(v, _mean(n, shares, uploads, lambda u: u.update)) for n, v in server.shared.items()}
         buffers = {
-            n: v - dense(_mean(n, shares, uploads, lambda u: u.buffers)) for n, v in averaged(server.buffers).items()
+            n: v - dense(_mean(n, shares, uploads, lambda u: u.buffers))
+            for n, v in floating_buffers(server.buffers).items()
         }
         return replace(after, shared=shared, buffers={**server.buffers, **buffers})
 
@@ -178,41 +179,41 @@ class HyperGenFL(FedAvg):
         """With aggregates="stored": the model that `clients`, drawn for the next round, start from (lines 5 to 9)."""
         if self.aggregates == "arrived":
             return server
-        models = [server.own.get(stored(client), server.own[INITIAL]) for client in clients]
+        models = [server.own.get(model_payload(client), server.own[INITIAL]) for client in clients]
         shares = self.shares(server, clients)
         equal = next(iter(shares.values())).new_full((len(clients),), 1 / len(clients))
 
         def joined(name: str) -> Tensor:
             rows = torch.stack([dense(model[name]) for model in models])
-            return torch.tensordot(shares.get(layer(name), equal), rows, dims=1)
+            return torch.tensordot(shares.get(layer_of(name), equal), rows, dims=1)
 
         return replace(
             server,
             shared={name: joined(name) for name in server.shared},
-            buffers={**server.buffers, **{name: joined(name) for name in averaged(server.buffers)}},
+            buffers={**server.buffers, **{name: joined(name) for name in floating_buffers(server.buffers)}},
         )
 
-    def _learned(self, server: ServerState, uploads: Sequence[Upload]) -> Payloads:
+    def _train_hypernetwork(self, server: ServerState, uploads: Sequence[Upload]) -> Payloads:
         """Hypernetwork, embeddings and optimizer after a step (Eq. 10 and 11)."""
         own, clients = server.own[HYPERNETWORK], [upload.client for upload in uploads]
         hypernetwork, columns = self.hypernetwork(server), []
         for names in layers(server).values():
             updates = [{name: dense(upload.update[name]) for name in names} for upload in uploads]
-            slope = self._slope(updates)
+            slope = self._distance_gradient(updates)
             # The gradient of a share is the product of the client's model and the slope. What all have in common,
             # the model that was sent, is left out: the shares of a layer sum to 1.
             columns.append(torch.stack([-dot(update, slope) for update in updates]))
-        network = {name: value for name, value in own.items() if not name.startswith(embedding(""))}
-        grads, back = hypernetwork.pull(network, _stacked(own, clients), torch.stack(columns, 1))
+        network = {name: value for name, value in own.items() if not name.startswith(embedding_name(""))}
+        grads, back = hypernetwork.pull_back(network, _stacked(own, clients), torch.stack(columns, 1))
         moving: Tensors = dict(grads)
         if self.start != "one-hot":
-            moving |= {embedding(client): row for client, row in zip(clients, back, strict=True)}
+            moving |= {embedding_name(client): row for client, row in zip(clients, back, strict=True)}
         group = Group(lr=self.server_lr, weight_decay=self.server_decay)
         phase = Phase(groups=(group,), optimizer=self.server_optimizer, steps=1)
         moved, kept = server_step(phase, own, moving, server.own[OPTIMIZER])
         return {HYPERNETWORK: moved, OPTIMIZER: kept}
 
-    def _slope(self, updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def _distance_gradient(self, updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The gradient of the distance to the clients' models in one layer, at the model that was sent.
 
         Args:
@@ -232,18 +233,18 @@ def layers(server: ServerState) -> dict[str, list[str]]:
     """The names of the parameters of each layer, in the network's order."""
     found: dict[str, list[str]] = {}
     for name in server.shared:
-        found.setdefault(layer(name), []).append(name)
+        found.setdefault(layer_of(name), []).append(name)
     return found
 
 
 def _stacked(own: Tensors, clients: Sequence[int]) -> Tensor:
-    return torch.stack([dense(own[embedding(client)]) for client in clients])
+    return torch.stack([dense(own[embedding_name(client)]) for client in clients])
 
 
 def _mean(
     name: str, shares: Mapping[str, Tensor], uploads: Sequence[Upload], part: Callable[[Upload], Mapping[str, Value]]
 ) -> Value:
     """Mean of `part(upload)[name]` with the shares of its layer, or by numbers of images where no layer has it."""
-    if layer(name) not in shares:
+    if layer_of(name) not in shares:
         return mean(uploads, lambda upload: part(upload)[name])
-    return torch.tensordot(shares[layer(name)], torch.stack([dense(part(u)[name]) for u in uploads]), dims=1)
+    return torch.tensordot(shares[layer_of(name)], torch.stack([dense(part(u)[name]) for u in uploads]), dims=1)

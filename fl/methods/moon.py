@@ -78,12 +78,12 @@ class Moon(FedAvg):
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Cross entropy, and the contrast of three representations."""
-        logits, now = represented(network, batch.inputs, step.task.head)
+        logits, now = represent(network, batch.inputs, step.task.head)
         loss = functional.cross_entropy(logits, batch.labels)
         if PREVIOUS not in step.memory:
             return loss
         s, t = (
-            functional.cosine_similarity(now, self._at_rest(network, params, batch, step))
+            functional.cosine_similarity(now, self._represent_by(network, params, batch, step))
             for params in (step.start, {**step.start, **step.memory[PREVIOUS]})
         )
         return loss + self.mu * functional.softplus((t - s) / self.temperature).mean()
@@ -96,17 +96,17 @@ class Moon(FedAvg):
         """Nothing more to send; the network as it is now, but for its classifier."""
         if self.mu == 0:
             return {}, {}
-        kept: Tensors = {name: dense(value) for name, value in params.items() if not _within(name, step.task.head)}
+        kept: Tensors = {name: dense(value) for name, value in params.items() if not _is_within(name, step.task.head)}
         return {}, {PREVIOUS: kept}
 
-    def _at_rest(self, network: Network, params: Tensors, batch: Batch, step: Step) -> Tensor:
+    def _represent_by(self, network: Network, params: Tensors, batch: Batch, step: Step) -> Tensor:
         """The representation (B, D) by other parameters; running statistics are copies, which are thrown away."""
         weights = self.parametrization.network(params, step.task)
         buffers = {name: value.clone() for name, value in network.buffers.items()}
-        return represented(replace(network, weights=weights, buffers=buffers), batch.inputs, step.task.head)[1]
+        return represent(replace(network, weights=weights, buffers=buffers), batch.inputs, step.task.head)[1]
 
 
-def represented(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Tensor]:
+def represent(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Tensor]:
     """Logits (B, K), and what enters the classifier (B, D).
 
     Args:
@@ -129,11 +129,11 @@ def represented(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Te
 
 def _classifier(model: nn.Module, head: str) -> nn.Module:
     """The module whose parameters' names start with `head`, also where a defense put the network into another one."""
-    found = next((module for name, module in model.named_modules() if head and _within(f"{name}.", head)), None)
+    found = next((module for name, module in model.named_modules() if head and _is_within(f"{name}.", head)), None)
     if found is None:
         raise ValueError(f"expected a network with a classifier, a module called {head.rstrip('.')!r}, got none")
     return found
 
 
-def _within(name: str, head: str) -> bool:
+def _is_within(name: str, head: str) -> bool:
     return f".{head}" in f".{name}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from fl.method import Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, CountFrom0, Positive, StepSize, Weight
-from fl.tensors import Tensors, combine
+from fl.tensors import Tensors, add_scaled
 from fl.types import Batch, Phase, Task
 
 if TYPE_CHECKING:
@@ -87,10 +87,10 @@ class PerFedAvg(FedAvg):
         """The gradient of the loss after the adaptation, to first order or with a difference for the Hessian."""
 
         def near(away: Tensors, size: float) -> Tensors:
-            return {**params, **combine({name: params[name] for name in away}, away, size)}
+            return {**params, **add_scaled({name: params[name] for name in away}, away, size)}
 
         meta = grad(near(grad(params, batches[0]), -self.alpha), batches[1])
         if self.variant == "fo":
             return meta
         ahead, behind = (grad(near(meta, size), batches[2]) for size in (self.delta, -self.delta))
-        return combine(meta, combine(ahead, behind, -1.0), -self.alpha / (2 * self.delta))
+        return add_scaled(meta, add_scaled(ahead, behind, -1.0), -self.alpha / (2 * self.delta))

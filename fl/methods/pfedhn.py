@@ -20,7 +20,7 @@ from fl.models.hypernetworks.server_hypernetwork import (
 )
 from fl.parametrization import Parametrization
 from fl.ranges import ClipNorm, Count, CountFrom0, Length, ShareBelow1, StepSize, Weight, Width
-from fl.tensors import Tensors, combine, scaled
+from fl.tensors import Tensors, add_scaled, scale_tensors
 from fl.types import Group, Phase, Scope, Task, Upload
 
 
@@ -129,8 +129,8 @@ class PFedHN(FedAvg):
         made, own = self.generator(task, server.clients), server.own
         total = made.pulled(own[HYPERNETWORK], uploads[0].client, uploads[0].update)
         for upload in uploads[1:]:
-            total = combine(total, made.pulled(own[HYPERNETWORK], upload.client, upload.update))
-        grads = scaled(total, 1 / len(uploads))
+            total = add_scaled(total, made.pulled(own[HYPERNETWORK], upload.client, upload.update))
+        grads = scale_tensors(total, 1 / len(uploads))
         moved, kept = server_step(self._server_phase(), own[HYPERNETWORK], grads, own[OPTIMIZER])
         return replace(after, own={HYPERNETWORK: moved, OPTIMIZER: kept})
 

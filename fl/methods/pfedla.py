@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fl.method import ServerState, methods
-from fl.methods.bases.personal_models import KeepsModels, kept
-from fl.methods.hypergenfl import layer, layers
+from fl.methods.bases.personal_models import PersonalModels, last_model
+from fl.methods.hypergenfl import layer_of, layers
 from fl.models.hypernetworks.server_hypernetwork import (
     EMBEDDINGS,
     HYPERNETWORK,
@@ -21,7 +21,7 @@ from fl.models.hypernetworks.server_hypernetwork import (
     head_weight,
 )
 from fl.ranges import Count, CountFrom0, Length, StepSize, Width
-from fl.tensors import Tensors, combine, dense, dot, weighted_sum
+from fl.tensors import Tensors, add_scaled, dense, dot, weighted_sum
 from fl.types import Task, Upload
 
 EMBEDDING = "embedding"
@@ -30,7 +30,7 @@ EMBEDDING = "embedding"
 
 @methods.register("pfedla")
 @dataclass(frozen=True, kw_only=True)
-class PFedLA(KeepsModels):
+class PFedLA(PersonalModels):
     """Layer-wised personalized federated learning (Ma et al., CVPR 2022, Figure 2).
 
     The server keeps each client's last model, a hypernetwork for each client and an embedding with it. Client i starts
@@ -100,49 +100,49 @@ class PFedLA(KeepsModels):
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
         """The mean of all models, each layer with the shares of its own."""
-        models, shares = [kept(server, number) for number in range(server.clients)], self.shares(server, client)
+        models, shares = [last_model(server, number) for number in range(server.clients)], self.shares(server, client)
         alone = torch.eye(server.clients)[client]  # buffers of modules without parameters
-        weights = {name: shares.get(layer(name), alone).tolist() for name in models[client]}
+        weights = {name: shares.get(layer_of(name), alone).tolist() for name in models[client]}
         return {name: dense(weighted_sum([model[name] for model in models], row)) for name, row in weights.items()}
 
     def shares(self, server: ServerState, client: int) -> dict[str, Tensor]:
         """The share of every client in each layer of the client's model (clients,), by layer; they sum to 1."""
-        positive = {name: value.relu() for name, value in self._made(server, client).items()}
+        positive = {name: value.relu() for name, value in self._generate_shares(server, client).items()}
         alone = torch.eye(server.clients)[client]
         return {name: v / v.sum() if v.any() else alone.to(v) for name, v in positive.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """The models that arrived are kept, and their clients' hypernetworks take a step."""
         after = super().aggregate(server, uploads, task)
-        moved = {_name(upload.client): self._moved(server, upload) for upload in uploads}
+        moved = {_hypernetwork_payload(upload.client): self._train_hypernetwork(server, upload) for upload in uploads}
         return replace(after, own=after.own | moved)
 
-    def _made(self, server: ServerState, client: int) -> dict[str, Tensor]:
+    def _generate_shares(self, server: ServerState, client: int) -> dict[str, Tensor]:
         """What the client's hypernetwork makes of its embedding, before ReLU."""
-        own = _network(server, client)
+        own = _client_hypernetwork(server, client)
         return self.generator(server).generate(own, dense(own[EMBEDDING]))
 
-    def _moved(self, server: ServerState, upload: Upload) -> Tensors:
+    def _train_hypernetwork(self, server: ServerState, upload: Upload) -> Tensors:
         """The client's hypernetwork and embedding after a step."""
-        own, shares = _network(server, upload.client), self.shares(server, upload.client)
-        models = [kept(server, number) for number in range(server.clients)]
+        own, shares = _client_hypernetwork(server, upload.client), self.shares(server, upload.client)
+        models = [last_model(server, number) for number in range(server.clients)]
         slopes: Tensors = {}
-        for name, made in self._made(server, upload.client).items():
+        for name, made in self._generate_shares(server, upload.client).items():
             update = {n: upload.update[n] for n in layers(server)[name]}
             slope = torch.stack([dot(update, model) for model in models])  # of the shares
             slope = (slope - shares[name] @ slope) / made.relu().sum()  # of what is divided by its sum
             slopes[name] = torch.where(made > 0, slope, 0.0)
         network = {name: value for name, value in own.items() if name != EMBEDDING}
-        grads, back = self.generator(server).pull(network, dense(own[EMBEDDING]), slopes)
-        return combine(own, {**grads, EMBEDDING: back}, -self.server_lr)
+        grads, back = self.generator(server).pull_back(network, dense(own[EMBEDDING]), slopes)
+        return add_scaled(own, {**grads, EMBEDDING: back}, -self.server_lr)
 
 
-def _network(server: ServerState, client: int) -> Tensors:
+def _client_hypernetwork(server: ServerState, client: int) -> Tensors:
     """The parameters of the client's hypernetwork, and its embedding."""
     first = {**server.own[HYPERNETWORK], EMBEDDING: server.own[EMBEDDINGS][str(client)]}
-    return server.own.get(_name(client), first)
+    return server.own.get(_hypernetwork_payload(client), first)
 
 
-def _name(client: int) -> str:
+def _hypernetwork_payload(client: int) -> str:
     """The payload of `ServerState.own` with the client's hypernetwork after its first step."""
     return f"{HYPERNETWORK}.{client}"

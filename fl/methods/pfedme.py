@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from fl.method import ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, CountFrom0, Positive, PositiveStep, StepSize
-from fl.tensors import Tensors, combine, scaled
+from fl.tensors import Tensors, add_scaled, scale_tensors
 from fl.types import Batch, Task, Upload
 
 if TYPE_CHECKING:
@@ -80,9 +80,9 @@ class PFedMe(FedAvg):
         for _ in range(self.inner_steps):
             loss = grad(theta, batches[0])
             here = {name: theta[name] for name in loss}
-            slope = combine(loss, combine(here, params, -1.0), self.lam)
-            theta = {**theta, **combine(here, slope, -self.inner_lr)}
-        return scaled(combine({name: params[name] for name in loss}, theta, -1.0), self.lam)
+            slope = add_scaled(loss, add_scaled(here, params, -1.0), self.lam)
+            theta = {**theta, **add_scaled(here, slope, -self.inner_lr)}
+        return scale_tensors(add_scaled({name: params[name] for name in loss}, theta, -1.0), self.lam)
 
     @property
     def aggregates_mean_only(self) -> bool:
@@ -94,5 +94,5 @@ class PFedMe(FedAvg):
         after = super().aggregate(server, uploads, task)
         if self.beta == 1:
             return after
-        change = combine(after.shared, server.shared, -1.0)
-        return replace(after, shared=combine(server.shared, change, self.beta))
+        change = add_scaled(after.shared, server.shared, -1.0)
+        return replace(after, shared=add_scaled(server.shared, change, self.beta))

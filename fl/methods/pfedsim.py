@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl.method import Download, ServerState, methods
-from fl.methods.bases.personal_models import KeepsModels, kept, mixed, packed
+from fl.methods.bases.personal_models import PersonalModels, as_download, last_model, weighted_model
 from fl.methods.fedavg import FedAvg
 from fl.parametrization import Parametrization
 from fl.ranges import Count, CountFrom0
@@ -19,13 +19,13 @@ from fl.types import Task, Upload
 
 SIMILARITY, MATRIX = "similarity", "matrix"
 """Payload of `ServerState.own`, and the one tensor in it (clients, clients), entries in [0, 1]."""
-LIKE_ITSELF = 0.9999
+MAX_SIMILARITY = 0.9999
 """How similar a client is to itself, and two clients are at most: -log(1 - 1) would be infinite."""
 
 
 @methods.register("pfedsim")
 @dataclass(frozen=True, kw_only=True)
-class PFedSim(KeepsModels):
+class PFedSim(PersonalModels):
     """Similarity-aware model aggregation (Tan et al., 2023, arXiv 2305.15706).
 
     After `warmup` rounds of FedAvg everybody goes on from the common network. From then on client i receives its own
@@ -78,7 +78,7 @@ class PFedSim(KeepsModels):
         """FedAvg's, and nobody similar to anybody else."""
         server = super().init_server(params, task, clients, generator)
         device = dense(next(iter(server.shared.values()))).device
-        alone = torch.eye(clients, dtype=torch.float64, device=device) * LIKE_ITSELF
+        alone = torch.eye(clients, dtype=torch.float64, device=device) * MAX_SIMILARITY
         return replace(server, own={SIMILARITY: {MATRIX: alone}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
@@ -91,14 +91,14 @@ class PFedSim(KeepsModels):
         """The common network, then what the client ended its last round with."""
         if server.round < self.warmup or client >= server.clients:
             return self.broadcast(server, client, task)
-        return packed(server, kept(server, client))
+        return as_download(server, last_model(server, client))
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
         """The client's classifier on the mean of the extractors."""
         row = dense(server.own[SIMILARITY][MATRIX])[client]
-        shares = -torch.log(1 - row.clamp_max(LIKE_ITSELF))
-        models = [kept(server, number) for number in range(server.clients)]
-        mean = mixed(models, (shares / shares.sum()).tolist())
+        shares = -torch.log(1 - row.clamp_max(MAX_SIMILARITY))
+        models = [last_model(server, number) for number in range(server.clients)]
+        mean = weighted_model(models, (shares / shares.sum()).tolist())
         return {name: models[client][name] if name.startswith(task.head) else value for name, value in mean.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
@@ -108,14 +108,14 @@ class PFedSim(KeepsModels):
         after = super().aggregate(server, uploads, task)
         matrix, name = dense(server.own[SIMILARITY][MATRIX]).clone(), _classifier(task)
         arrived = [upload.client for upload in uploads]
-        heads = {client: dense(kept(after, client)[name]) for client in arrived}
+        heads = {client: dense(last_model(after, client)[name]) for client in arrived}
         for position, i in enumerate(arrived):
             for j in arrived[position + 1 :]:
-                matrix[i, j] = matrix[j, i] = alike(heads[i], heads[j])
+                matrix[i, j] = matrix[j, i] = classifier_similarity(heads[i], heads[j])
         return replace(after, own={**after.own, SIMILARITY: {MATRIX: matrix}})
 
 
-def alike(one: Tensor, other: Tensor) -> Tensor:
+def classifier_similarity(one: Tensor, other: Tensor) -> Tensor:
     """How similar two classifiers' weights (K, D) are: the mean cosine of their rows, at least 0."""
     return nn.functional.cosine_similarity(one, other, dim=1).mean().clamp_min(0)
 

@@ -9,14 +9,14 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.models.hypernetworks.common_plus_personal_head import PERSONAL, AdditiveHead
 from fl.parametrization import Parametrization
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.ranges import ShareBelow1, StepSize, Weight
 from fl.types import Group, Phase, Scope, Task
 
 
 @methods.register("ppsgd")
 @dataclass(frozen=True, kw_only=True)
-class PPSGD(Private, FedAvg):
+class PPSGD(PrivateMethod, FedAvg):
     """PPSGD (Bietti et al., ICML 2022, Algorithm 1): logits (w + theta_i) phi(x), all three learned at once.
 
     Extractor and common classifier w are clipped together, get noise and are sent; the personal theta_i stays. The
@@ -35,7 +35,7 @@ class PPSGD(Private, FedAvg):
         "clients share a network trained under random noise, and each adds a correction of its own to the last layer, "
         "which it keeps."
     )
-    personal: ClassVar[bool] = True
+    trains_private_tensors: ClassVar[bool] = True
     released: ClassVar[str] = "the gradient of extractor and classifier together"
 
     lr: StepSize = 0.01

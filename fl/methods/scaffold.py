@@ -11,7 +11,7 @@ import torch
 from fl.method import Download, ServerState, Step, methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import PositiveStep
-from fl.tensors import Payloads, Tensors, add, combine, mul, scaled, sub, weighted_sum, zeros
+from fl.tensors import Payloads, Tensors, add, add_scaled, mul, scale_tensors, sub, weighted_sum, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class Scaffold(FedAvg):
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """That of the loss, and c - c_i."""
-        shift = combine(step.memory[CONTROL], step.received[CONTROL], -1.0)
+        shift = add_scaled(step.memory[CONTROL], step.received[CONTROL], -1.0)
         loss = grad(params, batches[0])
         return {name: add(value, shift[name], -1.0) if name in shift else value for name, value in loss.items()}
 
@@ -98,13 +98,15 @@ class Scaffold(FedAvg):
         if AT_START in step.recorded:
             way = {name: step.recorded[AT_START][name] for name in own}
         elif steps:
-            way = scaled(combine({name: step.start[name] for name in own}, params, -1.0), 1 / self._length(steps))
+            way = scale_tensors(
+                add_scaled({name: step.start[name] for name in own}, params, -1.0), 1 / self._path_length(steps)
+            )
         else:  # no step, nothing learned
             return {CONTROL: zeros(own, own)}, step.memory
-        change = combine(way, step.received[CONTROL], -1.0)
-        return {CONTROL: change}, {CONTROL: combine(own, change)}
+        change = add_scaled(way, step.received[CONTROL], -1.0)
+        return {CONTROL: change}, {CONTROL: add_scaled(own, change)}
 
-    def _length(self, steps: int) -> float:
+    def _path_length(self, steps: int) -> float:
         """How far `steps` steps along a direction of length 1 lead."""
         return self.lr * sum((1 - self.momentum**k) / (1 - self.momentum) for k in range(1, steps + 1))
 

@@ -76,7 +76,7 @@ class Network:
         with torch.device("meta"):  # shapes only: nothing is drawn from the global generator
             model = Classifier(first, self.body(), self.input_shape, num_classes, bias=self.head_bias)
         model.to_empty(device="cpu")
-        _unset(model)
+        _mark_unset(model)
         if first is not None:
             first.reset_buffers()  # not left to `initialize`, which a subclass may override
         self.initialize(model, torch.Generator().manual_seed(seed))
@@ -102,11 +102,11 @@ class Network:
         return Normalize(mean, std)
 
 
-def _unset(model: nn.Module) -> None:
+def _mark_unset(model: nn.Module) -> None:
     """Mark everything in a model that has no values yet."""
     for value in (*model.parameters(), *model.buffers()):
         if value.dtype != torch.bool:
-            value.detach().fill_(_mark(value.dtype))
+            value.detach().fill_(_unset_marker(value.dtype))
 
 
 def _check_set(model: nn.Module, name: str) -> None:
@@ -116,7 +116,7 @@ def _check_set(model: nn.Module, name: str) -> None:
         ValueError: says what.
     """
     for key, value in (*model.named_parameters(), *model.named_buffers()):
-        mark = _mark(value.dtype)
+        mark = _unset_marker(value.dtype)
         unset = value.isnan() if isinstance(mark, float) else value == mark
         if value.dtype != torch.bool and bool(unset.any()):
             raise ValueError(
@@ -126,7 +126,7 @@ def _check_set(model: nn.Module, name: str) -> None:
             )
 
 
-def _mark(dtype: torch.dtype) -> float | int:
+def _unset_marker(dtype: torch.dtype) -> float | int:
     """What stands for "no value": NaN, or the least integer."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 

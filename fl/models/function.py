@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.model_checks import classes_of, head_of
+from fl.models.building_blocks.model_checks import count_logits, find_head
 from fl.ranges import Width
 from fl.runtime import user_code
 from fl.runtime.digests import digest
 from fl.settings import SettingError
 from fl.types import Task
 
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+MEMORY_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 """Where an object lies in memory, which `repr` says of functions: other in every process."""
 
 
@@ -79,13 +79,13 @@ class FunctionNetwork(Network):
             raise ValueError(f"network {self.function!r}: expected input_shape, which a run takes from its data set")
         model = self._model(num_classes, seed)
         try:
-            outputs = classes_of(model, torch.full((1, *self.input_shape), 0.5), None)
+            outputs = count_logits(model, torch.full((1, *self.input_shape), 0.5), None)
             if outputs != num_classes:
                 raise ValueError(
                     f"expected {num_classes} outputs, one for each class of the data set, got {outputs}; let the "
                     "function take num_classes"
                 )
-            head = head_of(model, self.head or None, num_classes)
+            head = find_head(model, self.head or None, num_classes)
         except ValueError as error:
             raise SettingError(("task", "model"), f"{self.function}: {error}") from error
         first = self._normalization()
@@ -120,16 +120,16 @@ def user_network(target: str, *, seed: int | None = None, **offers: object) -> n
     """
     found = user_code.find_callable(target, seed=None if seed is None else IMPORT_SEED)
     if isinstance(found, nn.Module):
-        return with_weights(copy.deepcopy(found), target)
+        return require_weights(copy.deepcopy(found), target)
     made = user_code.call_user_function(found, target, seed=seed, **offers)
     if isinstance(made, tuple) and len(made) == 3:
         made = made[0]
     if not isinstance(made, nn.Module):
         raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
-    return with_weights(made, target)
+    return require_weights(made, target)
 
 
-def with_weights(model: nn.Module, target: str) -> nn.Module:
+def require_weights(model: nn.Module, target: str) -> nn.Module:
     """Return the model, if it has weights, and they have values.
 
     Raises:
@@ -148,8 +148,8 @@ def with_weights(model: nn.Module, target: str) -> nn.Module:
 @functools.cache
 def _fingerprint(network: FunctionNetwork, num_classes: int, seed: int) -> str:
     first, second = (network.task(num_classes=num_classes, seed=seed).model for _ in range(2))
-    weights = _weights(first)
-    if digest(weights) != digest(_weights(second)):
+    weights = _named_weights(first)
+    if digest(weights) != digest(_named_weights(second)):
         raise SettingError(
             ("task", "model"),
             f"expected {network.function} to return the same weights for the same seed, got others at the second call; "
@@ -157,10 +157,10 @@ def _fingerprint(network: FunctionNetwork, num_classes: int, seed: int) -> str:
         )
     modules = {user_code.split_target(network.function)[0], *(type(part).__module__ for part in first.modules())}
     files = {name: file.read_bytes() for name in sorted(modules) if (file := user_code.user_file(name)) is not None}
-    return digest(files, ADDRESS.sub("", repr(first)), weights)
+    return digest(files, MEMORY_ADDRESS.sub("", repr(first)), weights)
 
 
-def _weights(model: nn.Module) -> dict[str, object]:
+def _named_weights(model: nn.Module) -> dict[str, object]:
     """Parameters, whether they train, and buffers, by name."""
     parameters = {name: (value.requires_grad, value.detach()) for name, value in model.named_parameters()}
     return {**parameters, **dict(model.named_buffers())}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fl.models import Network, models
 from fl.models.building_blocks.dropout import ReplayedDropout
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import ShareBelow1, Width
 
 POOLED = 3
@@ -73,7 +73,7 @@ class HFedFCnn(Network):
         layers |= {"inception1": Inception(second, self.widths), "act3": nn.ReLU()}
         layers |= {"inception2": Inception(second + more, self.widths), "act4": nn.ReLU()}
         layers |= {"pool3": nn.AdaptiveAvgPool2d(POOLED), "flatten": nn.Flatten()}
-        made = features(nn.Sequential(layers), self.input_shape)
+        made = count_features(nn.Sequential(layers), self.input_shape)
         if self.dropout:
             layers["drop"] = ReplayedDropout(self.dropout, made)
         layers["fc1"] = nn.Linear(made, self.hidden)

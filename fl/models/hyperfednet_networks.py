@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from fl.models import Network, models
 from fl.models.building_blocks.initialization import initialize, initialize_uniform
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.models.lenet_zhu import BOUND
 from fl.ranges import Range, Width
 
 
-class Residual(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions, each with batch norm and ReLU, around which the input is added before the last ReLU."""
 
     def __init__(self, before: int, after: int, stride: int) -> None:
@@ -68,8 +68,8 @@ class HFNResNet(Network):
         )
         before = self.width
         for group, after in enumerate((self.width, 2 * self.width, 4 * self.width), start=2):
-            first = Residual(before, after, stride=1 if group == 2 else 2)
-            rest = [Residual(after, after, stride=1) for _ in range(self.blocks - 1)]
+            first = BasicBlock(before, after, stride=1 if group == 2 else 2)
+            rest = [BasicBlock(after, after, stride=1) for _ in range(self.blocks - 1)]
             layers[f"group{group}"] = nn.Sequential(first, *rest)
             before = after
         layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
@@ -104,7 +104,7 @@ class HFNLeNet(Network):
             pool2=nn.AvgPool2d(2),
             flatten=nn.Flatten(),
         )
-        layers["fc1"] = nn.Linear(features(nn.Sequential(layers), self.input_shape), 120)
+        layers["fc1"] = nn.Linear(count_features(nn.Sequential(layers), self.input_shape), 120)
         layers |= {"act3": nn.Sigmoid(), "fc2": nn.Linear(120, 84), "act4": nn.Sigmoid()}
         return nn.Sequential(layers)
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Normalize
-from fl.models.building_blocks.per_sample import Given, PerSample
+from fl.models.building_blocks.per_sample import PerSampleNetwork, WithSampleTensors
 from fl.models.hypernetworks.chunked import ChunkedHypernetwork, fitting_chunk
 from fl.types import Task
 
@@ -23,7 +23,7 @@ CHANNELS, GRID, WIDTH = (8, 16), 4, 32
 """Of the extractors: channels of the two convolutions, side of what they are pooled to, units of the hidden layer."""
 
 
-def extractor(kind: Kind, input_shape: tuple[int, int, int], size: int) -> nn.Sequential:
+def build_extractor(kind: Kind, input_shape: tuple[int, int, int], size: int) -> nn.Sequential:
     """A small network (B, C, H, W) to (B, size); the paper says only that it is compact, so both layouts are ours.
 
     Args:
@@ -58,7 +58,7 @@ class Embedder(nn.Module):
     def __init__(self, task: Task, kind: Kind, size: int) -> None:
         super().__init__()
         self.normalize = Normalize(task.mean, task.std)
-        self.extractor, self.noisy = (extractor(kind, task.input_shape, size) for _ in range(2))
+        self.extractor, self.noisy = (build_extractor(kind, task.input_shape, size) for _ in range(2))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
         """Logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
@@ -86,7 +86,7 @@ class ZeroNet(nn.Module):
     ) -> None:
         super().__init__()
         self.embedder = Embedder(task, kind, size)
-        self.classifier = PerSample(task.model)
+        self.classifier = PerSampleNetwork(task.model)
         total = self.classifier.total
         if chunk is None:
             rest = total - sum(p.numel() for p in self.embedder.parameters())
@@ -105,7 +105,7 @@ class ZeroNet(nn.Module):
         return logits
 
 
-class Beside(Given):
+class ConditionedLayer(WithSampleTensors):
     """A linear layer or convolution to whose input e is joined.
 
     For a linear layer this is the layer of (x, e). A convolution is given each entry of e as a further channel, of
@@ -149,7 +149,7 @@ class JoinedNet(nn.Module):
         parent, _, last = first.rpartition(".")
         layer = self.classifier.get_submodule(first)
         self.joined = first
-        setattr(self.classifier.get_submodule(parent), last, Beside(layer, size))  # type: ignore[arg-type]
+        setattr(self.classifier.get_submodule(parent), last, ConditionedLayer(layer, size))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """Logits (B, K) of pixels (B, C, H, W); with noise z (B, P), as in training, log e (B, P) too."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Width
 
 SLOPE = 0.01
@@ -24,7 +24,7 @@ def _extractor(convolutions: list[nn.Conv2d], input_shape: tuple[int, int, int])
         )  # before the activation, which rises: the same maximum, a quarter of the work
         layers[f"act{i}"] = nn.LeakyReLU(SLOPE)
     layers["flatten"] = nn.Flatten()
-    layers["fc1"] = nn.Linear(features(nn.Sequential(layers), input_shape), 128)
+    layers["fc1"] = nn.Linear(count_features(nn.Sequential(layers), input_shape), 128)
     layers["act"] = nn.LeakyReLU(SLOPE)
     return nn.Sequential(layers)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Width
 
 
@@ -38,7 +38,7 @@ class LeNet(Network):
             layers |= {f"conv{i}": nn.Conv2d(before, after, 5), f"pool{i}": nn.MaxPool2d(2), f"act{i}": nn.ReLU()}
             before = after
         layers["flatten"] = nn.Flatten()
-        layers["fc1"] = nn.Linear(features(nn.Sequential(layers), self.input_shape), self.hidden)
+        layers["fc1"] = nn.Linear(count_features(nn.Sequential(layers), self.input_shape), self.hidden)
         layers["act3"] = nn.ReLU()
         return nn.Sequential(layers)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Width
 
 
@@ -32,6 +32,6 @@ class LeNetROG(Network):
             layers |= {f"act{i}": nn.ReLU(), f"pool{i}": nn.MaxPool2d(2)}
             channels = width
         layers["flatten"] = nn.Flatten()
-        layers["fc1"] = nn.Linear(features(nn.Sequential(layers), self.input_shape), 512, bias=False)
+        layers["fc1"] = nn.Linear(count_features(nn.Sequential(layers), self.input_shape), 512, bias=False)
         layers["act"] = nn.ReLU()
         return nn.Sequential(layers)

@@ -15,7 +15,7 @@ from fl.models.building_blocks.dropout import ReplayedDropout
 from fl.ranges import Range, ShareBelow1, Width
 
 
-class Padded(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3x3 convolutions with batch norm and ReLU, and a shortcut without parameters (option A of He et al.).
 
     The shortcut takes every other pixel where the block does, and adds channels of zeros.
@@ -68,7 +68,7 @@ class ResNet20(Network):
         before = self.width
         for group, after in enumerate((self.width, 2 * self.width, 4 * self.width), start=1):
             for block in range(1, self.blocks + 1):
-                layers[f"group{group}_{block}"] = Padded(before, after, stride=2 if after != before else 1)
+                layers[f"group{group}_{block}"] = BasicBlock(before, after, stride=2 if after != before else 1)
                 before = after
         layers |= {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
         if self.dropout:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torchvision.models.resnet import BasicBlock
 
 from fl.models import models
-from fl.models.building_blocks.adapters import Adapted, Affine, ConvAdapter, backbone_parameters
-from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill, folded, read
+from fl.models.building_blocks.adapters import AdapterNetwork, Affine, ConvAdapter, backbone_parameters
+from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill_parameters, fold_batch_norm, read_weights
 from fl.ranges import Range, Width
 
 
 @models.register("resnet18-adapter")
 @dataclass(frozen=True, kw_only=True)
-class ResNetAdapter(Adapted):
+class ResNetAdapter(AdapterNetwork):
     """ResNet-18 (He et al., CVPR 2016) with the adapters of HyperFL-LPM (Guo et al., AAAI 2025, appendix D.1).
 
     A(x) = BN(x + conv1x1(BN(x))) after each stage; 352,000 adapter parameters. The backbone's batch norm has fixed
@@ -83,9 +83,11 @@ class ResNetAdapter(Adapted):
         if self.weights == RANDOM:
             _draw(parameters, generator)
             return
-        found = folded(_imagenet() if self.weights == IMAGENET else read(self.weights))
+        found = fold_batch_norm(_imagenet() if self.weights == IMAGENET else read_weights(self.weights))
         unused = ("fc.", *(f"layer{stage}." for stage in range(self.stages + 1, 5)))
-        fill(parameters, {n: v for n, v in found.items() if not n.startswith(unused)}, f"weights {self.weights!r}")
+        fill_parameters(
+            parameters, {n: v for n, v in found.items() if not n.startswith(unused)}, f"weights {self.weights!r}"
+        )
 
 
 def _draw(parameters: dict[str, Tensor], generator: torch.Generator) -> None:

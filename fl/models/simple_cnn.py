@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Width
 
 
@@ -41,7 +41,7 @@ class SimpleCnn(Network):
             layers[f"act{i}"] = nn.ReLU()
             before = after
         layers["flatten"] = nn.Flatten()
-        before = features(nn.Sequential(layers), self.input_shape)
+        before = count_features(nn.Sequential(layers), self.input_shape)
         for i, after in enumerate(self.widths, start=1):
             layers[f"fc{i}"] = nn.Linear(before, after)
             layers[f"act{i + 2}"] = nn.ReLU()

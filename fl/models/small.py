@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fl.models import Network, models
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Width
 
 
@@ -44,6 +44,6 @@ class Tiny(Network):
         if self.batch_norm:
             layers["norm1"] = nn.BatchNorm2d(4)
         layers |= {"act1": nn.LeakyReLU(0.01), "pool1": nn.MaxPool2d(2), "flatten": nn.Flatten()}
-        layers["fc1"] = nn.Linear(features(nn.Sequential(layers), self.input_shape), 16)
+        layers["fc1"] = nn.Linear(count_features(nn.Sequential(layers), self.input_shape), 16)
         layers["act"] = nn.LeakyReLU(0.01)
         return nn.Sequential(layers)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from fl.models import models
-from fl.models.building_blocks.adapters import Adapted, Bottleneck, backbone_parameters
-from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill, read
+from fl.models.building_blocks.adapters import AdapterNetwork, Bottleneck, backbone_parameters
+from fl.models.building_blocks.pretrained import IMAGENET, RANDOM, fill_parameters, read_weights
 from fl.ranges import Range, Width
 
 TIMM = "vit_small_patch16_384"
@@ -19,7 +19,7 @@ TIMM = "vit_small_patch16_384"
 
 @models.register("vit-adapter")
 @dataclass(frozen=True, kw_only=True)
-class ViTAdapter(Adapted):
+class ViTAdapter(AdapterNetwork):
     """ViT-S/16 at 384 pixels (Dosovitskiy et al., ICLR 2021) with the adapters of HyperFL-LPM (Guo et al., AAAI 2025).
 
     Each block adds A(mlp(norm(x))) to x, with A(u) = u + LayerNorm(W_up relu(W_down u)) of 24 hidden units: 235,296
@@ -83,9 +83,9 @@ class ViTAdapter(Adapted):
         if self.weights == RANDOM:
             _draw(own, generator)
             return
-        found = _imagenet() if self.weights == IMAGENET else read(self.weights)
+        found = _imagenet() if self.weights == IMAGENET else read_weights(self.weights)
         used = {name: value for name, value in found.items() if not name.startswith("head.")}
-        fill(own, used, f"weights {self.weights!r}")
+        fill_parameters(own, used, f"weights {self.weights!r}")
 
 
 def _timms_name(name: str) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fl.models import Network, models
 from fl.models.building_blocks.dropout import ReplayedDropout
-from fl.models.building_blocks.layers import features
+from fl.models.building_blocks.layers import count_features
 from fl.ranges import Range, Width
 
 
@@ -55,7 +55,7 @@ class ZenkeNet(Network):
                 layers[f"drop{block}"] = ReplayedChannels(self.dropout, after)
             before = after
         layers["flatten"] = nn.Flatten()
-        layers |= {"fc1": nn.Linear(features(nn.Sequential(layers), self.input_shape), 512), "act3": nn.ReLU()}
+        layers |= {"fc1": nn.Linear(count_features(nn.Sequential(layers), self.input_shape), 512), "act3": nn.ReLU()}
         if self.dropout:
             layers["drop3"] = ReplayedDropout(2 * self.dropout, 512)
         return nn.Sequential(layers)

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from fl.privacy.prv_accountant import NumericalAccountant
 
 Accountant = Literal["prv", "rdp"]
-LARGEST = 2.0**20
+MAX_NOISE_MULTIPLIER = 2.0**20
 """Multiple of the clip above which no noise is looked for."""
-ORDERS = [1 + x / 10 for x in range(1, 20)] + [3 + x / 4 for x in range(32)] + list(range(11, 64))
-ORDERS += [2.0**k for k in range(6, 15)]
+RENYI_ORDERS = [1 + x / 10 for x in range(1, 20)] + [3 + x / 4 for x in range(32)] + list(range(11, 64))
+RENYI_ORDERS += [2.0**k for k in range(6, 15)]
 """Of Renyi divergences; Opacus' own end at 63, which very large noise would fall off."""
 
 
@@ -49,7 +49,7 @@ class Charge:
             raise ValueError(f"expected steps >= 0, got {self.steps}")
 
 
-def merged(charges: Iterable[Charge]) -> tuple[Charge, ...]:
+def merge_charges(charges: Iterable[Charge]) -> tuple[Charge, ...]:
     """Equal noise and rate as one charge: epsilon does not depend on their order, and is found many times faster."""
     steps: dict[tuple[float, float], int] = {}
     for charge in charges:
@@ -58,7 +58,7 @@ def merged(charges: Iterable[Charge]) -> tuple[Charge, ...]:
     return tuple(Charge(*key, count) for key, count in steps.items() if count)
 
 
-def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv") -> float:
+def compute_epsilon(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv") -> float:
     """Epsilon of all `charges` together at `delta`: an upper bound, infinite where a step has no noise.
 
     Where every record is in every batch "prv" gives the exact value for Gaussian noise. Elsewhere it is numerical, to
@@ -69,7 +69,7 @@ def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv
     """
     if not 0 < delta < 1:
         raise ValueError(f"expected delta in (0, 1), got {delta}")
-    known = merged(charges)
+    known = merge_charges(charges)
     if not known:
         return 0.0
     if any(charge.noise_multiplier == 0 for charge in known):
@@ -81,26 +81,26 @@ def spent(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv
     return min(_prv(known, delta), _rdp(known, delta))
 
 
-def worst(charges: Iterable[Charge], delta: float) -> tuple[Charge, float, float]:
+def costliest_charge(charges: Iterable[Charge], delta: float) -> tuple[Charge, float, float]:
     """Of several clients' charges, one each, the costliest; its epsilon by PRV, and the largest by RDP.
 
     Raises:
         ValueError: no charge, or `delta` out of range.
     """
-    by_rdp = {charge: spent([charge], delta, "rdp") for charge in charges}
+    by_rdp = {charge: compute_epsilon([charge], delta, "rdp") for charge in charges}
     if not by_rdp:
         raise ValueError("expected at least 1 client's charge, got none")
     ranked = sorted(by_rdp, key=lambda charge: -by_rdp[charge])
     most, best = ranked[0], -1.0
     for charge in ranked:
         if by_rdp[charge] > best:  # PRV never says more than RDP: the others need not be asked
-            found = spent([charge], delta, "prv")
+            found = compute_epsilon([charge], delta, "prv")
             best, most = (found, charge) if found > best else (best, most)
     return most, best, max(by_rdp.values())
 
 
 @lru_cache(maxsize=1024)
-def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = "prv") -> float:
+def calibrate_noise(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = "prv") -> float:
     """The least noise multiplier, to 1 in 2,000, with which `steps` steps cost `epsilon` at most.
 
     Raises:
@@ -110,17 +110,21 @@ def calibrate(epsilon: float, delta: float, rate: float, steps: int, accountant:
         raise ValueError(f"expected epsilon > 0, got {epsilon}")
 
     if accountant == "rdp" or rate == 1:  # at rate 1 no guess is needed: the exact value is cheap
-        return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, accountant), 1.0)
-    guess = 0.93 * calibrate(epsilon, delta, rate, steps, "rdp")  # PRV is slow, and asks for a little less noise
-    return _least(epsilon, lambda sigma: spent((Charge(sigma, rate, steps),), delta, "prv"), guess)
+        return _smallest_sufficient(
+            epsilon, lambda sigma: compute_epsilon((Charge(sigma, rate, steps),), delta, accountant), 1.0
+        )
+    guess = 0.93 * calibrate_noise(epsilon, delta, rate, steps, "rdp")  # PRV is slow, and asks for a little less noise
+    return _smallest_sufficient(
+        epsilon, lambda sigma: compute_epsilon((Charge(sigma, rate, steps),), delta, "prv"), guess
+    )
 
 
-def curve(charges: Iterable[Charge]) -> Callable[[float], float]:
+def delta_curve(charges: Iterable[Charge]) -> Callable[[float], float]:
     """Delta of all `charges` together as a function of epsilon >= 0: an upper bound, 1 where a step has no noise.
 
     Exact where every record is in every batch; elsewhere the lower one of what PRV and RDP prove.
     """
-    known = merged(charges)
+    known = merge_charges(charges)
     if any(charge.noise_multiplier == 0 for charge in known):
         return lambda epsilon: 1.0
     if all(charge.rate == 1 for charge in known):
@@ -153,7 +157,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return float(optimize.brentq(excess, 0.0, top, xtol=1e-12, rtol=1e-12))
 
 
-def _least(target: float, cost: Callable[[float], float], guess: float) -> float:
+def _smallest_sufficient(target: float, cost: Callable[[float], float], guess: float) -> float:
     """The least value at which the falling `cost` is at most `target`, to 1 in 2,000 and on the side where it is."""
     known: dict[float, float] = {}
 
@@ -167,8 +171,8 @@ def _least(target: float, cost: Callable[[float], float], guess: float) -> float
     while gap(start) * gap(end) > 0:  # out from the guess in growing steps, towards the other sign
         start, end = end, end + math.copysign(step, gap(end))
         step *= 2
-        if abs(end) > math.log(LARGEST):
-            raise ValueError(f"expected a budget that noise of at most {LARGEST:.0f} times the clip meets")
+        if abs(end) > math.log(MAX_NOISE_MULTIPLIER):
+            raise ValueError(f"expected a budget that noise of at most {MAX_NOISE_MULTIPLIER:.0f} times the clip meets")
     if start != end:
         optimize.brentq(gap, start, end, xtol=2e-4, rtol=1e-12)
     return math.exp(min(power for power, found in known.items() if found <= 0))
@@ -176,11 +180,11 @@ def _least(target: float, cost: Callable[[float], float], guess: float) -> float
 
 def _rdp_of(charges: tuple[Charge, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Orders, and the Renyi divergence of all charges at each."""
-    from fl.privacy.prv_accountant import divergences  # seconds to import, so not before it is used
+    from fl.privacy.prv_accountant import renyi_divergences  # seconds to import, so not before it is used
 
-    total = np.sum([divergences(c.noise_multiplier, c.rate, ORDERS) * c.steps for c in charges], axis=0)
+    total = np.sum([renyi_divergences(c.noise_multiplier, c.rate, RENYI_ORDERS) * c.steps for c in charges], axis=0)
     usable = np.isfinite(total)
-    return np.asarray(ORDERS)[usable], total[usable]
+    return np.asarray(RENYI_ORDERS)[usable], total[usable]
 
 
 def _rdp(charges: tuple[Charge, ...], delta: float) -> float:

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-def known(layer: nn.Module) -> bool:
+def is_supported(layer: nn.Module) -> bool:
     """Whether `layer` is a convolution of this kind: of images, in one group, with padding in numbers."""
     return type(layer) is nn.Conv2d and layer.groups == 1 and not isinstance(layer.padding, str)
 
 
-def weight_samples(layer: nn.Conv2d, entered: Tensor, back: Tensor) -> Tensor:
+def per_sample_weight_gradients(layer: nn.Conv2d, entered: Tensor, back: Tensor) -> Tensor:
     """The samples' gradients of the weight.
 
     Args:

@@ -12,18 +12,18 @@ from torch.func import vmap
 from torch.utils import _pytree as pytree
 
 from fl.client import LossGradient
-from fl.gradient import DRAWN, autograd_derivative, for_buffers, func_derivative
+from fl.gradient import DEFENSE_DRAWS, autograd_derivative, draws_for_buffers, func_derivative
 from fl.parametrization import Parametrization
 from fl.privacy import ghost_clipping
 from fl.privacy.gaussian_noise import Noise
-from fl.tensors import Tensors, dense, norm, scaled
+from fl.tensors import Tensors, dense, norm, scale_tensors
 from fl.types import Batch
 
-STABILISER = 1e-6
+NORM_STABILIZER = 1e-6
 """Added to a norm before dividing by it, as in Opacus and `clip_grad_norm_`: it only ever shrinks the result."""
 
 ClipTarget = Literal["parameters", "weights"]
-Source = torch.Generator | Noise | None
+NoiseSource = torch.Generator | Noise | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +35,8 @@ class Privatization:
         noise_multiplier: standard deviation of the noise on the sum, in units of `clip`, >= 0.
         denominator: what the sum is divided by, > 0. It must be public: the expected batch size under Poisson sampling.
             None takes the size of the batch, which is public only where all batches have one size.
-        at: what is clipped and gets the noise: the gradient of all "parameters" that move together, or that of the
-            network's "weights" they make, in which case the noisy sum is pulled back to the parameters.
+        clip_target: what is clipped and gets the noise: the gradient of all "parameters" that move together, or that of
+            the network's "weights" they make, in which case the noisy sum is pulled back to the parameters.
 
     Raises:
         ValueError: a setting out of its range; says which.
@@ -45,7 +45,7 @@ class Privatization:
     clip: float
     noise_multiplier: float
     denominator: float | None = None
-    at: ClipTarget = "parameters"
+    clip_target: ClipTarget = "parameters"
 
     def __post_init__(self) -> None:
         if self.clip <= 0:
@@ -72,7 +72,7 @@ class Privatization:
 
 
 def private_gradient(
-    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: Source
+    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
     """The gradient of DP-SGD (Abadi et al., CCS 2016, Algorithm 1): clip each sample's, sum, add noise, divide.
 
@@ -94,14 +94,14 @@ def private_gradient(
     divisor = privatization.divisor(batch)
     weights = grad.weights(params)
     if len(batch):
-        sums = _summed(grad, params, _samples(grad, weights, batch), privatization)
+        sums = _sum_clipped(grad, params, _per_sample_gradients(grad, weights, batch), privatization)
     else:
-        sums = _nothing(grad, weights)
-    return scaled(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
+        sums = _zero_gradients(grad, weights)
+    return scale_tensors(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
 
 
 def opacus_gradient(
-    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: Source
+    grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
     """`private_gradient` for training, by ghost clipping and Opacus' rules for layers: equal, faster, without a graph.
 
@@ -116,16 +116,18 @@ def opacus_gradient(
         raise ValueError(f"expected a network of known layers, but {reason}: use private_gradient")
     with torch.no_grad():
         weights = grad.weights(params)
-        sums = _nothing(grad, weights)
-        by_weights = privatization.at == "weights" or type(grad.client.method.parametrization) is Parametrization
+        sums = _zero_gradients(grad, weights)
+        by_weights = (
+            privatization.clip_target == "weights" or type(grad.client.method.parametrization) is Parametrization
+        )
         if len(batch) and by_weights:
             sums = _ghost_sums(grad, weights, batch, privatization.clip)
         elif len(batch):
-            sums = _summed(grad, params, ghost_clipping.per_sample(grad, weights, batch), privatization)
-        return scaled(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
+            sums = _sum_clipped(grad, params, ghost_clipping.per_sample_gradients(grad, weights, batch), privatization)
+        return scale_tensors(_noisy_sum(grad, params, sums, privatization, noise), 1 / divisor)
 
 
-def fastest(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
+def fastest_gradient(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
     """`opacus_gradient` where it applies and nobody asks for a graph, else `private_gradient`."""
     asked = pytree.tree_leaves((params, batch.inputs, batch.labels)) if torch.is_grad_enabled() else []
     stacked = grad.derivative is not autograd_derivative
@@ -134,16 +136,16 @@ def fastest(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., 
     return opacus_gradient
 
 
-def _nothing(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _zero_gradients(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     client = grad.client
     names = client.method.parametrization.sources(client.task, grad.live)
     return {name: torch.zeros_like(weights[name]) for name in names}
 
 
-def _samples(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+def _per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of draws."""
-    meant = for_buffers(grad.model, grad.step.draws)
-    rows = {n: x for n, x in grad.step.draws.items() if n.removeprefix(DRAWN) in meant and len(x) == len(batch)}
+    meant = draws_for_buffers(grad.model, grad.step.draws)
+    rows = {n: x for n, x in grad.step.draws.items() if n.removeprefix(DEFENSE_DRAWS) in meant and len(x) == len(batch)}
 
     def one(image: Tensor, label: Tensor, drawn: dict[str, Tensor]) -> dict[str, Tensor]:
         draws = {**grad.step.draws, **{name: row[None] for name, row in drawn.items()}}
@@ -153,18 +155,18 @@ def _samples(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> di
     return vmap(one)(batch.inputs, batch.labels, rows)
 
 
-def _factors(norms: Tensor, clip: float) -> Tensor:
+def _clip_factors(norms: Tensor, clip: float) -> Tensor:
     """What each sample's gradient is multiplied by (B,): 0 where it is not finite."""
-    return torch.where(norms.isfinite(), torch.clamp(clip / (norms + STABILISER), max=1.0), 0.0)
+    return torch.where(norms.isfinite(), torch.clamp(clip / (norms + NORM_STABILIZER), max=1.0), 0.0)
 
 
-def _summed(
+def _sum_clipped(
     grad: LossGradient, params: Tensors, samples: dict[str, Tensor], privatization: Privatization
 ) -> dict[str, Tensor]:
     """The sum of the gradients (B, ...) of the network's weights, each clipped as these or as the parameters'."""
-    at_weights = privatization.at == "weights"
+    at_weights = privatization.clip_target == "weights"
     norms = vmap(lambda one: norm(one if at_weights else grad.pull(params, one)))(samples)
-    fine, factors = norms.isfinite(), _factors(norms, privatization.clip)
+    fine, factors = norms.isfinite(), _clip_factors(norms, privatization.clip)
     watched = torch.is_grad_enabled() or grad.derivative is not autograd_derivative
     if watched or not bool(fine.all()):  # zero times no number is no number
         samples = {k: torch.where(fine.view(-1, *[1] * (g.ndim - 1)), g, 0.0) for k, g in samples.items()}
@@ -172,30 +174,30 @@ def _summed(
 
 
 def _ghost_sums(grad: LossGradient, weights: dict[str, Tensor], batch: Batch, clip: float) -> dict[str, Tensor]:
-    layers = ghost_clipping.passes(grad, weights, batch)
-    norms = torch.stack([layer.squares() for layer in layers]).sum(0).sqrt()
+    layers = ghost_clipping.layer_passes(grad, weights, batch)
+    norms = torch.stack([layer.squared_norms() for layer in layers]).sum(0).sqrt()
     if not bool(norms.isfinite().all()):  # zero times no number is no number: go without these samples
         fine = norms.isfinite().nonzero().flatten()
-        return _ghost_sums(grad, weights, batch.take(fine), clip) if len(fine) else _nothing(grad, weights)
-    factors = _factors(norms, clip)
-    found = {name: value for layer in layers for name, value in layer.sums(factors).items()}
-    return {name: found[name] for name in _nothing(grad, weights)}  # the order in which noise is drawn
+        return _ghost_sums(grad, weights, batch.take(fine), clip) if len(fine) else _zero_gradients(grad, weights)
+    factors = _clip_factors(norms, clip)
+    found = {name: value for layer in layers for name, value in layer.weighted_sums(factors).items()}
+    return {name: found[name] for name in _zero_gradients(grad, weights)}  # the order in which noise is drawn
 
 
 def _noisy_sum(
-    grad: LossGradient, params: Tensors, sums: dict[str, Tensor], privatization: Privatization, noise: Source
+    grad: LossGradient, params: Tensors, sums: dict[str, Tensor], privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
     """The sum of the weights' clipped gradients as that of the parameters, with noise on every entry."""
     std = privatization.std
-    if privatization.at == "weights":
-        return grad.pull(params, _noisy(sums, std, noise))
+    if privatization.clip_target == "weights":
+        return grad.pull(params, _add_noise(sums, std, noise))
     pulled = grad.pull(params, sums)
     if noise is None or std == 0:
         return pulled
-    return {**_noisy({name: dense(value) for name, value in pulled.items()}, std, noise)}
+    return {**_add_noise({name: dense(value) for name, value in pulled.items()}, std, noise)}
 
 
-def _noisy(sums: dict[str, Tensor], std: float, noise: Source) -> dict[str, Tensor]:
+def _add_noise(sums: dict[str, Tensor], std: float, noise: NoiseSource) -> dict[str, Tensor]:
     if noise is None or std == 0:
         return sums
     if isinstance(noise, Noise):

@@ -18,18 +18,18 @@ from torch import Tensor
 
 from fl.runtime import secure_rng
 
-WORDS = 2
+KEY_WORDS = 2
 """Of 63 bits each, in a key."""
 
 
 def fresh_key() -> Tensor:
     """A key (2,) int64 from the operating system, which nobody can draw again."""
-    return torch.tensor([secrets.randbits(63) for _ in range(WORDS)])
+    return torch.tensor([secrets.randbits(63) for _ in range(KEY_WORDS)])
 
 
-def drawn_key(generator: torch.Generator) -> Tensor:
+def draw_key(generator: torch.Generator) -> Tensor:
     """A key (2,) int64 from `generator`: the same again for the same seed."""
-    return torch.randint(2**63 - 1, (WORDS,), generator=generator)
+    return torch.randint(2**63 - 1, (KEY_WORDS,), generator=generator)
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Noise:
         return {name: part.view(value.shape) for (name, value), part in zip(values.items(), parts, strict=True)}
 
 
-def _generator(key: Tensor) -> np.random.Generator:
+def _keyed_generator(key: Tensor) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array(key.tolist(), dtype=np.uint64)))
 
 
-class Drawing(torch.autograd.Function):
+class UntransformedDraw(torch.autograd.Function):
     """What is drawn outside of all transforms, from four arguments, none of which it depends on smoothly."""
 
     @staticmethod
@@ -72,15 +72,15 @@ class Drawing(torch.autograd.Function):
         return None, None, None, None
 
 
-class _Normal(Drawing):
+class _Normal(UntransformedDraw):
     """A stack of keys gives a stack of draws."""
 
     @staticmethod
     def forward(key: Tensor, count: int, secret: bool, kind: torch.dtype) -> Tensor:
         if secret:
-            return torch.from_numpy(secure_rng.normals(key.tolist(), count)).to(kind)
+            return torch.from_numpy(secure_rng.keyed_normals(key.tolist(), count)).to(kind)
         form = np.float32 if kind == torch.float32 else np.float64
-        return torch.from_numpy(_generator(key).standard_normal(count, dtype=form))
+        return torch.from_numpy(_keyed_generator(key).standard_normal(count, dtype=form))
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], key: Tensor, *rest: Any) -> tuple[Tensor, int]:

@@ -26,66 +26,66 @@ LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.GroupNorm, nn.LayerNorm
 
 
 @dataclass(frozen=True)
-class Passed:
+class LayerPass:
     """One layer in one pass.
 
     Attributes:
         layer: the module.
         names: of its weights that are asked for, by their names in it.
-        entered: its input (B, ...).
-        back: the gradient of the summed loss with respect to its output (B, ...).
+        activations: its input (B, ...).
+        output_grads: the gradient of the summed loss with respect to its output (B, ...).
     """
 
     layer: nn.Module
     names: dict[str, str]
-    entered: Tensor
-    back: Tensor
+    activations: Tensor
+    output_grads: Tensor
 
-    def squares(self) -> Tensor:
+    def squared_norms(self) -> Tensor:
         """Squared norms (B,) of the samples' gradients, over all its weights."""
-        if not self._vectors:
-            return torch.stack([_in_memory(part).square().sum(1) for part in self.samples.values()]).sum(0)
-        back, entered = self.back.square().sum(1), self.entered.square().sum(1)
+        if not self._input_and_output_vectors:
+            return torch.stack([_flat_view(part).square().sum(1) for part in self.per_sample_gradients.values()]).sum(0)
+        back, entered = self.output_grads.square().sum(1), self.activations.square().sum(1)
         return torch.stack([back * entered if key == "weight" else back for key in self.names]).sum(0)
 
-    def sums(self, factors: Tensor) -> dict[str, Tensor]:
+    def weighted_sums(self, factors: Tensor) -> dict[str, Tensor]:
         """The sum of the samples' gradients, each times its own factor (B,), by name."""
-        if not self._vectors:
-            return {name: _weighted(factors, part) for name, part in self.samples.items()}
-        back = self.back * factors[:, None]
-        return {n: back.mT @ self.entered if key == "weight" else back.sum(0) for key, n in self.names.items()}
+        if not self._input_and_output_vectors:
+            return {name: _weighted_sum(factors, part) for name, part in self.per_sample_gradients.items()}
+        back = self.output_grads * factors[:, None]
+        return {n: back.mT @ self.activations if key == "weight" else back.sum(0) for key, n in self.names.items()}
 
     @cached_property
-    def samples(self) -> dict[str, Tensor]:
+    def per_sample_gradients(self) -> dict[str, Tensor]:
         """The samples' gradients (B, ...), by name."""
-        if conv_per_sample.known(self.layer):
+        if conv_per_sample.is_supported(self.layer):
             assert isinstance(self.layer, nn.Conv2d)
-            weight = conv_per_sample.weight_samples(self.layer, self.entered, self.back)
-            return {n: weight if key == "weight" else self.back.sum((2, 3)) for key, n in self.names.items()}
+            weight = conv_per_sample.per_sample_weight_gradients(self.layer, self.activations, self.output_grads)
+            return {n: weight if key == "weight" else self.output_grads.sum((2, 3)) for key, n in self.names.items()}
         from opacus.grad_sample import GradSampleModule  # seconds to import, so not before it is used
 
         rule = GradSampleModule.GRAD_SAMPLERS[type(self.layer)]
-        found = rule(self.layer, [self.entered.contiguous()], self.back.contiguous())
+        found = rule(self.layer, [self.activations.contiguous()], self.output_grads.contiguous())
         return {name: found[self.layer.get_parameter(key)] for key, name in self.names.items()}
 
     @property
-    def _vectors(self) -> bool:
-        return type(self.layer) is nn.Linear and self.entered.ndim == 2
+    def _input_and_output_vectors(self) -> bool:
+        return type(self.layer) is nn.Linear and self.activations.ndim == 2
 
 
-def _in_memory(part: Tensor) -> Tensor:
+def _flat_view(part: Tensor) -> Tensor:
     """The entries of each sample's gradient (B, ...) as they lie in memory, as a view (B, N)."""
-    return part.permute(0, *_order(part)).flatten(1)
+    return part.permute(0, *_memory_order(part)).flatten(1)
 
 
-def _order(part: Tensor) -> list[int]:
+def _memory_order(part: Tensor) -> list[int]:
     return sorted(range(1, part.ndim), key=part.stride, reverse=True)
 
 
-def _weighted(factors: Tensor, part: Tensor) -> Tensor:
+def _weighted_sum(factors: Tensor, part: Tensor) -> Tensor:
     """The sum of the samples' gradients (B, ...), each times its factor (B,), without moving them in memory."""
-    order = _order(part)
-    total = torch.tensordot(factors, _in_memory(part), 1).view([part.shape[i] for i in order])
+    order = _memory_order(part)
+    total = torch.tensordot(factors, _flat_view(part), 1).view([part.shape[i] for i in order])
     return total.permute([order.index(i) for i in range(1, part.ndim)]).contiguous()
 
 
@@ -105,7 +105,7 @@ def obstacle(grad: LossGradient) -> str | None:
     return None
 
 
-def passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list[Passed]:
+def layer_passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list[LayerPass]:
     """One pass of `batch` through the network with `weights`, layer by layer.
 
     The method's loss may look at the network's outputs only.
@@ -132,7 +132,7 @@ def passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list
     try:
         with torch.enable_grad():
             fixed = {name: weight.detach() for name, weight in weights.items()}
-            total = _losses(grad, grad.network(fixed)(batch.inputs.detach()), batch).sum()
+            total = _per_sample_losses(grad, grad.network(fixed)(batch.inputs.detach()), batch).sum()
     finally:
         for handle in handles:
             handle.remove()
@@ -141,14 +141,16 @@ def passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list
     outs = [out for _, out in seen.values()]
     backs = torch.autograd.grad(total, outs, materialize_grads=True)
     return [
-        Passed(layers[name][0], layers[name][1], entered, back)
+        LayerPass(layers[name][0], layers[name][1], entered, back)
         for (name, (entered, _)), back in zip(seen.items(), backs, strict=True)
     ]
 
 
-def per_sample(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
+def per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
     """The samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
-    found = {name: part for one in passes(grad, weights, batch) for name, part in one.samples.items()}
+    found = {
+        name: part for one in layer_passes(grad, weights, batch) for name, part in one.per_sample_gradients.items()
+    }
     client = grad.client
     return {name: found[name] for name in client.method.parametrization.sources(client.task, grad.live)}
 
@@ -163,7 +165,7 @@ def _layers(grad: LossGradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
     return found
 
 
-def _losses(grad: LossGradient, outputs: Tensor, batch: Batch) -> Tensor:
+def _per_sample_losses(grad: LossGradient, outputs: Tensor, batch: Batch) -> Tensor:
     """The method's loss of each sample (B,), from what the network returned for it."""
     loss = grad.loss or grad.client.method.loss
 

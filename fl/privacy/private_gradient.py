@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl.client import LossGradient
 from fl.gradient import Derivative, autograd_derivative
-from fl.privacy.dp_sgd import Privatization, fastest
+from fl.privacy.dp_sgd import Privatization, fastest_gradient
 from fl.privacy.gaussian_noise import Noise
 from fl.tensors import Tensors, dense
 from fl.types import Batch
@@ -29,7 +29,7 @@ class PrivateGradient(LossGradient):
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
         """By the names of the parameters that move; noise alone for an empty batch."""
-        if self.privatization.at == "weights":
+        if self.privatization.clip_target == "weights":
             return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
         return self._private(LossGradient(**self._fields()), params, batch)
 
@@ -41,9 +41,9 @@ class PrivateGradient(LossGradient):
         Raises:
             ValueError: the method clips the gradient of its parameters.
         """
-        if self.privatization.at != "weights":
+        if self.privatization.clip_target != "weights":
             raise ValueError(f"{self.client.method.name}: expected no defense that changes single gradients")
-        bare = _AtWeights(**{**self._fields(), "derivative": derivative})
+        bare = _WeightGradient(**{**self._fields(), "derivative": derivative})
         found = self._private(bare, dict(weights), batch)
         return {name: dense(value) for name, value in found.items()}
 
@@ -56,14 +56,14 @@ class PrivateGradient(LossGradient):
         raise ValueError(f"{self.client.method.name} clips every sample's gradient itself: leave such a defense out")
 
     def _private(self, plain: LossGradient, params: Tensors, batch: Batch) -> Tensors:
-        return fastest(plain, params, batch)(plain, params, batch, self.privatization, self.noise)
+        return fastest_gradient(plain, params, batch)(plain, params, batch, self.privatization, self.noise)
 
     def _fields(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in fields(LossGradient)}
 
 
 @dataclass(frozen=True)
-class _AtWeights(LossGradient):
+class _WeightGradient(LossGradient):
     """The gradient of the network's weights as if they were the parameters."""
 
     def weights(self, params: Tensors) -> dict[str, Tensor]:

@@ -10,27 +10,27 @@ from typing import Annotated, Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from fl.client import LossGradient, of_client
+from fl.client import LossGradient, client_loss_gradient
 from fl.gradient import Gradient
 from fl.local.sampling import PoissonPhase
 from fl.method import Method, ServerState, Step
-from fl.privacy.accounting import Accountant, Charge, calibrate, worst
-from fl.privacy.dp_sgd import STABILISER, ClipTarget, Privatization
-from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
+from fl.privacy.accounting import Accountant, Charge, calibrate_noise, costliest_charge
+from fl.privacy.dp_sgd import NORM_STABILIZER, ClipTarget, Privatization
+from fl.privacy.gaussian_noise import Noise, draw_key, fresh_key
 from fl.privacy.private_gradient import PrivateGradient
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import Count, CountFrom0, OpenShare, Positive, PositiveShare, Range, Weight
-from fl.tensors import Tensors, dense, norm, scaled, zeros
+from fl.tensors import Tensors, dense, norm, scale_tensors, zeros
 from fl.types import Batch, Phase, Scope, Task, Upload
 
-KEY = "noise"
+NOISE_KEY = "noise"
 """Name of the key of a step's noise among its draws."""
-COUNT, SERVER = "participation", "server-noise"
+PARTICIPATION, SERVER_NOISE = "participation", "server-noise"
 """The rounds that everybody has seen each client take part in, and the key of the server's noise."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Private(Method):
+class PrivateMethod(Method):
     """Trains another method by DP-SGD (Abadi et al., CCS 2016): a class in front of that method's own.
 
     The key of a step's noise is drawn with the method's random numbers and recorded, so that a round can be replayed to
@@ -69,9 +69,9 @@ class Private(Method):
             those on which the noise is calibrated.
     """
 
-    at: ClassVar[ClipTarget] = "weights"
+    clip_target: ClassVar[ClipTarget] = "weights"
     """What is clipped: gradients of the network's weights; what is pulled back from them stays private."""
-    personal: ClassVar[bool] = False
+    trains_private_tensors: ClassVar[bool] = False
     """Whether a client trains tensors that it keeps."""
     released: ClassVar[str] = "the gradient of all weights"
 
@@ -103,11 +103,13 @@ class Private(Method):
             object.__setattr__(self, "sampler", "shuffle")
         self._check()
         if self.images is not None:
-            rate, steps = self._noisy(self.images if self._by_chance else 1)  # the clients that are charged most
+            rate, steps = self._noise_exposure(
+                self.images if self._is_poisson_accounted else 1
+            )  # the clients that are charged most
             for key, needed, asked in (("rate", rate, "batch_size"), ("local_steps", steps, "epochs or steps")):
                 if getattr(self, key) is None:
                     object.__setattr__(self, key, needed)
-                elif self._calibrated and needed > getattr(self, key):
+                elif self._is_calibrated and needed > getattr(self, key):
                     raise ValueError(
                         f"expected {key} of at most {getattr(self, key):g}, on which the noise for epsilon "
                         f"{self.epsilon:g} is calibrated, got {needed:g} from {asked}; lower {asked}, or leave {key} "
@@ -141,59 +143,61 @@ class Private(Method):
         if self.epsilon is None:
             return self.noise_multiplier or 0.0
         if self.mode == "client-level":
-            return calibrate(self.epsilon, self.delta, 1.0, self.rounds, self.accountant)
+            return calibrate_noise(self.epsilon, self.delta, 1.0, self.rounds, self.accountant)
         steps = (self.local_steps or 0) * self.rounds
-        return calibrate(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
+        return calibrate_noise(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
 
-    def _noisy(self, n: int) -> tuple[float, int]:
+    def _noise_exposure(self, n: int) -> tuple[float, int]:
         """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
 
         Where batches go round the images, `n` is no secret (zeroing a record out leaves it as it is), so that passes
         are those of the client itself: `steps` go round few images more often than round many.
         """
-        whole = (self.images or n) if self._by_chance else n
+        whole = (self.images or n) if self._is_poisson_accounted else n
         size = min(self.batch_size or whole, whole)
         per_epoch = -(-whole // size)
         heads = getattr(self, "head_epochs", 0) if self.mode == "dp-joint" else 0
-        if self._by_chance:
+        if self._is_poisson_accounted:
             main = self.steps if self.steps is not None else per_epoch * (self.epochs or 0)
-            rate = 1.0 if n <= (self.batch_size or n) else self._sampling or size / n
+            rate = 1.0 if n <= (self.batch_size or n) else self._sampling_rate or size / n
             return rate, main + heads * per_epoch
         passes = -(-self.steps // per_epoch) if self.steps is not None else self.epochs or 0
         return 1.0, passes + heads
 
     @property
-    def _calibrated(self) -> bool:
+    def _is_calibrated(self) -> bool:
         """Whether the noise follows from how often a record meets it."""
         return self.epsilon is not None and self.mode != "client-level"
 
     @property
-    def _by_chance(self) -> bool:
+    def _is_poisson_accounted(self) -> bool:
         """Whether batches count as drawn record by record."""
         return self.sampler == "poisson" or self.mode == "as-published"
 
     @property
-    def _sampling(self) -> float | None:
+    def _sampling_rate(self) -> float | None:
         """The public rate at which images are drawn; None is batch_size over each client's own number."""
         return self.rate if self.images is None else min(self.batch_size or self.images, self.images) / self.images
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
         """Those of the method behind, with batches drawn as `sampler` says."""
-        return tuple(self.drawn(phase) for phase in super().phases(task, round))
+        return tuple(self.with_sampling(phase) for phase in super().phases(task, round))
 
-    def drawn(self, phase: Phase) -> Phase:
+    def with_sampling(self, phase: Phase) -> Phase:
         """The phase with batches drawn as `sampler` says."""
         if self.sampler != "poisson":
             return replace(phase, sampler=self.sampler)
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
         settings["sampler"] = "poisson"
-        return PoissonPhase(**settings, rate=self._sampling, images=self.images, secret=self.noise_source == "secure")
+        return PoissonPhase(
+            **settings, rate=self._sampling_rate, images=self.images, secret=self.noise_source == "secure"
+        )
 
     def aggregation_weight(self, images: int) -> float:
         """The public number, where a record more or less must not show; else the client's own."""
         return float(self.images or images) if self.sampler == "poisson" else float(images)
 
-    def _hides_number(self, n: int) -> bool:
+    def _hides_image_count(self, n: int) -> bool:
         """Whether nothing follows from a client's `n` images being one more or less.
 
         All that it does must be based on the public number. Few images give themselves away, and so does a number that
@@ -221,11 +225,11 @@ class Private(Method):
         drawn = super().draw(batch, task, generator)
         if generator is None or self.mode == "client-level":
             return drawn
-        return {**drawn, KEY: fresh_key() if self.noise_source == "secure" else drawn_key(generator)}
+        return {**drawn, NOISE_KEY: fresh_key() if self.noise_source == "secure" else draw_key(generator)}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """Clipped sample by sample and with noise, but for what the mode leaves plain."""
-        raw = of_client(getattr(grad, "raw", grad))  # what a defense is put around
+        raw = client_loss_gradient(getattr(grad, "raw", grad))  # what a defense is put around
         if self.mode == "client-level":
             return super().gradient(grad, params, batches, step)
         noisy = tuple(n for n in raw.live if self.mode == "dp-joint" or self.scope(n, step.task) is Scope.SHARED)
@@ -233,19 +237,21 @@ class Private(Method):
         found: Tensors = {}
         for live in (noisy, plain):
             if live:
-                made = replace(raw, live=live) if live is plain else self._privatized(raw, live)
+                made = replace(raw, live=live) if live is plain else self._private_gradient(raw, live)
                 part = made if raw is grad else replace(grad, raw=made)  # type: ignore[type-var]
                 found.update(super().gradient(part, params, batches, step))
         return {name: found[name] for name in raw.live}
 
-    def _privatized(self, raw: LossGradient, live: tuple[str, ...]) -> PrivateGradient:
+    def _private_gradient(self, raw: LossGradient, live: tuple[str, ...]) -> PrivateGradient:
         """The gradient of the parameters `live`, clipped sample by sample and with noise."""
-        how = Privatization(clip=self.clip, noise_multiplier=self.sigma, denominator=self.denominator(), at=self.at)
+        how = Privatization(
+            clip=self.clip, noise_multiplier=self.sigma, denominator=self.denominator(), clip_target=self.clip_target
+        )
         settings = {field.name: getattr(raw, field.name) for field in fields(LossGradient)}
-        noise = self.noise(raw.step.draws)
+        noise = self.step_noise(raw.step.draws)
         return PrivateGradient(**{**settings, "live": live}, privatization=how, noise=noise)
 
-    def fine_tuning_method(self) -> Private:
+    def fine_tuning_method(self) -> PrivateMethod:
         """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
         return replace(self, mode="client-level", rate=None, local_steps=None)
 
@@ -256,12 +262,12 @@ class Private(Method):
     @property
     def deviation_reason(self) -> str:  # type: ignore[override]
         """What makes equations of its update useless, and the search that knows of it."""
-        search = "joint" if self.personal else "ig"
+        search = "joint" if self.trains_private_tensors else "ig"
         return f"each image's gradient is clipped and noise is added, which no equation survives; search with {search}"
 
-    def noise(self, draws: dict[str, Tensor]) -> Noise | None:
+    def step_noise(self, draws: dict[str, Tensor]) -> Noise | None:
         """That of a step, or None for who does not know its key."""
-        return Noise(draws[KEY], self.noise_source == "secure") if KEY in draws else None
+        return Noise(draws[NOISE_KEY], self.noise_source == "secure") if NOISE_KEY in draws else None
 
     def denominator(self) -> float | None:
         """What a sum of gradients is divided by; None is the size of the batch."""
@@ -276,9 +282,9 @@ class Private(Method):
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
         """With a count of the rounds that each client took part in."""
         server = super().init_server(params, task, clients, generator)
-        own = {**server.own, COUNT: {"rounds": torch.zeros(clients, dtype=torch.int64)}}
+        own = {**server.own, PARTICIPATION: {"rounds": torch.zeros(clients, dtype=torch.int64)}}
         if self.mode == "client-level":
-            own[SERVER] = {"key": drawn_key(generator)}
+            own[SERVER_NOISE] = {"key": draw_key(generator)}
         return replace(server, own=own)  # type: ignore[arg-type]
 
     @property
@@ -288,7 +294,7 @@ class Private(Method):
 
     def exclusion_reason(self, server: ServerState, client: int) -> str:
         """That the client has taken part in `rounds` rounds, on which its budget is spent."""
-        count = dense(server.own[COUNT]["rounds"])
+        count = dense(server.own[PARTICIPATION]["rounds"])
         if client >= len(count) or int(count[client]) < self.rounds:
             return ""
         return f"client {client} has spent its privacy budget on {self.rounds} rounds and neither trains nor sends more"
@@ -296,27 +302,29 @@ class Private(Method):
     def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
         """As the method behind, with the round charged to its clients before anything leaves them."""
         server = super().select(server, clients, task)
-        count = dense(server.own[COUNT]["rounds"]).clone()
+        count = dense(server.own[PARTICIPATION]["rounds"]).clone()
         count[list(clients)] += 1
-        return replace(server, own={**server.own, COUNT: {"rounds": count}})
+        return replace(server, own={**server.own, PARTICIPATION: {"rounds": count}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """As the method behind; clipped and with noise at client level."""
         if self.mode != "client-level" or not uploads:
             return super().aggregate(server, uploads, task)
-        after = super().aggregate(server, [self._clipped(upload) for upload in uploads], task)
+        after = super().aggregate(server, [self._clip_upload(upload) for upload in uploads], task)
         shared = {name: dense(value) for name, value in after.shared.items()}
-        key = dense(server.own[SERVER]["key"]) + torch.tensor([0, server.round])
+        key = dense(server.own[SERVER_NOISE]["key"]) + torch.tensor([0, server.round])
         noise = Noise(fresh_key(), True) if self.noise_source == "secure" else Noise(key)
         std = self.sigma * self.clip / len(uploads)
         return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
-    def _clipped(self, upload: Upload) -> Upload:
+    def _clip_upload(self, upload: Upload) -> Upload:
         """The update at most `clip` long, and all clients alike; nothing where it is not finite."""
         size = float(norm(upload.update))
         if not math.isfinite(size):
             return replace(upload, update=zeros(upload.update, upload.update), weight=1.0)
-        return replace(upload, update=scaled(upload.update, min(1.0, self.clip / (size + STABILISER))), weight=1.0)
+        return replace(
+            upload, update=scale_tensors(upload.update, min(1.0, self.clip / (size + NORM_STABILIZER))), weight=1.0
+        )
 
     # ---- what may be said --------------------------------------------------------------------------------------------
     def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement:
@@ -333,13 +341,13 @@ class Private(Method):
         if not sizes:
             raise ValueError("expected at least 1 client, got none")
         sigma, clients = self.sigma, self.mode == "client-level"
-        pairs = {(1.0, 1)} if clients else {self._noisy(n) for n in sizes}
+        pairs = {(1.0, 1)} if clients else {self._noise_exposure(n) for n in sizes}
         charges = [Charge(sigma, rate, steps * rounds) for rate, steps in sorted(pairs)]
-        reason = self._objection(sigma, record_reader)
-        most, epsilon, by_rdp = (charges[-1], None, None) if reason else worst(charges, self.delta)
+        reason = self._no_epsilon_reason(sigma, record_reader)
+        most, epsilon, by_rdp = (charges[-1], None, None) if reason else costliest_charge(charges, self.delta)
         return PrivacyStatement(
             unit="client" if clients else "record",
-            adjacency="add-remove" if all(map(self._hides_number, sizes)) else "zero-out",
+            adjacency="add-remove" if all(map(self._hides_image_count, sizes)) else "zero-out",
             mode=self.mode,
             released="the mean of the clients' updates" if clients else self.released,
             trusted="the server, which sees every update without noise" if clients else "nobody else",
@@ -355,7 +363,7 @@ class Private(Method):
             profile="release" if self.noise_source == "secure" else "experiment",
         )
 
-    def _objection(self, sigma: float, record_reader: str) -> str:
+    def _no_epsilon_reason(self, sigma: float, record_reader: str) -> str:
         """Why no epsilon follows, or nothing."""
         if sigma == 0:
             return "no noise is added"
@@ -364,7 +372,7 @@ class Private(Method):
         if self.mode != "as-published":
             return ""
         shuffled = "batches of one size are accounted as if every record were drawn by itself"
-        if not self.personal:
+        if not self.trains_private_tensors:
             return shuffled
         return (
             "private weights are trained without noise on the same records and enter every other record's gradient, so "

@@ -13,21 +13,21 @@ from opacus.accountants.analysis import rdp
 from opacus.accountants.analysis.prv.domain import Domain
 from opacus.accountants.analysis.prv.prvs import PoissonSubsampledGaussianPRV
 
-OVERFLOWS = 1030
+MAX_ORDER = 1030
 """Order from which on Opacus' binomial coefficients overflow, so that nothing is proved unless every record is in."""
 
 
 @lru_cache(maxsize=2**18)
-def divergence(noise_multiplier: float, rate: float, order: float) -> float:
+def renyi_divergence(noise_multiplier: float, rate: float, order: float) -> float:
     """Renyi divergence of one step of the subsampled Gaussian mechanism (Mironov et al., 2019, Section 3.3)."""
-    if order >= OVERFLOWS and rate < 1:
+    if order >= MAX_ORDER and rate < 1:
         return math.inf  # where Opacus has no number, after a long time
     return float(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=float(order)))
 
 
-def divergences(noise_multiplier: float, rate: float, orders: Sequence[float]) -> NDArray[np.float64]:
+def renyi_divergences(noise_multiplier: float, rate: float, orders: Sequence[float]) -> NDArray[np.float64]:
     """The same at several orders."""
-    return np.array([divergence(noise_multiplier, rate, order) for order in orders])
+    return np.array([renyi_divergence(noise_multiplier, rate, order) for order in orders])
 
 
 class NumericalAccountant(PRVAccountant):  # type: ignore[misc]
@@ -42,7 +42,7 @@ class NumericalAccountant(PRVAccountant):  # type: ignore[misc]
     ) -> Domain:
         """As far as RDP proves that losses can go, in a mesh for `eps_error` (Gopi et al., Remark 5.6)."""
         steps, orders = sum(num_self_compositions), RDPAccountant.DEFAULT_ALPHAS
-        each = [divergences(prv.noise_multiplier, prv.sample_rate, orders) for prv in prvs]
+        each = [renyi_divergences(prv.noise_multiplier, prv.sample_rate, orders) for prv in prvs]
         total = sum(one * count for one, count in zip(each, num_self_compositions, strict=True))
         tails = [(total, delta_error / 4), *((one, delta_error / (8 * steps)) for one in each)]
         far = [rdp.get_privacy_spent(orders=orders, rdp=values, delta=delta)[0] for values, delta in tails]

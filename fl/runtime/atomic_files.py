@@ -17,12 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-KEPT = 40
+MAX_NAME_PREFIX = 40
 """Characters of a place's name that the name of what will take it begins with."""
-PART = re.compile(r"\.(.*)\.[0-9a-f]{16}\.part")
+TEMPORARY_NAME = re.compile(r"\.(.*)\.[0-9a-f]{16}\.part")
 
 
-def step(kind: str, path: Path) -> None:
+def before_disk_change(kind: str, path: Path) -> None:
     """Asked before everything that changes the disk or takes much memory; does nothing, unless a test has it fail.
 
     Args:
@@ -32,50 +32,50 @@ def step(kind: str, path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path) -> Iterator[BinaryIO]:
     """An open file whose content takes the place of `path`, in one step, when the block ends without an error.
 
     Args:
         path: of the file; its folder must exist. A file that is there stays as it is until then; a link is replaced,
             and what it leads to left alone.
     """
-    sweep(path.parent, path.name)
-    raw = _created(path)
+    remove_leftovers(path.parent, path.name)
+    raw = _create_locked_file(path)
     part = Path(raw.name)
     try:
         with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
-            step("fsync", path)
+            before_disk_change("fsync", path)
             os.fsync(raw.fileno())
-            step("rename", path)
+            before_disk_change("rename", path)
             part.replace(path)  # while it is held
     finally:
         part.unlink(missing_ok=True)
-    sync(path.parent)
+    fsync_folder(path.parent)
 
 
 @contextmanager
-def replacing_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """An empty folder that takes the place of `path`, with all that is in it, when the block ends without an error.
 
     Raises:
         ValueError: `path` is a link.
     """
     refuse_link(path)
-    with scratch(path) as new:
+    with scratch_folder(path) as new:
         yield new
         for name in os.listdir(new):
-            force(new / name)
-        sync(new)
-        swap(new, path)
+            fsync_file(new / name)
+        fsync_folder(new)
+        replace_path(new, path)
 
 
 @contextmanager
-def scratch(path: Path) -> Iterator[Path]:
+def scratch_folder(path: Path) -> Iterator[Path]:
     """An empty folder beside `path` that is gone when the block ends, however it ends."""
-    sweep(path.parent, path.name)
-    new, descriptor = _made(path)
+    remove_leftovers(path.parent, path.name)
+    new, descriptor = _create_locked_folder(path)
     try:
         yield new
     finally:
@@ -83,37 +83,37 @@ def scratch(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
-def swap(new: Path, path: Path) -> None:
+def replace_path(new: Path, path: Path) -> None:
     """Put a file or folder in the place of another; where that fails the old one stays."""
-    old = _beside(path)
+    old = _temporary_path(path)
     if path.is_dir() and not path.is_symlink():
-        step("rename", path)
+        before_disk_change("rename", path)
         path.replace(old)
     try:
-        step("rename", new)
+        before_disk_change("rename", new)
         new.replace(path)
     except BaseException:
         if old.exists():
             old.replace(path)
         raise
     shutil.rmtree(old, ignore_errors=True)
-    sync(path.parent)
+    fsync_folder(path.parent)
 
 
-def make(folder: Path) -> None:
+def make_folder(folder: Path) -> None:
     """Make a folder, and those above it, where it is not there."""
     if not folder.is_dir():
-        step("mkdir", folder)
+        before_disk_change("mkdir", folder)
         folder.mkdir(parents=True, exist_ok=True)
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Take away a file or folder that may be there; of a link the link alone."""
     if path.is_dir() and not path.is_symlink():
-        step("remove", path)
+        before_disk_change("remove", path)
         shutil.rmtree(path)
     elif os.path.lexists(path):
-        step("remove", path)
+        before_disk_change("remove", path)
         path.unlink()
 
 
@@ -127,16 +127,16 @@ def refuse_link(path: Path) -> None:
         raise ValueError(f"{path} is a link, and what is written there would be elsewhere; remove it")
 
 
-def force(path: Path) -> None:
+def fsync_file(path: Path) -> None:
     """Make a file's content last."""
-    step("fsync", path)
+    before_disk_change("fsync", path)
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
-def sync(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make renamings in a folder last."""
-    step("fsync", folder)
+    before_disk_change("fsync", folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -144,7 +144,7 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def sweep(folder: Path, name: str | None = None) -> None:
+def remove_leftovers(folder: Path, name: str | None = None) -> None:
     """Take away what processes that are dead were about to put into a folder.
 
     Args:
@@ -152,8 +152,8 @@ def sweep(folder: Path, name: str | None = None) -> None:
         name: only what was to take the place of this; None takes away all.
     """
     for entry in os.scandir(folder):
-        found = PART.fullmatch(entry.name)
-        if found is None or entry.is_symlink() or (name is not None and found[1] != name[:KEPT]):
+        found = TEMPORARY_NAME.fullmatch(entry.name)
+        if found is None or entry.is_symlink() or (name is not None and found[1] != name[:MAX_NAME_PREFIX]):
             continue
         with suppress(OSError):  # of others, or gone by now
             descriptor = os.open(entry.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -164,45 +164,45 @@ def sweep(folder: Path, name: str | None = None) -> None:
                 os.close(descriptor)
 
 
-class _Raw(io.FileIO):
+class _CheckedFile(io.FileIO):
     """A new file, every write to which can be made to fail."""
 
     def write(self, content: object) -> int:
-        step("write", Path(str(self.name)))
+        before_disk_change("write", Path(str(self.name)))
         return super().write(content)  # type: ignore[arg-type]
 
 
-def _created(path: Path) -> _Raw:
+def _create_locked_file(path: Path) -> _CheckedFile:
     """A new file beside `path`, held."""
     while True:
-        step("open", path)
-        raw = _Raw(str(_beside(path)), "xb", opener=_opener)
-        if _held(raw.fileno()):
+        before_disk_change("open", path)
+        raw = _CheckedFile(str(_temporary_path(path)), "xb", opener=_opener)
+        if _lock(raw.fileno()):
             return raw
         raw.close()
 
 
-def _made(path: Path) -> tuple[Path, int]:
+def _create_locked_folder(path: Path) -> tuple[Path, int]:
     """A new folder beside `path`, held."""
     while True:
-        step("mkdir", path)
-        new = _beside(path)
+        before_disk_change("mkdir", path)
+        new = _temporary_path(path)
         new.mkdir()
         descriptor = os.open(new, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        if _held(descriptor):
+        if _lock(descriptor):
             return new, descriptor
         os.close(descriptor)
 
 
-def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name[:KEPT]}.{secrets.token_hex(8)}.part")
+def _temporary_path(path: Path) -> Path:
+    return path.with_name(f".{path.name[:MAX_NAME_PREFIX]}.{secrets.token_hex(8)}.part")
 
 
 def _opener(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
-def _held(descriptor: int) -> bool:
+def _lock(descriptor: int) -> bool:
     """Whether what was just made is this process's, and not taken for a dead one's before it was locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

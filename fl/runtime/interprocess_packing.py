@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ALIGNED = 64
+_ALIGNMENT = 64
 """Bytes: a tensor starts where a fresh one would, so that kernels take the same path and round alike."""
 
 
@@ -35,7 +35,7 @@ class Packed:
 
 
 @dataclass(frozen=True)
-class Flat:
+class FlatPacked:
     """A packed value with what is in no tensor as bytes in one of its own, so that next to nothing is left beside them.
 
     Attributes:
@@ -51,17 +51,17 @@ class Flat:
         return Packed(ForkingPickler.loads(self.code.numpy().tobytes()), self.blocks)
 
 
-def flat(packed: Packed) -> Flat:
+def flatten(packed: Packed) -> FlatPacked:
     """The packed value, ready to be handed to as many processes as start."""
     code = io.BytesIO()
-    _Whole(code).dump(packed.value)
-    return Flat(torch.frombuffer(code.getbuffer(), dtype=torch.uint8), packed.blocks)
+    _TensorPickler(code).dump(packed.value)
+    return FlatPacked(torch.frombuffer(code.getbuffer(), dtype=torch.uint8), packed.blocks)
 
 
-def unportable(value: Any) -> str:
+def unportable_reason(value: Any) -> str:
     """Why a value can't be handed to another process, or nothing; classes of a function's own are of one alone."""
     try:
-        flat(pack(value))
+        flatten(pack(value))
     except Exception as error:
         if type(error).__name__ in {"PicklingError", "AttributeError", "TypeError", "RuntimeError"}:
             return " ".join(str(error).split())
@@ -69,7 +69,7 @@ def unportable(value: Any) -> str:
     return ""
 
 
-class _Whole(ForkingPickler):
+class _TensorPickler(ForkingPickler):
     """Pickles tensors that are no part of a packed value, such as a model's, with their numbers.
 
     As torch has it, memory is handed over that only the first process which asks is given.
@@ -91,15 +91,15 @@ def pack(value: Any) -> Packed:
 
     def place(tensor: Tensor) -> _Place:
         if id(tensor) not in known:
-            kept = tensor.detach() if _fills(tensor) else tensor.detach().contiguous()
+            kept = tensor.detach() if _is_dense_in_memory(tensor) else tensor.detach().contiguous()
             start, count = used.get(kept.dtype, 0), kept.numel()
-            gap = kept.new_zeros(-count % max(1, _ALIGNED // kept.element_size()))
+            gap = kept.new_zeros(-count % max(1, _ALIGNMENT // kept.element_size()))
             parts.setdefault(kept.dtype, []).extend([kept.as_strided((count,), (1,)), gap])
             used[kept.dtype] = start + count + len(gap)
             known[id(tensor)] = (_Place(kept.dtype, start, tuple(kept.shape), kept.stride()), tensor)
         return known[id(tensor)][0]
 
-    replaced = mapped(value, Tensor, place)
+    replaced = map_instances(value, Tensor, place)
     return Packed(replaced, {dtype: torch.cat(pieces) for dtype, pieces in parts.items()})
 
 
@@ -112,28 +112,28 @@ def unpack(packed: Packed) -> Any:
             known[place] = packed.blocks[place.dtype].as_strided(place.size, place.stride, place.start)
         return known[place]
 
-    return mapped(packed.value, _Place, tensor)
+    return map_instances(packed.value, _Place, tensor)
 
 
-def mapped(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+def map_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     """A copy of `value` with `change` applied to every part of type `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
-        return {k: mapped(v, kind, change) for k, v in value.items()}
+        return {k: map_instances(v, kind, change) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(mapped(v, kind, change) for v in value)
+        return type(value)(map_instances(v, kind, change) for v in value)
     if not is_dataclass(value) or isinstance(value, type):
         return value
     parts = {f.name: getattr(value, f.name) for f in fields(value)}
-    changed = {k: mapped(v, kind, change) for k, v in parts.items()}
+    changed = {k: map_instances(v, kind, change) for k, v in parts.items()}
     made = object.__new__(type(value))
     for k, v in changed.items():
         object.__setattr__(made, k, v)
     return made
 
 
-def _fills(tensor: Tensor) -> bool:
+def _is_dense_in_memory(tensor: Tensor) -> bool:
     """Whether the entries lie in one stretch of memory, each once, in whatever order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):

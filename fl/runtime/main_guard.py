@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import sys
 
-CODE = 78
+EXIT_CODE = 78
 """With which such a process leaves: EX_CONFIG of sysexits.h."""
-MAIN = "__mp_main__"
+CHILD_MAIN = "__mp_main__"
 """What multiprocessing calls the parent's script in a child."""
-WORDS = (
+MESSAGE = (
     "the script that was started has no guard, so its worker processes begin it anew; put what it does under "
     '`if __name__ == "__main__":`, or use --workers 1'
 )
@@ -22,10 +22,12 @@ class UnguardedError(ValueError):
     """A script without a guard was to be run in several processes."""
 
     def __init__(self) -> None:
-        super().__init__(WORDS)
+        super().__init__(MESSAGE)
 
 
 def leave_if_unguarded() -> None:
     """End a child that is still importing its parent's script, which has led it here."""
-    if sys.modules.get(MAIN, sys.modules["__main__"]) is not sys.modules["__main__"]:  # it is, once it is imported
-        sys.exit(CODE)
+    if (
+        sys.modules.get(CHILD_MAIN, sys.modules["__main__"]) is not sys.modules["__main__"]
+    ):  # it is, once it is imported
+        sys.exit(EXIT_CODE)

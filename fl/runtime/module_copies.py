@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def copied(model: nn.Module) -> nn.Module:
+def copy_model(model: nn.Module) -> nn.Module:
     """A copy of a network that can be copied again, whatever it has computed.
 
     `torch.nn.utils.weight_norm` and `spectral_norm` compute a layer's weight anew before every call and keep it in the
@@ -28,11 +28,11 @@ def copied(model: nn.Module) -> nn.Module:
     for module in result.modules():
         kept = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
         if kept:
-            module.register_forward_hook(_restoring(kept))
+            module.register_forward_hook(_restore_hook(kept))
     return result
 
 
-def _restoring(kept: dict[str, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
+def _restore_hook(kept: dict[str, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
     """A hook that puts tensors back that the call computed."""
 
     def restore(module: nn.Module, _args: Any, _output: Any) -> None:

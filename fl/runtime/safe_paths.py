@@ -7,7 +7,7 @@ import stat
 from pathlib import Path
 
 
-def inside(folder: Path, *names: str) -> Path:
+def join_inside(folder: Path, *names: str) -> Path:
     """The path of `folder/NAME/...`, for names from a file or a folder that somebody else may have made.
 
     Args:
@@ -19,7 +19,7 @@ def inside(folder: Path, *names: str) -> Path:
     """
     for name in names:
         if name in {"", ".", ".."} or "/" in name or "\0" in name or os.sep in name:
-            raise ValueError(f"expected the plain name of a file in {folder}, got {readable(name, 100)!r}")
+            raise ValueError(f"expected the plain name of a file in {folder}, got {printable_name(name, 100)!r}")
     path = folder.joinpath(*names)
     root, real = os.path.realpath(folder), os.path.realpath(path)
     if os.path.commonpath([root, real]) != root:
@@ -29,16 +29,16 @@ def inside(folder: Path, *names: str) -> Path:
     return path
 
 
-def linked_inside(path: Path, folder: Path) -> Path:
+def require_inside(path: Path, folder: Path) -> Path:
     """`path`, found in a folder, if it does not leave it.
 
     Raises:
         ValueError: it is a link, or in one, that leads out of the folder.
     """
-    return inside(folder, *path.relative_to(folder).parts) if path.is_symlink() else path
+    return join_inside(folder, *path.relative_to(folder).parts) if path.is_symlink() else path
 
 
-def regular(path: Path) -> Path:
+def require_regular_file(path: Path) -> Path:
     """`path`, if it is a file with an end: reading a pipe waits for ever.
 
     Raises:
@@ -52,13 +52,13 @@ def regular(path: Path) -> Path:
     return path
 
 
-def readable(name: str, most: int = 255) -> str:
+def printable_name(name: str, most: int = 255) -> str:
     """A file's name as text that UTF-8 has, whatever its bytes are, without its end where it is long."""
     words = name.encode("utf-8", "backslashreplace").decode()
     return words if len(words) <= most else f"{words[:most]}..."
 
 
-def there(path: Path) -> bool:
+def is_accessible_file(path: Path) -> bool:
     """Whether there is such a file, in a place that may be looked at."""
     try:
         return path.is_file()

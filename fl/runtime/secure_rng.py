@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-BLOCK = 2**15
+BLOCK_SIZE = 2**15
 """Normal numbers made at once: what they are made of stays in a processor's caches."""
 TERMS = 4
 """Gaussians in one number, which hide the gaps that floating-point numbers leave in each (Holohan and Braghin, ESORICS
@@ -21,26 +21,26 @@ TERMS = 4
 Words = NDArray[np.uint64]
 
 
-def uniform(count: int) -> NDArray[np.float64]:
+def secure_uniform(count: int) -> NDArray[np.float64]:
     """Numbers in [0, 1) (count,) from the operating system, each of 53 bits; nobody can draw them again."""
     words: Words = np.frombuffer(os.urandom(8 * count), dtype="<u8")
     return (words >> np.uint64(11)) * np.float64(2.0**-53)
 
 
-def normals(key: Sequence[int], count: int) -> NDArray[np.float64]:
+def keyed_normals(key: Sequence[int], count: int) -> NDArray[np.float64]:
     """Standard normal numbers (count,) that follow from a key of non-negative numbers below 2**64.
 
     Every number is the sum of `TERMS`, divided by the root of their count.
     """
     made = np.empty(count)
-    for block, start in enumerate(range(0, count, BLOCK)):
-        part = made[start : start + BLOCK]
-        terms = gaussians(_words(key, block, TERMS * len(part)))
+    for block, start in enumerate(range(0, count, BLOCK_SIZE)):
+        part = made[start : start + BLOCK_SIZE]
+        terms = words_to_normals(_words(key, block, TERMS * len(part)))
         part[:] = terms.reshape(TERMS, -1).sum(0) / TERMS**0.5
     return made
 
 
-def gaussians(words: Words) -> NDArray[np.float64]:
+def words_to_normals(words: Words) -> NDArray[np.float64]:
     """Standard normal numbers by their distribution's inverse: 52 bits of each word say how far out, one the side."""
     below = special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-53)
     return np.where(words & np.uint64(1), -below, below)

@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl.runtime import atomic_files
-from fl.runtime.safe_paths import regular
+from fl.runtime.safe_paths import require_regular_file
 
-FREE = 2**30
+MAX_UNPACKED_BYTES = 2**30
 """Bytes that an archive may unpack to, whatever its size."""
-RATIO = 100
+MAX_EXPANSION = 100
 """How many times its size a larger one may."""
-PIECE = 2**24
+CHUNK_BYTES = 2**24
 """Bytes that are unpacked at a time."""
-FAULTS = (
+READ_ERRORS = (
     OSError, ValueError, LookupError, AttributeError, TypeError, EOFError, RuntimeError, ArithmeticError,
     zipfile.BadZipFile, zlib.error, MemoryError,
 )  # fmt: skip
@@ -45,7 +45,7 @@ class ObjectsError(ValueError):
     """A file holds objects that loading could run."""
 
 
-def arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
+def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
     """The arrays of an `.npz` file.
 
     Args:
@@ -62,14 +62,14 @@ def arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArra
             _check_size(path, archive)
             members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
             wanted = members if names is None else [name for name in members if name in names]
-            return {name: _array(path, archive, members[name]) for name in wanted}
+            return {name: _read_array(path, archive, members[name]) for name in wanted}
     except PermissionError:
         raise
-    except FAULTS as error:
-        raise _damaged(path, "a .npz file of plain arrays", error) from error
+    except READ_ERRORS as error:
+        raise _damaged_error(path, "a .npz file of plain arrays", error) from error
 
 
-def state(path: Path) -> Any:
+def read_state(path: Path) -> Any:
     """What a `.pt` or `.pth` file holds, on the CPU; other objects than tensors and plain data are refused.
 
     Raises:
@@ -83,12 +83,12 @@ def state(path: Path) -> Any:
     if zipped:
         check_zip(path)
     try:
-        atomic_files.step("allocate", path)
+        atomic_files.before_disk_change("allocate", path)
         found = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
-    except FAULTS as error:
-        raise _damaged(path, "a file that torch.save has written", error) from error
+    except READ_ERRORS as error:
+        raise _damaged_error(path, "a file that torch.save has written", error) from error
     except Exception as error:
         if type(error).__name__ == "UnpicklingError":  # torch's word for objects that loading could run
             raise ObjectsError(f"expected tensors alone in {path}, got other objects") from error
@@ -97,7 +97,7 @@ def state(path: Path) -> Any:
     return found
 
 
-def tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of a `.safetensors` file.
 
     Raises:
@@ -109,12 +109,12 @@ def tensors(path: Path) -> dict[str, Tensor]:
 
     check_digest(path)
     try:
-        atomic_files.step("allocate", path)
+        atomic_files.before_disk_change("allocate", path)
         return load_file(path)
     except PermissionError:
         raise
-    except (*FAULTS, SafetensorError) as error:
-        raise _damaged(path, "a .safetensors file", error) from error
+    except (*READ_ERRORS, SafetensorError) as error:
+        raise _damaged_error(path, "a .safetensors file", error) from error
 
 
 def check_digest(path: Path) -> None:
@@ -124,7 +124,7 @@ def check_digest(path: Path) -> None:
         FileNotFoundError: there is no such file.
         DamagedError: they do not fit, or the latter holds no digest.
     """
-    beside = regular(path).with_name(f"{path.name}.sha256")
+    beside = require_regular_file(path).with_name(f"{path.name}.sha256")
     if not beside.is_file():
         return
     said = beside.read_bytes()[:4096].decode("ascii", "replace").split()
@@ -148,22 +148,23 @@ def check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             _check_size(path, archive)
             wrong = archive.testzip()
-    except FAULTS as error:
-        raise _damaged(path, "a zip archive", error) from error
+    except READ_ERRORS as error:
+        raise _damaged_error(path, "a zip archive", error) from error
     if wrong is not None:
         raise DamagedError(f"{path} is damaged: the checksum of {wrong!r} in it does not fit; get it or write it again")
 
 
 def _check_size(path: Path, archive: zipfile.ZipFile) -> None:
     size, whole = path.stat().st_size, sum(info.file_size for info in archive.infolist())
-    if whole > max(FREE, RATIO * size):
+    if whole > max(MAX_UNPACKED_BYTES, MAX_EXPANSION * size):
         raise DamagedError(
             f"{path} unpacks to {whole / 2**30:.1f} GiB, {whole / max(size, 1):.0f} times its size; above "
-            f"{FREE >> 30} GiB at most {RATIO} times are read: save it without compression (numpy.savez)"
+            f"{MAX_UNPACKED_BYTES >> 30} GiB at most {MAX_EXPANSION} times are read: save it without "
+            "compression (numpy.savez)"
         )
 
 
-def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
+def _read_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
     """One array, if its header says what its size says."""
     with archive.open(info) as member:
         version = npy.read_magic(member)
@@ -176,9 +177,9 @@ def _array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArr
             raise ValueError(
                 f"{info.filename!r} has {held} bytes of numbers, its header {shape} of {dtype} says {stated}"
             )
-        atomic_files.step("allocate", path)
+        atomic_files.before_disk_change("allocate", path)
         content = bytearray()
-        while part := member.read(PIECE):  # to the end, where the checksum is compared
+        while part := member.read(CHUNK_BYTES):  # to the end, where the checksum is compared
             content += part
     if len(content) != held:
         raise ValueError(f"{info.filename!r} ends too early")
@@ -193,13 +194,13 @@ def _check_expanded(path: Path, found: Any) -> None:
             _check_expanded(path, value)
     elif isinstance(found, Tensor) and found.layout == torch.strided:
         taken = found.numel() * found.element_size()
-        if taken > max(FREE, found.untyped_storage().nbytes()):
+        if taken > max(MAX_UNPACKED_BYTES, found.untyped_storage().nbytes()):
             raise DamagedError(
                 f"{path} holds a tensor {tuple(found.shape)} that repeats a few numbers over {taken >> 30} GiB"
             )
 
 
-def _damaged(path: Path, wanted: str, error: BaseException) -> DamagedError:
+def _damaged_error(path: Path, wanted: str, error: BaseException) -> DamagedError:
     if isinstance(error, DamagedError):
         return error
     if isinstance(error, MemoryError):

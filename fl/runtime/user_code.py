@@ -15,9 +15,9 @@ from types import ModuleType
 
 import torch
 
-from fl.registry import close
+from fl.registry import closest_name
 
-FAULTS = (
+RUN_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -30,13 +30,13 @@ FAULTS = (
     ValueError,
 )
 """What a method, an attack or the machine may raise in a cell; others (a key pressed, a signal) end the run."""
-IMPORTING = (*FAULTS, NameError, SyntaxError)
+IMPORT_ERRORS = (*RUN_ERRORS, NameError, SyntaxError)
 """What a module may raise while it is imported."""
 OUR_FOLDER = Path(__file__).resolve().parents[2]
 """Where these packages lie."""
 REMOTE_CALL = re.compile(r'File "(.+)", line (\d+)')
 """A call in the traceback of another process, which comes as text."""
-EXPECTED = "expected module:function such as my_model:build"
+TARGET_FORMAT = "expected module:function such as my_model:build"
 
 
 def split_target(target: str) -> tuple[str, str]:
@@ -47,7 +47,7 @@ def split_target(target: str) -> tuple[str, str]:
     """
     module, colon, function = target.partition(":")
     if not colon or not module or not function:
-        raise ValueError(f"{EXPECTED}, got {target!r}")
+        raise ValueError(f"{TARGET_FORMAT}, got {target!r}")
     return module, function
 
 
@@ -66,7 +66,7 @@ def find_callable(target: str, *, seed: int | None = None) -> Callable[..., obje
         module = import_user_module(name)
     found = getattr(module, function, None)
     if not callable(found):
-        likely = close(function, [word for word in vars(module) if callable(getattr(module, word))])
+        likely = closest_name(function, [word for word in vars(module) if callable(getattr(module, word))])
         hint = f"; did you mean {likely!r}?" if likely else ""
         raise ValueError(f"expected a function {function!r} in {name}, found none{hint}")
     return found
@@ -87,8 +87,8 @@ def import_user_module(name: str) -> ModuleType:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
         where = f"{Path.cwd()} or among those installed"
         raise ValueError(f"no module {name!r} in {where}; if its file is elsewhere, give it by --import") from error
-    except IMPORTING as error:
-        raise ValueError(_raised(error, name, name)) from error
+    except IMPORT_ERRORS as error:
+        raise ValueError(_raised_message(error, name, name)) from error
 
 
 def call_user_function(
@@ -106,12 +106,12 @@ def call_user_function(
         ValueError: it raised something; says what and in which line.
     """
     name = split_target(target)[0]
-    given = {key: value for key, value in offers.items() if key in _parameters(function)}
+    given = {key: value for key, value in offers.items() if key in _parameter_names(function)}
     try:
         with global_generator(seed):
             return function(**given)
-    except IMPORTING as error:
-        raise ValueError(_raised(error, name, target, tuple(given), tuple(offers))) from error
+    except IMPORT_ERRORS as error:
+        raise ValueError(_raised_message(error, name, target, tuple(given), tuple(offers))) from error
 
 
 @contextmanager
@@ -167,7 +167,7 @@ def error_line(error: BaseException, name: str) -> int | None:
     return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)
 
 
-def _parameters(function: Callable[..., object]) -> set[str]:
+def _parameter_names(function: Callable[..., object]) -> set[str]:
     """Names of the parameters that can be given by name; none where Python can't tell."""
     try:
         found = inspect.signature(function).parameters
@@ -176,7 +176,9 @@ def _parameters(function: Callable[..., object]) -> set[str]:
     return {name for name, parameter in found.items() if parameter.kind is not inspect.Parameter.POSITIONAL_ONLY}
 
 
-def _raised(error: Exception, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()) -> str:
+def _raised_message(
+    error: Exception, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()
+) -> str:
     """In words, what the user's module `name` raised, and in which line of it."""
     number = error_line(error, name)
     called = f"with {', '.join(given)}" if given else "without arguments"

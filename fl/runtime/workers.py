@@ -17,29 +17,29 @@ from typing import Any
 
 import torch
 
-from fl.runtime.main_guard import CODE, UnguardedError
+from fl.runtime.main_guard import EXIT_CODE, UnguardedError
 
-START = 5.0
+START_SECONDS = 5.0
 """Seconds that processes take to start, about: shorter work is better done without them."""
-REAP = 2.0
+REAP_SECONDS = 2.0
 """Seconds at most until another thread of this process knows with what code a dead process has left."""
-LOST = (
+WORKER_DIED = (
     "a worker process died, for want of memory, or because it can't import what a notebook has defined: use fewer "
     "workers, or one"
 )
 
 
-def threads() -> int:
+def worker_thread_count() -> int:
     """Threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(told) if told.isdecimal() and int(told) else 1
 
 
 @contextmanager
-def alike() -> Iterator[None]:
+def use_worker_threads() -> Iterator[None]:
     """This process with as many threads as a worker, so that it rounds as one."""
     before = torch.get_num_threads()
-    torch.set_num_threads(threads())
+    torch.set_num_threads(worker_thread_count())
     try:
         yield
     finally:
@@ -47,7 +47,7 @@ def alike() -> Iterator[None]:
 
 
 class Workers:
-    """A pool of processes of few threads each (see `threads`); they start when there is work.
+    """A pool of processes of few threads each (see `worker_thread_count`); they start when there is work.
 
     Several threads may use it.
 
@@ -55,7 +55,7 @@ class Workers:
         number: of processes.
         begin: called in each of them first, with `given`.
         given: what it gets. It goes through a pipe that a process which ends while it starts never reads: what is not
-            in tensors has to be small (`fl.runtime.interprocess_packing.flat`).
+            in tensors has to be small (`fl.runtime.interprocess_packing.flatten`).
     """
 
     def __init__(self, number: int, begin: Callable[..., None] | None = None, *given: object) -> None:
@@ -63,7 +63,7 @@ class Workers:
         tf32 = not torch.cuda.is_available() or torch.backends.cudnn.allow_tf32
         self._told, self._end = spawn.Pipe(duplex=False)
         settings = (self._told, tf32, begin, given)
-        self._pool = ProcessPoolExecutor(number, spawn, initializer=_begin, initargs=settings)
+        self._pool = ProcessPoolExecutor(number, spawn, initializer=_initialize_worker, initargs=settings)
         self._tasks, self._children, self._lock = set[Future[Any]](), set[BaseProcess](), threading.Lock()
 
     def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
@@ -76,10 +76,10 @@ class Workers:
         with self._lock:
             before = set(multiprocessing.active_children())
             try:
-                with _deaf():
+                with _block_interrupts():
                     task = self._pool.submit(work, *given)
             except BrokenProcessPool as error:
-                raise self._lost() from error
+                raise self._death_message() from error
             finally:
                 self._children |= set(multiprocessing.active_children()) - before
             self._tasks = {*(left for left in self._tasks if not left.done()), task}
@@ -95,7 +95,7 @@ class Workers:
         try:
             return task.result()
         except BrokenProcessPool as error:
-            raise self._lost() from error
+            raise self._death_message() from error
 
     def close(self) -> None:
         """End the processes: by themselves if they have done all, else whatever they do; none before it has started."""
@@ -104,16 +104,20 @@ class Workers:
         self._pool.shutdown(cancel_futures=True)
         self._end.close()
 
-    def _lost(self) -> Exception:
+    def _death_message(self) -> Exception:
         """What is to be said of a process that has died."""
-        waited = time.monotonic() + REAP
+        waited = time.monotonic() + REAP_SECONDS
         while all(child.exitcode is None for child in self._children) and time.monotonic() < waited:
-            time.sleep(REAP / 100)
-        return UnguardedError() if any(child.exitcode == CODE for child in self._children) else RuntimeError(LOST)
+            time.sleep(REAP_SECONDS / 100)
+        return (
+            UnguardedError()
+            if any(child.exitcode == EXIT_CODE for child in self._children)
+            else RuntimeError(WORKER_DIED)
+        )
 
 
 @contextmanager
-def _deaf() -> Iterator[None]:
+def _block_interrupts() -> Iterator[None]:
     """Processes that start meanwhile hear of no key pressed until they say that they don't mind."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
@@ -123,18 +127,18 @@ def _deaf() -> Iterator[None]:
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
-def _begin(told: Connection, tf32: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+def _initialize_worker(told: Connection, tf32: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what a key pressed at it means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    threading.Thread(target=_until, args=(told,), daemon=True).start()
-    torch.set_num_threads(threads())
+    threading.Thread(target=_exit_with_parent, args=(told,), daemon=True).start()
+    torch.set_num_threads(worker_thread_count())
     if not tf32:  # as in the process that asked
         torch.backends.cudnn.allow_tf32 = False
     if begin is not None:
         begin(*given)
 
 
-def _until(told: Connection) -> None:
+def _exit_with_parent(told: Connection) -> None:
     """Leave when the other end of `told` is closed, by the parent or by its death."""
     wait([told])
     os._exit(1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Model:
+class Predictor:
     """A network to predict with, in evaluation mode.
 
     Attributes:
@@ -49,12 +49,12 @@ class Model:
 
 def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:
     """Share of `data` classified right by the client's network in evaluation mode, in [0, 1]."""
-    answers = Model(client, params, buffers).logits(data.inputs, size)
+    answers = Predictor(client, params, buffers).logits(data.inputs, size)
     right = sum(int((logits.argmax(-1) == y).sum()) for logits, y in zip(answers, data.labels.split(size), strict=True))
     return right / len(data)
 
 
-def predictor(client: Client, state: ClientState, down: Download) -> Model:
+def predictor(client: Client, state: ClientState, down: Download) -> Predictor:
     """A client's personal model, or what it is sent with what it keeps.
 
     Args:
@@ -66,10 +66,10 @@ def predictor(client: Client, state: ClientState, down: Download) -> Model:
     if state.personal:
         params = state.personal["parameters"]
         buffers = {name: dense(value) for name, value in state.personal.get("buffers", {}).items()}
-    return Model(client, client.method.parametrization.lift(params), {**client.task.buffers, **buffers})
+    return Predictor(client, client.method.parametrization.lift(params), {**client.task.buffers, **buffers})
 
 
-def share_right(client: Client, state: ClientState, down: Download, images: Batch) -> float:
+def predictor_accuracy(client: Client, state: ClientState, down: Download, images: Batch) -> float:
     """Share of `images` classified right by `predictor`."""
     model = predictor(client, state, down)
     return accuracy(client, model.params, model.buffers, images)

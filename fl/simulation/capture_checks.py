@@ -15,11 +15,13 @@ from fl.client import Client
 from fl.defense import Defense
 from fl.local import sampling
 from fl.method import Method
-from fl.models.building_blocks.model_checks import MISFITS, check_logits, own_randomness
+from fl.models.building_blocks.model_checks import FORWARD_ERRORS, check_logits, preserve_global_rng
 from fl.seeds import stream
 from fl.view import ThreatModel
 
-TABLE = ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
+TABLE_HINT = (
+    ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
+)
 
 
 def check_settings(method: object, defense: object, threat: object) -> None:
@@ -40,7 +42,7 @@ def check_settings(method: object, defense: object, threat: object) -> None:
             raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap_model(model: nn.Module) -> nn.Module:
     """The network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
     while isinstance(model, nn.Module):
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -82,10 +84,10 @@ def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
         ValueError: says which shape, and what the network says or returns.
     """
     probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), own_randomness(images.device):
+    with torch.no_grad(), preserve_global_rng(images.device):
         try:
             logits = probe(images)
-        except MISFITS as error:
+        except FORWARD_ERRORS as error:
             raise ValueError(
                 f"expected an input_shape (C, H, W) that the model takes, got {tuple(images.shape[1:])}: on "
                 f"{len(images)} image(s) of it the model says: {error}"
@@ -95,37 +97,37 @@ def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
         raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
 
 
-def in_a_layout_for(model: nn.Module, inputs: Tensor) -> Tensor:
+def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:
     """The images as they lie, or row by row where a network that flattens by `view` takes them only so."""
     probe, rows = copy.deepcopy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     rows.copy_(inputs)
     if rows.stride() == inputs.stride():
         return inputs
-    with torch.no_grad(), own_randomness(inputs.device):
+    with torch.no_grad(), preserve_global_rng(inputs.device):
         for images in (inputs, rows):
-            with suppress(*MISFITS):
+            with suppress(*FORWARD_ERRORS):
                 probe(images[:1].clone())
                 return images
     return inputs
 
 
-def keep_inputs(model: nn.Module, inputs: Tensor) -> None:
+def protect_inputs(model: nn.Module, inputs: Tensor) -> None:
     """Let a network that writes into what it is given, as told by running copies on `inputs`, work on copies."""
     given = inputs.detach().clone()
     before = given._version
-    with torch.no_grad(), own_randomness(given.device):
+    with torch.no_grad(), preserve_global_rng(given.device):
         for training in (False, True):
-            with suppress(*MISFITS):  # why it does not run is said where it has to
+            with suppress(*FORWARD_ERRORS):  # why it does not run is said where it has to
                 copy.deepcopy(model).train(training)(given)
     if given._version != before:
-        model.register_forward_pre_hook(_copied)
+        model.register_forward_pre_hook(_copy_inputs)
 
 
-def _copied(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
+def _copy_inputs(module: nn.Module, args: tuple[object, ...]) -> tuple[object, ...]:
     return tuple(arg.clone() if isinstance(arg, Tensor) else arg for arg in args)
 
 
-def check_alone(defense: Defense | None) -> None:
+def refuse_secure_aggregation(defense: Defense | None) -> None:
     """Refuse secure aggregation, which there is none of with one client.
 
     Raises:
@@ -150,7 +152,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     Raises:
         ValueError: it does not run, or it draws random numbers, which no one could replay.
     """
-    order = sampling.plan(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
+    order = sampling.plan_batches(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
     sizes = {len(index) for steps in order for step in steps for index in step} - {0}
     batch = inputs[: min(sizes, default=len(inputs))].detach()
     training = client.method.train_mode
@@ -158,7 +160,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
     if not default:
         remedy = "set train_mode=False in the method"
-    with torch.no_grad(), own_randomness(batch.device):
+    with torch.no_grad(), preserve_global_rng(batch.device):
         before = _global_state(batch.device)
         try:
             first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
@@ -188,11 +190,12 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
     """
     for what, values in (("inputs", inputs), ("labels", labels)):
         if not isinstance(values, Tensor):
-            raise ValueError(f"expected {what} as a tensor, got {no_tensor(values)}")
+            raise ValueError(f"expected {what} as a tensor, got {tensor_conversion_hint(values)}")
     if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
         rows = inputs.ndim == 2 and inputs.is_floating_point() and len(inputs)
         raise ValueError(
-            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}{TABLE * bool(rows)}"
+            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}"
+            f"{TABLE_HINT * bool(rows)}"
         )
     if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
         raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
@@ -204,7 +207,7 @@ def check_images(inputs: Tensor, labels: Tensor) -> None:
         )
 
 
-def untied(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def untie_parameters(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the first name of each parameter, where a state dictionary has tied ones by each of their names.
 
     Raises:
@@ -221,7 +224,7 @@ def untied(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def no_tensor(value: object) -> str:
+def tensor_conversion_hint(value: object) -> str:
     """What stands in a tensor's place, and how it becomes one."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
     return type(value).__name__ + hint

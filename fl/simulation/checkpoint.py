@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fl.runtime import tensor_archives
-from fl.runtime.atomic_files import make, replacing
+from fl.runtime.atomic_files import atomic_write, make_folder
 from fl.simulation.client_round import ClientState
 from fl.simulation.federation_state import FederationState
 from fl.tensors import Payloads, Tensors, dense
@@ -29,10 +29,10 @@ def save(path: Path, run: FederationState) -> None:
     """Write server and clients to `path` (.npz): to a temporary file first, which then takes its place."""
     arrays: dict[str, Any] = {_ROUND: np.array(run.server.round), _SEED: np.array(run.seed)}
     arrays[_PAYLOADS] = np.array(json.dumps(_payloads(run)))  # some may be empty
-    arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named(run)}
+    arrays |= {name: dense(value).detach().cpu().numpy() for name, value in _named_tensors(run)}
     arrays[_DIGEST] = np.array(_digest(arrays))
-    make(path.parent)
-    with replacing(path) as file:
+    make_folder(path.parent)
+    with atomic_write(path) as file:
         np.savez(file, **arrays)
 
 
@@ -43,18 +43,18 @@ def load(path: Path, run: FederationState) -> None:
         FileNotFoundError: there is no such file.
         ValueError: the file is damaged, or of a federation with another seed, model or clients; `run` stays as it is.
     """
-    arrays = _arrays(path)
+    arrays = _read_arrays(path)
     number, seed = int(arrays.pop(_ROUND)), int(arrays.pop(_SEED))
     payloads = json.loads(str(arrays.pop(_PAYLOADS, "[]")))
     if seed != run.seed:
         raise ValueError(f"expected a checkpoint of seed {run.seed}, got one of seed {seed}: {path}")
     _check(path, arrays, run)
-    like = {name: dense(value) for name, value in _named(run)}
+    like = {name: dense(value) for name, value in _named_tensors(run)}
 
     def tensor(name: str) -> Tensor:
         return torch.from_numpy(arrays[name]).to(like[name] if name in like else next(iter(like.values())).device)
 
-    parts = _parts({name: tensor(name) for name in arrays}, payloads)
+    parts = _nest({name: tensor(name) for name in arrays}, payloads)
     server = parts.get("server", {})
     run.server = replace(
         run.server,
@@ -64,7 +64,7 @@ def load(path: Path, run: FederationState) -> None:
         round=number,
     )
     clients = parts.get("clients", {})
-    run.clients = [_client(clients.get(str(i), {}), state) for i, state in enumerate(run.clients)]
+    run.clients = [_read_client(clients.get(str(i), {}), state) for i, state in enumerate(run.clients)]
 
 
 def check(path: Path) -> None:
@@ -74,13 +74,13 @@ def check(path: Path) -> None:
         FileNotFoundError: there is no such file.
         ValueError: it is damaged.
     """
-    _arrays(path)
+    _read_arrays(path)
 
 
-def _arrays(path: Path) -> dict[str, Any]:
+def _read_arrays(path: Path) -> dict[str, Any]:
     """What a checkpoint holds, if it is whole."""
     try:
-        arrays: dict[str, Any] = tensor_archives.arrays(path)
+        arrays: dict[str, Any] = tensor_archives.read_arrays(path)
     except FileNotFoundError:
         raise
     except (OSError, ValueError) as error:
@@ -91,7 +91,7 @@ def _arrays(path: Path) -> dict[str, Any]:
     return arrays
 
 
-def _client(parts: Mapping[str, Any], like: ClientState) -> ClientState:
+def _read_client(parts: Mapping[str, Any], like: ClientState) -> ClientState:
     return ClientState(
         private=_in_order(parts.get("private", {}), like.private),
         memory=parts.get("memory", {}),
@@ -104,22 +104,22 @@ def _in_order(values: Mapping[str, Any], like: Mapping[str, Any]) -> Any:
     return {name: values[name] for name in like}
 
 
-def _named(run: FederationState) -> Iterator[tuple[str, Any]]:
+def _named_tensors(run: FederationState) -> Iterator[tuple[str, Any]]:
     """Every tensor of server and clients, under a path of names."""
-    yield from _flat("server/shared", run.server.shared)
-    yield from _flat("server/buffers", run.server.buffers)
-    yield from _flat("server/own", run.server.own)
+    yield from _flatten("server/shared", run.server.shared)
+    yield from _flatten("server/buffers", run.server.buffers)
+    yield from _flatten("server/own", run.server.own)
     for i, state in enumerate(run.clients):
-        yield from _flat(f"clients/{i}/private", state.private)
-        yield from _flat(f"clients/{i}/memory", state.memory)
-        yield from _flat(f"clients/{i}/buffers", state.buffers)
-        yield from _flat(f"clients/{i}/personal", state.personal)
+        yield from _flatten(f"clients/{i}/private", state.private)
+        yield from _flatten(f"clients/{i}/memory", state.memory)
+        yield from _flatten(f"clients/{i}/buffers", state.buffers)
+        yield from _flatten(f"clients/{i}/personal", state.personal)
 
 
-def _flat(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
+def _flatten(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(f"{prefix}/{name}", value)
+            yield from _flatten(f"{prefix}/{name}", value)
         else:
             yield f"{prefix}/{name}", value
 
@@ -130,7 +130,7 @@ def _payloads(run: FederationState) -> list[str]:
     return own + [f"clients/{i}/memory/{name}" for i, state in enumerate(run.clients) for name in state.memory]
 
 
-def _parts(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any]:
+def _nest(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any]:
     """Nested names again; parameter names hold dots, never slashes."""
     result: dict[str, Any] = {}
     for path in payloads:
@@ -148,7 +148,7 @@ def _parts(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any
 
 def _check(path: Path, arrays: Mapping[str, Any], run: FederationState) -> None:
     """Parameters and buffers must be those of this federation; what server and clients remember may have grown."""
-    mine = {name: dense(value).cpu().numpy() for name, value in _named(run)}
+    mine = {name: dense(value).cpu().numpy() for name, value in _named_tensors(run)}
     expected, found = (
         {n: f"{v.dtype} {v.shape}" for n, v in every.items() if "/memory/" not in n and "/own/" not in n}
         for every in (mine, arrays)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fl.client import Client, LocalInput, LocalResult, LocalTraining, gather, local_update
+from fl.client import Client, LocalInput, LocalResult, LocalTraining, gather_batches, local_update
 from fl.defense import UnknownDefense, overrides
-from fl.gradient import DRAWN
+from fl.gradient import DEFENSE_DRAWS
 from fl.local import sampling
 from fl.method import Download
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import check_form
-from fl.tensors import Payloads, Tensors, dense, detached, flatten
+from fl.tensors import Payloads, Tensors, dense, detached_copies, flatten
 from fl.types import Batch, Draws, Order, Phase, Scope, Task, Trace, Truth, Upload, frozen
 from fl.view import ServerView, ThreatModel
 
@@ -41,13 +41,13 @@ class ClientState:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     personal: Payloads = field(default_factory=dict)
 
-    def settled(self) -> ClientState:
+    def to_contiguous(self) -> ClientState:
         """The same with contiguous tensors (see `settled`)."""
-        memory, personal = ({k: settled(v) for k, v in part.items()} for part in (self.memory, self.personal))
-        return replace(self, private=settled(self.private), memory=memory, personal=personal)
+        memory, personal = ({k: to_contiguous(v) for k, v in part.items()} for part in (self.memory, self.personal))
+        return replace(self, private=to_contiguous(self.private), memory=memory, personal=personal)
 
 
-def settled(values: Tensors) -> Tensors:
+def to_contiguous(values: Tensors) -> Tensors:
     """Contiguous tensors: layout steers rounding, and a state read back from a file has that of none but these."""
     return {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()}
 
@@ -152,7 +152,7 @@ def prepare(
         phases: of the training; None takes those of the method in this round.
     """
     phases = client.method.phases(client.task, key.round) if phases is None else phases
-    order = sampling.plan(phases, len(data), key.stream("order"))
+    order = sampling.plan_batches(phases, len(data), key.stream("order"))
     return PreparedRound(
         client=client,
         state=state,
@@ -174,7 +174,7 @@ def train(start: PreparedRound) -> Round:
         result = local_update(
             start.client,
             local_input(start.client, start.state, start.download, start.key.round),
-            gather(trace.inputs, trace.labels, trace.order),
+            gather_batches(trace.inputs, trace.labels, trace.order),
             training,
         )
     return finish(start, result)
@@ -196,10 +196,12 @@ def finish(start: PreparedRound, result: LocalResult) -> Round:
         buffers={name: buffers[name] - result.buffers[name] for name in sorted(shared)},
     )
     own = {k: v for k, v in result.buffers.items() if k not in shared}
-    return Round(upload, ClientState(result.private, result.memory, own, _beside(start)), start.trace, result)
+    return Round(
+        upload, ClientState(result.private, result.memory, own, _train_personal_model(start)), start.trace, result
+    )
 
 
-def _beside(start: PreparedRound) -> Payloads:
+def _train_personal_model(start: PreparedRound) -> Payloads:
     """The client's personal model after the round, trained on the batches of the other; empty without one."""
     method, before = start.client.method.personal_method(), start.state.personal
     if method is None or not before:
@@ -215,7 +217,7 @@ def _beside(start: PreparedRound) -> Payloads:
                 received={"sent": start.download.shared},
                 round=start.key.round,
             ),
-            gather(start.trace.inputs, start.trace.labels, start.trace.order),
+            gather_batches(start.trace.inputs, start.trace.labels, start.trace.order),
             LocalTraining(draws=start.trace.draws, track_statistics=True),
         )
     return {"parameters": {name: dense(value) for name, value in result.private.items()}, "buffers": {**result.buffers}}
@@ -289,7 +291,7 @@ def observe(
     truth = _truth(start, done.trace, threat)
     view = replace(
         _view(start, done, threat, truth),
-        private_init=detached(private_init) if private_init and threat.knows_private_init else None,
+        private_init=detached_copies(private_init) if private_init and threat.knows_private_init else None,
         history=history[-threat.history_rounds :] if threat.history_rounds else (),
     )
     return view, truth, done
@@ -302,11 +304,11 @@ def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
         hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
     if threat.knows_defense and not threat.knows_randomness:
-        hidden.update(_drawn(trace.draws))
+        hidden.update(_defense_draws(trace.draws))
     return Truth(
         trace=trace,
         private=hidden,
-        extractor=_generated(client, {**start.download.shared, **state.private}),
+        extractor=_generated_weights(client, {**start.download.shared, **state.private}),
     )
 
 
@@ -316,12 +318,12 @@ def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) 
     return ServerView(
         method=start.client.method,
         defense=start.client.defense,
-        task=public(start.client),
+        task=public_task(start.client),
         threat=threat,
         shared=download.shared,
-        update=detached({**upload.update, **flatten(upload.extra)}),
+        update=detached_copies({**upload.update, **flatten(upload.extra)}),
         private={name: value.shape for name, value in truth.private.items()},
-        schedule=sampling.schedule(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
+        schedule=sampling.batch_sizes(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
         batch_size=len(trace.inputs) if threat.knows_batch_size else None,
         labels=trace.labels.clone() if threat.knows_labels else None,
         buffers=download.buffers,
@@ -333,7 +335,7 @@ def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) 
     )
 
 
-def public(client: Client) -> Task:
+def public_task(client: Client) -> Task:
     """The client's task without what it keeps to itself: private initial weights and buffers are zero."""
     model = copy.deepcopy(client.base.model)
     known = frozen(model)
@@ -344,7 +346,7 @@ def public(client: Client) -> Task:
     return replace(client.base, model=model)
 
 
-def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
+def _generated_weights(client: Client, params: Tensors) -> dict[str, Tensor]:
     made = getattr(client.method.parametrization, "generates", None)
     if made is None:
         return {}
@@ -353,10 +355,15 @@ def _generated(client: Client, params: Tensors) -> dict[str, Tensor]:
     return {name: weights[name] for name in made(client.task)}
 
 
-def _drawn(draws: Draws) -> dict[str, Tensor]:
+def _defense_draws(draws: Draws) -> dict[str, Tensor]:
     """What the defense drew, step by step, as private tensors of the client."""
     steps = {f"draws/{p}/{s}": drawn for p, steps in enumerate(draws) for s, drawn in enumerate(steps)}
-    return {f"{step}/{name}": x for step, drawn in steps.items() for name, x in drawn.items() if name.startswith(DRAWN)}
+    return {
+        f"{step}/{name}": x
+        for step, drawn in steps.items()
+        for name, x in drawn.items()
+        if name.startswith(DEFENSE_DRAWS)
+    }
 
 
 def _clone_order(order: Order) -> Order:

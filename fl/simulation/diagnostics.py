@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from fl.models.hypernetworks import filter_hypernetwork, hypernetwork, server_hypernetwork
-from fl.simulation.accuracy import Model
+from fl.simulation.accuracy import Predictor
 from fl.simulation.federation_state import FederationState
 from fl.simulation.scores import all_images
 from fl.tensors import dense
 from fl.types import Batch
 
-BINS = 10
+N_BINS = 10
 """Of equal width, over [0, 1], in which `confidence_histogram` counts."""
 _EMBEDDED = {
     hypernetwork.EMBEDDING,
@@ -32,7 +32,7 @@ class TrainingDiagnostics:
     """A federation's models at one time, to see how far they move.
 
     Attributes:
-        weights: `generated` of every participant; empty where nobody asks for movement.
+        weights: `generated_weights` of every participant; empty where nobody asks for movement.
     """
 
     weights: list[dict[str, Tensor]] = field(default_factory=list)
@@ -46,7 +46,7 @@ class TrainingDiagnostics:
         """What the protocol asks for of the federation as it stands, as plain data; None stands for no number.
 
         All is of the model by which a client predicts after the server's step (`FederationState.model`), over
-        participants in order, and of weights as in `generated`.
+        participants in order, and of weights as in `generated_weights`.
 
         Returns:
             "losses": cross entropy (nats, from 0) on each client's training images as they are, mean over images;
@@ -60,27 +60,32 @@ class TrainingDiagnostics:
         asked, found = set(run.protocol.diagnostics), dict[str, Any]()
         if "loss" in asked:
             losses = [loss(run.model(number), run.data[number].train) for number in run.participants]
-            found |= {"loss": _plain(sum(losses) / len(losses)), "losses": [_plain(value) for value in losses]}
+            found |= {
+                "loss": _to_plain_number(sum(losses) / len(losses)),
+                "losses": [_to_plain_number(value) for value in losses],
+            }
         if asked & {"movement", "similarity", "divergence"}:
             now = _weights(run)
             if self.weights:
-                found["movement"] = [_plain(distance(*pair)) for pair in zip(self.weights, now, strict=True)]
+                found["movement"] = [_to_plain_number(distance(*pair)) for pair in zip(self.weights, now, strict=True)]
             if "similarity" in asked:
-                found["similarity"] = [[_plain(value) for value in row] for row in similarity(now).tolist()]
+                found["similarity"] = [[_to_plain_number(value) for value in row] for row in similarity(now).tolist()]
             if "divergence" in asked:
-                found["divergence"] = {name: _plain(value) for name, value in divergence(now).items()}
+                found["divergence"] = {name: _to_plain_number(value) for name, value in divergence(now).items()}
         if "embeddings" in asked:
             known = [value for number in run.participants if (value := embedding(run, number)) is not None]
             if known:
-                found["embeddings"] = [[_plain(x) for x in value.tolist()] for value in known]
+                found["embeddings"] = [[_to_plain_number(x) for x in value.tolist()] for value in known]
         if "confidence" in asked:
             found["confidence"] = confidence_histogram(run)
         if run.server_metrics is not None:
-            found["server"] = {name: [_plain(value) for value in own] for name, own in run.server_metrics.items()}
+            found["server"] = {
+                name: [_to_plain_number(value) for value in own] for name, own in run.server_metrics.items()
+            }
         return found
 
 
-def loss(model: Model, data: Batch) -> float:
+def loss(model: Predictor, data: Batch) -> float:
     """Cross entropy in nats, mean over images; penalties that a method adds are not in it (HyperFL, Figure 4a)."""
     total, size = 0.0, 256
     for logits, labels in zip(model.logits(data.inputs, size), data.labels.split(size), strict=True):
@@ -88,7 +93,7 @@ def loss(model: Model, data: Batch) -> float:
     return total / len(data)
 
 
-def generated(model: Model) -> dict[str, Tensor]:
+def generated_weights(model: Predictor) -> dict[str, Tensor]:
     """The weights of a client's network that its own hypernetwork makes, or, without one, all that move in training."""
     made = getattr(model.client.method.parametrization, "generates", None)
     weights = model.weights()
@@ -148,7 +153,7 @@ def confidence_histogram(run: FederationState) -> dict[str, dict[str, list[int]]
 
     Returns:
         "own": of participants on their test images, "unseen": of clients that never take part on all of theirs, each
-        with the number of images in `BINS` classes of probability under "right" and "wrong"; outputs that are no
+        with the number of images in `N_BINS` classes of probability under "right" and "wrong"; outputs that are no
         numbers count as not sure at all.
     """
     found = {"own": _counts((run.model(number), run.data[number].test) for number in run.participants)}
@@ -159,19 +164,19 @@ def confidence_histogram(run: FederationState) -> dict[str, dict[str, list[int]]
     return found
 
 
-def _counts(models: Iterable[tuple[Model, Batch]]) -> dict[str, list[int]]:
-    counts, size = torch.zeros(2, BINS, dtype=torch.int64), 256
+def _counts(models: Iterable[tuple[Predictor, Batch]]) -> dict[str, list[int]]:
+    counts, size = torch.zeros(2, N_BINS, dtype=torch.int64), 256
     for model, data in models:
         for logits, labels in zip(model.logits(data.inputs, size), data.labels.split(size), strict=True):
             sure, chosen = logits.softmax(-1).max(-1)
-            place = (sure.nan_to_num() * BINS).long().clamp(max=BINS - 1) + BINS * (chosen != labels)
-            counts += place.cpu().bincount(minlength=2 * BINS).view(2, BINS)
+            place = (sure.nan_to_num() * N_BINS).long().clamp(max=N_BINS - 1) + N_BINS * (chosen != labels)
+            counts += place.cpu().bincount(minlength=2 * N_BINS).view(2, N_BINS)
     return {"right": counts[0].tolist(), "wrong": counts[1].tolist()}
 
 
 def _weights(run: FederationState) -> list[dict[str, Tensor]]:
-    return [generated(run.model(number)) for number in run.participants]
+    return [generated_weights(run.model(number)) for number in run.participants]
 
 
-def _plain(value: float) -> float | None:
+def _to_plain_number(value: float) -> float | None:
     return value if isfinite(value) else None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fl.aggregated_view import Division
+from fl.aggregated_view import AggregationGroups
 from fl.client import Client
 from fl.method import Download, ServerState
-from fl.seeds import derive, stream
-from fl.simulation.accuracy import Model, adapt, predictor, share_right
+from fl.seeds import derive_seed, stream
+from fl.simulation.accuracy import Predictor, adapt, predictor, predictor_accuracy
 from fl.simulation.client_round import ClientState, PreparedRound, Round, RoundKey, prepare, train
 from fl.simulation.protocol import Protocol, n_participants
 from fl.tensors import Payloads, Tensors
@@ -118,7 +118,7 @@ class FederationState:
             self.clients[: len(every)] = every
         self.server = method.init_server(params, task, len(self.participants), stream(self.seed, "server"))
 
-    def sampled(self, round: int) -> list[int]:
+    def sampled_clients(self, round: int) -> list[int]:
         """The clients of a round, in order."""
         every = len(self.participants)
         chosen = torch.randperm(every, generator=stream(self.seed, "clients", round))[
@@ -133,7 +133,7 @@ class FederationState:
             ValueError: a round has fewer clients than the group, or the client never takes part.
         """
         every = len(self.participants)
-        return Division(size=size, participants=every, asked=n_sampled(self.client_fraction, every)).of(number)
+        return AggregationGroups(size=size, participants=every, asked=n_sampled(self.client_fraction, every)).of(number)
 
     def download(self, number: int) -> Download:
         """What client `number` receives now."""
@@ -176,7 +176,7 @@ class FederationState:
         """One client's round by the local rule itself, without any effect on the federation."""
         return train(self.start(number))
 
-    def model(self, number: int, *, adapted: bool = True) -> Model:
+    def model(self, number: int, *, adapted: bool = True) -> Predictor:
         """The model by which client `number` predicts now: of what the server sends and of what the client keeps.
 
         Args:
@@ -184,7 +184,7 @@ class FederationState:
             adapted: after the method's own adaptation to the client's training images, where it has one.
         """
         state, down = self.clients[number], self.prediction_download(number)
-        return predictor(self.client, *(self._adapted(number, self.client, state, down) if adapted else (state, down)))
+        return predictor(self.client, *(self._adapt(number, self.client, state, down) if adapted else (state, down)))
 
     def score(self, number: int, images: Batch | None = None, *, adapted: bool = True) -> float:
         """Accuracy of what client `number` would get now, with its own private tensors, on its test images or others.
@@ -197,7 +197,7 @@ class FederationState:
         images = self.data[number].test if images is None else images
         return self._score(self.client, number, images, self.clients[number], self.prediction_download(number), adapted)
 
-    def scored(self, done: Round, client: Client | None = None) -> Round:
+    def with_accuracy(self, done: Round, client: Client | None = None) -> Round:
         """A client's round with the accuracy of the model it ended with, by its own local rule or another."""
         number = done.upload.client
         shared = {name: value for name, value in done.result.buffers.items() if name not in done.state.buffers}
@@ -209,9 +209,9 @@ class FederationState:
         self, client: Client, number: int, images: Batch, state: ClientState, down: Download, adapted: bool = True
     ) -> float:
         if adapted:
-            state, down = self._adapted(number, client, state, down)
-        return share_right(client, state, down, images)
+            state, down = self._adapt(number, client, state, down)
+        return predictor_accuracy(client, state, down, images)
 
-    def _adapted(self, number: int, client: Client, state: ClientState, down: Download) -> tuple[ClientState, Download]:
-        own, key = self.data[number], self.round_key(number, derive(self.seed, "adapting"))
+    def _adapt(self, number: int, client: Client, state: ClientState, down: Download) -> tuple[ClientState, Download]:
+        own, key = self.data[number], self.round_key(number, derive_seed(self.seed, "adapting"))
         return adapt(client, state, down, own.train, augment=own.augment, key=key)

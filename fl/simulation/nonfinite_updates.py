@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from fl.tensors import LowRank, Value
 from fl.types import Upload
 
-MOST_WEIGHT = 1e18
+MAX_WEIGHT = 1e18
 """What a client counts in the mean at most: the weights' sum stays a number."""
-ROOM_TO_ADD = 2.0**-16
+MAX_MAGNITUDE_SHARE = 2.0**-16
 """Share of the largest number of its type that a number sent can be: sums over tens of thousands of clients hold."""
 
 
@@ -34,7 +34,7 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
     """
     known = {} if known is None else known
     for upload in uploads:
-        for name, part, common in _named(upload):
+        for name, part, common in _named_tensors(upload):
             if id(part) in known:
                 continue
             if _is_finite(part):
@@ -62,15 +62,15 @@ def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapp
         ValueError: a weight that is no number from 0; a tensor that is missing, that nobody asked for, or that has
             another form than what the server sent. Says whose and which.
     """
-    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= weight <= MOST_WEIGHT:
+    if isinstance(weight, bool) or not isinstance(weight, Real) or not 0 <= weight <= MAX_WEIGHT:
         raise ValueError(
-            f"client {number}: expected a weight in the mean from 0 to {MOST_WEIGHT:g}, got {weight!r}: see the "
+            f"client {number}: expected a weight in the mean from 0 to {MAX_WEIGHT:g}, got {weight!r}: see the "
             "method's `weight`"
         )
     for name, tensor in like.items():
         if name not in sent:
             raise ValueError(f"client {number}: {name!r} is missing in what it sends: send every tensor it received")
-        if reason := _other_form(sent[name], tensor):
+        if reason := _shape_mismatch(sent[name], tensor):
             raise ValueError(f"client {number}: expected {name!r} {reason} in what it sends")
     if more := [name for name in sent if name not in like]:
         raise ValueError(
@@ -79,7 +79,7 @@ def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapp
         )
 
 
-def _other_form(value: object, like: Value) -> str:
+def _shape_mismatch(value: object, like: Value) -> str:
     """What form `value` should have, and what it has; empty where it is that of `like`."""
     if not isinstance(value, LowRank) and not isinstance(value, Tensor):
         return f"as a tensor, got {type(value).__name__}"
@@ -93,12 +93,12 @@ def _other_form(value: object, like: Value) -> str:
     return ""
 
 
-def finite(values: Mapping[str, Value]) -> bool:
+def all_finite(values: Mapping[str, Value]) -> bool:
     """Whether no number is NaN or infinite, factors and bases of structured values among them."""
     return all(_is_finite(part) for part in pytree.tree_leaves(dict(values)) if isinstance(part, Tensor))
 
 
-def unfit(value: object) -> str:
+def form_mismatch(value: object) -> str:
     """In what form `value` should be to be computed with, and in what it is; empty where nothing is wrong with it."""
     if isinstance(value, LowRank):
         return ""
@@ -120,7 +120,7 @@ def _check_size(client: int, round: int, name: str, part: Tensor) -> None:
     """Refuse numbers of which a few added up are none any more."""
     if not part.numel() or not part.is_floating_point():
         return
-    most = torch.finfo(part.dtype).max * ROOM_TO_ADD
+    most = torch.finfo(part.dtype).max * MAX_MAGNITUDE_SHARE
     largest = max(abs(float(extreme)) for extreme in part.aminmax())
     if largest > most:
         raise ValueError(
@@ -130,7 +130,7 @@ def _check_size(client: int, round: int, name: str, part: Tensor) -> None:
         )
 
 
-def _named(upload: Upload) -> Iterator[tuple[str, Tensor, bool]]:
+def _named_tensors(upload: Upload) -> Iterator[tuple[str, Tensor, bool]]:
     """All tensors sent, of a structured one its factors, without making it dense; and which are bases."""
     sets: list[Mapping[str, Value]] = [upload.update, *upload.extra.values(), upload.buffers]
     for name, value in (item for values in sets for item in values.items()):

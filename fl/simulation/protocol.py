@@ -7,7 +7,7 @@ from typing import Literal
 
 from fl.types import Batch
 
-FURTHER = ("tuned", "unseen", "unseen_tuned", "global")
+OPTIONAL_SCORES = ("tuned", "unseen", "unseen_tuned", "global")
 """Names of the scores that a protocol may ask for."""
 
 Diagnostic = Literal["loss", "movement", "similarity", "divergence", "embeddings", "confidence", "server"]

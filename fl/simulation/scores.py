@@ -9,7 +9,7 @@ import torch
 
 from fl.client import Client
 from fl.defense import UnknownDefense
-from fl.seeds import derive
+from fl.seeds import derive_seed
 from fl.simulation.client_round import train
 from fl.simulation.federation_state import FederationState
 from fl.types import Batch
@@ -47,10 +47,10 @@ def accuracy_tuned(run: FederationState, number: int) -> float:
     method = run.client.method.fine_tuning_method()
     client = Client(run.client.base, method, UnknownDefense(wrapped=run.client.defense))
     phases = method.fine_tuning_phases(client.task, run.protocol.fine_tune_epochs)
-    start = run.start(number, client=client, seed=derive(run.seed, "tuning"), phases=phases)
+    start = run.start(number, client=client, seed=derive_seed(run.seed, "tuning"), phases=phases)
     key = replace(start.key, round=max(start.key.round, method.first_round))  # a loss may be another before
     start = replace(start, key=key)
-    return run.scored(train(start), client).accuracy or 0.0
+    return run.with_accuracy(train(start), client).accuracy or 0.0
 
 
 def _accuracy_held_out(run: FederationState, number: int) -> float:

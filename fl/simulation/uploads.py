@@ -9,16 +9,16 @@ from fl.method import Method, mean
 from fl.tensors import LowRank, Value, dense
 from fl.types import Upload
 
-ROOM = 2**27
+MAX_SEPARATE_BYTES = 2**27
 """Bytes of uploads kept apart: those of 5 clients of HyperFL at its published settings, or of 300 of its networks."""
 
 
 class Uploads:
     """The uploads of a round.
 
-    Where the server's rule is the weighted mean, uploads of more than `ROOM` bytes are joined into one that stands for
-    all of them: their mean, with their weights' sum. A round of any length then needs the memory of a few clients;
-    one of fewer bytes is untouched, to the bit.
+    Where the server's rule is the weighted mean, uploads of more than `MAX_SEPARATE_BYTES` bytes are joined into one
+    that stands for all of them: their mean, with their weights' sum. A round of any length then needs the memory of a
+    few clients; one of fewer bytes is untouched, to the bit.
 
     Args:
         method: of the federation.
@@ -32,20 +32,20 @@ class Uploads:
     def add(self, upload: Upload) -> None:
         """Take in what one more client sent."""
         self.kept.append(upload)
-        self.bytes += _bytes(upload)
-        if self.joins and self.bytes > ROOM and len(self.kept) > 1:
-            self.kept = [joined(self.kept)]
-            self.bytes = _bytes(self.kept[0])
+        self.bytes += _memory_bytes(upload)
+        if self.joins and self.bytes > MAX_SEPARATE_BYTES and len(self.kept) > 1:
+            self.kept = [merge_uploads(self.kept)]
+            self.bytes = _memory_bytes(self.kept[0])
 
 
-def joined(uploads: list[Upload]) -> Upload:
+def merge_uploads(uploads: list[Upload]) -> Upload:
     """One upload with the mean and the weight of all; further payloads are left out, as the mean's rule does.
 
     Args:
         uploads: at least one.
     """
     first = uploads[0]
-    update = {n: _small(mean(uploads, lambda upload, n=n: upload.update[n])) for n in first.update}  # type: ignore[misc]
+    update = {n: _smaller_form(mean(uploads, lambda upload, n=n: upload.update[n])) for n in first.update}  # type: ignore[misc]
     buffers = {
         n: dense(mean(uploads, lambda upload, n=n: upload.buffers[n]))  # type: ignore[misc]
         for n, value in first.buffers.items()
@@ -54,7 +54,7 @@ def joined(uploads: list[Upload]) -> Upload:
     return Upload(first.client, sum(upload.weight for upload in uploads), update, buffers=buffers)
 
 
-def _small(value: Value) -> Value:
+def _smaller_form(value: Value) -> Value:
     """Dense, where a structured matrix's factors have more numbers than the matrix itself."""
     if not isinstance(value, LowRank):
         return value
@@ -62,7 +62,7 @@ def _small(value: Value) -> Value:
     return dense(value) if rank * sum(value.size) > value.numel() else value
 
 
-def _bytes(upload: Upload) -> int:
+def _memory_bytes(upload: Upload) -> int:
     """What an upload keeps in memory; of structured updates their factors, as bases are the server's own."""
     total = 0
     for value in [*upload.update.values(), *upload.buffers.values()]:

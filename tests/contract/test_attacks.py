@@ -24,7 +24,7 @@ from fl.client import Client
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
 from fl.simulation.client_round import Round, RoundKey, observe, prepare
-from fl.tensors import Tensors, dense, scaled
+from fl.tensors import Tensors, dense, scale_tensors
 from fl.types import Truth
 from fl.view import ServerView
 
@@ -105,7 +105,7 @@ def test_the_same_seed_gives_the_same_result(row: str, name: str) -> None:
 @SOME
 def test_the_unit_of_the_update_changes_no_bit(row: str, name: str) -> None:
     quiet, loud = victim(row)[0], victim(row, Loud())[0]
-    assert_same(loud.update, scaled(quiet.update, 1024.0))
+    assert_same(loud.update, scale_tensors(quiet.update, 1024.0))
     assert_equal(ATTACKS[name](loud, seed=3), plain(row, name))
 
 

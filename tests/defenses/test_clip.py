@@ -16,7 +16,7 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, combine, dense, norm, scaled
+from fl.tensors import LowRank, Tensors, add_scaled, dense, norm, scale_tensors
 from fl.view import ThreatModel
 
 UPDATE: Tensors = {
@@ -30,7 +30,7 @@ UPDATE: Tensors = {
 def test_the_whole_update_is_shortened_in_its_own_direction() -> None:
     sent = Clip(max_norm=0.5).transform_update(UPDATE, stream(0))
     assert float(norm(sent)) == pytest.approx(0.5)
-    assert_near(sent, scaled(UPDATE, 0.5 / float(norm(UPDATE))), 1e-14)
+    assert_near(sent, scale_tensors(UPDATE, 0.5 / float(norm(UPDATE))), 1e-14)
     assert isinstance(sent["structured"], LowRank)
 
 
@@ -68,17 +68,17 @@ def test_the_truth_predicts_the_update(method: Any, scope: Any) -> None:
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_in_another_unit_the_truth_has_the_observed_direction(scope: Any) -> None:
     defense = Clip(max_norm=0.5, scope=scope)
-    observed = scaled(defense.transform_update(UPDATE, None), 100.0)
+    observed = scale_tensors(defense.transform_update(UPDATE, None), 100.0)
     assert_near(defense.with_unknown_scale().surrogate(UPDATE, observed), observed, 1e-12)
 
 
 def test_the_share_of_a_known_part_is_found() -> None:
     known: Tensors = {"a": numbers(4000)}
     rest: Tensors = {"a": torch.randn(4000, generator=stream(1), dtype=torch.float64)}
-    whole = combine(known, rest)
+    whole = add_scaled(known, rest)
     defense = Clip(max_norm=0.25 * float(norm(whole)))
     found = defense.transmit_known_part(known, defense.transform_update(whole, None))
-    assert_near(found, scaled(known, 0.25), 0.1)
+    assert_near(found, scale_tensors(known, 0.25), 0.1)
     unclipped = Clip(max_norm=2 * float(norm(whole)))
     assert_same(unclipped.transmit_known_part(known, whole), known)
 

@@ -10,7 +10,7 @@ from support.compare import assert_same
 from support.probes import PROBES
 
 from defenses import defenses
-from defenses.clip import Clip, Unscaled
+from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.precode import Precode
@@ -67,7 +67,7 @@ def test_what_it_is_made_of_decides_what_it_changes() -> None:
     assert chain.preserves_norm_ratios()
     assert not Chain(parts=(inner, Clip(scope="tensor"))).preserves_norm_ratios()
     left = Chain(parts=(Clip(), Prune())).with_unknown_scale()
-    assert left.members() == (Unscaled(scope="global"), Prune())
+    assert left.members() == (ClipOfUnknownNorm(scope="global"), Prune())
 
 
 def test_noise_is_that_of_all() -> None:

@@ -12,7 +12,7 @@ from support.compare import assert_near, assert_same
 
 import defenses.dp_sgd as module
 from attacks.gradient_matching.engine.problem import Problem
-from defenses.clip import Unscaled
+from defenses.clip import ClipOfUnknownNorm
 from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
 from defenses.mixup import Mixup
@@ -30,8 +30,8 @@ from fl.methods.ga import GA
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
-from fl.privacy.accounting import Charge, gaussian_epsilon, spent
-from fl.privacy.dp_sgd import STABILISER
+from fl.privacy.accounting import Charge, compute_epsilon, gaussian_epsilon
+from fl.privacy.dp_sgd import NORM_STABILIZER
 from fl.seeds import stream
 from fl.simulation.client_round import train
 from fl.tensors import Payloads, Tensors, dense, norm
@@ -48,7 +48,7 @@ def update(defense: DPSGD, method: FedAvg = STEP, **settings: Any) -> Tensors:
 def by_hand(clip: float, divisor: float = 4) -> Tensors:
     """Clip, sum, divide."""
     found = per_sample_gradients(worlds.task().model, BATCH.inputs, BATCH.labels)
-    factors = [min(1.0, clip / (float(norm(g)) + STABILISER)) for g in found]  # type: ignore[arg-type]
+    factors = [min(1.0, clip / (float(norm(g)) + NORM_STABILIZER)) for g in found]  # type: ignore[arg-type]
     return {k: sum(f * g[k] for f, g in zip(factors, found, strict=True)) / divisor for k in found[0]}  # type: ignore
 
 
@@ -143,7 +143,7 @@ def test_settings_are_checked(settings: dict[str, Any]) -> None:
 
 
 def test_in_another_unit_directions_are_compared() -> None:
-    assert DPSGD().with_unknown_scale() == Unscaled(scope="global")
+    assert DPSGD().with_unknown_scale() == ClipOfUnknownNorm(scope="global")
 
 
 # ---- what may be said ------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_in_epochs_an_image_is_in_one_step_of_each_and_sampling_gains_nothing() 
     assert found.epsilon == gaussian_epsilon(15**0.5 / 2.0, 1e-5) < found.epsilon_rdp
     both = said(HyperFL.example(), (4,), 3)
     assert both.steps == 3 * (HyperFL.example().head_epochs + HyperFL.example().epochs)
-    assert both.epsilon == spent([Charge(2.0, 1.0, both.steps)], 1e-5)
+    assert both.epsilon == compute_epsilon([Charge(2.0, 1.0, both.steps)], 1e-5)
     assert "record-level" in both.sentence()
     assert "no guarantee for a real release" in both.sentence()
 
@@ -166,7 +166,7 @@ def test_in_epochs_an_image_is_in_one_step_of_each_and_sampling_gains_nothing() 
 def test_under_poisson_sampling_every_step_counts_at_the_smallest_client_s_rate() -> None:
     found = said(FedAvg(epochs=2, batch_size=2, sampler="poisson"), (20, 8), 3, DPSGD(std=8.0, denominator=2.0))
     assert (found.rate, found.steps, found.noise_multiplier) == (0.25, 2 * 4 * 3, 2.0)
-    assert found.epsilon == spent([Charge(2.0, 0.25, 24)], 1e-5)
+    assert found.epsilon == compute_epsilon([Charge(2.0, 0.25, 24)], 1e-5)
     assert found.epsilon < said(FedAvg(steps=8, batch_size=None), (8,)).epsilon
     assert said(FedAvg(epochs=2, batch_size=9, sampler="poisson"), (8,)).rate == 1.0  # all of a small client
 
@@ -179,11 +179,11 @@ def test_no_image_is_in_more_steps_than_are_charged(sampler: str) -> None:
         n, size, count = (int(torch.randint(1, 12, (), generator=draw)) for _ in range(3))
         for length in ({"epochs": count}, {"steps": count}):
             method = FedAvg(**length, batch_size=size, sampler=sampler)  # type: ignore[arg-type]
-            (steps,) = sampling.plan(method.phases(task, 0), n, draw)
+            (steps,) = sampling.plan_batches(method.phases(task, 0), n, draw)
             met = torch.zeros(n, dtype=torch.int64)
             for (index,) in steps:
                 met[index] += 1
-            assert (1.0, int(met.max())) == module._met(method.phases(task, 0), n)
+            assert (1.0, int(met.max())) == module._noise_exposure(method.phases(task, 0), n)
 
 
 class Channel:
@@ -207,7 +207,7 @@ def test_an_image_moves_as_many_sums_as_are_charged_by_the_clip_each(method: Any
     start, found = run.start(0), []
     for last in (4, 3):
         channel = Channel()
-        monkeypatch.setattr("fl.privacy.dp_sgd._noisy", channel)
+        monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", channel)
         kept = tuple(tuple(tuple(i[i < last] for i in step) for step in steps) for steps in start.trace.order)
         train(replace(start, trace=replace(start.trace, order=kept), noise=stream(0, "noise")))
         found.append(channel.sums)

@@ -15,7 +15,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense, rms, scaled
+from fl.tensors import LowRank, Tensors, dense, rms, scale_tensors
 
 UPDATE: Tensors = {
     "small": numbers(200, 50) * 1e-3,
@@ -49,8 +49,8 @@ def test_relative_noise_follows_each_tensor() -> None:
 
 def test_relative_noise_scales_with_the_update() -> None:
     noisy = Noise(std=0.3).transform_update(UPDATE, stream(0))
-    louder = Noise(std=0.3).transform_update(scaled(UPDATE, 1024.0), stream(0))
-    assert_near(louder, scaled(noisy, 1024.0), 1e-14)
+    louder = Noise(std=0.3).transform_update(scale_tensors(UPDATE, 1024.0), stream(0))
+    assert_near(louder, scale_tensors(noisy, 1024.0), 1e-14)
 
 
 @pytest.mark.parametrize("unit", ["relative", "absolute"])
@@ -82,7 +82,7 @@ def test_deviations_are_those_of_the_noise() -> None:
     found = defense.noise_std(observed)
     for name, value in UPDATE.items():
         assert found[name] == pytest.approx(0.3 * rms(value), rel=0.02)
-    larger = defense.noise_std(scaled(observed, 1024.0))
+    larger = defense.noise_std(scale_tensors(observed, 1024.0))
     assert larger == pytest.approx({name: 1024 * value for name, value in found.items()})
     assert set(Noise(std=0.3, unit="absolute").noise_std(observed).values()) == {0.3}
 

@@ -9,7 +9,7 @@ from support.updates import numbers
 
 from defenses.qsgd import QSGD
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense, scaled
+from fl.tensors import LowRank, Tensors, dense, scale_tensors
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,
@@ -67,5 +67,5 @@ def test_seeds_units_and_predictions() -> None:
     one, same, other = (defense.transform_update(UPDATE, stream(seed)) for seed in (0, 0, 1))
     assert_same(one, same)
     assert not torch.equal(dense(one["structured"]), dense(other["structured"]))
-    assert_near(defense.transform_update(scaled(UPDATE, 1024.0), stream(0)), scaled(one, 1024.0), 1e-15)
+    assert_near(defense.transform_update(scale_tensors(UPDATE, 1024.0), stream(0)), scale_tensors(one, 1024.0), 1e-15)
     assert defense.transform_update(UPDATE, None) is UPDATE

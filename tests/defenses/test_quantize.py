@@ -13,7 +13,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense, scaled
+from fl.tensors import LowRank, Tensors, dense, scale_tensors
 
 UPDATE: Tensors = {
     "small": numbers(200, 5) * 1e-3,
@@ -72,7 +72,7 @@ def test_the_truth_predicts_the_update(method: Any, kind: Any) -> None:
 def test_the_unit_does_not_matter() -> None:
     defense = Quantize(bits=3)
     sent = defense.transform_update(UPDATE, stream(0))
-    assert_near(defense.transform_update(scaled(UPDATE, 1024.0), stream(0)), scaled(sent, 1024.0), 1e-15)
+    assert_near(defense.transform_update(scale_tensors(UPDATE, 1024.0), stream(0)), scale_tensors(sent, 1024.0), 1e-15)
 
 
 def test_a_coarse_grid_is_compared_as_it_was_observed() -> None:

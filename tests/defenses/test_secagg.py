@@ -14,7 +14,7 @@ from defenses.compose import Chain
 from defenses.noise import Noise
 from defenses.secagg import SecAgg
 from eval.metrics.update_prediction_error import prediction_error
-from fl.aggregated_view import Division, as_one
+from fl.aggregated_view import AggregationGroups, as_single_client
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -80,11 +80,11 @@ def test_no_single_update_is_in_the_view() -> None:
 def test_one_step_each_is_a_step_on_all_images() -> None:
     run = uneven(FedAvg(lr=0.1, steps=1), SecAgg(group_size=3))
     view, truth = run.observe(0)
-    one = as_one(view)
+    one = as_single_client(view)
     assert isinstance(one, ServerView)
     assert one.schedule == (((12,),),)
     again, _ = run.observe(0, threat=ThreatModel(history_rounds=1), history=(view,))
-    whole = as_one(again)
+    whole = as_single_client(again)
     assert isinstance(whole, ServerView)
     assert [past.parts for past in whole.history] == [()]
     assert_near(predict(one, truth.candidate()), view.update, 1e-12)
@@ -113,7 +113,7 @@ def test_a_defended_member_is_no_part_of_a_plain_step() -> None:
     run = worlds.federation(FedAvg(lr=0.1, steps=1), replace(chain, parts=(chain.parts[0], SecAgg(group_size=2))))  # type: ignore[attr-defined,call-arg]
     view, truth = run.observe(0)
     assert_same(predict(view, truth.candidate()), view.update)
-    assert isinstance(as_one(view), str)
+    assert isinstance(as_single_client(view), str)
 
 
 def test_a_search_finds_the_images_of_all_clients() -> None:
@@ -140,9 +140,9 @@ def test_servers_that_need_every_update_are_refused(name: str) -> None:
 
 
 def test_groups_never_overlap_and_none_is_smaller_than_asked_for() -> None:
-    groups = [Division(size=3, participants=8, asked=8).of(i) for i in range(8)]
+    groups = [AggregationGroups(size=3, participants=8, asked=8).of(i) for i in range(8)]
     assert groups == [range(3)] * 3 + [range(3, 8)] * 5
-    assert [Division(size=1, participants=8, asked=1).of(i) for i in (2, 9)] == [range(2, 3), range(9, 10)]
+    assert [AggregationGroups(size=1, participants=8, asked=1).of(i) for i in (2, 9)] == [range(2, 3), range(9, 10)]
 
 
 def test_a_group_needs_a_round_of_as_many_who_take_part() -> None:

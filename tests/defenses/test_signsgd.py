@@ -9,12 +9,12 @@ from support.compare import assert_same
 from support.updates import numbers
 
 from attacks.base import NotApplicable, build
-from defenses.signsgd import MARGIN, SignSGD
+from defenses.signsgd import AGREEMENT_MARGIN, SignSGD
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import LowRank, Tensors, dense, scaled
+from fl.tensors import LowRank, Tensors, dense, scale_tensors
 
 UPDATE: Tensors = {
     "small": numbers(20, 5) * 1e-3,
@@ -54,7 +54,7 @@ def test_agreement_is_complete_beyond_the_margin_alone() -> None:
     guess = torch.tensor([1.0, 0.01, -1.0, 1.0, 1.0], dtype=torch.float64)
     found = dense(SignSGD().surrogate({"w": guess}, observed)["w"])
     size = float(guess.square().mean().sqrt())
-    expected = [2.0, 2 * 0.01 / (MARGIN * size), -2.0, 2 / (MARGIN * size), 0.0]
+    expected = [2.0, 2 * 0.01 / (AGREEMENT_MARGIN * size), -2.0, 2 / (AGREEMENT_MARGIN * size), 0.0]
     assert found.tolist() == pytest.approx(expected)
     assert torch.allclose(found, dense(SignSGD().surrogate({"w": guess * 1024}, observed)["w"]))
 
@@ -62,7 +62,9 @@ def test_agreement_is_complete_beyond_the_margin_alone() -> None:
 def test_no_decay_is_taken_off_signs() -> None:
     defense = SignSGD()
     observed = defense.transform_update(UPDATE, None)
-    assert not any(dense(value).any() for value in defense.transmit_known_part(scaled(UPDATE, 0.5), observed).values())
+    assert not any(
+        dense(value).any() for value in defense.transmit_known_part(scale_tensors(UPDATE, 0.5), observed).values()
+    )
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -10,10 +10,10 @@ from support.compare import assert_near, assert_same, tensors
 from support.probes import PROBES, FedPerNorm
 from torch import nn
 
-from fl.client import Client, gather
+from fl.client import Client, gather_batches
 from fl.defense import Defense
 from fl.gradient import autograd_derivative, func_derivative
-from fl.local.sampling import in_turn, schedule
+from fl.local.sampling import batch_sizes, sequential_order
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
@@ -79,7 +79,7 @@ def test_the_trace_replays_the_client() -> None:
     data = run.data[2].train
     assert torch.equal(data.inputs[trace.indices], trace.inputs)
     assert torch.equal(data.labels[trace.indices], trace.labels)
-    assert schedule(trace.order) == (((2,),) * 4,)
+    assert batch_sizes(trace.order) == (((2,),) * 4,)
     other = train(prepare(run.client, run.clients[2], run.download(2), data, key=RoundKey(client=1, round=1))).trace
     assert str(other.order) != str(trace.order)
 
@@ -198,7 +198,7 @@ class TestThreatModel:
 def test_an_unknown_order_is_guessed_in_turn() -> None:
     view, truth = worlds.federation(METHOD).observe(1)
     assert view.schedule is not None
-    guess = in_turn(view.schedule, 4)
+    guess = sequential_order(view.schedule, 4)
     one = predict(view, replace(truth.candidate(), order=None))
     assert_same(one, predict(view, replace(truth.candidate(), order=guess)))
 
@@ -254,7 +254,7 @@ def test_the_client_has_its_own_model() -> None:
 def test_gather_gives_the_batches_of_an_order() -> None:
     data = worlds.images(4)
     order = (((torch.tensor([3, 1]),), (torch.tensor([0]),)),)
-    (((first,), (second,)),) = gather(data.inputs, data.labels, order)
+    (((first,), (second,)),) = gather_batches(data.inputs, data.labels, order)
     assert torch.equal(first.inputs, data.inputs[[3, 1]])
     assert torch.equal(second.labels, data.labels[[0]])
 

@@ -52,10 +52,10 @@ def test_a_round_without_clients_changes_nothing_but_its_number() -> None:
 @pytest.mark.parametrize(("rate", "count"), [(1.0, 4), (0.5, 2), (0.3, 1), (0.01, 1), (0.65, 3)])
 def test_sampling(rate: float, count: int) -> None:
     run = uneven(client_fraction=rate)
-    chosen = [run.sampled(round) for round in range(20)]
+    chosen = [run.sampled_clients(round) for round in range(20)]
     assert all(len(set(numbers)) == count and numbers == sorted(numbers) for numbers in chosen)
     assert set().union(*chosen) == {0, 1, 2, 3}
-    assert chosen == [uneven(client_fraction=rate).sampled(round) for round in range(20)]
+    assert chosen == [uneven(client_fraction=rate).sampled_clients(round) for round in range(20)]
 
 
 @pytest.mark.parametrize("rate", [0.0, -0.1, 1.1])

@@ -18,7 +18,7 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, Length, Limit, Positive, Range, Share
 from fl.registry import Registry
-from fl.settings import SettingError, declared, fitted, hints, shown
+from fl.settings import SettingError, declared, fit_value, format_value, type_hints
 
 Odd = Annotated[int, Range(1, 9)]
 
@@ -57,10 +57,10 @@ def test_no_setting_takes_true_or_text_for_a_number() -> None:
     """Of more than a thousand settings those that take `true` are bools, and those that take "1" are texts."""
     wrong = []
     for owner, kind, key in settings():
-        hint = str(hints(kind)[key])
+        hint = str(type_hints(kind)[key])
         for value, takers in ((True, "bool"), ("1", "str")):
             try:
-                fitted(kind, key, value)
+                fit_value(kind, key, value)
             except ValueError:
                 continue
             if takers not in hint:
@@ -74,12 +74,12 @@ def test_no_number_takes_nan_nor_any_that_no_run_could_end_with() -> None:
     for owner, kind, key in settings():
         for value in (math.nan, 10**12, -(10**30), 1e30, 10**400):
             try:
-                fitted(kind, key, value)
+                fit_value(kind, key, value)
             except ValueError:
                 continue
-            legal = "infinite=True" in str(hints(kind)[key]) and value in (10**12, 1e30)
+            legal = "infinite=True" in str(type_hints(kind)[key]) and value in (10**12, 1e30)
             seed = "seed" in key and value == 10**12
-            weight = "high=1e+18" in str(hints(kind)[key]) and value == 10**12
+            weight = "high=1e+18" in str(type_hints(kind)[key]) and value == 10**12
             if not (legal or seed or weight):
                 wrong.append(f"{owner}.{key} takes {value!r}")
     assert wrong == []
@@ -89,7 +89,7 @@ def test_every_number_says_its_range() -> None:
     lacking = {
         f"{owner}.{key}"
         for owner, kind, key in settings()
-        if re.search(r"\b(int|float)\b", str(hints(kind)[key])) and "Range" not in str(hints(kind)[key])
+        if re.search(r"\b(int|float)\b", str(type_hints(kind)[key])) and "Range" not in str(type_hints(kind)[key])
     }
     free = {key for key in lacking if key.rpartition(".")[2] not in {"mean", "classes", "factor"}}
     assert free == set()
@@ -101,9 +101,9 @@ def test_defaults_and_examples_are_in_their_ranges() -> None:
             for field in dataclasses.fields(built) if dataclasses.is_dataclass(built) else ():
                 if field.init:
                     value = getattr(built, field.name)
-                    assert fitted(type(built), field.name, value) == value, (name, field.name)
+                    assert fit_value(type(built), field.name, value) == value, (name, field.name)
                     if field.default is not dataclasses.MISSING:
-                        fitted(type(built), field.name, field.default)
+                        fit_value(type(built), field.name, field.default)
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,8 @@ def test_annotations_for_people_and_checkers_are_no_error() -> None:
 
 
 def test_values_in_messages_are_cut() -> None:
-    assert len(shown("x" * 10**6)) <= 100
-    assert len(shown([list(range(1000))] * 1000)) <= 100
+    assert len(format_value("x" * 10**6)) <= 100
+    assert len(format_value([list(range(1000))] * 1000)) <= 100
     with pytest.raises(SettingError) as error:
         Thing(count="9" * 10**6)  # type: ignore[arg-type]
     assert len(str(error.value)) < 250

@@ -250,7 +250,7 @@ def test_a_file_in_the_package_is_all_it_takes(tmp_path: Path, monkeypatch: pyte
     assert "made_up_things.one" not in sys.modules  # imported at the first lookup, not before
     assert registry.names() == ["one"]
     assert registry.build({"name": "one", "size": 2}).size == 2
-    assert registry.skips() == {
+    assert registry.skipped_modules() == {
         "made_up_things.two": "made_up_things.two needs a_library_nobody_has, which is not installed"
     }
     with pytest.raises(UnknownNameError, match=r"known: one; made_up_things.two needs a_library_nobody_has"):

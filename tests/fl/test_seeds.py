@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from fl.seeds import derive, stream
+from fl.seeds import derive_seed, stream
 
 
 def test_seeds_differ_by_every_key() -> None:
     keys = [(seed, kind, client, at) for seed in (0, 1) for kind in "ab" for client in range(50) for at in range(100)]
-    assert len({derive(*key) for key in keys}) == len(keys) == 20_000  # type: ignore[arg-type]
-    assert derive(0, "a", "b") != derive(0, "ab")
-    assert derive(0, 1, 11) != derive(0, 11, 1)
-    assert all(0 <= derive(*key) < 2**63 for key in keys[:100])  # type: ignore[arg-type]
+    assert len({derive_seed(*key) for key in keys}) == len(keys) == 20_000  # type: ignore[arg-type]
+    assert derive_seed(0, "a", "b") != derive_seed(0, "ab")
+    assert derive_seed(0, 1, 11) != derive_seed(0, 11, 1)
+    assert all(0 <= derive_seed(*key) < 2**63 for key in keys[:100])  # type: ignore[arg-type]
 
 
 def test_streams_never_change_and_leave_the_global_one_alone() -> None:

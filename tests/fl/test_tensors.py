@@ -84,7 +84,7 @@ def test_inner_products_and_distances(x: tensors.Value, y: tensors.Value) -> Non
 
 @EACH
 def test_multiples(x: tensors.Value) -> None:
-    assert near(dense(tensors.scaled({"x": x}, -3.0)["x"]), -3 * by_hand(x))
+    assert near(dense(tensors.scale_tensors({"x": x}, -3.0)["x"]), -3 * by_hand(x))
     if isinstance(x, LowRank):
         assert near(dense(-x), -by_hand(x))
         assert near(dense(x - x), 0 * by_hand(x))
@@ -200,7 +200,7 @@ def test_a_tensor_times_a_base_is_dense() -> None:
     base = torch.randn(4, 3, generator=draw, dtype=torch.float64)
     x = LowRank.of(base) + LowRank.outer(torch.ones(4).double(), torch.ones(3).double())
     factor = torch.tensor(0.3, dtype=torch.float64)
-    for found in (tensors.mul(x, factor), tensors.scaled({"x": x}, factor)["x"]):
+    for found in (tensors.mul(x, factor), tensors.scale_tensors({"x": x}, factor)["x"]):
         assert torch.allclose(tensors.dense(found), x.dense() * 0.3)
     assert torch.allclose(tensors.dense(tensors.add(x, x, factor)), x.dense() * 1.3)
     assert isinstance(tensors.mul(x, 2.0), LowRank)

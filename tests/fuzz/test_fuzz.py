@@ -25,7 +25,7 @@ from eval.experiment import yaml_config
 from eval.io.jsonl import parse
 from eval.io.yaml12 import parse as parse_yaml
 from eval.report.writer import write_report
-from fl.data.sources.folders import decode
+from fl.data.sources.folders import decode_images
 
 REFUSALS = (ValueError, FileNotFoundError)
 FEW = settings.default.max_examples if settings.default.max_examples > 1000 else 60
@@ -143,7 +143,7 @@ def test_images(ending, content):
         path = Path(folder) / f"x.{ending}"
         path.write_bytes(content)
         with suppress(*REFUSALS):
-            decode([path], 8, "color")
+            decode_images([path], 8, "color")
 
 
 @settings(max_examples=2 * FEW)

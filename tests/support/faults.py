@@ -24,7 +24,7 @@ class Stopped(BaseException):
 @contextmanager
 def failing(at: int, stopped: bool = False) -> Iterator[list[str]]:
     """Step number `at` of the file layer fails, or stops all; yields the kinds of the steps as they are taken."""
-    before, taken = atomic_files.step, list[str]()
+    before, taken = atomic_files.before_disk_change, list[str]()
 
     def step(kind: str, path: Path) -> None:
         taken.append(kind)

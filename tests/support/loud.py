@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from fl.defense import Defense
-from fl.tensors import Tensors, scaled
+from fl.tensors import Tensors, scale_tensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +18,7 @@ class Loud(Defense):
     name: ClassVar[str] = "loud"
 
     def transform_update(self, update: Tensors, generator: torch.Generator) -> Tensors:
-        return scaled(update, 1024.0)
+        return scale_tensors(update, 1024.0)
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        return scaled(predicted, 1024.0)
+        return scale_tensors(predicted, 1024.0)

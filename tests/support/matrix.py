@@ -11,7 +11,7 @@ from support import worlds
 from support.probes import PROBES, Probe
 
 from defenses import defenses
-from fl.client import Client, LocalInput, LocalTraining, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, gather_batches, local_update
 from fl.defense import Defense
 from fl.federation import Federation
 from fl.method import methods
@@ -39,7 +39,7 @@ def draws_noise(defense: Defense) -> bool:
         noise = stream(seed, "noise")
         with torch.no_grad():
             start = LocalInput(shared=download.shared, buffers=run.client.task.buffers)
-            fed = gather(data.inputs, data.labels, (((index,),) * 4,))
+            fed = gather_batches(data.inputs, data.labels, (((index,),) * 4,))
             result = local_update(run.client, start, fed, LocalTraining(generator=noise))
             return [dense(value) for value in defense.transform_update(result.update, noise).values()]
 

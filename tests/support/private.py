@@ -13,9 +13,9 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 
-EVERY: dict[str, Private] = {
+EVERY: dict[str, PrivateMethod] = {
     "dp-fedavg": DPFedAvg.example(),
     "centaur": Centaur.example(),
     "ppsgd": PPSGD.example(),
@@ -26,9 +26,9 @@ EVERY: dict[str, Private] = {
 ALL = pytest.mark.parametrize("name", list(EVERY))
 
 
-def federation_of(method: Private, rounds: int = 0) -> Federation:
+def federation_of(method: PrivateMethod, rounds: int = 0) -> Federation:
     return worlds.federation(method, Defense(), worlds.task(), rounds=rounds)
 
 
-def as_published(method: Private) -> Private:
+def as_published(method: PrivateMethod) -> PrivateMethod:
     return replace(method, mode="as-published")

@@ -22,7 +22,7 @@ from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.rescaling import rescale_to_unit
 from fl.defense import overrides
-from fl.tensors import dense, scaled
+from fl.tensors import dense, scale_tensors
 from fl.types import frozen
 from fl.view import ServerView
 
@@ -182,7 +182,7 @@ def _size_is_known(view: ServerView, name: str) -> bool:
     """Whether the size of the gradient of `name` is known, not only its direction."""
     phases = view.method.phases(view.client.task, view.round)
     clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
-    once, twice = (view.defense.surrogate(scaled(view.update, size), view.update)[name] for size in (1.0, 2.0))
+    once, twice = (view.defense.surrogate(scale_tensors(view.update, size), view.update)[name] for size in (1.0, 2.0))
     hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
     changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
     return not (view.scale_unknown or clipped or hidden or changed)

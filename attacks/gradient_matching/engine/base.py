@@ -42,8 +42,8 @@ from attacks.update.earlier_rounds import EARLIER_ROUNDS, comparable_rounds
 from attacks.update.hints import surrogate_hint
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
-from fl.simulation.nonfinite_updates import finite
-from fl.tensors import Tensors, parts
+from fl.simulation.nonfinite_updates import all_finite
+from fl.tensors import Tensors, leaf_tensors
 from fl.view import ServerView
 
 PRIVATE_LR = 0.01
@@ -399,10 +399,10 @@ class GradientMatching(Attack):
             )
         if (reason := unsearchable_reason(view)) is not None:
             return NotApplicable(reason, limit=True)
-        if not finite(view.update):
+        if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         problem = Problem(view, None, self.objective)
-        if not any(value.any() for value in parts(problem.observed)):
+        if not any(value.any() for value in leaf_tensors(problem.observed)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         if view.batch_size == 0:
             return NotApplicable("no client of the group fed an image")

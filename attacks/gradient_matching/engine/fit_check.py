@@ -10,7 +10,7 @@ from statistics import median
 from attacks.gradient_matching.engine.problem import Problem, Variables
 from attacks.result import Reconstruction
 from fl.defense import Defense
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.view import ServerView
 
 EXPLAINED_BELOW = 0.1
@@ -68,7 +68,7 @@ def note_misfit(result: Reconstruction, problem: Problem, row: Variables, search
 def is_noiseless(view: ServerView) -> bool:
     """Whether nothing was done to the update that its images do not explain."""
     members = view.client.defense.members() if view.threat.knows_defense else view.defense.members()
-    return all(type(part) is Defense for part in members) and not isinstance(view.method, Private)
+    return all(type(part) is Defense for part in members) and not isinstance(view.method, PrivateMethod)
 
 
 def still_falling(history: Sequence[float], constant_lr: float) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fl.data
 from attacks.gradient_matching.engine.search_space import Upsampled
 from fl.models.building_blocks.initialization import initialize
-from fl.runtime.atomic_files import replacing
+from fl.runtime.atomic_files import atomic_write
 from fl.seeds import stream
 
 Loss = Callable[[Tensor, torch.Generator], Tensor]
@@ -176,7 +176,7 @@ def save(network: ImageNetwork, path: Path, source: str) -> None:
     kind = next(name for name, entry in KINDS.items() if isinstance(network, entry))
     head = {"kind": kind, "channels": network.channels, "factor": network.factor, "source": source}
     arrays = {name: value.numpy() for name, value in network.state_dict().items()}
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         np.savez(file, head=np.array(json.dumps(head)), **arrays)
 
 

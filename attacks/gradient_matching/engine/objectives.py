@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attacks.update.rescaling import rescale_to_unit
-from fl.tensors import LowRank, Tensors, dense, norm, scaled, split, squared_distance, vector_norm
+from fl.tensors import LowRank, Tensors, dense, norm, scale_tensors, split_dense, squared_distance, vector_norm
 
 
 def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
@@ -22,7 +22,9 @@ def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
             found, own = normalize(apart)
             return found, own * unit
     based = any(isinstance(v, LowRank) and v.scale != 0 for v in observed.values())
-    return scaled(observed, 1 / float(size) if based else 1 / size), size  # the base of a LowRank takes numbers only
+    return scale_tensors(
+        observed, 1 / float(size) if based else 1 / size
+    ), size  # the base of a LowRank takes numbers only
 
 
 def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
@@ -38,7 +40,7 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """
     mine = {name: predicted[name] for name in observed}
     if all(isinstance(value, Tensor) for value in (*mine.values(), *observed.values())):
-        distance: Tensor = _Directions.apply(split(mine)[0], split(observed)[0])[0]
+        distance: Tensor = _Directions.apply(split_dense(mine)[0], split_dense(observed)[0])[0]
         return distance / 2
     return _distance(predicted, observed, 1 / norm(mine)) / 2
 
@@ -110,7 +112,7 @@ def _distance(predicted: Tensors, observed: Tensors, factor: Tensor, *, fixed: b
         else:
             apart.append(_dense_distance(mine, value, factor, fixed=fixed))
     if joint:
-        mine, theirs = (split({name: side[name] for name in joint})[0] for side in (predicted, observed))
+        mine, theirs = (split_dense({name: side[name] for name in joint})[0] for side in (predicted, observed))
         apart.append(_dense_distance(mine, theirs, factor, fixed=fixed))
     return torch.stack(apart).sum()
 

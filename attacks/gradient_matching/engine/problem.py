@@ -16,13 +16,13 @@ from attacks.gradient_matching.engine.regularizers import Regularizer, total_var
 from attacks.gradient_matching.engine.search_space import IMAGES, Space
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
-from fl.aggregated_view import in_turn
+from fl.aggregated_view import sequential_order
 from fl.client import Client
 from fl.defense import overrides
 from fl.gradient import autograd_derivative, func_derivative
 from fl.predict import predict
 from fl.runtime.digests import digest
-from fl.tensors import Tensors, dot, mul, rms, scaled
+from fl.tensors import Tensors, dot, mul, rms, scale_tensors
 from fl.types import Candidate, Order, frozen
 from fl.view import ServerView
 
@@ -118,7 +118,7 @@ class Problem:
         view = self.view
         if view.order is not None or view.schedule is None or view.batch_size is None:
             return None
-        order = in_turn(view, view.batch_size) or ()
+        order = sequential_order(view, view.batch_size) or ()
         batches = [b for steps in order for step in steps for b in step]
         if all(len(batch) == view.batch_size for batch in batches):
             return None
@@ -270,7 +270,7 @@ class Problem:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])
         if view.scale_unknown:
-            predicted = scaled(predicted, _factor(constants["observed"], predicted) * constants["size"])
+            predicted = scale_tensors(predicted, _factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]

@@ -14,7 +14,7 @@ from fl.seeds import stream
 
 TRIPLES = ((0, 1, 2), (2, 3, 4), (4, 5, 6), (6, 7, 8), (8, 9, 0))
 """Dominant classes of HyperFL's clients for 10 classes; client i has group i % 5."""
-CHARACTERS = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
+CHARACTER_GROUPS = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62)))
 """For the 62 classes of EMNIST ByClass: digits, upper case, lower case."""
 
 
@@ -27,7 +27,7 @@ def published_groups(num_classes: int) -> tuple[tuple[int, ...], ...]:
     if num_classes == 10:
         return TRIPLES
     if num_classes == 62:
-        return CHARACTERS
+        return CHARACTER_GROUPS
     raise ValueError(f"expected groups for {num_classes} classes, e.g. ((0,), (1,)): published for 10 and 62 only")
 
 
@@ -111,7 +111,7 @@ def dominant_groups(
     need = split.class_counts()
     short = need.sum(0) > have if disjoint else need.max(0) > have
     if short.any():
-        raise ValueError(_too_few(have, split, disjoint))
+        raise ValueError(_too_few_images_error(have, split, disjoint))
     order = labels.argsort(stable=True)
     pools = [
         pool[torch.randperm(len(pool), generator=stream(seed, "class", k))]
@@ -127,7 +127,7 @@ def dominant_groups(
     return tuple(result)
 
 
-def _too_few(have: NDArray[np.int64], split: DominantSplit, disjoint: bool) -> str:
+def _too_few_images_error(have: NDArray[np.int64], split: DominantSplit, disjoint: bool) -> str:
     """Which class has too few of the images (K,) there are, and the largest size that fits."""
 
     def asked(size: int) -> NDArray[np.int64]:

@@ -54,7 +54,7 @@ def sequential_slices(
                     used[k] = 0
                 taken.append(_slice(pools[k], used[k], count, k, split.size_name))
                 used[k] += each if again else count
-        result.append(_ascending(taken, client, split.size_name))
+        result.append(_check_ascending(taken, client, split.size_name))
     return tuple(result)
 
 
@@ -66,7 +66,7 @@ def _slice(pool: Tensor, start: int, count: int, label: int, what: str) -> Tenso
     return pool[start : start + count]
 
 
-def _ascending(taken: Sequence[Tensor], client: int, what: str) -> Tensor:
+def _check_ascending(taken: Sequence[Tensor], client: int, what: str) -> Tensor:
     index = torch.cat(tuple(taken)).sort(stable=True).values
     if twice := int((index.diff() == 0).sum()):
         raise ValueError(f"expected a smaller {what}: client {client} would hold {twice} of its images twice")

@@ -14,9 +14,9 @@ from torch import Tensor
 from fl.data import Dataset
 from fl.data.partitions.partition import Partition, Partitioner, partitions
 from fl.ranges import Count, Range, Seed
-from fl.seeds import derive, stream
+from fl.seeds import derive_seed, stream
 
-TRIES = 100
+MAX_DRAWS = 100
 Fractions = NDArray[np.float64]
 """Which part of each class each client holds (clients, K); no column sums to more than 1."""
 
@@ -59,14 +59,15 @@ class Dirichlet(Partitioner):
         Raises:
             ValueError: no draw gave every client enough images.
         """
-        for attempt in range(TRIES):
+        for attempt in range(MAX_DRAWS):
             fractions = self._draw(_class_sizes(dataset), attempt)
-            result = _dealt(dataset, fractions, self.seed)
+            result = _deal_partition(dataset, fractions, self.seed)
             if min(map(len, result.train)) >= self.min_size and min(map(len, result.test)) >= 1:
                 return result
         raise ValueError(
             f"expected {self.min_size} training images and a test image for each of {self.clients} clients, got none "
-            f"such in {TRIES} draws with alpha {self.alpha}: take a larger alpha, fewer clients or a smaller min_size"
+            f"such in {MAX_DRAWS} draws with alpha {self.alpha}: take a larger alpha, fewer clients or a smaller "
+            "min_size"
         )
 
     def _draw(self, have: NDArray[np.int64], attempt: int) -> Fractions:
@@ -117,7 +118,7 @@ class Shards(Partitioner):
         train = tuple(torch.cat([shards[s] for s in row]).sort(stable=True).values for row in chosen)
         have = _class_sizes(dataset)
         held = np.stack([np.bincount(labels[index].numpy(), minlength=len(have)) for index in train])
-        test = deal(dataset.test.labels, held / np.maximum(have, 1), derive(self.seed, "test"))
+        test = deal_by_class(dataset.test.labels, held / np.maximum(have, 1), derive_seed(self.seed, "test"))
         if bare := [client for client, index in enumerate(test) if not len(index)]:
             raise ValueError(f"expected a test image for every client, got none for client {bare[0]}: too few clients")
         return Partition(train, test)
@@ -171,7 +172,7 @@ class ClassGroups(Partitioner):
         for client in range(self.clients):
             first = client // size * self.classes
             fractions[client, first : first + self.classes] = 1 / size
-        result = _dealt(dataset, fractions, self.seed)
+        result = _deal_partition(dataset, fractions, self.seed)
         if not all(map(len, (*result.train, *result.test))):
             raise ValueError(f"expected an image for each of {self.clients} clients, got none for some: too few images")
         return result
@@ -191,7 +192,7 @@ def dirichlet(concentration: Fractions, rows: int, generator: torch.Generator) -
     return result
 
 
-def deal(labels: Tensor, fractions: Fractions, seed: int) -> tuple[Tensor, ...]:
+def deal_by_class(labels: Tensor, fractions: Fractions, seed: int) -> tuple[Tensor, ...]:
     """Every image to at most one client: `fractions` (clients, K) of each class, rounded, in random order."""
     parts: list[list[Tensor]] = [[] for _ in fractions]
     bounds = np.vstack([np.zeros(fractions.shape[1]), fractions.cumsum(0)]).clip(0, 1)
@@ -204,9 +205,9 @@ def deal(labels: Tensor, fractions: Fractions, seed: int) -> tuple[Tensor, ...]:
     return tuple(torch.cat(part).sort(stable=True).values for part in parts)
 
 
-def _dealt(dataset: Dataset, fractions: Fractions, seed: int) -> Partition:
+def _deal_partition(dataset: Dataset, fractions: Fractions, seed: int) -> Partition:
     train, test = (
-        deal(part.labels, fractions, derive(seed, key))
+        deal_by_class(part.labels, fractions, derive_seed(seed, key))
         for key, part in (("train", dataset.train), ("test", dataset.test))
     )
     return Partition(train, test)
@@ -223,11 +224,11 @@ def _equal_sizes(proportions: Fractions, have: NDArray[np.int64]) -> Fractions:
     result = np.zeros_like(proportions)
     for row, own in zip(result, proportions, strict=True):
         for wish in (own, left.copy()):  # what is left of any class, once its own have run out
-            _fill(row, wish, left, size)
+            _fill_row(row, wish, left, size)
     return result / np.maximum(have, 1)
 
 
-def _fill(row: Fractions, wish: Fractions, left: Fractions, size: float) -> None:
+def _fill_row(row: Fractions, wish: Fractions, left: Fractions, size: float) -> None:
     """Add to `row`, off `left`, in the proportions of `wish` until it sums to `size` or nothing wished for is left."""
     for _ in range(len(wish)):  # every pass but the last empties a class
         need, weight = size - row.sum(), np.where(left > 0, wish, 0)

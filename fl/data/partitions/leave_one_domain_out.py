@@ -66,16 +66,16 @@ class LeaveOneOut(Partitioner):
         target = groups.names.index(self.leave_out)
         sources = [k for k in range(len(groups.names)) if k != target]
         sizes = torch.bincount(groups.train, minlength=len(groups.names)).tolist()
-        owners = dealt([sizes[k] for k in sources], self.clients or len(sources), self.per_client)
-        train, test = (self._share(groups, sources, owners, part) for part in ("train", "test"))
+        owners = deal_domains([sizes[k] for k in sources], self.clients or len(sources), self.per_client)
+        train, test = (self._deal_domain_parts(groups, sources, owners, part) for part in ("train", "test"))
         own, scored = ((part == target).nonzero().flatten() for part in (groups.train, groups.test))
-        drawn, rest = self._shots(own, len(train))
+        drawn, rest = self._deal_shots(own, len(train))
         if self.score == "left-out":
             test = [scored for _ in test]
         mixed = [torch.cat(pair).sort(stable=True).values for pair in zip(train, drawn, strict=True)]
         return Partition((*mixed, rest), (*test, scored))
 
-    def _share(
+    def _deal_domain_parts(
         self, groups: Groups, sources: Sequence[int], owners: Sequence[Sequence[int]], part: Literal["train", "test"]
     ) -> list[Tensor]:
         """The images of every client that takes part: a random part of each of its domains."""
@@ -92,7 +92,7 @@ class LeaveOneOut(Partitioner):
                 found[client].append(piece)
         return [torch.cat(found[client]).sort(stable=True).values for client in sorted(found)]
 
-    def _shots(self, pool: Tensor, clients: int) -> tuple[list[Tensor], Tensor]:
+    def _deal_shots(self, pool: Tensor, clients: int) -> tuple[list[Tensor], Tensor]:
         """The shots of every client, and the images of the domain left out that remain."""
         if (wanted := self.shots * clients) >= len(pool):
             raise ValueError(
@@ -108,7 +108,7 @@ class LeaveOneOut(Partitioner):
         return cls(leave_out="sketch")
 
 
-def dealt(sizes: Sequence[int], clients: int, per_client: int) -> list[list[int]]:
+def deal_domains(sizes: Sequence[int], clients: int, per_client: int) -> list[list[int]]:
     """Which clients hold a part of each domain (Algorithm 5).
 
     Args:

@@ -17,9 +17,9 @@ from fl.data.partitions.dominant_classes import DominantSplit, dominant_groups, 
 from fl.data.partitions.hyperfl_published import OFFSETS, sequential_slices
 from fl.ranges import Count, CountFrom0, Seed, Share
 from fl.registry import Registry
-from fl.runtime.atomic_files import replacing
-from fl.runtime.safe_paths import regular
-from fl.seeds import derive, stream
+from fl.runtime.atomic_files import atomic_write
+from fl.runtime.safe_paths import require_regular_file
+from fl.seeds import derive_seed, stream
 
 partitions: Registry[Partitioner] = Registry("partition", "fl.data")
 
@@ -52,9 +52,9 @@ class Partition:
     def overlap(self) -> dict[str, int]:
         """How many training and test images more than one client holds: `{"train": 0, "test": 0}` if disjoint.
 
-        `fl.data.partitions.overlap.report` says which clients, and what else they hold.
+        `fl.data.partitions.overlap.describe_partition` says which clients, and what else they hold.
         """
-        return {name: _shared(part) for name, part in (("train", self.train), ("test", self.test))}
+        return {name: _count_shared(part) for name, part in (("train", self.train), ("test", self.test))}
 
     def save(self, path: Path, dataset: Dataset, about: Mapping[str, Any] | None = None) -> None:
         """Write the index lists as JSON, whole or not at all, with their digest and what tells `dataset` apart.
@@ -66,7 +66,7 @@ class Partition:
         """
         train, test = self._lists()
         content = {**(about or {}), "digest": self.digest, **_identity(dataset), "train": train, "test": test}
-        with replacing(Path(path)) as file:
+        with atomic_write(Path(path)) as file:
             file.write(json.dumps(content, separators=(",", ":")).encode() + b"\n")
 
     @classmethod
@@ -77,8 +77,8 @@ class Partition:
             ValueError: the file is damaged, or belongs to a data set of other sizes or labels.
         """
         try:
-            content = json.loads(regular(Path(path)).read_text(encoding="utf-8"))
-            train, test = (tuple(_index(row) for row in content[key]) for key in ("train", "test"))
+            content = json.loads(require_regular_file(Path(path)).read_text(encoding="utf-8"))
+            train, test = (tuple(_index_tensor(row) for row in content[key]) for key in ("train", "test"))
             result, digest = cls(train, test), content["digest"]
             found = {key: content[key] for key in _identity(dataset)}
         except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -108,13 +108,13 @@ def _hash(*parts: Tensor) -> str:
     return hashlib.sha256(torch.cat(parts).cpu().numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def _index(row: object) -> Tensor:
+def _index_tensor(row: object) -> Tensor:
     if not isinstance(row, list) or not all(type(number) is int and 0 <= number < 2**48 for number in row):
         raise ValueError("expected lists of image numbers")
     return torch.tensor(row, dtype=torch.int64)
 
 
-def _shared(part: Sequence[Tensor]) -> int:
+def _count_shared(part: Sequence[Tensor]) -> int:
     owners = torch.cat(tuple(part)).unique(return_counts=True)[1]
     return int((owners > 1).sum())
 
@@ -154,7 +154,8 @@ class Iid(Partitioner):
         """
         sizes = (("train", dataset.train, self.train_size), ("test", dataset.test, self.test_size))
         train, test = (
-            iid(len(part), clients=self.clients, size=size, seed=derive(self.seed, key)) for key, part, size in sizes
+            deal_iid(len(part), clients=self.clients, size=size, seed=derive_seed(self.seed, key))
+            for key, part, size in sizes
         )
         return Partition(train, test)
 
@@ -208,7 +209,7 @@ class DominantGroups(Partitioner):
             offset = OFFSETS.get(dataset.name, (0, 0))[key == "test"]
             # 62 classes: the authors' code for EMNIST counts on without the remainder
             return sequential_slices(labels, split, offset=offset, rewind=dataset.num_classes == 62)
-        return dominant_groups(labels, split, disjoint=self.disjoint, seed=derive(self.seed, key))
+        return dominant_groups(labels, split, disjoint=self.disjoint, seed=derive_seed(self.seed, key))
 
     @classmethod
     def example(cls) -> DominantGroups:
@@ -216,7 +217,7 @@ class DominantGroups(Partitioner):
         return cls(clients=2, groups=((0,), (1,)), train_size=8, test_size=4)
 
 
-def iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:
+def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:
     """`count` images dealt at random: `size` to each client, or all of them, as evenly as can be.
 
     Raises:

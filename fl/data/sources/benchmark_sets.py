@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import ClassVar
 
 from fl.data import Dataset, datasets
-from fl.data.sources.download import WHERE, names
-from fl.data.sources.stored import Limited, folder, load_pair
-from fl.runtime.safe_paths import there
+from fl.data.sources.download import MANUAL_DOWNLOADS, downloadable_sets
+from fl.data.sources.stored import LimitedSource, data_folder, load_pair
+from fl.runtime.safe_paths import is_accessible_file
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Named(Limited):
+class _BenchmarkSet(LimitedSource):
     stem: ClassVar[str]
 
     def load(self) -> Dataset:
@@ -23,13 +23,13 @@ class _Named(Limited):
             DatasetMissingError: a file is not there.
             ValueError: a file does not hold what it should; says which key.
         """
-        found = remedy(type(self).name)  # type: ignore[attr-defined]
+        found = download_hint(type(self).name)  # type: ignore[attr-defined]
         return load_pair(self.stem, self, found[:1].upper() + found[1:])
 
 
 @datasets.register("cifar10")
 @dataclass(frozen=True, kw_only=True)
-class Cifar10(_Named):
+class Cifar10(_BenchmarkSet):
     """CIFAR-10 (Krizhevsky, 2009): 32x32 color, 10 classes."""
 
     stem: ClassVar[str] = "cifar10"
@@ -37,7 +37,7 @@ class Cifar10(_Named):
 
 @datasets.register("cifar100")
 @dataclass(frozen=True, kw_only=True)
-class Cifar100(_Named):
+class Cifar100(_BenchmarkSet):
     """CIFAR-100 (Krizhevsky, 2009): 32x32 color, 100 classes."""
 
     stem: ClassVar[str] = "cifar100"
@@ -45,7 +45,7 @@ class Cifar100(_Named):
 
 @datasets.register("cinic10")
 @dataclass(frozen=True, kw_only=True)
-class Cinic10(_Named):
+class Cinic10(_BenchmarkSet):
     """CINIC-10 (Darlow et al., 2018): 32x32 color, CIFAR-10's classes, from CIFAR-10 and ImageNet; train and test."""
 
     stem: ClassVar[str] = "cinic10"
@@ -53,7 +53,7 @@ class Cinic10(_Named):
 
 @datasets.register("emnist")
 @dataclass(frozen=True, kw_only=True)
-class Emnist(_Named):
+class Emnist(_BenchmarkSet):
     """EMNIST ByClass (Cohen et al., 2017): 28x28 gray, upright, 62 digits and letters; all of it takes 3 GB to load."""
 
     stem: ClassVar[str] = "emnist"
@@ -61,7 +61,7 @@ class Emnist(_Named):
 
 @datasets.register("fashion_mnist")
 @dataclass(frozen=True, kw_only=True)
-class FashionMnist(_Named):
+class FashionMnist(_BenchmarkSet):
     """Fashion-MNIST (Xiao et al., 2017): 28x28 gray, 10 kinds of clothes."""
 
     stem: ClassVar[str] = "fashion_mnist"
@@ -69,7 +69,7 @@ class FashionMnist(_Named):
 
 @datasets.register("handwritten62")
 @dataclass(frozen=True, kw_only=True)
-class Handwritten62(_Named):
+class Handwritten62(_BenchmarkSet):
     """Handwritten digits and letters, 28x28 gray, in the 62 classes and the order of EMNIST ByClass (not EMNIST)."""
 
     stem: ClassVar[str] = "handwritten62"
@@ -77,7 +77,7 @@ class Handwritten62(_Named):
 
 @datasets.register("mnist")
 @dataclass(frozen=True, kw_only=True)
-class Mnist(_Named):
+class Mnist(_BenchmarkSet):
     """MNIST (LeCun et al., 1998): 28x28 gray, 10 digits."""
 
     stem: ClassVar[str] = "mnist"
@@ -85,7 +85,7 @@ class Mnist(_Named):
 
 @datasets.register("svhn")
 @dataclass(frozen=True, kw_only=True)
-class Svhn(_Named):
+class Svhn(_BenchmarkSet):
     """Street View House Numbers, cropped (Netzer et al., 2011): 32x32 color, 10 digits."""
 
     stem: ClassVar[str] = "svhn"
@@ -93,25 +93,27 @@ class Svhn(_Named):
 
 @datasets.register("tiny-imagenet")
 @dataclass(frozen=True, kw_only=True)
-class TinyImagenet(_Named):
+class TinyImagenet(_BenchmarkSet):
     """Tiny-ImageNet (Le and Yang, 2015): 64x64 color, 200 classes; its labeled validation images are the test set."""
 
     stem: ClassVar[str] = "tiny-imagenet"
 
 
-def remedy(name: str) -> str:
+def download_hint(name: str) -> str:
     """How to get the files of a data set; nothing for one that can't be fetched."""
-    if name in WHERE:
-        return f"{WHERE[name]}, and run `hyperleak doctor --download {name} --source FOLDER` with that folder"
-    return f"run `hyperleak doctor --download {name}`" if name in names() else ""
+    if name in MANUAL_DOWNLOADS:
+        return (
+            f"{MANUAL_DOWNLOADS[name]}, and run `hyperleak doctor --download {name} --source FOLDER` with that folder"
+        )
+    return f"run `hyperleak doctor --download {name}`" if name in downloadable_sets() else ""
 
 
-def available() -> dict[str, Path | None]:
+def available_sets() -> dict[str, Path | None]:
     """Every data set that goes by its name, with its training file if both files are in the data folder."""
     result: dict[str, Path | None] = {}
     for name in datasets.names():
         kind = datasets.get(name)
-        if isinstance(kind, type) and issubclass(kind, _Named):
-            train, test = (folder() / f"{kind.stem}_{part}.npz" for part in ("train", "test"))
-            result[name] = train if there(train) and there(test) else None
+        if isinstance(kind, type) and issubclass(kind, _BenchmarkSet):
+            train, test = (data_folder() / f"{kind.stem}_{part}.npz" for part in ("train", "test"))
+            result[name] = train if is_accessible_file(train) and is_accessible_file(test) else None
     return result

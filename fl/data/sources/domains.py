@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from fl.data import Dataset, Groups, datasets, stratified
-from fl.data.sources.folders import classes, decode, listed
-from fl.data.sources.stored import DatasetMissingError, Limited, Pixels, find, folder, read_pixels
+from fl.data import Dataset, Groups, datasets, stratified_split
+from fl.data.sources.folders import decode_images, list_classes, list_images
+from fl.data.sources.stored import DatasetMissingError, LimitedSource, Pixels, data_folder, find_file, read_pixels
 from fl.ranges import OpenShare, Seed, Width
-from fl.runtime.safe_paths import inside, readable
+from fl.runtime.safe_paths import join_inside, printable_name
 from fl.types import Batch
 
 Labeled = tuple[list[Path], Tensor, Tensor]
@@ -25,7 +25,7 @@ Labeled = tuple[list[Path], Tensor, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Domains(Limited):
+class _Domains(LimitedSource):
     """Images in `PATH/DOMAIN/CLASS/*.jpg`, the layout of DomainBed (Gulrajani, Lopez-Paz, ICLR 2021).
 
     A test part is held out of every class of every domain; partitions by domain share both out.
@@ -57,20 +57,20 @@ class _Domains(Limited):
             DatasetMissingError: there is no such folder.
             ValueError: domains differ in their classes, or an image can't be read; says which.
         """
-        root = folder() / self.stem if self.path is None else Path(os.path.expanduser(self.path))
+        root = data_folder() / self.stem if self.path is None else Path(os.path.expanduser(self.path))
         if not root.is_dir():
             raise DatasetMissingError(
                 f"no folder {root}: expected one with a folder for each domain, and in it one for each class; set path"
             )
-        domains = classes(root)
-        names = classes(inside(root, domains[0]))
-        files, labels, groups = listed_domains(root, domains, names)
+        domains = list_classes(root)
+        names = list_classes(join_inside(root, domains[0]))
+        files, labels, groups = list_domains(root, domains, names)
 
         def read(index: Tensor) -> Batch:
             chosen = [files[i] for i in index.tolist()]
-            return Pixels(decode(chosen, self.size, "color"), labels[index].numpy(), names).batch()
+            return Pixels(decode_images(chosen, self.size, "color"), labels[index].numpy(), names).batch()
 
-        return self._split(read, labels, groups, names, domains, f"images in {readable(root.resolve().name)}")
+        return self._split(read, labels, groups, names, domains, f"images in {printable_name(root.resolve().name)}")
 
     def _split(
         self,
@@ -82,7 +82,7 @@ class _Domains(Limited):
         source: str,
     ) -> Dataset:
         """Training and test part with the same share of every class of every domain; `read` gives images by index."""
-        parts = stratified(groups * len(names) + labels, self.test_share, self.seed)
+        parts = stratified_split(groups * len(names) + labels, self.test_share, self.seed)
         kept = []
         for key, part, limit in zip(("", "test_"), parts, (self.limit, self.test_limit), strict=True):
             if limit is not None and limit > len(part):
@@ -124,13 +124,15 @@ class Pacs(_Domains):
             DatasetMissingError: neither folder nor file is there.
             ValueError: they do not hold what they should; says what.
         """
-        if self.path is not None or (folder() / self.stem).is_dir():
+        if self.path is not None or (data_folder() / self.stem).is_dir():
             return super().load()
-        path = find("pacs64.npz", "Set path to the folder of PACS, with art_painting, cartoon, photo and sketch in it")
+        path = find_file(
+            "pacs64.npz", "Set path to the folder of PACS, with art_painting, cartoon, photo and sketch in it"
+        )
         pixels, (groups, domains) = read_pixels(path), read_domains(path)
 
         def read(index: Tensor) -> Batch:
-            images = np.stack([_resized(image, self.size) for image in pixels.images[index.numpy()]])
+            images = np.stack([_resize(image, self.size) for image in pixels.images[index.numpy()]])
             return Pixels(images, pixels.labels[index.numpy()], pixels.class_names).batch()
 
         labels = torch.from_numpy(pixels.labels.astype(np.int64))
@@ -153,7 +155,7 @@ class Vlcs(_Domains):
     stem: ClassVar[str] = "VLCS"
 
 
-def listed_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -> Labeled:
+def list_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -> Labeled:
     """The images in `root/DOMAIN/CLASS`, domain by domain.
 
     Raises:
@@ -162,7 +164,7 @@ def listed_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...])
     files: list[Path] = []
     labels, groups = [], []
     for number, domain in enumerate(domains):
-        found, mine = listed(inside(root, domain), names)
+        found, mine = list_images(join_inside(root, domain), names)
         files += found
         labels.append(mine)
         groups.append(torch.full_like(mine, number))
@@ -185,7 +187,7 @@ def read_domains(path: Path) -> tuple[Tensor, tuple[str, ...]]:
     return torch.from_numpy(domains.astype(np.int64)), tuple(names.tolist())
 
 
-def _resized(image: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
+def _resize(image: NDArray[np.uint8], size: int) -> NDArray[np.uint8]:
     if image.shape[:2] == (size, size):
         return image
     return np.asarray(Image.fromarray(image).resize((size, size), Image.Resampling.BICUBIC))

@@ -14,20 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from fl.data.sources import stored
-from fl.data.sources.folders import classes, decode, listed
+from fl.data.sources.folders import decode_images, list_classes, list_images
 from fl.data.sources.stored import DatasetMissingError
 from fl.registry import UnknownNameError
-from fl.runtime.safe_paths import inside, regular
+from fl.runtime.safe_paths import join_inside, require_regular_file
 from fl.seeds import stream
 
 DIGITS = tuple(string.digits)
 CHARACTERS = (*string.digits, *string.ascii_uppercase, *string.ascii_lowercase)
-WHERE = {
+MANUAL_DOWNLOADS = {
     "cinic10": "unpack CINIC-10.tar.gz of https://datashare.ed.ac.uk/handle/10283/3192 (train/CLASS/*.png, test/...)",
     "tiny-imagenet": "unpack http://cs231n.stanford.edu/tiny-imagenet-200.zip (train/, val/, words.txt)",
 }
 """How to get the sets that torchvision does not have."""
-PUBLISHED = {
+PUBLISHED_SIZES = {
     "mnist": (60_000, 10_000),
     "fashion_mnist": (60_000, 10_000),
     "emnist": (697_932, 116_323),
@@ -51,7 +51,7 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
     """Write `NAME_train.npz` and `NAME_test.npz`, each whole or not at all; returns their paths.
 
     Args:
-        name: of the data set: see `names()`.
+        name: of the data set: see `downloadable_sets()`.
         folder: where to; the data folder by default.
         source: a folder that has the files as published: for CINIC-10 and Tiny-ImageNet the unpacked folder, for the
             others what torchvision takes as `root`. None downloads them, checked by torchvision, and leaves no copy.
@@ -61,21 +61,21 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
         DatasetMissingError: the files can't be downloaded or are not in `source`; says what to do.
         ValueError: files in `source` are damaged, or are not the published ones as far as counts tell.
     """
-    if name not in names():
-        raise UnknownNameError("data set to download", name, names())
-    folder = stored.folder() if folder is None else Path(folder)
-    if folder == stored.NOWHERE:
-        raise DatasetMissingError(f"there is no home folder to write {name} to; set {stored.VARIABLE} to a folder")
+    if name not in downloadable_sets():
+        raise UnknownNameError("data set to download", name, downloadable_sets())
+    folder = stored.data_folder() if folder is None else Path(folder)
+    if folder == stored.DEFAULT_FOLDER:
+        raise DatasetMissingError(f"there is no home folder to write {name} to; set {stored.DATA_VARIABLE} to a folder")
     folder.mkdir(parents=True, exist_ok=True)
     paths = {part: folder / f"{name}_{part}.npz" for part in ("train", "test")}
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
         for part, path in paths.items():
-            if name in WHERE:
+            if name in MANUAL_DOWNLOADS:
                 _from_folder(name, part, path, source, Path(scratch))
             else:
                 pixels, labels, class_names = _from_torchvision(name, part, source, Path(scratch))
                 _check_published(name, part, np.asarray(labels), source)
-                stored.save(path, pixels, labels, class_names)
+                stored.save_images(path, pixels, labels, class_names)
     return list(paths.values())
 
 
@@ -88,7 +88,7 @@ def _check_published(name: str, part: str, labels: NDArray[Any], source: Path | 
     if source is None:
         return  # torchvision has checked what it downloaded
     column = 0 if part == "train" else 1
-    expected = PUBLISHED[name][column]
+    expected = PUBLISHED_SIZES[name][column]
     own = "it is another set: store images of your own under a name of their own, as a folder or an .npz file"
     if len(labels) != expected:
         raise ValueError(
@@ -99,9 +99,9 @@ def _check_published(name: str, part: str, labels: NDArray[Any], source: Path | 
         raise ValueError(f"expected MNIST's images of each digit in {source}, got {counts}; {own}")
 
 
-def names() -> list[str]:
+def downloadable_sets() -> list[str]:
     """The data sets that `download` knows."""
-    return sorted([*_TORCHVISION, *WHERE])
+    return sorted([*_TORCHVISION, *MANUAL_DOWNLOADS])
 
 
 def _from_torchvision(name: str, part: str, source: Path | None, scratch: Path) -> Arrays:
@@ -168,44 +168,48 @@ _TORCHVISION: dict[str, Callable[[str, bool, bool], Arrays]] = {
 def _from_folder(name: str, part: str, path: Path, source: Path | None, scratch: Path) -> None:
     """Convert a folder of image files, shuffled, through a memory map: no more than one image is held in memory."""
     if source is None:
-        raise DatasetMissingError(f"{name} has to be fetched by hand: {WHERE[name]} and give that folder as the source")
+        raise DatasetMissingError(
+            f"{name} has to be fetched by hand: {MANUAL_DOWNLOADS[name]} and give that folder as the source"
+        )
     try:
         find, size = (_cinic10, 32) if name == "cinic10" else (_tiny_imagenet, 64)
         files, labels, class_names = find(Path(source), part)
     except OSError as error:
-        raise DatasetMissingError(f"{name} is not in {source} ({error}): {WHERE[name]}") from error
+        raise DatasetMissingError(f"{name} is not in {source} ({error}): {MANUAL_DOWNLOADS[name]}") from error
     _check_published(name, part, labels.numpy(), source)
     order = torch.randperm(len(files), generator=stream(0, "order", name, part))
     pixels = np.memmap(scratch / f"{part}.raw", dtype=np.uint8, mode="w+", shape=(len(files), size, size, 3))
-    decode([files[i] for i in order.tolist()], None, "color", out=pixels)
-    stored.save(path, pixels, labels[order].numpy(), class_names)
+    decode_images([files[i] for i in order.tolist()], None, "color", out=pixels)
+    stored.save_images(path, pixels, labels[order].numpy(), class_names)
 
 
 def _cinic10(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:
     """`train` or `test`; `valid` is left out, as HyperFL's authors leave it out."""
-    class_names = classes(source / "train")
-    return *listed(source / part, class_names), class_names
+    class_names = list_classes(source / "train")
+    return *list_images(source / part, class_names), class_names
 
 
 def _tiny_imagenet(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:
     """`train`, or as `test` the labeled images of `val`; its own `test` has no labels."""
-    wnids = classes(source / "train")
-    class_names = _words(source / "words.txt", wnids)
+    wnids = list_classes(source / "train")
+    class_names = _class_words(source / "words.txt", wnids)
     if part == "train":
-        return *listed(source / "train", wnids), class_names
-    annotations = regular(source / "val" / "val_annotations.txt").read_text("utf-8")
+        return *list_images(source / "train", wnids), class_names
+    annotations = require_regular_file(source / "val" / "val_annotations.txt").read_text("utf-8")
     rows = [line.split("\t") for line in annotations.splitlines()]
     numbers = {wnid: label for label, wnid in enumerate(wnids)}
     if unknown := [row for row in rows if len(row) < 2 or row[1] not in numbers]:
         raise ValueError(f"expected a file and one of the training classes in val_annotations.txt, got {unknown[0]}")
     images = source / "val" / "images"
-    files = [inside(images, row[0]) for row in rows]
+    files = [join_inside(images, row[0]) for row in rows]
     return files, torch.tensor([numbers[row[1]] for row in rows], dtype=torch.int64), class_names
 
 
-def _words(path: Path, wnids: Sequence[str]) -> list[str]:
+def _class_words(path: Path, wnids: Sequence[str]) -> list[str]:
     """The first word for each WordNet number; where two have the same, with the number."""
-    words = dict(line.split("\t", 1) for line in regular(path).read_text("utf-8").splitlines() if "\t" in line)
+    words = dict(
+        line.split("\t", 1) for line in require_regular_file(path).read_text("utf-8").splitlines() if "\t" in line
+    )
     first = [words.get(wnid, wnid).split(",")[0].strip() for wnid in wnids]
     often = Counter(first)
     return [word if often[word] == 1 else f"{word} ({wnid})" for word, wnid in zip(first, wnids, strict=True)]

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from fl.data import Dataset, Source, datasets, stratified
+from fl.data import Dataset, Source, datasets, stratified_split
 from fl.data.sources.folders import FORMER_MODES, Mode
 from fl.ranges import OpenShare, Seed, Width
 from fl.registry import UnknownNameError
@@ -34,7 +34,7 @@ PHOTOS = {
 """Name to file; the label of a photograph is its place here. The last two are gray."""
 
 
-def _file(name: str) -> Traversable:
+def _photo_path(name: str) -> Traversable:
     file = resources.files("skimage") / "data" / name
     if not file.is_file():
         raise FileNotFoundError(f"expected {name} among scikit-image's own data; reinstall scikit-image")
@@ -62,11 +62,11 @@ class Faces(Source):
 
     def load(self) -> Dataset:
         """80 + 80 crops to train and 20 + 20 to test, at the default share."""
-        with _file("lfw_subset.npy").open("rb") as stream:
+        with _photo_path("lfw_subset.npy").open("rb") as stream:
             crops = np.load(stream, allow_pickle=False)
         images = torch.stack([_resize(torch.from_numpy(crop).float(), self.size) for crop in crops])[:, None]
         labels = torch.arange(len(crops)) // 100  # the file holds the faces first
-        train, test = (Batch(images[i], labels[i]) for i in stratified(labels, self.test_share, self.seed))
+        train, test = (Batch(images[i], labels[i]) for i in stratified_split(labels, self.test_share, self.seed))
         return Dataset(train, test, "faces", ("face", "not a face"), "LFW crops of scikit-image (lfw_subset)")
 
 
@@ -118,7 +118,7 @@ class Photos(Source):
         return Batch(inputs, torch.tensor([classes.index(name) for name in names], dtype=torch.int64))
 
     def _image(self, name: str) -> Tensor:
-        with _file(PHOTOS[name]).open("rb") as stream, Image.open(stream) as opened:
+        with _photo_path(PHOTOS[name]).open("rb") as stream, Image.open(stream) as opened:
             image = opened.convert("RGB")
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2

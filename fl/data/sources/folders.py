@@ -17,19 +17,19 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
-from fl.data import Dataset, datasets, stratified
-from fl.data.sources.stored import DatasetMissingError, Limited, Pixels
+from fl.data import Dataset, datasets, stratified_split
+from fl.data.sources.stored import DatasetMissingError, LimitedSource, Pixels
 from fl.ranges import OpenShare, Seed, Width
-from fl.runtime.safe_paths import inside, linked_inside, readable, regular
+from fl.runtime.safe_paths import join_inside, printable_name, require_inside, require_regular_file
 from fl.seeds import stream
 from fl.types import Batch
 
 SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"})
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What those suffixes stand for: a file of another kind under such a name is not opened (EPS would run a program)."""
-MOST_PIXELS = 2**26
+MAX_PIXELS = 2**26
 """Of one image, by its header, so that a small file can't fill the memory."""
-DAMAGED = (
+PILLOW_ERRORS = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError),
     *(OSError, SyntaxError, TypeError, struct.error, zlib.error),
 )
@@ -42,7 +42,7 @@ Listed = tuple[list[Path], torch.Tensor]
 
 @datasets.register("folder")
 @dataclass(frozen=True, kw_only=True)
-class Folder(Limited):
+class Folder(LimitedSource):
     """Your own images: `PATH/CLASS/*.png`, or `PATH/train/CLASS/*.png` beside `PATH/test/CLASS/*.png`.
 
     Only files of the usual image types are looked at, by their suffix. Only those within the limits are read.
@@ -80,21 +80,23 @@ class Folder(Limited):
         if not root.is_dir():
             raise DatasetMissingError(f"no folder {self.path}: expected one with a folder of images for each class")
         top = root / "train" if (root / "train").is_dir() else root
-        names = classes(top)
-        files, labels = listed(top, names)
+        names = list_classes(top)
+        files, labels = list_images(top, names)
         if (root / "train").is_dir() and (root / "test").is_dir():
             train = self._shuffled((files, labels), "train")
-            test = self._shuffled(listed(root / "test", names), "test")
+            test = self._shuffled(list_images(root / "test", names), "test")
         else:
             train, test = (
                 ([files[i] for i in part.tolist()], labels[part])
-                for part in stratified(labels, self.test_share, self.seed)
+                for part in stratified_split(labels, self.test_share, self.seed)
             )
         parts = (self._read(train, self.limit, names), self._read(test, self.test_limit, names))
         shapes = [tuple(part.inputs.shape[1:]) for part in parts]
         if shapes[0] != shapes[1]:
             raise ValueError(f"expected test images {shapes[0]} as the training images, got {shapes[1]}; set size")
-        return Dataset(*parts, readable(root.resolve().name), names, f"images in {readable(root.resolve().name)}")
+        return Dataset(
+            *parts, printable_name(root.resolve().name), names, f"images in {printable_name(root.resolve().name)}"
+        )
 
     def _shuffled(self, part: Listed, key: str) -> Listed:
         order = torch.randperm(len(part[0]), generator=stream(self.seed, "order", key))
@@ -105,7 +107,7 @@ class Folder(Limited):
         if limit is not None and limit > len(files):
             raise ValueError(f"expected a limit of at most {len(files)} images, got {limit}")
         files, labels = files[:limit], labels[:limit]
-        return Pixels(decode(files, self.size, self.mode), labels.numpy(), names).batch()
+        return Pixels(decode_images(files, self.size, self.mode), labels.numpy(), names).batch()
 
     @classmethod
     def example(cls) -> Folder:
@@ -113,38 +115,40 @@ class Folder(Limited):
         return cls(path="pictures")
 
 
-def classes(folder: Path) -> tuple[str, ...]:
+def list_classes(folder: Path) -> tuple[str, ...]:
     """Names of the folders in `folder`, sorted; hidden ones don't count.
 
     Raises:
         ValueError: there are none, one's name is not UTF-8, or one is a link that leads elsewhere.
     """
     entries = [entry for entry in folder.iterdir() if not entry.name.startswith(".")]
-    found = sorted(linked_inside(entry, folder).name for entry in entries if entry.is_dir())
+    found = sorted(require_inside(entry, folder).name for entry in entries if entry.is_dir())
     for name in found:
-        if readable(name) != name:
-            raise ValueError(f"expected a folder in {folder} whose name is UTF-8, got {readable(name)!r}; rename it")
+        if printable_name(name) != name:
+            raise ValueError(
+                f"expected a folder in {folder} whose name is UTF-8, got {printable_name(name)!r}; rename it"
+            )
     if not found:
         raise ValueError(f"expected a folder for each class in {folder}, got none")
     return tuple(found)
 
 
-def listed(folder: Path, names: Sequence[str]) -> Listed:
+def list_images(folder: Path, names: Sequence[str]) -> Listed:
     """The images in `folder/NAME`, by name of class and of file.
 
     Raises:
         ValueError: a class has no images, there is a folder of another class, or a link leads elsewhere.
     """
-    if extra := set(classes(folder)) - set(names):
+    if extra := set(list_classes(folder)) - set(names):
         raise ValueError(
             f"expected only the classes of the training images in {folder}, got {', '.join(sorted(extra))}"
         )
     files: list[Path] = []
     labels: list[int] = []
     for label, name in enumerate(names):
-        own = inside(folder, name)
+        own = join_inside(folder, name)
         entries = own.rglob("*") if own.is_dir() else ()
-        found = sorted(linked_inside(path, folder) for path in entries if path.suffix.lower() in SUFFIXES)
+        found = sorted(require_inside(path, folder) for path in entries if path.suffix.lower() in SUFFIXES)
         if not found:
             raise ValueError(f"expected images in {folder / name}, got none with {', '.join(sorted(SUFFIXES))}")
         files += found
@@ -152,7 +156,7 @@ def listed(folder: Path, names: Sequence[str]) -> Listed:
     return files, torch.tensor(labels, dtype=torch.int64)
 
 
-def decode(
+def decode_images(
     files: Sequence[Path], size: int | None, mode: Mode, out: NDArray[np.uint8] | None = None
 ) -> NDArray[np.uint8]:
     """The pixels of image files, uint8 [N, H, W, 1 or 3].
@@ -167,7 +171,7 @@ def decode(
         ValueError: a file is no image, or of another size than the first; says which.
     """
     for i, path in enumerate(files):
-        pixels = _pixels(path, size, mode)
+        pixels = _read_pixels(path, size, mode)
         if out is None:
             out = np.empty((len(files), *pixels.shape), dtype=np.uint8)
         if pixels.shape != out.shape[1:]:
@@ -180,7 +184,7 @@ def decode(
     return out
 
 
-def _converted(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
+def _convert_mode(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
     """The image upright, of 8 bits per channel."""
     image = ImageOps.exif_transpose(opened)
     if image.mode.startswith(("I", "F")):
@@ -188,21 +192,24 @@ def _converted(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
     return image.convert("RGB" if mode == "color" else "L")
 
 
-def _pixels(path: Path, size: int | None, mode: Mode) -> NDArray[np.uint8]:
+def _read_pixels(path: Path, size: int | None, mode: Mode) -> NDArray[np.uint8]:
     shape: tuple[int, ...] = ()
     try:
         # what is wrong with a file is an error, or nothing: no warning
-        with warnings.catch_warnings(action="ignore"), Image.open(regular(path), formats=FORMATS) as opened:
+        with (
+            warnings.catch_warnings(action="ignore"),
+            Image.open(require_regular_file(path), formats=FORMATS) as opened,
+        ):
             shape = opened.size
-            if opened.width * opened.height <= MOST_PIXELS:
-                image = _converted(opened, path, mode)
+            if opened.width * opened.height <= MAX_PIXELS:
+                image = _convert_mode(opened, path, mode)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"expected at most {MOST_PIXELS:,} pixels in {path}, got more; make it smaller") from error
-    except DAMAGED as error:
+        raise ValueError(f"expected at most {MAX_PIXELS:,} pixels in {path}, got more; make it smaller") from error
+    except PILLOW_ERRORS as error:
         raise ValueError(f"expected an image in {path}: {error}") from error
-    if math.prod(shape) > MOST_PIXELS:
+    if math.prod(shape) > MAX_PIXELS:
         raise ValueError(
-            f"expected at most {MOST_PIXELS:,} pixels in {path}, got {shape[0]} x {shape[1]}; make it smaller"
+            f"expected at most {MAX_PIXELS:,} pixels in {path}, got {shape[0]} x {shape[1]}; make it smaller"
         )
     if size is not None and image.size != (size, size):
         image = ImageOps.fit(image, (size, size), Image.Resampling.BICUBIC)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fl.data import Dataset, Groups, Source, datasets, stratified
+from fl.data import Dataset, Groups, Source, datasets, stratified_split
 from fl.ranges import OpenShare, Seed
 from fl.types import Batch
 
@@ -48,7 +48,7 @@ class Pooled(Source):
         given = self.source.load()
         inputs = torch.cat([given.train.inputs, given.test.inputs])
         labels = torch.cat([given.train.labels, given.test.labels])
-        first, second = stratified(labels, self.test_share, self.seed)
+        first, second = stratified_split(labels, self.test_share, self.seed)
         groups = None
         if given.groups is not None:
             every = torch.cat([given.groups.train, given.groups.test])

@@ -15,19 +15,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl.data import Dataset, Source, datasets, stratified
+from fl.data import Dataset, Source, datasets, stratified_split
 from fl.ranges import Count, OpenShare, Seed
 from fl.runtime import tensor_archives
-from fl.runtime.atomic_files import replacing
-from fl.runtime.safe_paths import there
+from fl.runtime.atomic_files import atomic_write
+from fl.runtime.safe_paths import is_accessible_file
 from fl.types import Batch
 
-VARIABLE = "HYPERLEAK_DATA"
-NOWHERE = Path("~/.cache/hyperleak/data")
+DATA_VARIABLE = "HYPERLEAK_DATA"
+DEFAULT_FOLDER = Path("~/.cache/hyperleak/data")
 """The data folder of a user without a home."""
-KEYS = ("images", "labels")
-NAMES = "class_names"
-MOST_NUMBERED = 2**16
+REQUIRED_ARRAYS = ("images", "labels")
+CLASS_NAMES = "class_names"
+MAX_NUMBERED_CLASSES = 2**16
 """Classes that go by their numbers, at most: a stray label must not make millions of names."""
 
 
@@ -65,7 +65,7 @@ class Pixels:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limited(Source):
+class LimitedSource(Source):
     """Settings of any data set that may be too large to load whole.
 
     Attributes:
@@ -85,7 +85,7 @@ class Limited(Source):
 
 @datasets.register("npz")
 @dataclass(frozen=True, kw_only=True)
-class Npz(Limited):
+class Npz(LimitedSource):
     """Your own files.
 
     Attributes:
@@ -109,35 +109,35 @@ class Npz(Limited):
         """
         if self.test is None and not self.train.endswith(".npz"):
             return load_pair(self.train, self)
-        path = find(self.train)
+        path = find_file(self.train)
         if self.test is not None:
-            return _joined(path.stem, path, find(self.test), self)
+            return _join_parts(path.stem, path, find_file(self.test), self)
         pixels = read_pixels(path)
-        train, test = stratified(torch.from_numpy(pixels.labels.astype(np.int64)), self.test_share, self.seed)
+        train, test = stratified_split(torch.from_numpy(pixels.labels.astype(np.int64)), self.test_share, self.seed)
         parts = (pixels.batch(train.numpy(), self.limit), pixels.batch(test.numpy(), self.test_limit))
         return Dataset(*parts, path.stem, pixels.class_names, path.name)
 
     @classmethod
     def example(cls) -> Npz:
-        """A file made by `save`."""
+        """A file made by `save_images`."""
         return cls(train="mine.npz")
 
 
-def folder() -> Path:
+def data_folder() -> Path:
     """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`).
 
     Where nothing says what the user's home is, it is a folder that is not there.
     """
-    if given := os.environ.get(VARIABLE):
+    if given := os.environ.get(DATA_VARIABLE):
         return Path(given)
     cache = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(cache) if cache else Path.home() / ".cache") / "hyperleak" / "data"
     except RuntimeError:  # neither HOME nor the user is known
-        return NOWHERE
+        return DEFAULT_FOLDER
 
 
-def load_pair(stem: str, settings: Limited, remedy: str = "") -> Dataset:
+def load_pair(stem: str, settings: LimitedSource, remedy: str = "") -> Dataset:
     """The data set in `STEM_train.npz` and `STEM_test.npz`.
 
     Args:
@@ -149,32 +149,32 @@ def load_pair(stem: str, settings: Limited, remedy: str = "") -> Dataset:
         DatasetMissingError: a file is not there.
         ValueError: a file does not hold what it should, or the two do not belong together.
     """
-    train, test = (find(f"{stem}_{part}.npz", remedy) for part in ("train", "test"))
-    return _joined(stem, train, test, settings)
+    train, test = (find_file(f"{stem}_{part}.npz", remedy) for part in ("train", "test"))
+    return _join_parts(stem, train, test, settings)
 
 
-def find(name: str, remedy: str = "") -> Path:
+def find_file(name: str, remedy: str = "") -> Path:
     """The file at `name` as given, or in the data folder.
 
     Raises:
         DatasetMissingError: it is in neither; says what is there, and how to get it.
     """
-    given, home = Path(name), folder()
+    given, home = Path(name), data_folder()
     places = [given] if given.is_absolute() else [given, home / name]
     for path in places:
-        if there(path):
+        if is_accessible_file(path):
             return path
     others = ", ".join(sorted(path.name for path in home.glob("*.npz"))) or "no .npz file"
-    unset = "" if os.environ.get(VARIABLE) else f" ({VARIABLE} is not set)"
+    unset = "" if os.environ.get(DATA_VARIABLE) else f" ({DATA_VARIABLE} is not set)"
     first = f"{remedy}, or set" if remedy else "Set"
     raise DatasetMissingError(
         f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {others}{unset}. "
-        f"{first} {VARIABLE} to the folder that has it, or write it from any copy of the data with "
+        f"{first} {DATA_VARIABLE} to the folder that has it, or write it from any copy of the data with "
         "fl.data.sources.stored.save(path, images, labels, class_names)"
     )
 
 
-def read(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, ...]]:
+def read_batch(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, ...]]:
     """The first `limit` images, or all, and the class names of one `.npz` file; nothing in it is executed.
 
     Raises:
@@ -191,21 +191,21 @@ def read_pixels(path: Path) -> Pixels:
         ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
     """
     try:
-        arrays = tensor_archives.arrays(path, (*KEYS, NAMES))
+        arrays = tensor_archives.read_arrays(path, (*REQUIRED_ARRAYS, CLASS_NAMES))
     except tensor_archives.DamagedError as error:
         raise ValueError(f"expected a .npz file without objects, got {path}: {error}") from error
-    if absent := [key for key in KEYS if key not in arrays]:
-        raise ValueError(f"expected {', '.join(KEYS)} in {path}, got no {', '.join(absent)}")
-    images, labels = (arrays[key] for key in KEYS)
-    names = arrays[NAMES] if NAMES in arrays else _numbers(labels)
+    if absent := [key for key in REQUIRED_ARRAYS if key not in arrays]:
+        raise ValueError(f"expected {', '.join(REQUIRED_ARRAYS)} in {path}, got no {', '.join(absent)}")
+    images, labels = (arrays[key] for key in REQUIRED_ARRAYS)
+    names = arrays[CLASS_NAMES] if CLASS_NAMES in arrays else _numbered_names(labels)
     if images.dtype == np.uint8 and images.ndim == 3:  # gray
         images = images[..., None]
     _check(images, labels, names, path)
     return Pixels(images, labels, tuple(names.astype(str).tolist()))
 
 
-def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
-    """Write a file that `read` takes, whole or not at all.
+def save_images(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
+    """Write a file that `read_batch` takes, whole or not at all.
 
     Args:
         path: ends in `.npz`.
@@ -218,14 +218,14 @@ def save(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_name
     """
     names = np.array(class_names, dtype=str)
     _check(images, labels, names, path)
-    with replacing(path) as file:
+    with atomic_write(path) as file:
         np.savez_compressed(file, images=images, labels=labels, class_names=names)
 
 
-def _numbers(labels: NDArray[Any]) -> NDArray[np.str_]:
+def _numbered_names(labels: NDArray[Any]) -> NDArray[np.str_]:
     """Names for classes that have none: the numbers up to the largest label."""
     largest = int(labels.max()) if labels.dtype.kind in "iu" and labels.size else 0
-    return np.arange(min(largest + 1, MOST_NUMBERED)).astype(str)
+    return np.arange(min(largest + 1, MAX_NUMBERED_CLASSES)).astype(str)
 
 
 def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path: Path) -> None:
@@ -239,9 +239,9 @@ def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path
         raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}")
 
 
-def _joined(name: str, train: Path, test: Path, settings: Limited) -> Dataset:
-    first, class_names = read(train, settings.limit)
-    second, others = read(test, settings.test_limit)
+def _join_parts(name: str, train: Path, test: Path, settings: LimitedSource) -> Dataset:
+    first, class_names = read_batch(train, settings.limit)
+    second, others = read_batch(test, settings.test_limit)
     if first.inputs.shape[1:] != second.inputs.shape[1:]:
         shapes = tuple(first.inputs.shape[1:]), tuple(second.inputs.shape[1:])
         raise ValueError(f"expected test images {shapes[0]} as the training images in {test}, got {shapes[1]}")

@@ -24,10 +24,10 @@ from torch import Tensor
 from fl.client import Client, LocalResult, LossGradient
 from fl.defense import overrides
 from fl.engines.factored.heads import Heads
-from fl.engines.factored.merging import merged
+from fl.engines.factored.merging import merge_outer_products
 from fl.engines.sequential import Engine
 from fl.gradient import autograd_derivative
-from fl.local.optimizers import OptimState, clipped, optimize
+from fl.local.optimizers import OptimState, clip_gradients, optimize
 from fl.method import Method, Step
 from fl.models.hypernetworks.hypernetwork import (
     EMBEDDING,
@@ -39,11 +39,11 @@ from fl.models.hypernetworks.hypernetwork import (
 )
 from fl.simulation.client_round import PreparedRound, Round, finish, train
 from fl.simulation.federation_state import FederationState
-from fl.tensors import LowRank, Tensors, Term, Value, combine, dense
+from fl.tensors import LowRank, Tensors, Term, Value, add_scaled, dense
 from fl.types import Batch, Group, Phase
 
 MATRIX, COEFFICIENTS = "hypernet.heads", "hypernet.heads.coefficients"
-PERIOD = 8
+MERGE_PERIOD = 8
 """Steps between two attempts to merge outer products."""
 
 
@@ -70,16 +70,16 @@ class Factored(Engine):
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
         """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
-            yield from self._together(run, numbers[i : i + self.chunk], evaluate)
+            yield from self._train_chunk(run, numbers[i : i + self.chunk], evaluate)
 
-    def _together(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> list[Round]:
+    def _train_chunk(self, run: FederationState, numbers: Sequence[int], evaluate: bool) -> list[Round]:
         starts = [run.start(number) for number in numbers]
-        fits = _fits(run.client, starts)
-        rounds = _by_factors(run.client, starts) if fits else [train(start) for start in starts]
-        return [run.scored(done) if evaluate else done for done in rounds]
+        fits = _is_expressible(run.client, starts)
+        rounds = _train_by_factors(run.client, starts) if fits else [train(start) for start in starts]
+        return [run.with_accuracy(done) if evaluate else done for done in rounds]
 
 
-def _by_factors(client: Client, starts: Sequence[PreparedRound]) -> list[Round]:
+def _train_by_factors(client: Client, starts: Sequence[PreparedRound]) -> list[Round]:
     heads = Heads(client, starts[0].download.shared)
     trainees = [_Trainee(start, heads) for start in starts]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def _by_factors(client: Client, starts: Sequence[PreparedRound]) -> list[Round]:
     return [finish(trainee.start, trainee.result()) for trainee in trainees]
 
 
-def _fits(client: Client, starts: Sequence[PreparedRound]) -> bool:
+def _is_expressible(client: Client, starts: Sequence[PreparedRound]) -> bool:
     """Whether this round's phases and downloads are of the kind that factors can express."""
     first = starts[0].download.shared
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
@@ -128,7 +128,7 @@ class _Trainee:
     left: Tensor = field(init=False)
     right: Tensor = field(init=False)
     count: int = 0
-    due: int = PERIOD
+    due: int = MERGE_PERIOD
 
     def __post_init__(self) -> None:
         start, heads = self.start, self.heads
@@ -163,13 +163,13 @@ class _Trainee:
         h = torch.relu(z)
         return _Hidden(z, torch.cat([h.new_ones(1), h]) if self.heads.made.bias else h)
 
-    def kept(self) -> Tensor:
+    def base_share(self) -> Tensor:
         """How much is left of the server's heads, a scalar."""
-        return self._coefficients(self.right)[0]
+        return self._used_coefficients(self.right)[0]
 
     def weights(self, base: Tensor, h: Tensor) -> dict[str, Tensor]:
         """The network's weights, from what the server's heads make of `h` (P,), as far as they are left."""
-        past = self._coefficients(h)[1:] * (self.right[: self.count] @ h)
+        past = self._used_coefficients(h)[1:] * (self.right[: self.count] @ h)
         made = self.heads.split(torch.addmv(base, self.left[: self.count].mT, past))
         own = {name: dense(self.params[name]) for name in self.heads.task.parameters if name not in made}
         return {**made, **own}
@@ -187,7 +187,7 @@ class _Trainee:
     def move(self, grads: Tensors) -> None:
         """One step of the optimizer; `grads` holds the heads' as an outer product under `MATRIX`."""
         groups = {**self.groups, **({MATRIX: self.groups[COEFFICIENTS]} if MATRIX in grads else {})}
-        grads = clipped(grads, groups)
+        grads = clip_gradients(grads, groups)
         if MATRIX in grads:
             product = grads.pop(MATRIX)
             assert isinstance(product, LowRank)
@@ -200,14 +200,14 @@ class _Trainee:
         self.params, self.optim = optimize(self.phase, self.unclipped, self.params, grads, self.optim)
         if self.count >= self.due:
             self._merge(self.params, self.optim.first)
-            self.due = self.count + PERIOD
+            self.due = self.count + MERGE_PERIOD
 
     def _merge(self, *linear: Tensors) -> None:
         """Put fewer outer products in the place of those so far, where the sums that `linear` weighs are unchanged."""
         holders = [values for values in linear if COEFFICIENTS in values]
         numbers = [dense(values[COEFFICIENTS]) for values in holders]
         weights = torch.stack([x[1 : self.count + 1] for x in numbers])
-        found = merged(self.left[: self.count], self.right[: self.count], weights)
+        found = merge_outer_products(self.left[: self.count], self.right[: self.count], weights)
         if found is None:
             return
         end = found.first + len(found.left)
@@ -222,7 +222,9 @@ class _Trainee:
         """Inner products of `g` (P,) with the gradients of all steps so far (J,)."""
         return self.left[: self.count] @ g
 
-    def pulled(self, grads: dict[str, Tensor], g: Tensor, overlaps: Tensor, base: Tensor, hidden: _Hidden) -> Tensors:
+    def pull_back(
+        self, grads: dict[str, Tensor], g: Tensor, overlaps: Tensor, base: Tensor, hidden: _Hidden
+    ) -> Tensors:
         """Gradients of what moves.
 
         Args:
@@ -232,7 +234,7 @@ class _Trainee:
             base: `W0^T g` (H,), or (1 + H,) with the biases' first.
             hidden: the hidden layer.
         """
-        a = self._coefficients(base)
+        a = self._used_coefficients(base)
         back = base * a[0] + (overlaps * a[1:]) @ self.right[: self.count]
         back = back[-len(hidden.z) :] * (hidden.z > 0)
         found: Tensors = {
@@ -251,7 +253,7 @@ class _Trainee:
         self._merge(self.params)  # momentum is gone: the products that only it needed are, too
         whole = self.left[: self.count] if self.count == len(self.left) else self.left[: self.count].clone()
         a, update = dense(self.params[COEFFICIENTS]), dict[str, Value]()
-        scale, right = 1.0 - float(a[0]), self.right[: self.count] * -self._coefficients(self.right)[1:, None]
+        scale, right = 1.0 - float(a[0]), self.right[: self.count] * -self._used_coefficients(self.right)[1:, None]
         kept = scale if abs(scale) > 1e-13 else 0.0
         biased = int(self.heads.made.bias)
         for name, part in self.heads.slices.items():
@@ -261,7 +263,7 @@ class _Trainee:
             if biased:
                 update[head_bias(name)] = kept * dense(shared[head_bias(name)]) + left.mT @ right[:, 0]
         rest = {name: value for name, value in shared.items() if name not in update}
-        update.update(combine(rest, self.params, -1.0))
+        update.update(add_scaled(rest, self.params, -1.0))
         return LocalResult(
             update={name: update[name] for name in shared},
             extra={},
@@ -270,7 +272,7 @@ class _Trainee:
             buffers=self.buffers,
         )
 
-    def _coefficients(self, like: Tensor) -> Tensor:
+    def _used_coefficients(self, like: Tensor) -> Tensor:
         """Those in use (1 + count,), in the type of `like`."""
         return dense(self.params[COEFFICIENTS])[: self.count + 1].to(like.dtype)
 
@@ -299,7 +301,7 @@ def _step(heads: Heads, trainees: Sequence[_Trainee], p: int, s: int) -> None:
         found.append((grads, g, trainee.overlaps(g)))  # at once, while the factors are in the cache
     products = heads.backward(joined)
     for trainee, (hidden, _), (grads, g, overlaps), product in zip(trainees, made, found, products, strict=True):
-        trainee.move(trainee.pulled(grads, g, overlaps, product, hidden))
+        trainee.move(trainee.pull_back(grads, g, overlaps, product, hidden))
 
 
 class _Hidden(NamedTuple):
@@ -313,5 +315,5 @@ def _generate(heads: Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden,
     """Every client's hidden layer, and what is left of the server's heads makes of it: a product for all at once."""
     hidden = [trainee.hidden() for trainee in trainees]
     heads.attend(torch.stack([own.h for own in hidden]))
-    scaled = torch.stack([trainee.kept() * own.h for trainee, own in zip(trainees, hidden, strict=True)])
+    scaled = torch.stack([trainee.base_share() * own.h for trainee, own in zip(trainees, hidden, strict=True)])
     return list(zip(hidden, heads.forward(scaled), strict=True))

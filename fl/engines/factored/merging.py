@@ -24,7 +24,7 @@ class Merged(NamedTuple):
     weights: Tensor
 
 
-def merged(left: Tensor, right: Tensor, weights: Tensor) -> Merged | None:
+def merge_outer_products(left: Tensor, right: Tensor, weights: Tensor) -> Merged | None:
     """The sums of `weights[k, i] * left[i]^T right[i]` over i, for every k, by at most half as many outer products.
 
     A column of a sum is one outer product, with a unit vector, and only units that speak in some of `right` have one.

@@ -14,7 +14,7 @@ from fl.types import Task, Upload
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeepsModels(FedAvg):
+class PersonalModels(FedAvg):
     """A base of methods with a model for each client, all of which the server has; `model` says what each is sent.
 
     A model is its shared parameters, and running statistics with them; integer buffers stay as they were at first. A
@@ -22,7 +22,7 @@ class KeepsModels(FedAvg):
     """
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """What client number `client`, one of `server.clients`, starts its round from, by names of `kept`."""
+        """What client number `client`, one of `server.clients`, starts its round from, by names of `last_model`."""
         raise TypeError(f"{type(self).__name__} does not say what a client starts from: define model()")
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
@@ -30,50 +30,50 @@ class KeepsModels(FedAvg):
         if client < server.clients:
             found = self.model(server, client, task)
         else:
-            every = [kept(server, number) for number in range(server.clients)]
-            found = mixed(every, [1 / server.clients] * server.clients)
-        return packed(server, found)
+            every = [last_model(server, number) for number in range(server.clients)]
+            found = weighted_model(every, [1 / server.clients] * server.clients)
+        return as_download(server, found)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
         """The models that arrived take the place of those kept."""
-        arrived = {_name(u.client): ended(self.broadcast(server, u.client, task), u) for u in uploads}
+        arrived = {_model_payload(u.client): final_model(self.broadcast(server, u.client, task), u) for u in uploads}
         return replace(server, own=server.own | arrived, round=server.round + 1)
 
 
-def kept(server: ServerState, client: int) -> Tensors:
+def last_model(server: ServerState, client: int) -> Tensors:
     """The model that `client` ended its last round with: shared parameters, and buffers that are no integers.
 
     Before its first round that is the one that the server began with.
     """
-    return server.own.get(_name(client), {**server.shared, **averaged(server.buffers)})
+    return server.own.get(_model_payload(client), {**server.shared, **floating_buffers(server.buffers)})
 
 
-def averaged(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
+def floating_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
     """Those that are averaged: integer ones count steps."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
-def mixed(models: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
+def weighted_model(models: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
     """The sum of `models`, each times its weight."""
     used = [(model, weight) for model, weight in zip(models, weights, strict=True) if weight != 0]
     found, shares = [model for model, _ in used], [weight for _, weight in used]
     return {name: dense(weighted_sum([model[name] for model in found], shares)) for name in found[0]}
 
 
-def packed(server: ServerState, model: Tensors) -> Download:
-    """A model by names of `kept`, to send it."""
+def as_download(server: ServerState, model: Tensors) -> Download:
+    """A model by names of `last_model`, to send it."""
     return Download(
         {name: model[name] for name in server.shared},
         {name: dense(model.get(name, value)) for name, value in server.buffers.items()},
     )
 
 
-def ended(sent: Download, upload: Upload) -> Tensors:
-    """The model that a client ended with, by names of `kept`."""
-    statistics = {name: value - upload.buffers[name] for name, value in averaged(sent.buffers).items()}
+def final_model(sent: Download, upload: Upload) -> Tensors:
+    """The model that a client ended with, by names of `last_model`."""
+    statistics = {name: value - upload.buffers[name] for name, value in floating_buffers(sent.buffers).items()}
     return {**{name: sub(value, upload.update[name]) for name, value in sent.shared.items()}, **statistics}
 
 
-def _name(client: int) -> str:
+def _model_payload(client: int) -> str:
     """The payload of `ServerState.own` with the client's last model."""
     return f"model.{client}"

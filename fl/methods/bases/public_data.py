@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fl.data import Source
-from fl.local.sampling import plan
+from fl.local.sampling import plan_batches
 from fl.method import Download, ServerState
-from fl.methods.bases.personal_models import ended
+from fl.methods.bases.personal_models import final_model
 from fl.methods.fedavg import FedAvg
 from fl.parametrization import Parametrization
 from fl.ranges import Count
@@ -24,12 +24,12 @@ from fl.types import Batch, Phase, Task, Upload
 
 KEYS, SEED = "keys", "seed"
 """A payload of `ServerState.own`, and the name in it of what the server's own random numbers come from."""
-AT_ONCE = 256
+INFERENCE_BATCH = 256
 """Images that are classified in one go."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublicImages(FedAvg):
+class PublicDataServer(FedAvg):
     """A base of methods whose server has images: clients train and send as in FedAvg, and are sent its result.
 
     The images come from a data set that the method names, never from the clients of a federation. Of the data set that
@@ -62,15 +62,15 @@ class PublicImages(FedAvg):
         They are read anew for each federation: a file may have changed since the last one.
         """
         _load.cache_clear()
-        self._check_norms(task, self.held(task))
+        self._check_norms(task, self.public_images(task))
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={KEYS: {SEED: torch.randint(2**31, (), generator=generator)}})
 
-    def learning(self) -> Phase:
+    def server_phase(self) -> Phase:
         """When the server feeds which of its images."""
         raise TypeError(f"{type(self).__name__} does not say how its server trains: define learning()")
 
-    def held(self, task: Task) -> Batch:
+    def public_images(self, task: Task) -> Batch:
         """The server's images, where the task's network lies and of its type.
 
         Raises:
@@ -91,11 +91,11 @@ class PublicImages(FedAvg):
         Raises:
             ValueError: there are such steps, and such a batch norm.
         """
-        phase = self.learning()
-        steps = parts(torch.arange(len(images)), phase.batch_size or len(images)) if phase.epochs != 0 else []
+        phase = self.server_phase()
+        steps = split_batches(torch.arange(len(images)), phase.batch_size or len(images)) if phase.epochs != 0 else []
         if all(len(index) > 1 for index in steps):
             return
-        if single := one_value(task.model, images.inputs[:1], resting=self.takes_statistics):
+        if single := single_value_norm(task.model, images.inputs[:1], resting=self.takes_statistics):
             given = "1 image in all" if len(images) == 1 else f"server_batch {phase.batch_size}"
             raise ValueError(
                 f"expected 2 images or more in each step of the server, got {given}: {single} of the network has one "
@@ -103,7 +103,7 @@ class PublicImages(FedAvg):
                 f"images, too, or take a network without batch norm there"
             )
 
-    def drawn(self, server: ServerState, *keys: object) -> torch.Generator:
+    def server_generator(self, server: ServerState, *keys: object) -> torch.Generator:
         """The server's random numbers in this round, for the use that `keys` name."""
         seed = int(dense(server.own[KEYS][SEED]))
         return stream(seed, "public", server.round, *keys)
@@ -111,10 +111,10 @@ class PublicImages(FedAvg):
     def batches(self, server: ServerState, phase: Phase, count: int) -> list[Tensor]:
         """Which of `count` images the server feeds in each step of a phase."""
         size = phase.batch_size or count
-        passes = phase.epochs or -(-(phase.steps or 0) // len(parts(torch.arange(count), size)))
+        passes = phase.epochs or -(-(phase.steps or 0) // len(split_batches(torch.arange(count), size)))
         whole = replace(phase, epochs=passes, steps=None, batch_size=None)
-        (orders,) = plan([whole], count, self.drawn(server, "order"))
-        return [index for (order,) in orders for index in parts(order, size)][: phase.steps]
+        (orders,) = plan_batches([whole], count, self.server_generator(server, "order"))
+        return [index for (order,) in orders for index in split_batches(order, size)][: phase.steps]
 
 
 @lru_cache(maxsize=4)
@@ -126,7 +126,7 @@ def _load(public: Source, part: str, images: int | None) -> Batch:
     return found.take(torch.arange(len(found))[-(images or 0) :])
 
 
-def parts(whole: Tensor, size: int) -> list[Tensor]:
+def split_batches(whole: Tensor, size: int) -> list[Tensor]:
     """Batches of `size`, in order; a single image left over joins the batch before, as batch norm trains on no one."""
     found = list(whole.split(size))
     if len(found) > 1 and len(found[-1]) == 1 < size:
@@ -134,7 +134,7 @@ def parts(whole: Tensor, size: int) -> list[Tensor]:
     return found
 
 
-def one_value(model: nn.Module, image: Tensor, *, resting: bool) -> str:
+def single_value_norm(model: nn.Module, image: Tensor, *, resting: bool) -> str:
     """Name of the first batch norm that gets one value a channel of `image` (1, C, H, W), or nothing.
 
     Args:
@@ -156,14 +156,14 @@ def one_value(model: nn.Module, image: Tensor, *, resting: bool) -> str:
     return next(iter(found), "")
 
 
-def arrived(server: ServerState, upload: Upload) -> tuple[Tensors, dict[str, Tensor]]:
+def client_result(server: ServerState, upload: Upload) -> tuple[Tensors, dict[str, Tensor]]:
     """Parameters and buffers that a client ended with; integer buffers are the server's."""
-    model = ended(Download(server.shared, server.buffers), upload)
+    model = final_model(Download(server.shared, server.buffers), upload)
     buffers = {name: dense(model.get(name, value)) for name, value in server.buffers.items()}
     return {name: model[name] for name in server.shared}, buffers
 
 
-def module(task: Task, params: Mapping[str, Value], buffers: Mapping[str, Tensor]) -> nn.Module:
+def build_module(task: Task, params: Mapping[str, Value], buffers: Mapping[str, Tensor]) -> nn.Module:
     """The task's network as a module of its own with these values, in the mode in which clients train it."""
     model = copy.deepcopy(task.model)
     values = {**{name: dense(value) for name, value in params.items()}, **buffers}
@@ -171,7 +171,7 @@ def module(task: Task, params: Mapping[str, Value], buffers: Mapping[str, Tensor
     return model
 
 
-def state_of(model: nn.Module, server: ServerState) -> ServerState:
+def with_module_state(model: nn.Module, server: ServerState) -> ServerState:
     """`server` with the values of a module that it trained; integer buffers stay, as they do in FedAvg."""
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return replace(
@@ -181,11 +181,11 @@ def state_of(model: nn.Module, server: ServerState) -> ServerState:
     )
 
 
-def scores(models: Sequence[nn.Module], inputs: Tensor) -> Tensor:
+def ensemble_logits(models: Sequence[nn.Module], inputs: Tensor) -> Tensor:
     """Logits of every image by every network in evaluation mode (M, N, K)."""
     found = []
     with torch.no_grad():
         for model in models:
             judge = copy.deepcopy(model).eval()
-            found.append(torch.cat([judge(part) for part in inputs.split(AT_ONCE)]))
+            found.append(torch.cat([judge(part) for part in inputs.split(INFERENCE_BATCH)]))
     return torch.stack(found)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from fl.local.optimizers import OptimState, clipped, optimize
+from fl.local.optimizers import OptimState, clip_gradients, optimize
 from fl.tensors import Tensors
 from fl.types import Phase
 
@@ -31,7 +31,7 @@ def server_step(phase: Phase, params: Tensors, grads: Tensors, kept: Tensors) ->
     """
     owners = phase.assign(grads)
     moved, kept = dict(params), dict(kept)
-    for name, grad in clipped({n: grads[n] for n in owners}, owners).items():
+    for name, grad in clip_gradients({n: grads[n] for n in owners}, owners).items():
         group = {name: replace(owners[name], max_norm=None)}  # clipped above, with the rest of its group
         moments = [{name: kept[p + name]} if p + name in kept else {} for p in (FIRST, SECOND)]
         count = int(kept[STEP + name]) if STEP + name in kept else 0  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ class Affine(nn.Module):
         return torch.addcmul(self.bias.view(-1, 1, 1), x, self.weight.view(-1, 1, 1))
 
 
-class Prepare(nn.Module):
+class PreparedImages(nn.Module):
     """Images as a pre-trained network wants them: three channels, `size` pixels high and wide.
 
     Args:
@@ -102,7 +102,7 @@ class Prepare(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Adapted(Network):
+class AdapterNetwork(Network):
     """Settings of a frozen backbone with trained adapters and a trained head.
 
     Attributes:
@@ -128,7 +128,7 @@ class Adapted(Network):
 
     def body(self) -> nn.Sequential:
         """Features (B, F); all but the adapters frozen, unless everything trains."""
-        layers = OrderedDict[str, nn.Module](prepare=Prepare(self.image_size))
+        layers = OrderedDict[str, nn.Module](prepare=PreparedImages(self.image_size))
         body = nn.Sequential(layers | self.backbone())
         if self.train != "all":
             body.requires_grad_(False)
@@ -137,7 +137,7 @@ class Adapted(Network):
         return body
 
     def backbone(self) -> OrderedDict[str, nn.Module]:
-        """The layers after `Prepare`, with adapters if they train."""
+        """The layers after `PreparedImages`, with adapters if they train."""
         raise NotImplementedError
 
     def fill(self, body: nn.Module, generator: torch.Generator) -> None:

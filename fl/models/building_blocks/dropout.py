@@ -9,9 +9,10 @@ from torch import Tensor, nn
 class ReplayedDropout(nn.Module):
     """Dropout of features (B, F) by a mask that stands in its buffer `mask` while a batch is fed.
 
-    The mask holds 0 and 1 / (1 - p). A method that trains with it says so (`drawn`, in `client_model`) and draws it
-    (`masks`, in `draw`, so that it is recorded); like all that is drawn under a buffer's name it then stands there.
-    Without a mask, as in evaluation mode or where an attacker looks at the network alone, features pass as they are.
+    The mask holds 0 and 1 / (1 - p). A method that trains with it says so (`enable_mask_draws`, in `client_model`) and
+    draws it (`draw_masks`, in `draw`, so that it is recorded); like all that is drawn under a buffer's name it then
+    stands there. Without a mask, as in evaluation mode or where an attacker looks at the network alone, features pass
+    as they are.
 
     Args:
         p: share of the features left out, in [0, 1).
@@ -54,7 +55,7 @@ class ReplayedDropout(nn.Module):
         return f"p={self.p}, features={self.features}"
 
 
-def drawn(model: nn.Module) -> nn.Module:
+def enable_mask_draws(model: nn.Module) -> nn.Module:
     """`model`, changed in place: whoever trains it draws masks."""
     for module in model.modules():
         if isinstance(module, ReplayedDropout):
@@ -62,12 +63,12 @@ def drawn(model: nn.Module) -> nn.Module:
     return model
 
 
-def drops(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Whether masks are drawn for any part of `model`."""
     return any(isinstance(module, ReplayedDropout) and module.p for module in model.modules())
 
 
-def masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
+def draw_masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
     """A mask (B, F) for every dropout of `model`, by the name of its buffer; none without dropout.
 
     Args:

@@ -49,7 +49,7 @@ class FeatureGenerator:
         """Features (B, D).
 
         Args:
-            params: as of `initial`; in training their running statistics change in place.
+            params: as of `initial_parameters`; in training their running statistics change in place.
             labels: as probabilities (B, K).
             noise: (B, Z).
             training: whether batch norm takes the statistics of the batch.

@@ -75,7 +75,7 @@ class Classifier(nn.Module):
         super().__init__()
         self.normalize = normalize if normalize is not None else nn.Identity()
         self.body = body
-        self.head = nn.Linear(features(body, input_shape), num_classes, bias=bias)
+        self.head = nn.Linear(count_features(body, input_shape), num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, K) of pixels in [0, 1] (B, C, H, W)."""
@@ -83,7 +83,7 @@ class Classifier(nn.Module):
         return logits
 
 
-def features(extractor: nn.Module, input_shape: tuple[int, int, int]) -> int:
+def count_features(extractor: nn.Module, input_shape: tuple[int, int, int]) -> int:
     """How many numbers `extractor`, a module without storage, makes of one image.
 
     Raises:

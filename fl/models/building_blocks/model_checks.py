@@ -9,26 +9,26 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-MOST = 5
+MAX_LISTED = 5
 """So many names stand in an error; of a large network nobody reads them all."""
 ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
 """Why a classifier of one output is refused."""
-MISFITS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
+FORWARD_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
 
 
-def own_randomness(device: torch.device) -> AbstractContextManager[None]:
+def preserve_global_rng(device: torch.device) -> AbstractContextManager[None]:
     """Leaves the global generator as it was, whatever a user's model draws from it."""
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def classes_of(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
+def count_logits(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
     """How many logits `model` returns; runs a copy, so that no running statistic changes."""
     probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), own_randomness(inputs.device):
+    with torch.no_grad(), preserve_global_rng(inputs.device):
         try:
             logits = probe(inputs[:1])
-        except MISFITS as error:
+        except FORWARD_ERRORS as error:
             raise ValueError(
                 f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
             ) from error
@@ -55,12 +55,14 @@ def check_logits(logits: object) -> None:
     raise ValueError(f"expected a model that returns logits (B, K), got {type(logits).__name__}{hint}")
 
 
-def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
+def find_head(model: nn.Module, head: str | None, num_classes: int) -> str:
     """The prefix of the classifier's parameters, checked or guessed."""
     names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     if head is not None:
         if not any(name.startswith(head) for name in names):
-            raise ValueError(f"expected head as a prefix of parameter names, got {head!r}; names: {some(names)}")
+            raise ValueError(
+                f"expected head as a prefix of parameter names, got {head!r}; names: {abbreviate_list(names)}"
+            )
         return head
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     if not linear:
@@ -74,7 +76,7 @@ def head_of(model: nn.Module, head: str | None, num_classes: int) -> str:
     return f"{name}." if name else ""
 
 
-def some(words: Sequence[str]) -> str:
+def abbreviate_list(words: Sequence[str]) -> str:
     """The first few of a list, and how many more there are."""
-    more = len(words) - MOST
-    return ", ".join(words[:MOST]) + (f" and {more} more" if more > 0 else "")
+    more = len(words) - MAX_LISTED
+    return ", ".join(words[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -15,7 +15,7 @@ SCALES = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm)
 """Layers whose weight multiplies and starts at 1: what is generated for it is its distance from 1."""
 
 
-class Given(nn.Module):
+class WithSampleTensors(nn.Module):
     """A module around another one that is handed tensors of every sample (`given`, (B, ...)) before each call."""
 
     given: dict[str, Tensor]
@@ -25,7 +25,7 @@ class Given(nn.Module):
         self.given, self.inner = {}, inner
 
 
-class Each(Given):
+class PerSampleModule(WithSampleTensors):
     """Runs a module on every sample with parameters of its own, which are taken out of the module.
 
     `vmap` makes one grouped convolution, one batched product of all samples. On a CPU that is as fast as either written
@@ -48,7 +48,7 @@ class Each(Given):
         return vmap(one)(self.given, *inputs)
 
 
-class EachNorm(Given):
+class PerSampleBatchNorm(WithSampleTensors):
     """Batch normalization by the statistics of the batch, with a weight and a bias of its own for every sample."""
 
     def __init__(self, norm: BATCH_NORM) -> None:
@@ -63,7 +63,7 @@ class EachNorm(Given):
         return y * weight + bias
 
 
-class PerSample(nn.Module):
+class PerSampleNetwork(nn.Module):
     """A network whose parameters come in as one vector for every sample.
 
     Any feed-forward network will do. The smallest modules that hold parameters are run sample by sample, the rest of
@@ -84,12 +84,12 @@ class PerSample(nn.Module):
         first = {id(p): name for name, p in reversed(list(template.named_parameters(remove_duplicate=False)))}
         uses = {name: first[id(p)] for name, p in template.named_parameters(remove_duplicate=False)}
         self.shapes = {name: p.shape for name, p in template.named_parameters() if p.requires_grad}
-        self.around_one = frozenset(_scales(template))
+        self.around_one = frozenset(_norm_scales(template))
         made: dict[int, nn.Module] = {}
-        self.network = _without_parameters(copy.deepcopy(template), made)
+        self.network = _strip_parameters(copy.deepcopy(template), made)
         self._places = [
             (name, {key: uses[f"{name}.{key}".removeprefix(".")] for key in keys})
-            for name, keys in _given_keys(template, self.network)
+            for name, keys in _parameter_places(template, self.network)
         ]
 
     @property
@@ -122,27 +122,27 @@ class PerSample(nn.Module):
         return result
 
 
-def _scales(template: nn.Module) -> list[str]:
+def _norm_scales(template: nn.Module) -> list[str]:
     """Names of the parameters that multiply in a normalization."""
     return [f"{name}.weight".removeprefix(".") for name, m in template.named_modules() if isinstance(m, SCALES)]
 
 
-def _without_parameters(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
+def _strip_parameters(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
     """The module, or what runs it sample by sample; `made` keeps what is used twice one module."""
     if id(module) in made:
         return made[id(module)]
     result = module
     if any(True for _ in module.parameters(recurse=False)):
-        result = _counterpart(module)
+        result = _per_sample_counterpart(module)
     else:
         for name, child in list(module._modules.items()):
             if child is not None:
-                module._modules[name] = _without_parameters(child, made)
+                module._modules[name] = _strip_parameters(child, made)
     made[id(module)] = result
     return result
 
 
-def _counterpart(module: nn.Module) -> nn.Module:
+def _per_sample_counterpart(module: nn.Module) -> nn.Module:
     """What runs a module that holds parameters sample by sample."""
     moving = {p.requires_grad for p in module.parameters()}
     if moving == {False}:
@@ -150,17 +150,17 @@ def _counterpart(module: nn.Module) -> nn.Module:
     if len(moving) > 1:
         raise ValueError(f"expected a layer trained or frozen as a whole, got {type(module).__name__} in parts")
     if isinstance(module, BATCH_NORM):
-        return EachNorm(module)
+        return PerSampleBatchNorm(module)
     if any(isinstance(m, BATCH_NORM | ReplayedDropout) for m in module.modules()):
         raise ValueError(f"expected no batch norm or dropout below parameters of {type(module).__name__}'s own")
-    return Each(module)
+    return PerSampleModule(module)
 
 
-def _given_keys(template: nn.Module, network: nn.Module) -> list[tuple[str, list[str]]]:
+def _parameter_places(template: nn.Module, network: nn.Module) -> list[tuple[str, list[str]]]:
     """Every place in the network where parameters are handed in, and their names there."""
     places = []
     for name, module in network.named_modules():
-        if isinstance(module, Given):
+        if isinstance(module, WithSampleTensors):
             keys = [key for key, p in template.get_submodule(name).named_parameters() if p.requires_grad]
             places.append((name, keys))
     return places

@@ -9,16 +9,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl.data.sources.stored import VARIABLE, folder
+from fl.data.sources.stored import DATA_VARIABLE, data_folder
 from fl.runtime import tensor_archives
-from fl.runtime.safe_paths import there
+from fl.runtime.safe_paths import is_accessible_file
 
 RANDOM, IMAGENET = "random", "imagenet"
 EPS = 1e-5
 """Of torchvision's batch norm."""
 
 
-def read(name: str) -> dict[str, Tensor]:
+def read_weights(name: str) -> dict[str, Tensor]:
     """The tensors in the file `name`, as given or in the data folder, floating-point ones as float32.
 
     `.npz` files hold plain arrays by parameter name, `.safetensors` files and `.pth` files a state dict; nothing in
@@ -29,14 +29,14 @@ def read(name: str) -> dict[str, Tensor]:
         FileNotFoundError: it is in neither place.
         ValueError: not such a file.
     """
-    path = _find(name)
+    path = _find_file(name)
     if path.suffix == ".npz":
-        found = {key: torch.from_numpy(value) for key, value in tensor_archives.arrays(path).items()}
+        found = {key: torch.from_numpy(value) for key, value in tensor_archives.read_arrays(path).items()}
     elif path.suffix == ".safetensors":
-        found = tensor_archives.tensors(path)
+        found = tensor_archives.read_tensors(path)
     elif path.suffix in {".pth", ".pt"}:
         try:
-            found = tensor_archives.state(path)
+            found = tensor_archives.read_state(path)
         except tensor_archives.ObjectsError as error:
             raise ValueError(f"expected tensors by parameter name in {path}, got other objects") from error
     else:
@@ -46,19 +46,19 @@ def read(name: str) -> dict[str, Tensor]:
     return {key: value.float() if value.is_floating_point() else value for key, value in found.items()}
 
 
-def _find(name: str) -> Path:
+def _find_file(name: str) -> Path:
     given = Path(os.path.expanduser(name))
-    places = [given] if given.is_absolute() else [given, folder() / given]
+    places = [given] if given.is_absolute() else [given, data_folder() / given]
     for path in places:
-        if there(path):
+        if is_accessible_file(path):
             return path
     raise FileNotFoundError(
-        f"no weights {name}: looked for {' and '.join(map(str, places))}; set {VARIABLE} to the folder that has them, "
-        f"or weights to {IMAGENET!r} (a download) or {RANDOM!r}"
+        f"no weights {name}: looked for {' and '.join(map(str, places))}; set {DATA_VARIABLE} to the folder that has "
+        f"them, or weights to {IMAGENET!r} (a download) or {RANDOM!r}"
     )
 
 
-def folded(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def fold_batch_norm(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A torchvision ResNet's weights with batch norm as `Affine`: weight and bias of fixed statistics.
 
     Two forms are known: a state dict as torchvision has it, and one whose convolutions have a bias each because batch
@@ -87,7 +87,7 @@ def _norm_after(convolution: str) -> str:
     return f"{parent}.{name}" if parent else name
 
 
-def fill(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
+def fill_parameters(parameters: Mapping[str, Tensor], found: Mapping[str, Tensor], what: str) -> None:
     """Copy `found` into `parameters`, which must have the same names and shapes.
 
     Raises:

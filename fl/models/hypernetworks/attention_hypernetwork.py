@@ -85,7 +85,7 @@ class AttentionHypernetwork:
         decoded = functional.linear(x.softmax(-1), dense(params[DECODE_WEIGHT]), dense(params[DECODE_BIAS]))
         return torch.relu(decoded) + self.floor
 
-    def pull(self, params: Tensors, embeddings: Tensor, grads: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def pull_back(self, params: Tensors, embeddings: Tensor, grads: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """What a gradient of the shares is for hypernetwork and embeddings: the vector-Jacobian product of `weights`.
 
         Args:

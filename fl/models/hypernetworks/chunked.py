@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-ROWS = 8192
+MAX_ROWS = 8192
 """Chunks of samples put through the hidden layers at once: what they hold in between grows with it."""
 
 
@@ -49,18 +49,18 @@ class ChunkedHypernetwork(nn.Module):
         # the first layer of (e, embedding) is a sum of both, so neither is repeated for the other
         sample = functional.linear(e, mine)
         chunk = functional.linear(self.chunks, own, first.bias)
-        at_once = max(1, ROWS // max(1, len(e)))
-        parts = [self._above(sample[:, None] + some) for some in chunk.split(at_once)]
+        at_once = max(1, MAX_ROWS // max(1, len(e)))
+        parts = [self._upper_layers(sample[:, None] + some) for some in chunk.split(at_once)]
         return torch.cat(parts, 1).flatten(1)[:, : self.total]
 
-    def _above(self, x: Tensor) -> Tensor:
+    def _upper_layers(self, x: Tensor) -> Tensor:
         """The layers above the first."""
         for layer in list(self.layers)[1:]:
             x = layer(torch.relu(x))
         return x
 
 
-def numbers(inputs: int, total: int, chunk: int, embedding: int, hidden: Sequence[int]) -> int:
+def count_parameters(inputs: int, total: int, chunk: int, embedding: int, hidden: Sequence[int]) -> int:
     """How many parameters a `ChunkedHypernetwork` of these sizes has."""
     sizes = (inputs + embedding, *hidden, chunk)
     return -(-total // chunk) * embedding + sum((before + 1) * after for before, after in pairwise(sizes))
@@ -74,6 +74,6 @@ def fitting_chunk(budget: int, inputs: int, total: int, embedding: int, hidden: 
     """
     least = max(1, round((total * embedding / (hidden[-1] + 1)) ** 0.5))  # where the count has its minimum
     sizes = torch.arange(min(least, total), total + 1)
-    rest = numbers(inputs, total, total, embedding, hidden) - total * (hidden[-1] + 1) - embedding
+    rest = count_parameters(inputs, total, total, embedding, hidden) - total * (hidden[-1] + 1) - embedding
     counts = (total + sizes - 1) // sizes * embedding + sizes * (hidden[-1] + 1) + rest
     return int(sizes[(counts - budget).abs().argmin()])

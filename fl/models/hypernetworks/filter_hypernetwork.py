@@ -25,21 +25,21 @@ def layer_names(shape: Shape) -> tuple[str, str, str, str]:
 
     n is the number of weights of one input channel: output channels x height x width, in this order.
     """
-    key = f"{HYPERNET}{spelled(shape)}."
+    key = f"{HYPERNET}{shape_name(shape)}."
     return f"{key}in.weight", f"{key}in.bias", f"{key}out.weight", f"{key}out.bias"
 
 
 def embeddings_name(shape: Shape, weight: str) -> str:
     """Name of the embeddings (tiles of output channels, tiles of input channels, v) that make the weight `weight`."""
-    return f"{EMBEDDINGS}{spelled(shape)}.{weight}"
+    return f"{EMBEDDINGS}{shape_name(shape)}.{weight}"
 
 
-def spelled(shape: Shape) -> str:
+def shape_name(shape: Shape) -> str:
     """A shape in a name: `16x16x3x3`."""
     return "x".join(map(str, shape))
 
 
-def embedded(names: Mapping[str, object]) -> dict[Shape, list[str]]:
+def embedded_weights(names: Mapping[str, object]) -> dict[Shape, list[str]]:
     """The convolution weights that parameters of these names make, by the shape of their basic filter."""
     found: dict[Shape, list[str]] = {}
     for name in names:
@@ -171,27 +171,27 @@ class Filters(Generated):
     def filters(self, params: Mapping[str, Value]) -> dict[str, Tensor]:
         """The same, from the parameters alone."""
         result = {}
-        for shape, weights in embedded(params).items():
+        for shape, weights in embedded_weights(params).items():
             own = [dense(params[embeddings_name(shape, weight)]) for weight in weights]
             layers = [dense(params[name]) for name in layer_names(shape)]
             flat = torch.cat([v.reshape(-1, v.shape[-1]) for v in own])
             blocks = basic_filters(flat, layers, shape).split([v.shape[0] * v.shape[1] for v in own])
             for weight, v, mine in zip(weights, own, blocks, strict=True):
-                result[weight] = tiled(mine.unflatten(0, v.shape[:2]))
+                result[weight] = assemble_filter(mine.unflatten(0, v.shape[:2]))
         return result
 
 
-def hidden(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def hidden_activations(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """W_i v_j + B_i (J, in, d) from embeddings (J, v)."""
     return torch.einsum("idv,jv->jid", weight, embeddings) + bias
 
 
 def basic_filters(embeddings: Tensor, layers: list[Tensor], shape: Shape) -> Tensor:
     """Basic filters (J, *shape) from embeddings (J, v) and the four tensors of `layer_names`."""
-    rows = hidden(embeddings, layers[0], layers[1]) @ layers[2].mT + layers[3]
+    rows = hidden_activations(embeddings, layers[0], layers[1]) @ layers[2].mT + layers[3]
     return rows.unflatten(-1, (shape[0], shape[2], shape[3])).transpose(1, 2)
 
 
-def tiled(blocks: Tensor) -> Tensor:
+def assemble_filter(blocks: Tensor) -> Tensor:
     """One filter (a * out, b * in, height, width) from its tiles (a, b, out, in, height, width)."""
     return blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1)

@@ -113,7 +113,7 @@ class ServerHypernetwork:
             for name, shape in self.shapes.items()
         }
 
-    def pull(self, params: Tensors, embedding: Tensor, grads: Tensors) -> tuple[dict[str, Tensor], Tensor]:
+    def pull_back(self, params: Tensors, embedding: Tensor, grads: Tensors) -> tuple[dict[str, Tensor], Tensor]:
         """What a gradient of the generated tensors is for the generator: its vector-Jacobian product.
 
         Args:
@@ -131,7 +131,7 @@ class ServerHypernetwork:
 
     def pulled(self, own: Tensors, client: int, update: Tensors) -> Tensors:
         """What one client's update asks for, of the hypernetwork that generated its network and of all embeddings."""
-        grads, back = self.pull(own, embedding_of(own, client), update)
+        grads, back = self.pull_back(own, embedding_of(own, client), update)
         rows = torch.zeros_like(dense(own[EMBEDDINGS]))
         rows[client] = back
         return {**grads, EMBEDDINGS: rows}

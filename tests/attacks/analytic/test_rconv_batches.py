@@ -25,7 +25,7 @@ from defenses.mixup import Mixup
 from fl.capture import from_batch
 from fl.defense import Defense
 from fl.seeds import stream
-from fl.tensors import scaled
+from fl.tensors import scale_tensors
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel
 
@@ -184,7 +184,7 @@ def test_what_tells_no_images_apart_is_refused() -> None:
 @pytest.mark.parametrize("size", [1e90, 1e300])
 def test_numbers_too_large_for_a_gradient_of_images_are_refused(size: float) -> None:
     view, _ = seen(chain(nn.Tanh), [1, 5])
-    assert isinstance(RConv()(replace(view, update=scaled(view.update, size))), NotApplicable)
+    assert isinstance(RConv()(replace(view, update=scale_tensors(view.update, size))), NotApplicable)
 
 
 def test_a_network_with_numbers_that_are_none_is_refused() -> None:

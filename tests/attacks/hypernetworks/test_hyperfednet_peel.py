@@ -20,7 +20,7 @@ from fl.federation import Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedprox import FedProx
 from fl.methods.hyperfednet import HyperFedNet
-from fl.models.hypernetworks.filter_hypernetwork import Filters, basic_filters, embeddings_name, hidden
+from fl.models.hypernetworks.filter_hypernetwork import Filters, basic_filters, embeddings_name, hidden_activations
 from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
@@ -233,7 +233,7 @@ def test_gradients_follow_while_activations_are_independent() -> None:
         v, g = numbers[: 7 * filters].view(filters, 7), numbers[7 * filters :].view(filters, 2, 2, 1, 2)
         found = update.gradient(v)
         assert (found is not None) is determined
-        assert hidden(v, update.layers[0], update.layers[1]).shape == (filters, 2, 7)
+        assert hidden_activations(v, update.layers[0], update.layers[1]).shape == (filters, 2, 7)
         if found is not None:
             assert_near({"": found}, {"": g}, 1e-9)
             assert update.gradient_misfit(v, found) < 1e-9

@@ -13,7 +13,7 @@ from attacks.hypernetworks.peel import Peel
 from fl.methods.fedbabu import FedBABU
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
-from fl.tensors import combine, norm
+from fl.tensors import add_scaled, norm
 from fl.types import Candidate, Truth
 from fl.view import ServerView
 
@@ -34,7 +34,7 @@ def test_a_frozen_classifier_stays_frozen_in_the_plain_view() -> None:
     assert not easier.private
     with torch.no_grad():
         made = predict(easier, Candidate(truth.inputs, truth.labels))
-    assert float(norm(combine(made, easier.update, -1.0)) / norm(easier.update)) < 1e-12
+    assert float(norm(add_scaled(made, easier.update, -1.0)) / norm(easier.update)) < 1e-12
 
 
 def test_a_search_behind_it_runs_over_several_steps() -> None:

@@ -21,7 +21,7 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
-from fl.privacy.private_method import KEY, Private
+from fl.privacy.private_method import NOISE_KEY, PrivateMethod
 from fl.tensors import Tensors, dense
 from fl.types import Truth
 from fl.view import ServerView, ThreatModel
@@ -105,7 +105,7 @@ def test_nobody_is_told_the_noise_who_did_not_know_it() -> None:
     known = Peel().rewrite(victim(STEP, knows_randomness=True)[0])
     assert isinstance(known, ServerView)
     assert known.draws is not None
-    assert [KEY in step for step in known.draws[0]] == [True]
+    assert [NOISE_KEY in step for step in known.draws[0]] == [True]
 
 
 def test_the_rewritten_method_keeps_the_noise_of_a_budget() -> None:
@@ -115,7 +115,7 @@ def test_the_rewritten_method_keeps_the_noise_of_a_budget() -> None:
     view, _ = victim(watched)
     plain = Peel().rewrite(view)
     assert isinstance(plain, ServerView)
-    assert isinstance(plain.method, Private)
+    assert isinstance(plain.method, PrivateMethod)
     assert plain.method.sigma == method.sigma > 0
     assert plain.method.denominator() == 4
 

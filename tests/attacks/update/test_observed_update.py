@@ -15,7 +15,7 @@ from fl.capture import from_batch
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
-from fl.tensors import Tensors, dense, scaled
+from fl.tensors import Tensors, dense, scale_tensors
 from fl.view import ServerView, ThreatModel
 
 ROOT = Path(__file__).parents[3]
@@ -122,7 +122,7 @@ class Halve(Defense):
     name = "halve"
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        return scaled(predicted, 0.5)
+        return scale_tensors(predicted, 0.5)
 
 
 def test_a_signal_gets_the_length_that_it_had_before_a_known_defense():

@@ -26,7 +26,7 @@ from fl.methods.fedsam import FedSAM
 from fl.models.hypernetworks.filter_hypernetwork import Filters
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.parametrization import Parametrization
-from fl.tensors import Tensors, scaled
+from fl.tensors import Tensors, scale_tensors
 from fl.types import Batch
 from fl.view import ServerView
 
@@ -90,7 +90,7 @@ class Twice(FedProx):
     name: ClassVar[str] = "twice"
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        return scaled(super().gradient(grad, params, batches, step), 2.0)
+        return scale_tensors(super().gradient(grad, params, batches, step), 2.0)
 
 
 def test_only_fedprox_itself_says_so() -> None:

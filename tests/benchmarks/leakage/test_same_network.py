@@ -10,7 +10,7 @@ import attacks
 import fl.models
 from attacks.base import ViewRewriter
 from benchmarks.leakage import same_network
-from fl.tensors import combine, dense, dot, norm, scaled
+from fl.tensors import add_scaled, dense, dot, norm, scale_tensors
 from fl.types import Batch
 from fl.view import ServerView
 
@@ -38,5 +38,5 @@ def test_both_clients_compute_the_same_gradient(network: str, init: str) -> None
     for name, value in cut.shared.items():
         assert torch.allclose(dense(peeled.shared[name]), dense(value), rtol=1e-5, atol=1e-6)
     size = dot(peeled.update, cut.update) / dot(peeled.update, peeled.update)
-    assert norm(combine(cut.update, scaled(peeled.update, size), -1.0)) < 1e-3 * norm(cut.update)
+    assert norm(add_scaled(cut.update, scale_tensors(peeled.update, size), -1.0)) < 1e-3 * norm(cut.update)
     assert not torch.equal(dense(plain[0][0].shared["body.conv1.weight"]), own.parameters["body.conv1.weight"])

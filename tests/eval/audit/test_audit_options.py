@@ -129,7 +129,7 @@ def test_an_option_does_something_or_is_refused_by_name(mine, source, option):
 
 def test_the_number_of_processes_changes_no_result(mine, monkeypatch):
     """With no patience the second process starts at once."""
-    monkeypatch.setattr("attacks.parallel.START", 0.0)
+    monkeypatch.setattr("attacks.parallel.START_SECONDS", 0.0)
     monkeypatch.setattr("attacks.parallel.AttackPool.__init__.__defaults__", (1, 0.0))
     words = (f"{mine}:whole", "--attack", "{name: ig, iterations: 30, stack: 1}", "--json")
     alone, together = (audit(*words, "--workers", number) for number in (1, 2))

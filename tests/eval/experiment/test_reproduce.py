@@ -11,7 +11,7 @@ import pytest
 
 from eval.experiment import sweep, yaml_config
 from eval.experiment.spec import ACCURACIES, Entry, Experiment, FederationSpec
-from fl.simulation.protocol import FURTHER
+from fl.simulation.protocol import OPTIONAL_SCORES
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 PATHS = sorted(CONFIGS.rglob("*.yaml"))
@@ -57,7 +57,9 @@ def test_it_is_read_and_its_entries_fit_the_rest(path):
 def asked(found: Experiment, method: Entry, kind: str) -> bool:
     """Whether figures of this kind, which a federation takes only where it is told to, are published of a method."""
     own = [figures for figures in found.published if called(figures.method, method)]
-    return any(getattr(figures, f"accuracy_{name}") is not None for figures in own for name in FURTHER if kind in name)
+    return any(
+        getattr(figures, f"accuracy_{name}") is not None for figures in own for name in OPTIONAL_SCORES if kind in name
+    )
 
 
 @every

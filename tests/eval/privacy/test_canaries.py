@@ -25,9 +25,9 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.privacy.accounting import Charge, spent
+from fl.privacy.accounting import Charge, compute_epsilon
 from fl.privacy.gaussian_noise import Noise
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.types import Upload
 
 MANY, SEEDS = 10_000, 20
@@ -37,13 +37,13 @@ Break = Callable[[pytest.MonkeyPatch], None]
 
 
 def half_the_noise(patch: pytest.MonkeyPatch) -> None:
-    right = fl.privacy.dp_sgd._noisy
-    patch.setattr(fl.privacy.dp_sgd, "_noisy", lambda sums, std, generator: right(sums, std / 2, generator))
+    right = fl.privacy.dp_sgd._add_noise
+    patch.setattr(fl.privacy.dp_sgd, "_add_noise", lambda sums, std, generator: right(sums, std / 2, generator))
 
 
 def twice_the_clip(patch: pytest.MonkeyPatch) -> None:
-    right = fl.privacy.dp_sgd._factors
-    patch.setattr(fl.privacy.dp_sgd, "_factors", lambda norms, clip: right(norms, 2 * clip))
+    right = fl.privacy.dp_sgd._clip_factors
+    patch.setattr(fl.privacy.dp_sgd, "_clip_factors", lambda norms, clip: right(norms, 2 * clip))
 
 
 def noise_again_after_resuming(patch: pytest.MonkeyPatch) -> None:
@@ -56,17 +56,17 @@ def noise_again_after_resuming(patch: pytest.MonkeyPatch) -> None:
         half = MANY // canaries.BLOCK
         return kept[(count[0] - 1) % half]
 
-    patch.setattr(fl.privacy.private_method, "drawn_key", key)
+    patch.setattr(fl.privacy.private_method, "draw_key", key)
 
 
 def no_noise_at_first(patch: pytest.MonkeyPatch) -> None:
-    right, count = fl.privacy.dp_sgd._noisy, [0]
+    right, count = fl.privacy.dp_sgd._add_noise, [0]
 
     def noisy(sums: Any, std: float, generator: Any) -> Any:
         count[0] += 1
         return sums if count[0] <= (MANY // canaries.BLOCK) else right(sums, std, generator)
 
-    patch.setattr(fl.privacy.dp_sgd, "_noisy", noisy)
+    patch.setattr(fl.privacy.dp_sgd, "_add_noise", noisy)
 
 
 def audited(seed: int, broken: Break | None = None) -> canaries.CanaryAudit:
@@ -78,7 +78,7 @@ def audited(seed: int, broken: Break | None = None) -> canaries.CanaryAudit:
 
 def test_a_right_step_is_never_flagged() -> None:
     found = [audited(seed) for seed in range(SEEDS)]
-    assert found[0].claimed == spent([Charge(1.5, 0.8, 2)], 1e-5)
+    assert found[0].claimed == compute_epsilon([Charge(1.5, 0.8, 2)], 1e-5)
     assert all(0.5 * one.claimed < one.lower < one.claimed < one.ceiling for one in found)  # and not for want of power
     assert "does not refute" in found[0].sentence()
 
@@ -92,7 +92,7 @@ def test_a_broken_step_is_flagged(broken: Break) -> None:
 
 # ---- every private method ------------------------------------------------------------------------------------------
 SETTINGS: dict[str, Any] = {"noise_multiplier": 1.0, "images": 500, "batch_size": 400, "steps": 1, "rounds": 3}
-EVERY: dict[str, Private] = {
+EVERY: dict[str, PrivateMethod] = {
     "dp-fedavg": DPFedAvg(**SETTINGS),
     "dp-fedavg, shuffled": DPFedAvg(**SETTINGS, sampler="shuffle"),
     "dp-fedavg, from the system": DPFedAvg(**SETTINGS, noise_source="secure"),
@@ -118,7 +118,7 @@ def test_every_method_s_own_steps_show_what_they_are_charged_for(name: str) -> N
 
 # ---- at client level -----------------------------------------------------------------------------------------------
 SERVER = DPFedAvg(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4)
-CLIENT_LEVEL: dict[str, Private] = {
+CLIENT_LEVEL: dict[str, PrivateMethod] = {
     "dp-fedavg": SERVER,
     "dp-fedavg, from the system": replace(SERVER, noise_source="secure"),
     "centaur": Centaur(mode="client-level", noise_multiplier=2.0, clip=0.3, rounds=4),
@@ -164,8 +164,10 @@ def one_key_for_all_rounds(patch: pytest.MonkeyPatch) -> None:
 
 
 def more_images_count_for_more(patch: pytest.MonkeyPatch) -> None:
-    right = Private._clipped
-    patch.setattr(Private, "_clipped", lambda self, upload: replace(right(self, upload), weight=upload.weight))
+    right = PrivateMethod._clip_upload
+    patch.setattr(
+        PrivateMethod, "_clip_upload", lambda self, upload: replace(right(self, upload), weight=upload.weight)
+    )
 
 
 def half_the_noise_in(tensor: str, patch: pytest.MonkeyPatch) -> None:
@@ -173,13 +175,13 @@ def half_the_noise_in(tensor: str, patch: pytest.MonkeyPatch) -> None:
 
 
 def twice_the_clip_in(tensor: str, patch: pytest.MonkeyPatch) -> None:
-    right = Private._clipped
+    right = PrivateMethod._clip_upload
 
-    def clipped(self: Private, upload: Upload) -> Upload:
+    def clipped(self: PrivateMethod, upload: Upload) -> Upload:
         update = right(self, upload).update
         return replace(upload, update={**update, tensor: update[tensor] * 2.0}, weight=1.0)
 
-    patch.setattr(Private, "_clipped", clipped)
+    patch.setattr(PrivateMethod, "_clip_upload", clipped)
 
 
 def a_clip_that_overlooks(tensor: str, patch: pytest.MonkeyPatch) -> None:
@@ -201,7 +203,7 @@ class Halved:
 
 def test_a_right_server_is_never_flagged() -> None:
     found = [canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=seed, significance=0.05) for seed in range(5)]
-    assert found[0].claimed == spent([Charge(2.0, 1.0, 4)], 1e-5)
+    assert found[0].claimed == compute_epsilon([Charge(2.0, 1.0, 4)], 1e-5)
     assert all(0.2 * one.claimed < one.lower < one.claimed < one.ceiling for one in found)
 
 
@@ -240,7 +242,7 @@ def defended(sampler: str) -> Client:
 def test_the_defense_s_steps_show_what_they_are_charged_for(sampler: str, rate: float) -> None:
     client = defended(sampler)
     found = [canaries.audit_defense(client, [1000], 2, canaries=2000, seed=seed) for seed in range(2)]
-    claimed = spent([Charge(1.5, rate, 2)], 1e-5)
+    claimed = compute_epsilon([Charge(1.5, rate, 2)], 1e-5)
     assert all(0.3 * claimed < one.lower < one.claimed == claimed < one.ceiling for one in found)
     with pytest.MonkeyPatch.context() as patch:
         half_the_noise(patch)

@@ -161,7 +161,7 @@ def test_a_server_reads_its_images_as_they_are_when_a_training_begins(tmp_path):
         _, data = saved(tmp_path, level)
         for method in (FedDF(public=data), FedLAW(public=data)):
             worlds.federation(method, rounds=0)
-            seen.append(round(float(method.held(worlds.task()).inputs[0, 0, 0, 0]) * 255))
+            seen.append(round(float(method.public_images(worlds.task()).inputs[0, 0, 0, 0]) * 255))
     assert seen == [1, 1, 2, 2]
 
 

@@ -16,7 +16,7 @@ from eval import cli
 from eval.commands import terminal
 from eval.run import runner
 from eval.run.run_directory import RunDir
-from fl.runtime.main_guard import CODE, MAIN, UnguardedError
+from fl.runtime.main_guard import CHILD_MAIN, EXIT_CODE, UnguardedError
 from fl.runtime.workers import Workers
 
 ROOT = Path(__file__).parents[3]
@@ -86,9 +86,9 @@ def test_a_script_without_a_guard_that_uses_the_library_is_told_so_once(tmp_path
 
 
 def test_every_thread_is_told_why_a_worker_left(monkeypatch):
-    monkeypatch.setattr("fl.runtime.workers.REAP", 0.1)
+    monkeypatch.setattr("fl.runtime.workers.REAP_SECONDS", 0.1)
     pool = Workers(2)
-    pool._children = [SimpleNamespace(exitcode=CODE), SimpleNamespace(exitcode=None)]
+    pool._children = [SimpleNamespace(exitcode=EXIT_CODE), SimpleNamespace(exitcode=None)]
     lost = Future()
     lost.set_exception(BrokenProcessPool())
     for _ in range(3):
@@ -101,10 +101,10 @@ def test_every_thread_is_told_why_a_worker_left(monkeypatch):
 
 
 def test_a_command_in_such_a_worker_does_nothing(path, monkeypatch):
-    monkeypatch.setitem(sys.modules, MAIN, types.ModuleType(MAIN))
+    monkeypatch.setitem(sys.modules, CHILD_MAIN, types.ModuleType(CHILD_MAIN))
     for done in (run(path), call("list")):
-        assert (done.exit_code, done.output) == (CODE, "")
-    with pytest.raises(SystemExit, match=str(CODE)), RunDir(path.parent / "out").locked():
+        assert (done.exit_code, done.output) == (EXIT_CODE, "")
+    with pytest.raises(SystemExit, match=str(EXIT_CODE)), RunDir(path.parent / "out").locked():
         pass
     assert not (path.parent / "out").exists()
 

@@ -21,7 +21,7 @@ from eval.run.privacy_claims import BOUND, EPSILON, OF_UPDATE
 from eval.run.run_directory import RunDir
 from fl.data.partitions.partition import Partition, Partitioner
 from fl.methods.dp_fedavg import DPFedAvg
-from fl.privacy.accounting import Charge, spent
+from fl.privacy.accounting import Charge, compute_epsilon
 
 SETTINGS = "noise_multiplier: 1.0, images: 12, batch_size: 6, epochs: 1, clip: 1.0"
 METHODS = f"""method=[
@@ -57,8 +57,8 @@ def test_every_private_training_says_what_it_may_claim(done):
     rows = {row["method"]: row for row in read_rows(done[0] / "privacy.jsonl")}
     assert list(rows) == ["dp-fedavg", "centaur", "clients"]  # fedavg claims nothing
     said = rows["dp-fedavg"]
-    assert said["epsilon"] == spent([TRAINED], 1e-5)
-    assert said["epsilon_rdp"] == spent([TRAINED], 1e-5, "rdp")
+    assert said["epsilon"] == compute_epsilon([TRAINED], 1e-5)
+    assert said["epsilon_rdp"] == compute_epsilon([TRAINED], 1e-5, "rdp")
     expected = {"unit": "record", "mode": "dp-joint", "rate": 0.5, "noise_multiplier": 1.0, "clip": 1.0, "steps": 4}
     assert {key: said[key] for key in expected} == expected
     assert (said["rounds"], said["missing"], said["audit"]["steps"]) == (2, {}, 4)
@@ -80,7 +80,7 @@ def test_images_are_bounded_by_everything_that_was_seen_of_them(done):
         assert row[OF_UPDATE] == reconstruction_robustness.full_batch(chance, 1.0)
         assert row[BOUND] == reconstruction_robustness.from_charges(chance, (TRAINED, SEEN))
         assert chance < row[OF_UPDATE] < row[BOUND] < 1
-        assert row[EPSILON] == spent([TRAINED, SEEN], 1e-5)
+        assert row[EPSILON] == compute_epsilon([TRAINED, SEEN], 1e-5)
 
 
 def test_what_has_no_bound_says_why(done):
@@ -129,11 +129,11 @@ def test_clients_are_charged_for_the_rounds_they_took_part_in(tmp_path):
     taken = privacy_claims.participations(rounds)
     assert 1 <= max(taken.values()) <= 4 == sum(taken.values())
     (said,) = read_rows(tmp_path / "a" / "privacy.jsonl")
-    assert said["epsilon"] == spent([replace(TRAINED, steps=2 * max(taken.values()))], 1e-5)
+    assert said["epsilon"] == compute_epsilon([replace(TRAINED, steps=2 * max(taken.values()))], 1e-5)
     assert said["rounds"] == max(taken.values())
     for row in rows:
         before = replace(TRAINED, steps=2 * privacy_claims.participations(rounds, row["round"])[0])
-        assert row[EPSILON] == spent([before, SEEN], 1e-5)
+        assert row[EPSILON] == compute_epsilon([before, SEEN], 1e-5)
     assert all(row[BOUND] == row[OF_UPDATE] for row in rows if row["round"] == 0)
 
 
@@ -144,9 +144,9 @@ def test_clients_without_budget_are_neither_charged_nor_attacked(tmp_path):
     assert [row["clients"] for row in rounds] == [[], [0, 1, 2], [0, 1, 2], []]
     assert rounds[-1]["numbers_up"] == 0
     (said,) = read_rows(tmp_path / "a" / "privacy.jsonl")
-    assert (said["rounds"], said["steps"], said["epsilon"]) == (2, 4, spent([TRAINED], 1e-5))
+    assert (said["rounds"], said["steps"], said["epsilon"]) == (2, 4, compute_epsilon([TRAINED], 1e-5))
     early, late = ([row for row in rows if row["round"] == number] for number in (1, 3))
-    assert all(row[EPSILON] < spent([TRAINED, SEEN], 1e-5) for row in early)
+    assert all(row[EPSILON] < compute_epsilon([TRAINED, SEEN], 1e-5) for row in early)
     assert len(late) == 2  # one for each update
     assert all("client 0 has spent its privacy budget on 2 rounds" in row["not_applicable"] for row in late)
     assert all(BOUND not in row and "psnr" not in row for row in late)
@@ -164,7 +164,7 @@ def test_the_defense_s_noise_is_accounted_for_too(tmp_path):
     }
     for row in said.values():
         assert (row["unit"], row["adjacency"], row["defense"], row["missing"]) == ("record", "zero-out", "dp-sgd", {})
-        assert row["epsilon"] == spent([Charge(1.0, 1.0, row["steps"])], 1e-5) < row["epsilon_rdp"]
+        assert row["epsilon"] == compute_epsilon([Charge(1.0, 1.0, row["steps"])], 1e-5) < row["epsilon_rdp"]
         assert row["audit"]["steps"] == row["steps"]
         assert row["audit"]["lower"] < row["audit"]["claimed"] == row["epsilon"]
     (one, *_) = [row for row in rows if row["method"] == "fedavg" and row["attack"] == "guess"]

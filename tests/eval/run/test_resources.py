@@ -90,4 +90,4 @@ def test_processes_round_alike_whatever_their_number(files: Path, monkeypatch: p
 @pytest.mark.parametrize(("told", "found"), [("", 1), ("4", 4), ("4,2", 4), ("0", 1), ("many", 1)])
 def test_threads_are_one_or_as_the_environment_says(told: str, found: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", told)
-    assert workers.threads() == found
+    assert workers.worker_thread_count() == found

@@ -23,7 +23,7 @@ from eval.report.writer import write_report
 from eval.run import attack_cell, federation_data, runner
 from eval.run import training_cell as training
 from fl.defense import Defense
-from fl.simulation.protocol import FURTHER
+from fl.simulation.protocol import OPTIONAL_SCORES
 from fl.tensors import dense
 
 
@@ -106,20 +106,20 @@ def test_further_scores_reach_rows_and_report(tmp_path):
     rows = [row for row in run(tiny(*words), tmp_path / "a") if row["method"] == "fedavg"]
     rounds = [row for row in read_rows(tmp_path / "a" / "rounds.jsonl") if row["method"] == "fedavg"]
     counts = {"tuned": 2, "unseen": 1, "unseen_tuned": 1, "global": 2}
-    assert set(counts) == set(FURTHER) == set(FURTHER_ACCURACIES)
+    assert set(counts) == set(OPTIONAL_SCORES) == set(FURTHER_ACCURACIES)
     assert len(rounds[-1]["accuracies"]) == 2
     for name, count in counts.items():
         values = rounds[-1]["accuracies_further"][name]
         assert len(values) == count
         assert rows[0][f"accuracy_{name}_last"] == rounds[-1][f"accuracy_{name}"] == pytest.approx(sum(values) / count)
-    for name in ("accuracy_local", *(f"accuracy_{name}" for name in FURTHER)):
+    for name in ("accuracy_local", *(f"accuracy_{name}" for name in OPTIONAL_SCORES)):
         course = [(row[name], -row["round"]) for row in rounds if row[name] is not None]
         assert (rows[0][f"{name}_best"], -rows[0][f"{name}_best_round"]) == max(course)  # the first of equals
     write_report(tmp_path / "a")
     text = (tmp_path / "a" / "report.md").read_text()
     best = f"{rows[0]['accuracy_best']:.1%} ({rows[0]['accuracy_best_round']})".replace("%", "\N{NO-BREAK SPACE}%")
     assert best in text.split("### Accuracy in the best round")[1].split("###")[0]
-    for name in FURTHER:
+    for name in OPTIONAL_SCORES:
         assert FURTHER_ACCURACIES[name] in text
         assert f"{rows[0][f'accuracy_{name}_last']:.1%}".replace("%", "\N{NO-BREAK SPACE}%") in text
 

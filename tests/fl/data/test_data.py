@@ -6,8 +6,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from fl.data import Dataset, datasets, load, stratified
-from fl.data.sources.stored import DatasetMissingError, Npz, read, save
+from fl.data import Dataset, datasets, load, stratified_split
+from fl.data.sources.stored import DatasetMissingError, Npz, read_batch, save_images
 from fl.registry import UnknownNameError
 
 FOLDER = os.environ.get("HYPERLEAK_DATA", "")
@@ -78,13 +78,13 @@ def test_photographs_come_by_name() -> None:
 
 def test_a_stratified_split_is_a_partition() -> None:
     labels = torch.tensor([0, 1, 1, 0, 2, 2, 2, 2, 0, 1])
-    train, test = stratified(labels, 0.34, seed=3)
+    train, test = stratified_split(labels, 0.34, seed=3)
     assert sorted([*train.tolist(), *test.tolist()]) == list(range(10))
     assert labels[test].bincount().tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"test_share in \(0, 1\), got 1"):
-        stratified(labels, 1.0, seed=0)
+        stratified_split(labels, 1.0, seed=0)
     with pytest.raises(ValueError, match="class 0 on both sides, got 0 of 3"):
-        stratified(labels, 0.1, seed=0)
+        stratified_split(labels, 0.1, seed=0)
 
 
 def _images(count: int, channels: int = 3, size: int = 6) -> NDArray[np.uint8]:
@@ -93,8 +93,8 @@ def _images(count: int, channels: int = 3, size: int = 6) -> NDArray[np.uint8]:
 
 def test_a_saved_file_comes_back(tmp_path: Path) -> None:
     images, labels = _images(20), np.arange(20) % 4
-    save(tmp_path / "mine.npz", images, labels, ["a", "b", "c", "d"])
-    batch, names = read(tmp_path / "mine.npz")
+    save_images(tmp_path / "mine.npz", images, labels, ["a", "b", "c", "d"])
+    batch, names = read_batch(tmp_path / "mine.npz")
     assert names == ("a", "b", "c", "d")
     assert torch.equal((batch.inputs * 255).round().to(torch.uint8), torch.from_numpy(images).permute(0, 3, 1, 2))
     assert batch.labels.tolist() == labels.tolist()
@@ -102,14 +102,14 @@ def test_a_saved_file_comes_back(tmp_path: Path) -> None:
     _check(dataset)
     assert (len(dataset.train), len(dataset.test), dataset.name) == (16, 4, "mine")
     with pytest.raises(ValueError, match="expected labels"):
-        save(tmp_path / "bad.npz", images, labels + 1, ["a", "b", "c", "d"])
+        save_images(tmp_path / "bad.npz", images, labels + 1, ["a", "b", "c", "d"])
     assert [p.name for p in tmp_path.iterdir()] == ["mine.npz"]  # nothing half-written
 
 
 def test_files_are_found_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
     for part, count in (("train", 12), ("test", 4)):
-        save(tmp_path / f"mnist_{part}.npz", _images(count, channels=1), np.arange(count) % 2, ["0", "1"])
+        save_images(tmp_path / f"mnist_{part}.npz", _images(count, channels=1), np.arange(count) % 2, ["0", "1"])
     dataset = load("mnist", limit=5)
     _check(dataset)
     assert (len(dataset.train), len(dataset.test), dataset.input_shape) == (5, 4, (1, 6, 6))
@@ -131,7 +131,7 @@ def test_a_missing_file_says_where_and_how(tmp_path: Path, monkeypatch: pytest.M
     ):
         load("cifar10")
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
-    save(tmp_path / "orl.npz", _images(2), np.zeros(2, dtype=int), ["a"])
+    save_images(tmp_path / "orl.npz", _images(2), np.zeros(2, dtype=int), ["a"])
     with pytest.raises(FileNotFoundError, match=r"looked for .*cifar10_train\.npz; that folder has orl\.npz\. Run"):
         load("cifar10")
     with pytest.raises(FileNotFoundError, match=r"that folder has orl\.npz\. Set HYPERLEAK_DATA"):  # not published
@@ -143,9 +143,9 @@ def test_a_missing_file_says_where_and_how(tmp_path: Path, monkeypatch: pytest.M
 def test_gray_images_need_no_axis_of_channels_and_classes_no_names(tmp_path: Path) -> None:
     images = _images(4, channels=1)
     np.savez(tmp_path / "x.npz", images=images[..., 0], labels=np.array([2, 0, 5, 2]))
-    batch, names = read(tmp_path / "x.npz")
-    save(tmp_path / "y.npz", images, np.array([2, 0, 5, 2]), list("012345"))
-    other, others = read(tmp_path / "y.npz")
+    batch, names = read_batch(tmp_path / "x.npz")
+    save_images(tmp_path / "y.npz", images, np.array([2, 0, 5, 2]), list("012345"))
+    other, others = read_batch(tmp_path / "y.npz")
     assert torch.equal(batch.inputs, other.inputs)
     assert batch.labels.tolist() == other.labels.tolist() == [2, 0, 5, 2]
     assert names == others
@@ -180,20 +180,20 @@ def test_a_wrong_file_says_which_key(change: dict[str, object], message: str, tm
     arrays = {key: value for key, value in (GOOD | change).items() if value is not None}
     np.savez(tmp_path / "x.npz", **arrays)
     with pytest.raises(ValueError, match=message):
-        read(tmp_path / "x.npz")
+        read_batch(tmp_path / "x.npz")
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04 cut off", b"text"])
 def test_other_files_are_refused(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "x.npz").write_bytes(content)
     with pytest.raises(ValueError, match=r"expected a \.npz file without objects, got .*x\.npz"):
-        read(tmp_path / "x.npz")
+        read_batch(tmp_path / "x.npz")
 
 
 def test_train_and_test_files_must_agree(tmp_path: Path) -> None:
-    save(tmp_path / "a.npz", _images(4), np.arange(4) % 2, ["a", "b"])
-    save(tmp_path / "b.npz", _images(4, channels=1), np.arange(4) % 2, ["a", "b"])
-    save(tmp_path / "c.npz", _images(4), np.arange(4) % 2, ["b", "a"])
+    save_images(tmp_path / "a.npz", _images(4), np.arange(4) % 2, ["a", "b"])
+    save_images(tmp_path / "b.npz", _images(4, channels=1), np.arange(4) % 2, ["a", "b"])
+    save_images(tmp_path / "c.npz", _images(4), np.arange(4) % 2, ["b", "a"])
     with pytest.raises(ValueError, match=r"expected test images \(3, 6, 6\) as the training images"):
         load("npz", train=str(tmp_path / "a.npz"), test=str(tmp_path / "b.npz"))
     with pytest.raises(ValueError, match="expected the class_names of the training file"):

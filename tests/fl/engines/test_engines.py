@@ -25,7 +25,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import Hypernetwork, head_bias, head_weight
 from fl.runtime import workers
-from fl.runtime.interprocess_packing import flat, pack, unpack
+from fl.runtime.interprocess_packing import flatten, pack, unpack
 from fl.simulation.client_round import Round
 from fl.tensors import LowRank, Term, dense
 from fl.types import Phase, Task
@@ -267,10 +267,10 @@ def test_a_worker_computes_in_the_precision_of_the_process_that_asked(monkeypatc
 
     monkeypatch.setattr(workers, "ProcessPoolExecutor", pool)
     monkeypatch.setattr(workers.signal, "signal", lambda *_: None)
-    monkeypatch.setattr(workers, "_until", lambda _: None)
+    monkeypatch.setattr(workers, "_exit_with_parent", lambda _: None)
     workers.Workers(2)
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)  # as a process starts
-    workers._begin(*given[0])
+    workers._initialize_worker(*given[0])
     assert not torch.backends.cudnn.allow_tf32
 
 
@@ -291,7 +291,7 @@ def test_processes_give_the_bits_of_the_loop(spread: dict[str, Federation]) -> N
 def test_workers_start_in_the_middle_of_a_round_when_patience_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     run, alone = _fedavg(2), _fedavg(1)
     assert isinstance(run._engine, Processes)
-    assert run._engine.patience == workers.START
+    assert run._engine.patience == workers.START_SECONDS
     here, train = list[int](), Engine.train
 
     def slowly(self: Engine, run: Federation, numbers: Sequence[int], **settings: Any) -> Iterable[Round]:
@@ -315,7 +315,7 @@ def test_short_trainings_start_no_workers() -> None:
     run.step()
     assert isinstance(run._engine, Processes)
     assert run._engine.pool is None
-    assert run._engine.patience < workers.START
+    assert run._engine.patience < workers.START_SECONDS
 
 
 def test_a_record_says_who_took_part_what_was_sent_and_how_well_it_does() -> None:
@@ -359,7 +359,7 @@ def test_little_goes_through_the_pipe_of_a_process_that_starts() -> None:
     data = [ClientData(worlds.images(1, "train", n), worlds.images(1, "test", n)) for n in range(400)]
     packed = pack((Client(worlds.task(), HYPERFL), data))
     assert len(ForkingPickler.dumps(packed.value)) > 2**16
-    handed = flat(packed)
+    handed = flatten(packed)
     assert len(ForkingPickler.dumps(replace(handed, blocks={}))) + 1000 * len(handed.blocks) < 2**13
     client, images = unpack(handed.opened())
     assert client.method == HYPERFL
@@ -368,7 +368,7 @@ def test_little_goes_through_the_pipe_of_a_process_that_starts() -> None:
 
 def test_every_process_that_starts_is_given_the_model() -> None:
     """Memory that torch hands over is given to whoever asks first."""
-    handed, before = flat(pack(worlds.task())), dict(worlds.task().model.state_dict())
+    handed, before = flatten(pack(worlds.task())), dict(worlds.task().model.state_dict())
     for _ in range(2):
         assert_same(dict(unpack(handed.opened()).model.state_dict()), before)
 

@@ -10,11 +10,11 @@ from reference.plain_training import train
 from support import worlds
 from support.compare import assert_near
 
-from fl.client import Client, LocalInput, LocalTraining, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, gather_batches, local_update
 from fl.engines import EngineName
 from fl.federation import ClientData, Federation
 from fl.local.optimizers import OptimState, optimize
-from fl.local.sampling import plan
+from fl.local.sampling import plan_batches
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
@@ -89,12 +89,12 @@ def test_local_training_equals_torch_optim(name: str) -> None:
     # a bias before batch norm has no gradient but rounding, which Adam divides by itself
     task = worlds.task(batch_norm=not any(other in name for other in OPTIM))
     client = Client(task, method)
-    order = plan(method.phases(task, 0), len(DATA), stream(0, "order"))
+    order = plan_batches(method.phases(task, 0), len(DATA), stream(0, "order"))
     assert [len(index) for (index,) in order[0]] == [4, 4, 2] * 3
     batches = [(DATA.inputs[index], DATA.labels[index]) for (index,) in order[0]]
     expected = train(task.model.train(), batches, optimizer, method.max_norm)
     start = LocalInput(shared=dict(task.parameters), buffers=task.buffers)
-    fed = gather(DATA.inputs, DATA.labels, order)
+    fed = gather_batches(DATA.inputs, DATA.labels, order)
     result = local_update(client, start, fed, LocalTraining(track_statistics=True))
     assert_near(result.trained(dict(task.parameters)), dict(expected.named_parameters()), 1e-10)
     assert_near(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scipy import stats
 
-from fl.local.sampling import PoissonPhase, in_turn, plan, schedule
+from fl.local.sampling import PoissonPhase, batch_sizes, plan_batches, sequential_order
 from fl.seeds import stream
 from fl.types import Group, Phase
 
@@ -16,7 +16,7 @@ def phase(**settings: Any) -> Phase:
 
 
 def sizes(phase: Phase, n: int) -> list[int]:
-    (steps,) = plan([phase], n, stream(0))
+    (steps,) = plan_batches([phase], n, stream(0))
     return [len(index) for step in steps for index in step]
 
 
@@ -38,19 +38,19 @@ def test_sizes(settings: dict[str, Any], expected: list[int]) -> None:
 
 
 def test_an_epoch_sees_every_image_once_and_shuffles_anew() -> None:
-    (steps,) = plan([phase(epochs=3, batch_size=4)], 10, stream(0))
+    (steps,) = plan_batches([phase(epochs=3, batch_size=4)], 10, stream(0))
     epochs = torch.cat([index for (index,) in steps]).split(10)
     assert all(torch.equal(epoch.sort().values, torch.arange(10)) for epoch in epochs)
     assert len({tuple(epoch.tolist()) for epoch in epochs}) == 3
 
 
 def test_sequential_goes_in_order() -> None:
-    (steps,) = plan([phase(steps=3, batch_size=4, sampler="sequential")], 10, stream(0))
+    (steps,) = plan_batches([phase(steps=3, batch_size=4, sampler="sequential")], 10, stream(0))
     assert torch.equal(torch.cat([index for (index,) in steps]), torch.arange(10))
 
 
 def test_poisson_takes_each_image_at_its_own_rate() -> None:
-    (steps,) = plan([phase(steps=2000, batch_size=3, sampler="poisson")], 10, stream(0))
+    (steps,) = plan_batches([phase(steps=2000, batch_size=3, sampler="poisson")], 10, stream(0))
     counts = torch.bincount(torch.cat([index for (index,) in steps]), minlength=10)
     assert len(steps) == 2000
     assert (counts / 2000 - 0.3).abs().max() < 0.04  # four standard deviations
@@ -62,27 +62,29 @@ def test_poisson_takes_each_image_at_its_own_rate() -> None:
 
 def test_the_same_stream_gives_the_same_plan() -> None:
     phases = [phase(epochs=2, batch_size=3), phase(steps=5, batch_size=2, sampler="poisson")]
-    one, same, other = (plan(phases, 7, stream(seed)) for seed in (1, 1, 2))
+    one, same, other = (plan_batches(phases, 7, stream(seed)) for seed in (1, 1, 2))
     assert str(one) == str(same)
     assert str(one) != str(other)
 
 
 def test_no_image_is_an_error() -> None:
     with pytest.raises(ValueError, match="at least 1 image"):
-        plan([phase(epochs=1)], 0, stream(0))
+        plan_batches([phase(epochs=1)], 0, stream(0))
 
 
 def test_the_guess_of_an_unknown_order_has_the_same_schedule() -> None:
-    order = plan([phase(epochs=2, batch_size=4), phase(steps=2, batches_per_step=2, batch_size=3)], 10, stream(0))
-    guess = in_turn(schedule(order), 10)
-    assert schedule(guess) == schedule(order)
+    order = plan_batches(
+        [phase(epochs=2, batch_size=4), phase(steps=2, batches_per_step=2, batch_size=3)], 10, stream(0)
+    )
+    guess = sequential_order(batch_sizes(order), 10)
+    assert batch_sizes(guess) == batch_sizes(order)
     assert guess[0][0][0].tolist() == [0, 1, 2, 3]
     assert guess[0][2][0].tolist() == [8, 9]
     assert guess[1][0][1].tolist() == [3, 4, 5]
 
 
 def test_in_turn_wraps_around() -> None:
-    ((((first,), (second,))),) = in_turn((((4,), (4,)),), 5)
+    ((((first,), (second,))),) = sequential_order((((4,), (4,)),), 5)
     assert first.tolist() == [0, 1, 2, 3]
     assert second.tolist() == [4, 0, 1, 2]
 
@@ -105,14 +107,14 @@ def poisson(**settings: Any) -> PoissonPhase:
 def test_an_epoch_has_as_many_steps_as_batches_fit(length: int) -> None:
     phase = poisson(batch_size=3, images=3 * length, rate=1 / length)
     for n in (3 * length, 5, 3 * length + 40):  # what the client really holds does not show
-        assert len(plan([phase], n, stream(0, n))[0]) == length
+        assert len(plan_batches([phase], n, stream(0, n))[0]) == length
 
 
 def test_every_image_enters_at_the_public_rate() -> None:
     n, rate, steps, batch = 150, 0.08, 400, 8
     counts, sizes = torch.zeros(n), []
     for client in range(20):
-        (steps_taken,) = plan(
+        (steps_taken,) = plan_batches(
             [poisson(batch_size=batch, rate=rate, images=100, epochs=None, steps=steps)], n, stream(client)
         )
         for (index,) in steps_taken:
@@ -128,13 +130,13 @@ def test_every_image_enters_at_the_public_rate() -> None:
 
 
 def test_a_client_of_one_batch_feeds_all_it_has() -> None:
-    (steps,) = plan([poisson(batch_size=50, rate=0.01, images=600, epochs=None, steps=3)], 4, stream(0))
+    (steps,) = plan_batches([poisson(batch_size=50, rate=0.01, images=600, epochs=None, steps=3)], 4, stream(0))
     assert [index.tolist() for (index,) in steps] == [[0, 1, 2, 3]] * 3
 
 
 def test_secret_batches_do_not_follow_from_the_seed() -> None:
     phase = poisson(batch_size=5, images=50, epochs=None, steps=20, secret=True)
-    one, other = (str(plan([phase], 50, stream(0))) for _ in range(2))
+    one, other = (str(plan_batches([phase], 50, stream(0))) for _ in range(2))
     assert one != other
 
 

@@ -15,7 +15,7 @@ from support.compare import assert_near, assert_same
 from support.unequal import read_back
 from torch import Tensor
 
-from fl.methods.bases.personal_models import kept
+from fl.methods.bases.personal_models import last_model
 from fl.methods.fedamp import FedAMP
 from fl.methods.fedavg import FedAvg
 from fl.methods.local import Local
@@ -61,7 +61,7 @@ def test_rounds_equal_plain_loops(settings: dict[str, float]) -> None:
             plain.sgd(local, lambda name: True, plain.fed(done.trace, 0), **common, pulled=pulled)  # type: ignore[arg-type]
             models[i] = plain.weights_of(local)
         for i in range(3):
-            assert_near(kept(run.server, i), models[i], 1e-10)
+            assert_near(last_model(run.server, i), models[i], 1e-10)
     near = [float((flat(models[0]) - flat(models[j])).norm() ** 2) for j in (1, 2)]
     shares = [method.attention(apart) for apart in near]
     assert 0.01 < shares[0] != pytest.approx(shares[1], rel=0.01)
@@ -74,7 +74,7 @@ def test_far_from_all_others_a_client_is_alone() -> None:
         found = [[done.accuracy for done in run.run_round(evaluate=True)] for run in runs]
     assert found[0] == found[1]
     for i in range(3):
-        assert_near(kept(runs[0].server, i), runs[1].clients[i].private, 1e-12)
+        assert_near(last_model(runs[0].server, i), runs[1].clients[i].private, 1e-12)
 
 
 def test_where_distance_does_not_count_it_is_fedavg() -> None:
@@ -99,24 +99,28 @@ def test_what_travels_is_as_much_as_with_fedavg_and_the_server_sees_no_more() ->
     view, truth = ours.observe(1)
     assert view.private == truth.private == view.received == {}
     assert_same(view.shared, ours.download(1).shared)
-    before, after = kept(ours.server, 1), ours.train(1).upload.update
+    before, after = last_model(ours.server, 1), ours.train(1).upload.update
     assert any(not torch.equal(dense(view.shared[n]), dense(before[n])) for n in after)
 
 
 def test_clients_predict_by_what_they_ended_with() -> None:
     run = federation(replace(METHOD, lr=0.5, sigma=5.0))
     rounds = run.run_round(evaluate=True)
-    own = [plain.loaded(worlds.task().model, {n: dense(v) for n, v in kept(run.server, i).items()}) for i in range(3)]
+    own = [
+        plain.loaded(worlds.task().model, {n: dense(v) for n, v in last_model(run.server, i).items()}) for i in range(3)
+    ]
     tests = [one.test for one in run.data]
     expected = [plain.accuracy(model, test.inputs, test.labels) for model, test in zip(own, tests, strict=True)]
     assert run.accuracy() == [done.accuracy for done in rounds] == expected
-    assert any(not torch.equal(dense(run.download(0).shared[n]), dense(v)) for n, v in kept(run.server, 0).items())
+    assert any(
+        not torch.equal(dense(run.download(0).shared[n]), dense(v)) for n, v in last_model(run.server, 0).items()
+    )
 
 
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
     run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
-    every = [kept(run.server, i) for i in (0, 1)]
+    every = [last_model(run.server, i) for i in (0, 1)]
     expected = {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}
     assert_near(run.download(2).shared, expected, 1e-12)
 
@@ -124,7 +128,7 @@ def test_a_client_that_never_takes_part_gets_the_mean() -> None:
 def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
     run, again = read_back(lambda: federation(METHOD), tmp_path, then=([1, 2],))
     for i in range(3):
-        assert_same(kept(run.server, i), kept(again.server, i))
+        assert_same(last_model(run.server, i), last_model(again.server, i))
 
 
 def test_steps_along_the_plain_gradient_and_settings_out_of_range() -> None:
@@ -145,6 +149,6 @@ def test_no_more_models_are_made_than_are_sent(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("fl.methods.fedamp.squared_distance", lambda *a: (measured.append(1), squared_distance(*a))[1])
     run.client_fraction = 0.25
     record = run.step(evaluate=False)
-    assert set(made) == {*record.clients, *run.sampled(1)}
+    assert set(made) == {*record.clients, *run.sampled_clients(1)}
     assert len(made) == 3 * 2  # at the start, with the update, in the record for the round to come
     assert len(measured) == 2 * 8 * len(run.server.shared)

@@ -16,7 +16,7 @@ from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.fedper import FedPer
-from fl.seeds import derive
+from fl.seeds import derive_seed
 from fl.simulation.client_round import train
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import scores
@@ -58,7 +58,9 @@ def test_fine_tuning_moves_what_it_is_told(tunes: Literal["full", "head", "body"
     run.run_round()
     moves = {"full": lambda name: True, "head": in_head, "body": in_body}[tunes]
     rule = Client(run.client.base, run.client.method.fine_tuning_method())
-    begin = run.start(1, client=rule, seed=derive(0, "tuning"), phases=rule.method.fine_tuning_phases(rule.task, 2))
+    begin = run.start(
+        1, client=rule, seed=derive_seed(0, "tuning"), phases=rule.method.fine_tuning_phases(rule.task, 2)
+    )
     done = train(begin)
     local = plain.loaded(worlds.task().model, dict(run.server.shared))  # type: ignore[arg-type]
     assert begin.phases[0].epochs == 2

@@ -18,7 +18,7 @@ from torch import nn
 
 from fl.data.sources.embedded import Faces
 from fl.method import Method, methods
-from fl.methods.bases.public_data import PublicImages
+from fl.methods.bases.public_data import PublicDataServer
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbe import FedBE
 from fl.methods.feddf import FedDF
@@ -57,7 +57,7 @@ def test_feddf_equals_its_rounds_written_out(task: Task | None, tolerance: float
     for clients in ([0, 1, 2], [0, 2]):
         sent, before = state(run), run.server
         models = trained(run, sent, run.run_round(clients), method)
-        order = method.batches(before, method.learning(), 6)
+        order = method.batches(before, method.server_phase(), 6)
         assert [len(index) for index in order] == [4, 2, 4, 2, 4]
         expected = feddf(models, run.client.base.model, IMAGES, order, 0.02, max_norm)
         assert_near(state(run), expected, tolerance)
@@ -75,7 +75,7 @@ def flat_norm() -> Task:
     ("settings", "got"), [({"server_batch": 1}, "server_batch 1: body.2 of"), ({"images": 1}, "1 image in all: body.2")]
 )
 def test_steps_that_batch_norm_cannot_take_are_refused_before_training(
-    kind: type[PublicImages], settings: dict[str, Any], got: str
+    kind: type[PublicDataServer], settings: dict[str, Any], got: str
 ) -> None:
     method = replace(kind.example(), **settings)
     with pytest.raises(ValueError, match=f"expected 2 images or more in each step of the server, got {got}.*to 2 or"):
@@ -83,7 +83,7 @@ def test_steps_that_batch_norm_cannot_take_are_refused_before_training(
 
 
 @pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
-def test_steps_of_one_image_are_taken_where_there_is_something_to_normalize_over(kind: type[PublicImages]) -> None:
+def test_steps_of_one_image_are_taken_where_there_is_something_to_normalize_over(kind: type[PublicDataServer]) -> None:
     for method in (replace(kind.example(), server_batch=1), replace(kind.example(), images=1)):
         for task in (None, NORM):
             finite_after_a_round(method, task)
@@ -104,14 +104,14 @@ def test_batch_norm_at_rest_takes_single_images_but_where_statistics_are_taken_a
 
 
 @pytest.mark.parametrize("kind", [FedBE, FedLAW])
-def test_a_server_that_takes_no_step_is_not_asked_for_more_images(kind: type[PublicImages]) -> None:
+def test_a_server_that_takes_no_step_is_not_asked_for_more_images(kind: type[PublicDataServer]) -> None:
     run = fed(replace(kind.example(), server_batch=1, server_epochs=0), task=flat_norm())
     run.run_round([1, 2])
     assert run.server.round == 1
 
 
 @pytest.mark.parametrize("kind", [FedDF, FedBE, FedLAW])
-def test_one_image_left_over_joins_the_batch_before(kind: type[PublicImages]) -> None:
+def test_one_image_left_over_joins_the_batch_before(kind: type[PublicDataServer]) -> None:
     """Batch norm over one number an image trains on no single one."""
     run = fed(replace(kind.example(), images=5, server_batch=2), task=flat_norm())
     run.run_round()
@@ -126,7 +126,7 @@ def test_sizes_of_the_servers_batches(count: int, size: int, expected: list[int]
     steps, passes = small(server_steps=7, server_batch=size), ensemble(server_epochs=2, server_batch=size)
     for method, found in ((steps, (expected * 7)[:7]), (passes, expected * 2)):
         run = fed(method)
-        order = method.batches(run.server, method.learning(), count)
+        order = method.batches(run.server, method.server_phase(), count)
         assert [len(index) for index in order] == found
         once = torch.cat(order[: len(expected)])
         assert sorted(once.tolist()) == list(range(count))
@@ -176,7 +176,7 @@ def test_fedbe_equals_its_rounds_written_out(task: Task | None, settings: dict[s
             {**mean, **{name: dense(value) for name, value in params.items()}}
             for params in method.draws(before, [done.upload for done in rounds])
         ]
-        order = method.batches(before, method.learning(), 6)
+        order = method.batches(before, method.server_phase(), 6)
         template = run.client.base.model
         expected = fedbe(models, drawn, template, IMAGES, order, 0.1, method.temperature, averages, 4)
         assert_near(state(run), expected, 1e-10)
@@ -244,15 +244,15 @@ def test_each_round_has_random_numbers_of_its_own() -> None:
     run = fed(method)
     seen = []
     for _ in range(2):
-        seen.append(torch.cat(method.batches(run.server, method.learning(), 50)))
+        seen.append(torch.cat(method.batches(run.server, method.server_phase(), 50)))
         run.run_round([])
     assert not torch.equal(*seen)
 
 
 def test_images_are_the_last_of_their_part() -> None:
     task, data = worlds.task(), Faces(size=8).load()
-    assert torch.equal(small(images=3).held(task).inputs, data.train.inputs[-3:].double())
-    assert torch.equal(small(images=None, part="test").held(task).labels, data.test.labels)
+    assert torch.equal(small(images=3).public_images(task).inputs, data.train.inputs[-3:].double())
+    assert torch.equal(small(images=None, part="test").public_images(task).labels, data.test.labels)
 
 
 @pytest.mark.parametrize(

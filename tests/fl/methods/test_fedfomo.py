@@ -17,9 +17,9 @@ from support.unequal import read_back
 from torch import Tensor, nn
 
 from fl.federation import Federation
-from fl.local.sampling import PartPhase
+from fl.local.sampling import SubsetPhase
 from fl.method import ServerState
-from fl.methods.bases.personal_models import kept
+from fl.methods.bases.personal_models import last_model
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedfomo import FedFomo
 from fl.methods.local import Local
@@ -65,7 +65,7 @@ def test_rounds_equal_plain_loops() -> None:
     models, before = [plain.weights_of(net) for _ in SIZES], [plain.weights_of(net) for _ in SIZES]
     matrix, last, tried = torch.zeros(3, 3, dtype=torch.float64), list[int](), 0
     for round, drawn in enumerate(([0, 1, 2], [0, 2], [0, 1, 2], [1, 2])):
-        chosen = {i: METHOD.drawn(run.server, i) for i in drawn}
+        chosen = {i: METHOD.sampled_peers(run.server, i) for i in drawn}
         assert all(set(chosen[i]) == set(last) - {i} for i in drawn)
         trained = list(models)
         for i, done in zip(drawn, run.run_round(drawn), strict=True):
@@ -86,7 +86,7 @@ def test_rounds_equal_plain_loops() -> None:
             trained[i] = plain.weights_of(local)
         models, last = trained, drawn
         for i in range(3):
-            assert_near(kept(run.server, i), models[i], 1e-10)
+            assert_near(last_model(run.server, i), models[i], 1e-10)
             assert_near(before_of(run, i), before[i], 1e-10)
         torch.testing.assert_close(dense(run.server.own["affinity"]["matrix"]), matrix, rtol=1e-9, atol=1e-12)
     assert tried > 4
@@ -97,7 +97,7 @@ def test_without_downloads_clients_train_alone_or_stand_still() -> None:
     method = replace(METHOD, downloads=0)
     run = federation(method)
     run.run_round()
-    before = [kept(run.server, i) for i in range(3)]
+    before = [last_model(run.server, i) for i in range(3)]
     alone = federation(Local(lr=0.1))
     assert set(run.download(0).received) == {"before"}
     rounds = run.run_round()
@@ -120,12 +120,12 @@ def test_the_first_round_is_local_training_on_what_is_not_held_out() -> None:
 
 def test_what_is_held_out() -> None:
     settings: dict[str, Any] = {"groups": (), "epochs": 1, "every": 5}
-    held, rest = (PartPhase(**settings, held_out=h) for h in (True, False))
+    held, rest = (SubsetPhase(**settings, held_out=h) for h in (True, False))
     assert held.part(11).tolist() == [4, 9]
     assert rest.part(11).tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10]
     assert held.part(4).tolist() == rest.part(4).tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="expected every >= 2, got 1"):
-        PartPhase(**{**settings, "every": 1}, held_out=True)
+        SubsetPhase(**{**settings, "every": 1}, held_out=True)
 
 
 def test_the_best_are_drawn_but_for_epsilon() -> None:
@@ -138,7 +138,7 @@ def test_the_best_are_drawn_but_for_epsilon() -> None:
 
     def lines(method: FedFomo, rounds: range) -> list[list[int]]:
         states = [ServerState({}, own=own, clients=10, round=r) for r in rounds]
-        return [method.drawn(state, 3) for state in states]
+        return [method.sampled_peers(state, 3) for state in states]
 
     greedy = lines(replace(METHOD, downloads=3, epsilon=0.0), range(5))
     assert greedy == [[1, 6, 4]] * 5
@@ -159,11 +159,11 @@ def test_other_clients_models_travel_and_are_counted() -> None:
     assert first.numbers_down == second.numbers_down == 4 * size  # what the next round will send
     sent = run.download(1)
     assert_same(sent.received["before"], before_of(run, 1))
-    chosen = METHOD.drawn(run.server, 1)
+    chosen = METHOD.sampled_peers(run.server, 1)
     assert sorted(chosen) == [0, 2]
     for k, other in enumerate(chosen):
-        assert_same(sent.received[f"other.{k}"], {n: kept(run.server, other)[n] for n in run.server.shared})
-    assert_same(sent.shared, {n: kept(run.server, 1)[n] for n in run.server.shared})
+        assert_same(sent.received[f"other.{k}"], {n: last_model(run.server, other)[n] for n in run.server.shared})
+    assert_same(sent.shared, {n: last_model(run.server, 1)[n] for n in run.server.shared})
     view, truth = run.observe(1)
     assert {*view.update} == {*run.server.shared, "weights/models"}
     assert {*view.received} == {"before", "other.0", "other.1"}
@@ -183,7 +183,7 @@ def test_running_statistics_are_the_clients_own() -> None:
     counted = [v for n, v in done.result.buffers.items() if not v.is_floating_point()]
     assert all(int(value) == steps for value in counted)
     assert len(counted) > 0
-    floating = {n: dense(v) for n, v in kept(run.server, 1).items() if n in run.server.buffers}
+    floating = {n: dense(v) for n, v in last_model(run.server, 1).items() if n in run.server.buffers}
     assert_near(floating, {n: done.result.buffers[n] for n in floating}, 1e-12)
 
 
@@ -194,7 +194,7 @@ def test_every_engine_trains_it() -> None:
         run.run_round()
         run.run_round([0, 2])
     for i in range(3):
-        assert_near(kept(runs[1].server, i), kept(runs[0].server, i), 1e-10)
+        assert_near(last_model(runs[1].server, i), last_model(runs[0].server, i), 1e-10)
 
 
 def test_tuning_is_training_alone() -> None:
@@ -203,7 +203,7 @@ def test_tuning_is_training_alone() -> None:
     run.run_round()
     found = scores(run)
     assert len(found["tuned"]) == 2
-    every = [kept(run.server, i) for i in (0, 1)]
+    every = [last_model(run.server, i) for i in (0, 1)]
     expected = {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}
     assert_near(run.download(2).shared, expected, 1e-12)
     assert run.download(2).received == {}
@@ -213,13 +213,13 @@ def test_it_goes_with_a_generator() -> None:
     method = replace(METHOD, parametrization=Filters(embedding=3, block=(2, 2)))
     run = worlds.federation(method, task_=worlds.deeper(), rounds=3)
     assert set(before_of(run, 0)) == set(run.server.shared) != set(run.client.task.parameters)
-    assert all(dense(value).isfinite().all() for value in kept(run.server, 1).values())
+    assert all(dense(value).isfinite().all() for value in last_model(run.server, 1).values())
 
 
 def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
     run, again = read_back(lambda: federation(METHOD), tmp_path, then=(None, None))
     for i in range(3):
-        assert_same(kept(run.server, i), kept(again.server, i))
+        assert_same(last_model(run.server, i), last_model(again.server, i))
 
 
 def test_what_it_refuses() -> None:

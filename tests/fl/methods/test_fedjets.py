@@ -76,7 +76,7 @@ def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
     run = federation(method, client_fraction=rate, task=task)
     for _ in range(3):
         before = run.server
-        chosen = [method.chosen_of(before, number) for number in range(len(SIZES))]
+        chosen = [method.experts_of(before, number) for number in range(len(SIZES))]
         rounds = run.run_round()
         ends = {done.upload.client: Trained(method, before, chosen[done.upload.client], done, task) for done in rounds}
         whole = sum(SIZES[i] for i in ends)
@@ -100,12 +100,12 @@ def test_rounds_equal_plain_loops(rate: float, batch_norm: bool) -> None:
 def test_who_gets_which_experts() -> None:
     method = FedJETs(experts=4, chosen=2)
     run = federation(method)
-    assert [method.chosen_of(run.server, i) for i in range(6)] == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1], [1, 2]]
+    assert [method.experts_of(run.server, i) for i in range(6)] == [[0, 1], [1, 2], [2, 3], [3, 0], [0, 1], [1, 2]]
     scores = torch.tensor([[0.0, 0.1, 0.7, 0.2], [0.4, 0.3, 0.2, 0.1], [0.1, 0.2, 0.3, 0.4], [0.0] * 4])
     server = replace(run.server, own={**run.server.own, "scores": {"scores": scores}})
-    assert [method.chosen_of(server, i) for i in range(4)] == [[0, 2], [1, 0], [2, 3], [3, 0]]
+    assert [method.experts_of(server, i) for i in range(4)] == [[0, 2], [1, 0], [2, 3], [3, 0]]
     free = replace(method, anchor=0.0)
-    assert [free.chosen_of(server, i) for i in range(4)] == [[2, 3], [0, 1], [3, 2], [3, 0]]
+    assert [free.experts_of(server, i) for i in range(4)] == [[2, 3], [0, 1], [3, 2], [3, 0]]
 
 
 def test_what_travels_and_what_the_server_sees() -> None:
@@ -118,7 +118,7 @@ def test_what_travels_and_what_the_server_sees() -> None:
     assert dense(view.update["scores/mean"]).sum() == pytest.approx(1.0)
     assert not any(name.startswith("common.") for name in view.update)
     assert not view.private
-    assert view.buffers["ids"].tolist() == run.client.method.chosen_of(run.server, 1)  # type: ignore[attr-defined]
+    assert view.buffers["ids"].tolist() == run.client.method.experts_of(run.server, 1)  # type: ignore[attr-defined]
 
 
 def test_the_common_expert_rests() -> None:
@@ -146,7 +146,7 @@ def test_the_best_expert_answers(batch_norm: bool) -> None:
     expected = torch.stack([experts[k](image[None])[0] for k, image in zip(best.tolist(), x, strict=True)])
     torch.testing.assert_close(torch.cat(list(run.model(0).logits(x))), expected.detach())
     down = run.download(2)  # a client's own experts alone
-    ids = run.client.method.chosen_of(run.server, 2)  # type: ignore[attr-defined]
+    ids = run.client.method.experts_of(run.server, 2)  # type: ignore[attr-defined]
     mine = gate(run.server)(features(task, x))[:, ids].argmax(1)
     own = torch.stack([experts[ids[k]](image[None])[0] for k, image in zip(mine.tolist(), x, strict=True)])
     rule = replace(run.client.method, train_mode=False)

@@ -15,7 +15,7 @@ from support.unequal import read_back
 
 from fl.data.sources.embedded import Faces, Photos
 from fl.methods.fedavg import FedAvg
-from fl.methods.fedlaw import FedLAW, joined
+from fl.methods.fedlaw import FedLAW, combine_networks
 from fl.types import Task
 
 LOCAL = {**unequal.LOCAL, "weight_decay": 0.01}
@@ -32,7 +32,7 @@ def test_rounds_equal_those_written_out(task: Task | None) -> None:
     for clients in ([0, 1, 2], [0, 2]):
         sent, before = state(run), run.server
         models = trained(run, sent, run.run_round(clients), method)
-        chosen = [torch.arange(154, 160)[index] for index in method.batches(before, method.learning(), 6)]
+        chosen = [torch.arange(154, 160)[index] for index in method.batches(before, method.server_phase(), 6)]
         assert [len(index) for index in chosen] == [4, 2] * 3
         batches = [(PUBLIC.inputs[index].double(), PUBLIC.labels[index]) for index in chosen]
         expected, shares, gamma = fedlaw(models, run.client.base.model, batches, 0.2)
@@ -67,7 +67,7 @@ def test_without_a_step_size_it_is_fedavg() -> None:
 def test_weights_by_hand() -> None:
     rows = {"w": torch.tensor([[1.0, 2.0], [3.0, -2.0]])}
     weights = torch.tensor([3.0, 1.0, 0.5]).log()
-    torch.testing.assert_close(joined(weights, rows)["w"], torch.tensor([0.75, 0.5]))
+    torch.testing.assert_close(combine_networks(weights, rows)["w"], torch.tensor([0.75, 0.5]))
 
 
 def test_a_federation_read_back_goes_on_as_the_whole_one(tmp_path: Path) -> None:

@@ -113,12 +113,12 @@ def test_how_weights_move() -> None:
     even = torch.full((3,), 1 / 3, dtype=torch.float64)
     gaps = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)
     expected = torch.tensor([1 / 3 + 0.1, 1 / 3, 1 / 3 - 0.05], dtype=torch.float64)
-    torch.testing.assert_close(method.adjusted(even, everyone, gaps, 0), expected / expected.sum())
+    torch.testing.assert_close(method.adjust_weights(even, everyone, gaps, 0), expected / expected.sum())
     half = torch.tensor([1 / 3 + 0.05, 1 / 3, 1 / 3 - 0.025], dtype=torch.float64)
-    torch.testing.assert_close(method.adjusted(even, everyone, gaps, 5), half / half.sum())
-    assert torch.equal(method.adjusted(even, everyone, gaps, 12), even)
-    assert torch.equal(method.adjusted(even, everyone, 0 * gaps, 0), even)
-    cut = replace(method, step_size=3.0).adjusted(even, everyone, gaps, 0)
+    torch.testing.assert_close(method.adjust_weights(even, everyone, gaps, 5), half / half.sum())
+    assert torch.equal(method.adjust_weights(even, everyone, gaps, 12), even)
+    assert torch.equal(method.adjust_weights(even, everyone, 0 * gaps, 0), even)
+    cut = replace(method, step_size=3.0).adjust_weights(even, everyone, gaps, 0)
     torch.testing.assert_close(cut, torch.tensor([0.75, 0.25, 0.0], dtype=torch.float64))
 
 

@@ -145,7 +145,7 @@ def test_what_each_round_weighted_clients_by_can_be_had(settings: dict[str, Any]
     run = Federation(Client(task(), rule), data, client_fraction=0.5, protocol=Protocol(diagnostics=("server",)))
     assert run.record().measured == {}
     for _ in range(2):
-        chosen, before = run.sampled(run.server.round), run.server.own[HYPERNETWORK]
+        chosen, before = run.sampled_clients(run.server.round), run.server.own[HYPERNETWORK]
         made = rule.generator(task(), 4)
         uploads = [run.train(number).upload for number in chosen]
         record = run.step()

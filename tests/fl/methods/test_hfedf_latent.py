@@ -30,7 +30,7 @@ from fl.models.hfedf_autoencoder import Autoencoder
 from fl.models.hypernetworks.server_hypernetwork import EMBEDDINGS, HYPERNETWORK
 from fl.network import Network
 from fl.predict import predict
-from fl.seeds import derive
+from fl.seeds import derive_seed
 from fl.simulation.client_round import RoundKey, prepare
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import accuracy_tuned
@@ -127,7 +127,7 @@ def test_fine_tuning_trains_the_network_alone() -> None:
     task = federation().client.task
     (phase,) = method.fine_tuning_phases(task, 3)
     assert (phase.epochs, phase.steps) == (3, None)
-    assert set(phase.assign(task.parameters)) == set(method.generated(task))
+    assert set(phase.assign(task.parameters)) == set(method.generated_names(task))
 
 
 @pytest.mark.parametrize("rounds", [0, 1])
@@ -146,7 +146,7 @@ def test_before_the_network_is_trained_fine_tuning_trains_it(rounds: int) -> Non
         run.clients[0],
         run.download(0),
         data[0].train,
-        key=RoundKey(round=rounds, seed=derive(0, "tuning")),
+        key=RoundKey(round=rounds, seed=derive_seed(0, "tuning")),
         phases=method.fine_tuning_phases(run.client.task, 20),
     )
     for (index,) in start.trace.order[0]:

@@ -18,7 +18,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models import build
 from fl.models.hyperfedzero import ZeroNet
-from fl.models.hypernetworks.chunked import ChunkedHypernetwork, fitting_chunk, numbers
+from fl.models.hypernetworks.chunked import ChunkedHypernetwork, count_parameters, fitting_chunk
 from fl.predict import predict
 from fl.seeds import stream
 from fl.types import Scope, Task
@@ -136,7 +136,7 @@ def test_chunks_are_chosen_so_that_nothing_more_is_sent(name: str, settings: dic
 def test_a_chosen_chunk_is_the_best_there_is() -> None:
     shape = {"inputs": 5, "total": 900, "embedding": 7, "hidden": (9, 11)}
     counts = {c: sum(p.numel() for p in ChunkedHypernetwork(chunk=c, **shape).parameters()) for c in range(1, 901)}
-    assert all(numbers(chunk=chunk, **shape) == count for chunk, count in counts.items())
+    assert all(count_parameters(chunk=chunk, **shape) == count for chunk, count in counts.items())
     for budget in (900, 1500, 4000):
         found = fitting_chunk(budget, **shape)
         assert abs(counts[found] - budget) == min(abs(counts[c] - budget) for c in counts if c >= found)

@@ -198,7 +198,7 @@ def test_the_pullback_equals_finite_differences(depth: int) -> None:
     draw = stream(0, "v")
     embeddings, grads = (torch.randn(3, n, generator=draw, dtype=torch.float64) for n in (6, 4))
     with torch.no_grad():
-        found, back = hyper.pull(params, embeddings, grads)
+        found, back = hyper.pull_back(params, embeddings, grads)
     assert found.keys() == params.keys()
 
     def along(params: Tensors, embeddings: Tensor) -> float:

@@ -16,7 +16,7 @@ from support.unequal import read_back
 from torch import Tensor, nn
 
 from fl.federation import Federation
-from fl.methods.bases.personal_models import kept
+from fl.methods.bases.personal_models import last_model
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedla import PFedLA
 from fl.models.hypernetworks.filter_hypernetwork import Filters
@@ -85,7 +85,7 @@ def test_rounds_equal_autograd_and_torch_optim() -> None:
             solver.step()
         models = trained
         for i in range(3):
-            assert_near(kept(run.server, i), models[i], 1e-10)
+            assert_near(last_model(run.server, i), models[i], 1e-10)
             assert_near(METHOD.shares(run.server, i), {n: v.detach() for n, v in hyper[i]().items()}, 1e-10)
     moved = METHOD.shares(run.server, 0)
     assert all(float((moved[name] - first[0][name]).abs().max()) > 1e-4 for name in LAYERS)
@@ -98,7 +98,7 @@ def test_a_step_moves_the_mean_towards_what_the_client_learned() -> None:
     before, sent = run.server, run.download(1).shared
     done = run.train(1)
     after = method.aggregate(before, [done.upload], run.client.task)
-    models = [kept(before, i) for i in range(3)]
+    models = [last_model(before, i) for i in range(3)]
     old, new = (mean(method.shares(state, 1), models) for state in (before, after))  # type: ignore[arg-type]
     assert_near(old, sent, 1e-12)
     gained = sum(((new[n] - old[n]) * -dense(done.upload.update[n])).sum() for n in new)
@@ -128,8 +128,10 @@ def test_where_relu_leaves_nothing_a_client_gets_its_own_layer() -> None:
     for _ in range(2):
         run.run_round()
     assert METHOD.shares(run.server, 1)["head"].tolist() == [0, 1, 0]
-    assert_same({"w": run.download(1).shared["head.weight"]}, {"w": kept(run.server, 1)["head.weight"]})
-    assert not torch.equal(dense(run.download(1).shared["body.fc1.bias"]), dense(kept(run.server, 1)["body.fc1.bias"]))
+    assert_same({"w": run.download(1).shared["head.weight"]}, {"w": last_model(run.server, 1)["head.weight"]})
+    assert not torch.equal(
+        dense(run.download(1).shared["body.fc1.bias"]), dense(last_model(run.server, 1)["body.fc1.bias"])
+    )
     assert all(dense(v).isfinite().all() for part in run.server.own.values() for v in part.values())
 
 
@@ -146,7 +148,7 @@ def test_what_travels_is_as_much_as_with_fedavg_and_hypernetworks_stay() -> None
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
     run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
-    every = [kept(run.server, i) for i in (0, 1)]
+    every = [last_model(run.server, i) for i in (0, 1)]
     assert_near(run.download(2).shared, {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}, 1e-12)
 
 
@@ -154,7 +156,7 @@ def test_it_goes_with_a_generator() -> None:
     method = replace(METHOD, parametrization=Filters(embedding=3, block=(2, 2)))
     run = worlds.federation(method, task_=worlds.deeper(), rounds=2)
     assert run.private_init
-    assert set(kept(run.server, 0)) == set(run.server.shared)
+    assert set(last_model(run.server, 0)) == set(run.server.shared)
     assert all(dense(value).isfinite().all() for value in run.download(0).shared.values())
 
 

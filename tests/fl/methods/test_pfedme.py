@@ -15,7 +15,7 @@ from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.pfedme import PFedMe
-from fl.seeds import derive
+from fl.seeds import derive_seed
 from fl.simulation.client_round import RoundKey, prepare, train
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import scores
@@ -88,7 +88,9 @@ def test_clients_predict_by_theta() -> None:
 def test_adapting_ends_at_theta_and_changes_nothing() -> None:
     run = federation(PLAIN)
     rule = Client(run.client.base, run.client.method.adaptation_method())  # type: ignore[arg-type]
-    begin = prepare(rule, run.clients[0], run.download(0), run.data[0].train, key=RoundKey(seed=derive(0, "adapting")))
+    begin = prepare(
+        rule, run.clients[0], run.download(0), run.data[0].train, key=RoundKey(seed=derive_seed(0, "adapting"))
+    )
     (batch,) = plain.fed(begin.trace, 0)
     before = dict(run.server.shared)
     theta = plain.weights_of(moreau(worlds.task().model, batch, PLAIN))

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from fl.client import Client
 from fl.federation import Federation
-from fl.methods.bases.personal_models import kept
+from fl.methods.bases.personal_models import last_model
 from fl.methods.fedavg import FedAvg
-from fl.methods.pfedsim import PFedSim, alike
+from fl.methods.pfedsim import PFedSim, classifier_similarity
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
@@ -72,7 +72,7 @@ def test_rounds_equal_plain_loops() -> None:
         reference.compare(clients)
     for i in range(3):
         assert_near(run.download(i).shared, reference.sent(i), 1e-10)
-        assert_near(kept(run.server, i), reference.models[i], 1e-10)
+        assert_near(last_model(run.server, i), reference.models[i], 1e-10)
 
 
 def test_all_rounds_of_warm_up_are_fedavg() -> None:
@@ -91,11 +91,11 @@ def test_strangers_do_not_count_and_opposites_neither() -> None:
     run.run_round([0])
     run.run_round([1])
     for i in (0, 1):
-        assert_near(run.download(i).shared, {n: kept(run.server, i)[n] for n in run.server.shared}, 1e-12)
+        assert_near(run.download(i).shared, {n: last_model(run.server, i)[n] for n in run.server.shared}, 1e-12)
     weights = torch.eye(3, 5)
-    assert float(alike(weights, -weights)) == 0
-    assert float(alike(weights, weights)) == 1
-    assert float(alike(weights, weights * torch.tensor([[1.0], [-1.0], [2.0]]))) == pytest.approx(1 / 3)
+    assert float(classifier_similarity(weights, -weights)) == 0
+    assert float(classifier_similarity(weights, weights)) == 1
+    assert float(classifier_similarity(weights, weights * torch.tensor([[1.0], [-1.0], [2.0]]))) == pytest.approx(1 / 3)
 
 
 def test_equal_clients_share_one_network() -> None:
@@ -103,7 +103,7 @@ def test_equal_clients_share_one_network() -> None:
     data = run.data[0]
     run = Federation(run.client, [data, data], client_fraction=1.0)
     run.run_round([0, 1])
-    both = [kept(run.server, i) for i in (0, 1)]
+    both = [last_model(run.server, i) for i in (0, 1)]
     assert dense(run.server.own["similarity"]["matrix"])[0, 1] > 0.5
     sent = run.download(0).shared
     assert all(dense(value).isfinite().all() for value in sent.values())
@@ -120,7 +120,7 @@ def test_what_travels_is_as_much_as_with_fedavg_and_statistics_go_with_the_extra
     assert view.private == truth.private == view.received == {}
     row = dense(ours.server.own["similarity"]["matrix"])[1]
     phi = -torch.log(1 - row)
-    every = [kept(ours.server, i) for i in range(3)]
+    every = [last_model(ours.server, i) for i in range(3)]
     for name, value in ours.download(1).buffers.items():
         if value.is_floating_point():
             expected = sum(p / phi.sum() * dense(m[name]) for p, m in zip(phi, every, strict=True))
@@ -135,13 +135,13 @@ def test_clients_predict_by_what_they_ended_with() -> None:
     rounds = run.run_round(evaluate=True)
     assert run.accuracy() == [done.accuracy for done in rounds]
     for i in range(3):
-        assert_same(run.prediction_download(i).shared, {n: kept(run.server, i)[n] for n in run.server.shared})
+        assert_same(run.prediction_download(i).shared, {n: last_model(run.server, i)[n] for n in run.server.shared})
 
 
 def test_a_client_that_never_takes_part_gets_the_mean() -> None:
     run = federation(METHOD, protocol=Protocol(held_out_clients=1))
     run.run_round()
-    every = [kept(run.server, i) for i in (0, 1)]
+    every = [last_model(run.server, i) for i in (0, 1)]
     assert_near(run.download(2).shared, {n: (dense(every[0][n]) + dense(every[1][n])) / 2 for n in every[0]}, 1e-12)
 
 

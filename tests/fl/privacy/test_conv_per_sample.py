@@ -25,7 +25,7 @@ def test_windows_give_opacus_numbers(name, order):
     back = torch.randn(out.shape, dtype=torch.float64, generator=draw).to(memory_format=order)
     rule = GradSampleModule.GRAD_SAMPLERS[nn.Conv2d]
     expected = rule(layer, [entered.contiguous()], back.contiguous())[layer.weight]
-    found = conv_per_sample.weight_samples(layer, entered, back)
+    found = conv_per_sample.per_sample_weight_gradients(layer, entered, back)
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
 
@@ -34,7 +34,7 @@ def test_both_orders_of_memory_are_tried_above():
     def along_channels(name):
         layer = SHAPES[name]
         entered = torch.zeros(2, layer.in_channels, 13, 17, dtype=layer.weight.dtype)
-        return not conv_per_sample.weight_samples(layer, entered, layer(entered)).is_contiguous()
+        return not conv_per_sample.per_sample_weight_gradients(layer, entered, layer(entered)).is_contiguous()
 
     assert {along_channels(name) for name in SHAPES} == {False, True}
     assert not along_channels("along the image")
@@ -45,5 +45,5 @@ def test_both_orders_of_memory_are_tried_above():
     "layer", [nn.Conv2d(4, 4, 3, groups=2), nn.Conv2d(4, 4, 3, padding="same"), nn.Conv1d(4, 4, 3), nn.Linear(4, 4)]
 )
 def test_other_layers_are_left_to_opacus(layer):
-    assert not conv_per_sample.known(layer)
-    assert conv_per_sample.known(nn.Conv2d(4, 4, 3))
+    assert not conv_per_sample.is_supported(layer)
+    assert conv_per_sample.is_supported(nn.Conv2d(4, 4, 3))

@@ -18,14 +18,14 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
-from fl.privacy.accounting import Charge, spent
-from fl.privacy.private_method import KEY, Private
+from fl.privacy.accounting import Charge, compute_epsilon
+from fl.privacy.private_method import NOISE_KEY, PrivateMethod
 from fl.types import Order
 
-KINDS: list[type[Private]] = [DPFedAvg, Centaur, PPSGD, DPHyperFL]
+KINDS: list[type[PrivateMethod]] = [DPFedAvg, Centaur, PPSGD, DPHyperFL]
 
 
-def drawn(source: random.Random, most: int = 200) -> tuple[type[Private], dict[str, Any], int]:
+def drawn(source: random.Random, most: int = 200) -> tuple[type[PrivateMethod], dict[str, Any], int]:
     """A random method, schedule and number of images."""
     kind = source.choice(KINDS)
     settings: dict[str, Any] = {
@@ -44,7 +44,7 @@ def drawn(source: random.Random, most: int = 200) -> tuple[type[Private], dict[s
     return kind, settings, source.randint(1, most)
 
 
-def federation_of(method: Private, n: int) -> Federation:
+def federation_of(method: PrivateMethod, n: int) -> Federation:
     """One client of `n` images."""
     data = worlds.images(n)
     return Federation(Client(worlds.task(), method), [ClientData(data, data)], seed=n)
@@ -64,7 +64,7 @@ def test_no_record_is_in_more_steps_than_are_charged() -> None:
         start = federation_of(method, n).start(0)
         said = method.privacy([n], 1)
         order, steps = start.trace.order, sum(map(len, start.trace.order))
-        keys = [tuple(draws[KEY].tolist()) for phase in start.trace.draws for draws in phase]
+        keys = [tuple(draws[NOISE_KEY].tolist()) for phase in start.trace.draws for draws in phase]
         assert len(keys) == len(set(keys)) == steps  # one noise each
         if settings["sampler"] == "poisson":
             assert steps == said.steps
@@ -79,14 +79,14 @@ def test_no_record_is_in_more_steps_than_are_charged() -> None:
 
 
 def test_every_step_of_real_training_meets_noise_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, releases, right = random.Random(1), list[float](), fl.privacy.dp_sgd._noisy
+    source, releases, right = random.Random(1), list[float](), fl.privacy.dp_sgd._add_noise
 
     def noisy(sums: Any, std: float, generator: Any) -> Any:
         assert generator is not None
         releases.append(std)
         return right(sums, std, generator)
 
-    monkeypatch.setattr(fl.privacy.dp_sgd, "_noisy", noisy)
+    monkeypatch.setattr(fl.privacy.dp_sgd, "_add_noise", noisy)
     for _ in range(20):
         kind, settings, n = drawn(source, most=8)
         method = kind(noise_multiplier=1.5, **settings)
@@ -118,10 +118,10 @@ def test_a_budget_holds_for_a_client_of_any_size() -> None:
                 executed + most_steps(run.start(0).trace.order),
             )
         epsilon = method.epsilon or 0.0
-        assert spent([Charge(method.sigma, 1.0, executed)], method.delta) <= epsilon
+        assert compute_epsilon([Charge(method.sigma, 1.0, executed)], method.delta) <= epsilon
         if settings.get("epochs"):  # these meet every client as often: another round would be too much
             more = executed * (method.rounds + 1) // method.rounds
-            assert spent([Charge(method.sigma, 1.0, more)], method.delta) > epsilon
+            assert compute_epsilon([Charge(method.sigma, 1.0, more)], method.delta) > epsilon
 
 
 def test_a_budget_of_steps_by_chance_is_spent_to_the_end() -> None:
@@ -134,9 +134,9 @@ def test_a_budget_of_steps_by_chance_is_spent_to_the_end() -> None:
         steps = sum(map(len, run.start(0).trace.order)) * method.rounds
         rate = settings["batch_size"] / settings["images"]
         epsilon = method.epsilon or 0.0
-        assert spent([Charge(method.sigma, rate, steps)], method.delta, "rdp") <= epsilon
+        assert compute_epsilon([Charge(method.sigma, rate, steps)], method.delta, "rdp") <= epsilon
         more = steps * (method.rounds + 1) // method.rounds
-        assert spent([Charge(method.sigma, rate, more)], method.delta, "rdp") > epsilon
+        assert compute_epsilon([Charge(method.sigma, rate, more)], method.delta, "rdp") > epsilon
 
 
 def test_a_round_that_is_observed_takes_no_more_steps_than_training() -> None:

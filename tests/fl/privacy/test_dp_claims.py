@@ -16,7 +16,7 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
-from fl.privacy.accounting import Charge, spent
+from fl.privacy.accounting import Charge, compute_epsilon
 from fl.settings import FormerNameWarning
 
 
@@ -24,8 +24,8 @@ def test_the_statement_is_the_accountant_s() -> None:
     method = DPFedAvg(noise_multiplier=1.1, epochs=1, rounds=3, images=60, batch_size=6)
     said = method.privacy([60, 60, 80], rounds=2)
     assert (said.unit, said.adjacency, said.trusted, said.steps) == ("record", "add-remove", "nobody else", 20)
-    assert said.epsilon == spent([Charge(1.1, 0.1, 20)], 1e-5)
-    assert said.epsilon_rdp == spent([Charge(1.1, 0.1, 20)], 1e-5, "rdp")
+    assert said.epsilon == compute_epsilon([Charge(1.1, 0.1, 20)], 1e-5)
+    assert said.epsilon_rdp == compute_epsilon([Charge(1.1, 0.1, 20)], 1e-5, "rdp")
     assert method.privacy([60], rounds=9).steps == 90  # what has left a client is charged, whatever was planned
     assert "record-level" in said.sentence()
     assert "no guarantee for a real release" in said.sentence()

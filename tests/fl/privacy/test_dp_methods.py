@@ -19,14 +19,14 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
-from fl.privacy.private_method import KEY, Private
+from fl.privacy.private_method import NOISE_KEY, PrivateMethod
 from fl.simulation.checkpoint import load, save
 from fl.simulation.client_round import Round
 from fl.tensors import dense, norm
 
 
 @pytest.mark.parametrize(("private", "plain"), [(DPHyperFL(), "hyperfl"), (DPFedAvg(), "fedavg")])
-def test_defaults_are_those_of_the_method_behind(private: Private, plain: str) -> None:
+def test_defaults_are_those_of_the_method_behind(private: PrivateMethod, plain: str) -> None:
     mine, theirs = methods.spec(private), methods.spec(methods.build(plain))
     differ = {key for key in theirs if mine[key] != theirs[key]}
     assert differ - {"name"} == ({"momentum", "weight_decay", "epochs", "sampler"} if plain == "fedavg" else set())
@@ -40,13 +40,13 @@ def steps_of(done: Round) -> list[dp_rounds.Steps]:
             trace.inputs,
             trace.labels,
             [index for (index,) in steps],
-            [drawn[KEY].tolist() for drawn in draws],
+            [drawn[NOISE_KEY].tolist() for drawn in draws],
         )
         for steps, draws in zip(trace.order, trace.draws, strict=True)
     ]
 
 
-def settings_of(method: Private) -> dp_rounds.Settings:
+def settings_of(method: PrivateMethod) -> dp_rounds.Settings:
     return dp_rounds.Settings(
         lr=method.lr,  # type: ignore[attr-defined]
         clip=method.clip,
@@ -132,7 +132,7 @@ def test_a_round_at_client_level(clip: float) -> None:
     method = replace(DPFedAvg.example(), mode="client-level", clip=clip)
     run = federation_of(method, rounds=1)
     before = {name: dense(value) for name, value in run.server.shared.items()}
-    key = dense(run.server.own[fl.privacy.private_method.SERVER]["key"]) + torch.tensor([0, 1])
+    key = dense(run.server.own[fl.privacy.private_method.SERVER_NOISE]["key"]) + torch.tensor([0, 1])
     rounds = run.run_round()
     plain = methods.build("fedavg")
     assert all(not drawn for done in rounds for steps in done.trace.draws for drawn in steps)
@@ -174,4 +174,4 @@ def test_a_checkpoint_brings_back_the_count(tmp_path: Any) -> None:
     run.run_round()
     again.run_round()
     assert_same(run.server.shared, again.server.shared)
-    assert dense(again.server.own[fl.privacy.private_method.COUNT]["rounds"]).tolist() == [3, 3, 3]
+    assert dense(again.server.own[fl.privacy.private_method.PARTICIPATION]["rounds"]).tolist() == [3, 3, 3]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fl.client import Client
 from fl.federation import ClientData, Federation
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.tensors import Tensors, dense
 from fl.types import Batch
 
@@ -28,9 +28,9 @@ class Told:
         return {n: torch.randn(v.shape, generator=draw, dtype=v.dtype) for n, v in sums.items()}
 
 
-def after(method: Private, data: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, Tensors]:
+def after(method: PrivateMethod, data: Batch, monkeypatch: pytest.MonkeyPatch) -> tuple[Tensors, Tensors]:
     """The second update of a client, and what it keeps then, where all its releases are given."""
-    monkeypatch.setattr("fl.privacy.dp_sgd._noisy", Told())
+    monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", Told())
     run = Federation(Client(worlds.task(), method), [ClientData(data, data)])
     run.run_round()
     run.run_round()

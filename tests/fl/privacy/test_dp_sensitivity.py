@@ -15,7 +15,7 @@ from support.private import ALL, EVERY, as_published, federation_of
 from torch import Tensor
 
 import fl.privacy.private_method
-from fl.client import Client, LocalInput, LocalTraining, LossGradient, gather, local_update
+from fl.client import Client, LocalInput, LocalTraining, LossGradient, gather_batches, local_update
 from fl.federation import ClientData, Federation
 from fl.gradient import Gradient, autograd_derivative
 from fl.method import Step, methods
@@ -26,7 +26,7 @@ from fl.models import build
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.privacy.gaussian_noise import Noise
-from fl.privacy.private_method import Private
+from fl.privacy.private_method import PrivateMethod
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch
@@ -42,14 +42,14 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self.sums: list[dict[str, Tensor]] = []
+        self.weighted_sums: list[dict[str, Tensor]] = []
         self.released: list[dict[str, Tensor]] = []
         self.given: list[dict[str, Tensor]] | None = None
 
     def __call__(self, sums: dict[str, Tensor], std: float, generator: Noise | None) -> dict[str, Tensor]:
         assert generator is not None
-        self.sums.append({name: value.clone() for name, value in sums.items()})
-        at = len(self.sums) - 1
+        self.weighted_sums.append({name: value.clone() for name, value in sums.items()})
+        at = len(self.weighted_sums) - 1
         if self.given is not None:
             return self.given[at]
         drawn = {name: sums[name] + std * z for name, z in generator.like(sums).items()}
@@ -57,7 +57,7 @@ class Channel:
         return drawn
 
 
-def neighbors(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
+def neighbors(method: PrivateMethod, seed: int, monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, bool]]:
     """How far a record moves each sum of a round, and whether it is in that step's batch."""
     run = federation_of(method)
     client, state, download = run.client, run.clients[0], run.download(0)
@@ -73,24 +73,24 @@ def neighbors(method: Private, seed: int, monkeypatch: pytest.MonkeyPatch) -> li
     )
     without = tuple(tuple((index[index != newcomer],) for (index,) in steps) for steps in order)
     channel = Channel()
-    monkeypatch.setattr("fl.privacy.dp_sgd._noisy", channel)
+    monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", channel)
 
     def train(fed: Any) -> None:
-        channel.sums = []
+        channel.weighted_sums = []
         with torch.no_grad():
             start = LocalInput(shared=download.shared, private=state.private, buffers=client.task.buffers)
             training = LocalTraining(draws=draws, phases=phases, track_statistics=True)
-            local_update(client, start, gather(data.inputs, data.labels, fed), training)
+            local_update(client, start, gather_batches(data.inputs, data.labels, fed), training)
 
     train(without)
-    first, channel.given = channel.sums, channel.released
+    first, channel.given = channel.weighted_sums, channel.released
     train(order)
     inside = [newcomer in index for steps in order for (index,) in steps]
     if len(first) < len(inside):  # the classifier's phase released nothing
         inside = inside[-len(first) :]
     moved = [
         float(torch.stack([(a[n] - b[n]).square().sum() for n in a]).sum().sqrt())
-        for a, b in zip(channel.sums, first, strict=True)
+        for a, b in zip(channel.weighted_sums, first, strict=True)
     ]
     return list(zip(moved, inside, strict=True))
 
@@ -112,10 +112,10 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
 ) -> None:
     method = replace(EVERY[name], images=8, batch_size=2, rate=None, local_steps=None)
     channel, every = Channel(), worlds.images(12, "own")
-    monkeypatch.setattr("fl.privacy.dp_sgd._noisy", channel)
+    monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", channel)
 
     def learned(n: int) -> list[Tensors]:
-        channel.sums = []
+        channel.weighted_sums = []
         of_one = ClientData(every.take(torch.arange(n)), every)
         others = [ClientData(worlds.images(4 + i, "other"), every) for i in range(2)]
         run = Federation(Client(worlds.task(), method), [of_one, *others], seed=0)
@@ -143,7 +143,7 @@ def test_as_published_a_record_stays_out_of_foreign_batches(name: str, monkeypat
 
 # ---- noise -----------------------------------------------------------------------------------------------------------
 @functools.cache
-def wide(name: str) -> tuple[Private, Gradient, Tensors]:
+def wide(name: str) -> tuple[PrivateMethod, Gradient, Tensors]:
     """A method, its gradient on an image or two and its parameters, on a network of 100,000 weights."""
     method = replace(EVERY[name], images=64, batch_size=8, clip=0.5, noise_multiplier=3.0)
     if isinstance(method, DPHyperFL):
@@ -198,7 +198,7 @@ def test_release_noise_is_never_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object) -> None:
         raise AssertionError("noise of an experiment in a release")
 
-    monkeypatch.setattr("fl.privacy.gaussian_noise._generator", refuse)
+    monkeypatch.setattr("fl.privacy.gaussian_noise._keyed_generator", refuse)
     method = replace(DPFedAvg.example(), noise_source="secure")
     one, other = (federation_of(method).train(0) for _ in range(2))
     assert not torch.equal(dense(one.upload.update["head.bias"]), dense(other.upload.update["head.bias"]))
@@ -226,7 +226,7 @@ def test_a_client_without_budget_neither_trains_nor_sends(mode: Any, monkeypatch
     assert [done.upload.client for done in run.run_round([0, 2])] == [2]
     assert trained == [0, 1, 0, 1, 2]
     assert run.clients[0] is kept
-    assert dense(run.server.own[fl.privacy.private_method.COUNT]["rounds"]).tolist() == [2, 2, 1]
+    assert dense(run.server.own[fl.privacy.private_method.PARTICIPATION]["rounds"]).tolist() == [2, 2, 1]
     with pytest.raises(ValueError, match="client 0 has spent its privacy budget on 2 rounds"):
         run.observe(0)
     assert run.observe(2)
@@ -243,7 +243,7 @@ def test_a_round_is_charged_before_anything_leaves_a_client(monkeypatch: pytest.
     monkeypatch.setattr(Federation, "train", stop)
     with pytest.raises(RuntimeError, match="line is cut"):
         run.run_round([1])
-    assert dense(run.server.own[fl.privacy.private_method.COUNT]["rounds"]).tolist() == [0, 1, 0]
+    assert dense(run.server.own[fl.privacy.private_method.PARTICIPATION]["rounds"]).tolist() == [0, 1, 0]
 
 
 def test_a_copy_with_fewer_steps_keeps_its_noise() -> None:

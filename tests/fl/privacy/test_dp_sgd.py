@@ -22,7 +22,7 @@ from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
 from fl.privacy import ghost_clipping
-from fl.privacy.dp_sgd import STABILISER, Privatization, fastest, opacus_gradient, private_gradient
+from fl.privacy.dp_sgd import NORM_STABILIZER, Privatization, fastest_gradient, opacus_gradient, private_gradient
 from fl.privacy.gaussian_noise import Noise
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense, norm
@@ -51,7 +51,7 @@ def by_hand(model: torch.nn.Module, batch: Batch, clip: float, prefix: str = "")
         {k: g for k, g in grads.items() if k.startswith(prefix)}
         for grads in per_sample_gradients(model, batch.inputs, batch.labels)
     ]
-    factors = [min(1.0, clip / (float(norm(g)) + STABILISER)) for g in found]  # type: ignore[arg-type]
+    factors = [min(1.0, clip / (float(norm(g)) + NORM_STABILIZER)) for g in found]  # type: ignore[arg-type]
     return {k: sum(f * g[k] for f, g in zip(factors, found, strict=True)) / len(found) for k in found[0]}  # type: ignore
 
 
@@ -88,7 +88,7 @@ def test_generated_updates_stay_outer_products() -> None:
     alone = [grad(params, BATCH.take(torch.tensor([i]))) for i in range(len(BATCH))]
     norms = [float(norm(g).detach()) for g in alone]
     assert min(norms) < max(norms)
-    factors = [min(1.0, clip / (n + STABILISER)) for n in norms]
+    factors = [min(1.0, clip / (n + NORM_STABILIZER)) for n in norms]
     expected = {
         name: sum(f * dense(g[name]) for f, g in zip(factors, alone, strict=True)) / len(alone) for name in alone[0]
     }
@@ -192,13 +192,15 @@ def test_batch_norm_in_evaluation_mode_is_fine() -> None:
 @pytest.mark.parametrize("clip", [0.05, 1e3])
 def test_both_ways_agree_on_generated_weights(at: Any, clip: float) -> None:
     grad, params = prepared(HyperFL.example(), prefix="hypernet.")
-    one, other = (way(grad, params, BATCH, exact(clip, at=at), None) for way in (private_gradient, opacus_gradient))
+    one, other = (
+        way(grad, params, BATCH, exact(clip, clip_target=at), None) for way in (private_gradient, opacus_gradient)
+    )
     assert_near(one, other, 1e-12)
 
 
 def test_noise_on_the_extractor_is_pulled_back() -> None:
     grad, params = prepared(HyperFL.example(), prefix="hypernet.")
-    settings = Privatization(clip=0.3, noise_multiplier=2.0, denominator=4.0, at="weights")
+    settings = Privatization(clip=0.3, noise_multiplier=2.0, denominator=4.0, clip_target="weights")
     quiet, noisy = (
         {k: dense(v) for k, v in opacus_gradient(grad, params, BATCH, settings, g).items()}  # type: ignore
         for g in (None, Noise(torch.tensor([1, 2])))
@@ -306,7 +308,7 @@ def test_every_way_to_per_sample_gradients_is_the_loop(part: int) -> None:
         stacked: Tensors = {name: torch.stack([one[name] for one in loop]) for name in loop[0]}
         near(grad.per_sample(params, batch), stacked)
         near(hooked(model, batch), stacked)  # type: ignore[arg-type]
-        near(ghost_clipping.per_sample(grad, grad.weights(params), batch), stacked)  # type: ignore[arg-type]
+        near(ghost_clipping.per_sample_gradients(grad, grad.weights(params), batch), stacked)  # type: ignore[arg-type]
         clip = sorted(float(norm(one)) for one in loop)[count // 2]  # type: ignore[arg-type]
         near(opacus_gradient(grad, params, batch, exact(clip), None), by_hand(model, batch, clip))  # type: ignore
 
@@ -326,7 +328,7 @@ def test_the_hypernetwork_s_closed_form_is_the_loop(count: int) -> None:
     alone = [grad(params, batch.take(torch.tensor([i]))) for i in range(count)]
     norms = [float(norm({k: dense(v).detach() for k, v in one.items()})) for one in alone]
     clip = sorted(norms)[count // 2]
-    factors = [min(1.0, clip / (n + STABILISER)) for n in norms]
+    factors = [min(1.0, clip / (n + NORM_STABILIZER)) for n in norms]
     expected = {k: sum(f * dense(g[k]) for f, g in zip(factors, alone, strict=True)) / count for k in alone[0]}
     for way in (private_gradient, opacus_gradient):
         assert_near(way(grad, params, batch, exact(clip), None), expected, 1e-12)  # type: ignore[arg-type]
@@ -385,18 +387,18 @@ def test_networks_whose_layers_do_not_say_all_are_told_apart() -> None:
     ):
         grad, params = prepared(FedAvg(), Task(model.double(), (1, 8, 8), 3, head="2."))
         assert ghost_clipping.obstacle(grad)
-        assert fastest(grad, params, BATCH) is private_gradient
+        assert fastest_gradient(grad, params, BATCH) is private_gradient
 
 
 def test_the_fastest_way_keeps_a_graph_where_one_is_asked_for() -> None:
     grad, params = prepared(FedAvg())
     moving = Batch(BATCH.inputs.clone().requires_grad_(), BATCH.labels)
-    assert fastest(grad, params, BATCH) is opacus_gradient
-    assert fastest(grad, params, moving) is private_gradient
+    assert fastest_gradient(grad, params, BATCH) is opacus_gradient
+    assert fastest_gradient(grad, params, moving) is private_gradient
     apart = replace(grad, derivative=func_derivative)
-    assert fastest(apart, params, BATCH) is private_gradient
+    assert fastest_gradient(apart, params, BATCH) is private_gradient
     with torch.no_grad():
-        assert fastest(grad, params, moving) is opacus_gradient
+        assert fastest_gradient(grad, params, moving) is opacus_gradient
         stacked = vmap(lambda x: private_gradient(apart, params, Batch(x, BATCH.labels), exact(clip=0.3), None))
     found = {k: dense(v)[0] for k, v in stacked(BATCH.inputs[None]).items()}
     assert_near(found, private_gradient(grad, params, BATCH, exact(clip=0.3), None), 1e-12)

@@ -10,7 +10,7 @@ import torch
 from scipy import stats
 from torch.func import grad, vmap
 
-from fl.privacy.gaussian_noise import Noise, drawn_key, fresh_key
+from fl.privacy.gaussian_noise import Noise, draw_key, fresh_key
 from fl.runtime import secure_rng
 from fl.seeds import stream
 
@@ -18,8 +18,8 @@ SHAPES = {"a": torch.zeros(3, 2, dtype=torch.float64), "b": torch.zeros(5, dtype
 
 
 def test_a_key_says_it_all() -> None:
-    key = drawn_key(stream(0))
-    one, same, other = (Noise(k).like(SHAPES) for k in (key, key.clone(), drawn_key(stream(1))))
+    key = draw_key(stream(0))
+    one, same, other = (Noise(k).like(SHAPES) for k in (key, key.clone(), draw_key(stream(1))))
     assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in SHAPES.items()}
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not any(torch.equal(one[name], other[name]) for name in one)
@@ -40,16 +40,16 @@ def test_fresh_keys_differ() -> None:
 @pytest.mark.parametrize("secret", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_it_is_standard_normal(secret: bool, dtype: torch.dtype) -> None:
-    values = Noise(drawn_key(stream(0)), secret).like({"x": torch.zeros(200_000, dtype=dtype)})["x"]
+    values = Noise(draw_key(stream(0)), secret).like({"x": torch.zeros(200_000, dtype=dtype)})["x"]
     assert values.dtype == dtype
     assert stats.kstest(values.double().numpy(), "norm").pvalue > 1e-4
 
 
 def test_secret_noise_follows_from_the_key_by_a_hash() -> None:
-    key, count = torch.tensor([3, 2**62 + 1]), secure_rng.BLOCK + 7
+    key, count = torch.tensor([3, 2**62 + 1]), secure_rng.BLOCK_SIZE + 7
     found = Noise(key, secret=True).like({"x": torch.zeros(count, dtype=torch.float64)})["x"].numpy()
     expected = []
-    for block, size in enumerate((secure_rng.BLOCK, 7)):
+    for block, size in enumerate((secure_rng.BLOCK_SIZE, 7)):
         told = b"".join(part.to_bytes(8, "little") for part in (3, 2**62 + 1, block))
         raw = hashlib.shake_256(told).digest(8 * 4 * size)
         numbers = [int.from_bytes(raw[8 * i : 8 * i + 8], "little") for i in range(4 * size)]
@@ -58,24 +58,24 @@ def test_secret_noise_follows_from_the_key_by_a_hash() -> None:
         expected.append(terms.sum(0) / 2)
     assert np.abs(found - np.concatenate(expected)).max() < 1e-12
     assert len(np.unique(found)) == count
-    ends = secure_rng.gaussians(np.array([0, 1, 2**64 - 1, 2**64 - 2], dtype=np.uint64))
+    ends = secure_rng.words_to_normals(np.array([0, 1, 2**64 - 1, 2**64 - 2], dtype=np.uint64))
     assert ends[:2] == pytest.approx(stats.norm.isf(2.0**-54) * np.array([-1, 1]))  # 8.3: no number is infinite
     assert (ends[2:] * [1, -1] > 0).all()
     assert abs(ends[2:]).max() < 1e-15
 
 
 def test_secret_choices_are_uniform_and_never_the_same() -> None:
-    drawn = secure_rng.uniform(100_000)
+    drawn = secure_rng.secure_uniform(100_000)
     assert stats.kstest(drawn, "uniform").pvalue > 1e-6  # by chance once in a million
     assert (drawn >= 0).all()
     assert (drawn < 1).all()
     assert len(np.unique(drawn * 2**53 % 2**10)) == 2**10  # to the last bits
-    assert not np.isin(secure_rng.uniform(1000), drawn).any()
+    assert not np.isin(secure_rng.secure_uniform(1000), drawn).any()
 
 
 @pytest.mark.parametrize("secret", [False, True])
 def test_it_is_the_same_inside_transforms(secret: bool) -> None:
-    keys = torch.stack([drawn_key(stream(seed)) for seed in range(3)])
+    keys = torch.stack([draw_key(stream(seed)) for seed in range(3)])
     alone = torch.stack([Noise(key, secret).like(SHAPES)["b"] for key in keys])
     assert torch.equal(vmap(lambda key: Noise(key, secret).like(SHAPES)["b"])(keys), alone)
     same = vmap(lambda x: x + Noise(keys[0], secret).like(SHAPES)["b"])(torch.zeros(2, 5, dtype=torch.float64))

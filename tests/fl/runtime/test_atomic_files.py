@@ -6,14 +6,14 @@ import threading
 import pytest
 
 from fl.runtime import atomic_files
-from fl.runtime.atomic_files import replacing, replacing_folder, scratch, sweep
+from fl.runtime.atomic_files import atomic_folder, atomic_write, remove_leftovers, scratch_folder
 
 
 def test_a_link_in_a_files_place_is_replaced_and_its_target_left_alone(tmp_path):
     target, link = tmp_path / "target", tmp_path / "report.html"
     target.write_text("mine")
     link.symlink_to(target)
-    with replacing(link) as file:
+    with atomic_write(link) as file:
         file.write(b"page")
     assert (target.read_text(), link.read_text(), link.is_symlink()) == ("mine", "page", False)
 
@@ -25,8 +25,8 @@ def test_names_of_temporary_files_cannot_be_guessed(tmp_path):
     (tmp_path / ".report.html.part").symlink_to(target)
     names = set()
     for _ in range(3):
-        with replacing(tmp_path / "report.html") as file:
-            names |= {name for name in os.listdir(tmp_path) if atomic_files.PART.fullmatch(name)}
+        with atomic_write(tmp_path / "report.html") as file:
+            names |= {name for name in os.listdir(tmp_path) if atomic_files.TEMPORARY_NAME.fullmatch(name)}
             file.write(b"page")
     assert len(names) == 3
     assert target.read_text() == "mine"
@@ -37,7 +37,7 @@ def test_a_guessed_name_is_refused(tmp_path, monkeypatch):
     target.write_text("mine")
     monkeypatch.setattr(atomic_files.secrets, "token_hex", lambda _: "0" * 16)
     (tmp_path / f".a.{'0' * 16}.part").symlink_to(target)
-    with pytest.raises(FileExistsError), replacing(tmp_path / "a") as file:
+    with pytest.raises(FileExistsError), atomic_write(tmp_path / "a") as file:
         file.write(b"page")
     assert target.read_text() == "mine"
 
@@ -45,7 +45,7 @@ def test_a_guessed_name_is_refused(tmp_path, monkeypatch):
 def test_a_folder_that_is_a_link_is_refused(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "images").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ValueError, match="is a link"), replacing_folder(tmp_path / "images"):
+    with pytest.raises(ValueError, match="is a link"), atomic_folder(tmp_path / "images"):
         pass
     assert not os.listdir(tmp_path / "elsewhere")
 
@@ -53,10 +53,10 @@ def test_a_folder_that_is_a_link_is_refused(tmp_path):
 def test_what_a_dead_writer_left_goes_away_and_what_a_living_one_writes_stays(tmp_path):
     (tmp_path / f".a.{'1' * 16}.part").write_text("cut o")
     (tmp_path / f".images.{'2' * 16}.part").mkdir()
-    with replacing(tmp_path / "a") as file, scratch(tmp_path / "images") as new:
+    with atomic_write(tmp_path / "a") as file, scratch_folder(tmp_path / "images") as new:
         (new / "b").touch()
         file.write(b"half")
-        sweep(tmp_path)
+        remove_leftovers(tmp_path)
         assert len(os.listdir(tmp_path)) == 2
         file.write(b" and half")
     assert os.listdir(tmp_path) == ["a"]
@@ -64,18 +64,18 @@ def test_what_a_dead_writer_left_goes_away_and_what_a_living_one_writes_stays(tm
 
 
 def test_an_error_leaves_file_and_folder_as_they_were(tmp_path):
-    with replacing(tmp_path / "a") as file:
+    with atomic_write(tmp_path / "a") as file:
         file.write(b"old")
-    with replacing_folder(tmp_path / "f") as new:
+    with atomic_folder(tmp_path / "f") as new:
         (new / "old").touch()
 
     def interrupted(path):
-        with replacing(path) as file:
+        with atomic_write(path) as file:
             file.write(b"new")
             raise KeyError
 
     def interrupted_folder(path):
-        with replacing_folder(path) as new:
+        with atomic_folder(path) as new:
             (new / "new").touch()
             raise KeyError
 
@@ -89,7 +89,7 @@ def test_an_error_leaves_file_and_folder_as_they_were(tmp_path):
 
 
 def test_a_folder_whose_swap_fails_stays(tmp_path, monkeypatch):
-    with replacing_folder(tmp_path / "f") as new:
+    with atomic_folder(tmp_path / "f") as new:
         (new / "old").touch()
     seen = []
 
@@ -98,8 +98,8 @@ def test_a_folder_whose_swap_fails_stays(tmp_path, monkeypatch):
         if seen.count("rename") == 2:
             raise OSError("no space left on device")
 
-    monkeypatch.setattr(atomic_files, "step", fail)
-    with pytest.raises(OSError, match="no space"), replacing_folder(tmp_path / "f") as new:
+    monkeypatch.setattr(atomic_files, "before_disk_change", fail)
+    with pytest.raises(OSError, match="no space"), atomic_folder(tmp_path / "f") as new:
         (new / "new").touch()
     assert os.listdir(tmp_path / "f") == ["old"]
     assert os.listdir(tmp_path) == ["f"]
@@ -108,7 +108,7 @@ def test_a_folder_whose_swap_fails_stays(tmp_path, monkeypatch):
 def test_writers_at_the_same_time_leave_one_whole_file(tmp_path):
     def write(number):
         for _ in range(20):
-            with replacing(tmp_path / "a") as file:
+            with atomic_write(tmp_path / "a") as file:
                 file.write(str(number).encode() * 1000)
 
     threads = [threading.Thread(target=write, args=(number,)) for number in range(4)]

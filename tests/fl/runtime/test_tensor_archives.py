@@ -29,8 +29,8 @@ def write(path):
 
 def read(path):
     if path.suffix == ".npz":
-        return {name: torch.from_numpy(value) for name, value in tensor_archives.arrays(path).items()}
-    return tensor_archives.tensors(path) if path.suffix == ".safetensors" else tensor_archives.state(path)
+        return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
+    return tensor_archives.read_tensors(path) if path.suffix == ".safetensors" else tensor_archives.read_state(path)
 
 
 def same(found):
@@ -84,38 +84,38 @@ def test_headers_that_lie_take_no_memory(tmp_path):
     with zipfile.ZipFile(tmp_path / "u.npz", "w") as archive:
         archive.writestr("a.npy", b"\x93NUMPY\x01\x00" + struct.pack("<H", len(head)) + head + b"1234")
     with pytest.raises(DamagedError, match="4 bytes of numbers"):
-        tensor_archives.arrays(tmp_path / "u.npz")
+        tensor_archives.read_arrays(tmp_path / "u.npz")
     torch.save({"a": torch.zeros(1).expand(2**40)}, tmp_path / "u.pt")
     with pytest.raises(DamagedError, match="repeats a few numbers"):
-        tensor_archives.state(tmp_path / "u.pt")
+        tensor_archives.read_state(tmp_path / "u.pt")
     size = struct.pack("<Q", 2**62)
     (tmp_path / "u.safetensors").write_bytes(size + b"{}")
     with pytest.raises(DamagedError):
-        tensor_archives.tensors(tmp_path / "u.safetensors")
+        tensor_archives.read_tensors(tmp_path / "u.safetensors")
 
 
 def test_bombs_are_refused_by_what_they_would_unpack_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_archives, "FREE", 2**20)
+    monkeypatch.setattr(tensor_archives, "MAX_UNPACKED_BYTES", 2**20)
     np.savez_compressed(tmp_path / "u.npz", a=np.zeros(2**20, np.float32))
     with pytest.raises(DamagedError, match="unpacks to"):
-        tensor_archives.arrays(tmp_path / "u.npz")
+        tensor_archives.read_arrays(tmp_path / "u.npz")
     np.savez(tmp_path / "u.npz", a=np.zeros(2**20, np.float32))
-    assert tensor_archives.arrays(tmp_path / "u.npz")["a"].shape == (2**20,)
+    assert tensor_archives.read_arrays(tmp_path / "u.npz")["a"].shape == (2**20,)
 
 
 def test_objects_are_refused(tmp_path):
     np.savez(tmp_path / "u.npz", a=np.array([{}], dtype=object))
     with pytest.raises(DamagedError, match="objects"):
-        tensor_archives.arrays(tmp_path / "u.npz")
+        tensor_archives.read_arrays(tmp_path / "u.npz")
     torch.save({"a": torch.nn.Linear(1, 1)}, tmp_path / "u.pt")
     with pytest.raises(ObjectsError):
-        tensor_archives.state(tmp_path / "u.pt")
+        tensor_archives.read_state(tmp_path / "u.pt")
 
 
 def test_arrays_keep_order_and_may_be_written_to(tmp_path):
     whole = {"f": np.asfortranarray(np.arange(6.0).reshape(2, 3)), "s": np.array(["a", "bc"]), "n": np.array(3)}
     np.savez(tmp_path / "u.npz", **whole)
-    found = tensor_archives.arrays(tmp_path / "u.npz")
+    found = tensor_archives.read_arrays(tmp_path / "u.npz")
     assert all((found[name] == whole[name]).all() for name in whole)
     found["f"][0, 0] = 7
 

@@ -191,7 +191,7 @@ def test_what_is_received_is_that_of_the_clients_of_the_round_to_come() -> None:
     run = Federation(Client(worlds.task(), method), data, client_fraction=0.5)
     for _ in range(4):
         record = run.step(evaluate=False)
-        told = max(run.download(number).numbers() for number in run.sampled(run.server.round))
+        told = max(run.download(number).numbers() for number in run.sampled_clients(run.server.round))
         assert record.numbers_down == told
 
 

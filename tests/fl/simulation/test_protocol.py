@@ -19,8 +19,8 @@ from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.local import Local
-from fl.privacy.private_method import Private
-from fl.seeds import derive
+from fl.privacy.private_method import PrivateMethod
+from fl.seeds import derive_seed
 from fl.simulation.accuracy import accuracy
 from fl.simulation.client_round import RoundKey, prepare, train
 from fl.simulation.protocol import Protocol
@@ -43,7 +43,7 @@ def test_outsiders_never_train_and_the_server_does_not_count_them() -> None:
     record = run.step(everyone=True)
     assert record.clients == (0, 1, 2)
     assert len(record.accuracy or ()) == 3
-    assert all(set(run.sampled(round)) <= {0, 1, 2} for round in range(20))
+    assert all(set(run.sampled_clients(round)) <= {0, 1, 2} for round in range(20))
     assert run.clients[3] is before
     for number, seen in zip(run.held_out_clients, record.further["unseen"], strict=True):
         own = run.data[number]
@@ -90,7 +90,7 @@ def test_tuning_is_a_round_of_the_phases_that_the_method_says_and_leaves_no_trac
         for number in (0, 4):
             longer = Client(run.client.base, replace(METHOD, epochs=3))
             own = run.data[number]
-            key = RoundKey(client=number, seed=derive(0, "tuning"))
+            key = RoundKey(client=number, seed=derive_seed(0, "tuning"))
             done = train(prepare(longer, clients[number], run.download(number), own.train, key=key))
             params = done.result.trained(run.server.shared)
             assert accuracy_tuned(run, number) == accuracy(run.client, params, {}, own.test)
@@ -106,7 +106,7 @@ def test_what_is_tuned_stays_at_home_so_no_noise_enters() -> None:
 
 @pytest.mark.parametrize("mode", ["dp-joint", "as-published", "client-level"])
 @pytest.mark.parametrize("kind", [DPFedAvg, Centaur, DPHyperFL])
-def test_private_methods_tune_without_clipping_and_noise(kind: type[Private], mode: Any) -> None:
+def test_private_methods_tune_without_clipping_and_noise(kind: type[PrivateMethod], mode: Any) -> None:
     """As the method behind does, which clients at client level train by."""
     method = replace(kind.example(), mode=mode, clip=1e-3, noise_multiplier=1e4)
     behind = replace(kind.example(), mode="client-level", noise_multiplier=0.0)

@@ -21,7 +21,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedgma import FedGMA
 from fl.methods.hyperfl import HyperFL
 from fl.simulation.client_round import Round
-from fl.simulation.uploads import Uploads, joined
+from fl.simulation.uploads import Uploads, merge_uploads
 from fl.tensors import LowRank, Term, dense
 from fl.types import Trace, Upload
 
@@ -40,7 +40,7 @@ def federation(method: Method) -> Federation:
 def test_a_round_whose_uploads_are_joined_is_the_same_round(method: Method, monkeypatch: pytest.MonkeyPatch) -> None:
     whole, bounded = federation(method), federation(method)
     whole.step(evaluate=False)
-    monkeypatch.setattr(fl.simulation.uploads, "ROOM", 0)
+    monkeypatch.setattr(fl.simulation.uploads, "MAX_SEPARATE_BYTES", 0)
     bounded.step(evaluate=False)
     assert_near(bounded.server.shared, whole.server.shared, 1e-12)
     assert any(value.is_floating_point() for value in whole.server.buffers.values())
@@ -58,9 +58,9 @@ def sent(client: int) -> Upload:
 
 def test_joined_uploads_weigh_as_much_and_take_no_more_room_than_a_matrix() -> None:
     uploads = [sent(i) for i in range(3)]
-    one = joined(uploads[:1]).update["w"]
+    one = merge_uploads(uploads[:1]).update["w"]
     assert isinstance(one, LowRank)
-    three = joined(uploads)
+    three = merge_uploads(uploads)
     assert isinstance(three.update["w"], torch.Tensor)
     assert three.weight == 6
     expected = sum(dense(upload.update["w"]) * upload.weight / 6 for upload in uploads)
@@ -69,7 +69,7 @@ def test_joined_uploads_weigh_as_much_and_take_no_more_room_than_a_matrix() -> N
 
 def test_one_dense_value_among_structured_ones_makes_one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of a hundred clients' matrices made by itself would take longer than their training."""
-    uploads = [joined([sent(i) for i in range(3)]), *(sent(i) for i in range(3, 9))]
+    uploads = [merge_uploads([sent(i) for i in range(3)]), *(sent(i) for i in range(3, 9))]
     made: list[LowRank] = []
     plain = LowRank.dense
     monkeypatch.setattr(LowRank, "dense", lambda value: made.append(value) or plain(value))
@@ -92,7 +92,7 @@ def test_one_dense_value_among_structured_ones_makes_one_matrix(monkeypatch: pyt
 def test_only_means_are_joined_and_only_for_want_of_room(
     room: int, method: Method, kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fl.simulation.uploads, "ROOM", room)
+    monkeypatch.setattr(fl.simulation.uploads, "MAX_SEPARATE_BYTES", room)
     uploads = Uploads(method)
     for client in range(3):
         uploads.add(Upload(client, 1.0, {"w": torch.ones(3)}))

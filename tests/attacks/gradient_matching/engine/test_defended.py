@@ -13,7 +13,7 @@ from torch import Tensor
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, Problem, private_key
 from attacks.rewriting.headless import Headless
-from defenses.clip import Clip, Unscaled
+from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.compose import Chain
 from defenses.precode import Precode
 from defenses.prune import Prune
@@ -21,7 +21,7 @@ from defenses.quantize import Quantize
 from defenses.secagg import SecAgg
 from defenses.signsgd import SignSGD
 from defenses.soteria import Soteria
-from fl.aggregated_view import as_one
+from fl.aggregated_view import as_single_client
 from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.tensors import dense
@@ -108,14 +108,14 @@ def test_every_client_of_a_group_defends_its_own_update(defense: Defense, weight
         assert value(view, truth, objective) < 1e-20
     unaware = replace(view, threat=replace(view.threat, knows_defense=False))
     assert value(unaware, truth, "l2") > 1e-6
-    assert isinstance(as_one(unaware), ServerView)
-    assert isinstance(as_one(view), str)
+    assert isinstance(as_single_client(unaware), ServerView)
+    assert isinstance(as_single_client(view), str)
 
 
 def test_a_rewritten_view_knows_no_lengths() -> None:
     view, truth = observed(Clip(max_norm=1e-3, scope="tensor"))
     cut = Headless().rewrite(view)
     assert isinstance(cut, ServerView)
-    assert cut.defense == Unscaled(scope="tensor")
+    assert cut.defense == ClipOfUnknownNorm(scope="tensor")
     assert value(cut, truth, "cosine") < 1e-12
     assert value(replace(cut, defense=Defense()), truth, "cosine") > 1e-3

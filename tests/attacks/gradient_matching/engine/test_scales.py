@@ -16,7 +16,7 @@ from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.optimizers import Adam
 from attacks.gradient_matching.engine.problem import INPUTS, SCALE_FLOOR, private_key
 from defenses.noise import Noise
-from defenses.precode import UNTRUSTED, Precode
+from defenses.precode import UNTRUSTED_WEIGHT, Precode
 from fl.defense import Defense
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -108,7 +108,7 @@ def test_noise_weighs_no_tensor_and_precode_withholds_some() -> None:
         trusted, kept = ([n for n in weights if ("bottleneck" in n or "head" in n) is late] for late in (False, True))
         assert kept
         sizes = {n: rms(view.update[n]) ** balance if rms(view.update[n]) > 0 else 1.0 for n in view.update}
-        assert max(float(weights[n]) * sizes[n] for n in kept) < 10 * UNTRUSTED * max(
+        assert max(float(weights[n]) * sizes[n] for n in kept) < 10 * UNTRUSTED_WEIGHT * max(
             float(weights[n]) * sizes[n] for n in trusted
         )
 

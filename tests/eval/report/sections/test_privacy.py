@@ -28,7 +28,7 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.models import build
-from fl.privacy.accounting import Charge, spent
+from fl.privacy.accounting import Charge, compute_epsilon
 
 SEEN = (Charge(2.0, 1.0, 4),)
 PRIVATE = CONFIG.replace(
@@ -50,7 +50,9 @@ def attacked(hits: Sequence[bool], run: FakeRun | None = None, attack: str = "ig
     run = run or FakeRun(config=PRIVATE)
     bound, update = reconstruction_robustness.from_charges(0.02, SEEN), reconstruction_robustness.full_batch(0.02, 2.0)
     figures = {"identified_among": 50, "identified_bound": bound, "identified_bound_update": update}
-    run.attack("dp-fedavg", attack, [20.0] * len(hits), identified_epsilon=spent(SEEN, 1e-5), **figures, **more)
+    run.attack(
+        "dp-fedavg", attack, [20.0] * len(hits), identified_epsilon=compute_epsilon(SEEN, 1e-5), **figures, **more
+    )
     for row, hit in zip(run.rows[-len(hits) :], hits, strict=True):
         row["identified"] = hit
     return run
@@ -87,7 +89,7 @@ def test_claims_bounds_and_audits(tmp_path):
     assert named["at most, update"] == f"{100 * update:.1f}\N{NO-BREAK SPACE}%"
     assert named["at most, all seen"] == f"{100 * bound:.1f}\N{NO-BREAK SPACE}%"
     assert named["at least"] == f"{100 * at_least(1, 8, 0.05):.1f}\N{NO-BREAK SPACE}%"
-    assert named["epsilon of all seen"] == f"{spent(SEEN, 1e-5):.2f}"
+    assert named["epsilon of all seen"] == f"{compute_epsilon(SEEN, 1e-5):.2f}"
     assert named["could be shown"] == f"{from_identification(8, 8, 0.02, delta=1e-5):.2f}"
     assert named["refuted"] == "no"
     audit = grid(content, "The noisy steps, audited").rows[0]
@@ -187,7 +189,7 @@ def test_the_claim_of_a_defense_stands_beside_those_of_methods(chained, tmp_path
     }
     content = built(run, tmp_path / "run", row)
     (line,) = grid(content, "What is claimed").rows
-    assert line[:3] == ["fedavg", "dp-sgd", f"{spent([Charge(2.0, 1.0, 4)], 1e-5):.2f}"]
+    assert line[:3] == ["fedavg", "dp-sgd", f"{compute_epsilon([Charge(2.0, 1.0, 4)], 1e-5):.2f}"]
     assert "fedavg with dp-sgd: epsilon" in dict(content.facts)["Differential privacy"]
     content = built(run, tmp_path / "older")
     assert "start the run again in its folder" in reasons(content)

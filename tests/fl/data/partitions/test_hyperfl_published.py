@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, DominantSplit
+from fl.data.partitions.dominant_classes import CHARACTER_GROUPS, TRIPLES, DominantSplit
 from fl.data.partitions.hyperfl_published import sequential_slices
-from fl.data.partitions.overlap import lines, report
+from fl.data.partitions.overlap import describe_partition, format_report
 from fl.data.partitions.partition import DominantGroups, Iid, Partition
 from fl.seeds import stream
 from fl.types import Batch
@@ -68,10 +68,10 @@ def test_emnist_counts_on_without_the_remainder() -> None:
     assert partition.overlap["train"] == 240
     for client, part in enumerate(partition.train):
         counts = torch.bincount(emnist.train.labels[part], minlength=62)
-        group = CHARACTERS[client % 3]
+        group = CHARACTER_GROUPS[client % 3]
         inside = counts[list(group)] - torch.tensor([17 if k == 61 else 3 for k in group])
         assert inside.tolist() == ([80] * 10 if client % 3 == 0 else [30] * 25 + [50])
-    split = DominantSplit(num_classes=62, groups=CHARACTERS, clients=20, size=1000)
+    split = DominantSplit(num_classes=62, groups=CHARACTER_GROUPS, clients=20, size=1000)
     plain = sequential_slices(emnist.train.labels, split)
     assert _owners(plain) == {1: 20_000}
     assert _owners(sequential_slices(emnist.train.labels, split, rewind=True)) == {1: 19_520, 2: 240}
@@ -114,7 +114,7 @@ def test_a_report_says_who_shares_what() -> None:
     partition = Partition(
         (torch.tensor([0, 1, 2]), torch.tensor([1, 2]), torch.tensor([2])), tuple(torch.tensor([0]) for _ in range(3))
     )
-    found = report(partition, dataset)
+    found = describe_partition(partition, dataset)
     assert found["digest"] == partition.digest
     assert found["clients"] == 3
     labels = dataset.train.labels
@@ -127,7 +127,7 @@ def test_a_report_says_who_shares_what() -> None:
         "counts": [[int((labels[part] == k).sum()) for k in range(2)] for part in partition.train],
     }
     assert found["test"]["owners"] == [1, 0, 0, 1]
-    text = "\n".join(lines(found))
+    text = "\n".join(format_report(found))
     assert "training: 3 of 5 images, 1 to 3 per client\n  2 images have more than one owner: 1 have 2, 1 have 3" in text
     assert "  clients 0 and 1 share 2, 0 and 2 share 1, 1 and 2 share 1\n" in text
     assert "test: 1 of 2 images, 1 per client" in text
@@ -135,15 +135,15 @@ def test_a_report_says_who_shares_what() -> None:
 
 def test_a_report_of_the_published_slices() -> None:
     partition = DominantGroups(clients=100, compat=True)(CIFAR10)
-    found = report(partition, CIFAR10)
+    found = describe_partition(partition, CIFAR10)
     assert found["train"]["shared"] == 13_672
     assert found["test"]["owners"][2:] == [3_530, 1_424, 4_586]
     a, b, count = found["test"]["pairs"][17]
     assert count == len(set(partition.test[a].tolist()) & set(partition.test[b].tolist()))
     # an image of two owners is in one pair, one of three in three, one of four in six
     assert sum(row[2] for row in found["test"]["pairs"]) == 3_530 + 3 * 1_424 + 6 * 4_586
-    text = lines(found)
+    text = format_report(found)
     assert text[2] == "  13672 images have more than one owner: 13672 have 2"
     assert text[-100] == "client 0 trains on 0: 172, 1: 172, 2: 172, 3: 12, 4: 12, 5 more: 60"
-    plain = lines(report(Iid(clients=4)(CIFAR10), CIFAR10))
+    plain = format_report(describe_partition(Iid(clients=4)(CIFAR10), CIFAR10))
     assert plain[1:3] == ["training: 50000 of 50000 images, 12500 per client", "  no image has more than one owner"]

@@ -7,8 +7,14 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, load
-from fl.data.partitions.dominant_classes import CHARACTERS, TRIPLES, DominantSplit, dominant_groups, published_groups
-from fl.data.partitions.partition import DominantGroups, Iid, Partition, iid, partitions
+from fl.data.partitions.dominant_classes import (
+    CHARACTER_GROUPS,
+    TRIPLES,
+    DominantSplit,
+    dominant_groups,
+    published_groups,
+)
+from fl.data.partitions.partition import DominantGroups, Iid, Partition, deal_iid, partitions
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 from fl.types import Batch
@@ -36,22 +42,22 @@ def _disjoint(parts: tuple[Tensor, ...]) -> bool:
 
 
 def test_iid_deals_everything_evenly() -> None:
-    parts = iid(103, clients=10, size=None, seed=0)
+    parts = deal_iid(103, clients=10, size=None, seed=0)
     assert sorted(len(part) for part in parts) == [10] * 7 + [11] * 3
     assert sorted(torch.cat(parts).tolist()) == list(range(103))
     assert all(part.tolist() == sorted(part.tolist()) for part in parts)
     assert not torch.equal(parts[0], torch.arange(11))
-    assert not torch.equal(parts[0], iid(103, clients=10, size=None, seed=1)[0])
+    assert not torch.equal(parts[0], deal_iid(103, clients=10, size=None, seed=1)[0])
 
 
 def test_iid_deals_a_given_size() -> None:
-    parts = iid(100, clients=3, size=33, seed=0)
+    parts = deal_iid(100, clients=3, size=33, seed=0)
     assert [len(part) for part in parts] == [33, 33, 33]
     assert _disjoint(parts)
     with pytest.raises(ValueError, match="expected 1 to 33 images for each of 3 clients, got 34"):
-        iid(100, clients=3, size=34, seed=0)
+        deal_iid(100, clients=3, size=34, seed=0)
     with pytest.raises(ValueError, match="at least 1 client, got 0"):
-        iid(100, clients=0, size=None, seed=0)
+        deal_iid(100, clients=0, size=None, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -77,11 +83,11 @@ def test_counts_add_up_and_remainders_are_dealt_in_turn(size: int, share: float)
 
 
 def test_groups_of_characters() -> None:
-    assert published_groups(62) == CHARACTERS
-    assert [len(group) for group in CHARACTERS] == [10, 26, 26]
+    assert published_groups(62) == CHARACTER_GROUPS
+    assert [len(group) for group in CHARACTER_GROUPS] == [10, 26, 26]
     labels = _labels(62, 40)
-    parts = dominant_groups(labels, DominantSplit(num_classes=62, groups=CHARACTERS, clients=3, size=200), seed=0)
-    for part, group in zip(parts, CHARACTERS, strict=True):
+    parts = dominant_groups(labels, DominantSplit(num_classes=62, groups=CHARACTER_GROUPS, clients=3, size=200), seed=0)
+    for part, group in zip(parts, CHARACTER_GROUPS, strict=True):
         inside = sum((labels[part] == k).sum().item() for k in group)
         assert inside >= 160
     with pytest.raises(ValueError, match=r"expected groups for 2 classes, e\.g\. \(\(0,\), \(1,\)\)"):

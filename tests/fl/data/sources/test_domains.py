@@ -12,9 +12,9 @@ from PIL import Image
 from torch import Tensor
 
 from fl.data import Dataset, Groups, load
-from fl.data.partitions.leave_one_domain_out import LeaveOneOut, dealt
+from fl.data.partitions.leave_one_domain_out import LeaveOneOut, deal_domains
 from fl.data.partitions.partition import Partition, partitions
-from fl.data.sources.stored import VARIABLE, DatasetMissingError
+from fl.data.sources.stored import DATA_VARIABLE, DatasetMissingError
 from fl.registry import UnknownNameError
 from fl.types import Batch
 
@@ -74,7 +74,7 @@ def test_domains_with_other_classes_are_refused(tmp_path: Path) -> None:
 def test_the_named_ones_lie_in_the_data_folder(
     name: str, folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     with pytest.raises(DatasetMissingError, match=r"pacs64.npz|folder for each domain"):
         load(name)
     fill(tmp_path / folder)
@@ -83,7 +83,7 @@ def test_the_named_ones_lie_in_the_data_folder(
 
 
 def test_pacs_from_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     images = np.stack([pixels(i, 64) for i in range(40)])
     domains, labels = np.arange(40) % 2, np.arange(40) // 2 % 2
     common = {"images": images, "labels": labels, "class_names": np.array(CLASSES)}
@@ -130,9 +130,9 @@ def algorithm_5(sizes: list[int], clients: int, d: int) -> list[list[int]]:
 def test_domains_are_dealt_by_algorithm_5(clients: int, d: int, sizes: list[int]) -> None:
     if clients * d < 3:
         with pytest.raises(ValueError, match="some domain would go to nobody"):
-            dealt(sizes, clients, d)
+            deal_domains(sizes, clients, d)
         return
-    owners = dealt(sizes, clients, d)
+    owners = deal_domains(sizes, clients, d)
     found = [[j for j, held in enumerate(owners) if i in held] for i in range(clients)]
     assert found == algorithm_5(sizes, clients, d)
     assert all(len(set(mine)) == d for mine in found)

@@ -11,9 +11,9 @@ from PIL import Image
 
 from fl.data import datasets, load
 from fl.data.sources import download as downloads
-from fl.data.sources.benchmark_sets import available
-from fl.data.sources.download import download, names
-from fl.data.sources.stored import DatasetMissingError, Npz, folder, read, save
+from fl.data.sources.benchmark_sets import available_sets
+from fl.data.sources.download import download, downloadable_sets
+from fl.data.sources.stored import DatasetMissingError, Npz, data_folder, read_batch, save_images
 from fl.registry import UnknownNameError
 
 
@@ -29,7 +29,7 @@ def _idx(path: Path, array: NDArray[np.uint8]) -> None:
 
 def _pixels(path: Path) -> NDArray[np.uint8]:
     """What a written file holds, (N, H, W, C)."""
-    batch, _ = read(path)
+    batch, _ = read_batch(path)
     return (batch.inputs * 255).round().byte().permute(0, 2, 3, 1).numpy()
 
 
@@ -77,7 +77,7 @@ def test_mnist_files_are_converted(name: str, kind: str, tmp_path: Path, monkeyp
     dataset = load(name)
     assert dataset.test.labels.tolist() == list(range(10))
     assert dataset.class_names[:2] == (("0", "1") if name == "mnist" else ("T-shirt/top", "Trouser"))
-    assert available()[name] == paths[0]
+    assert available_sets()[name] == paths[0]
 
 
 def test_emnist_is_turned_upright(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_emnist_is_turned_upright(tmp_path: Path) -> None:
         _idx(raw / f"emnist-byclass-{part}-labels-idx1-ubyte", labels)
     train, _ = download("emnist", tmp_path / "data", source=tmp_path / "source")
     assert (_pixels(train)[..., 0] == images).all()
-    batch, class_names = read(train)
+    batch, class_names = read_batch(train)
     assert class_names[9:12] + class_names[35:37] == ("9", "A", "B", "Z", "a")
     assert batch.labels.tolist() == list(range(62))
 
@@ -107,7 +107,7 @@ def test_cifar_is_converted(name: str, kind: str, tmp_path: Path, monkeypatch: p
     train, test = download(name, tmp_path, source=tmp_path / "source")
     assert calls == [(tmp_path / "source", True, False), (tmp_path / "source", False, False)]
     assert (_pixels(train) == images[:4]).all()
-    assert read(test)[0].labels.tolist() == [1, 0]
+    assert read_batch(test)[0].labels.tolist() == [1, 0]
     calls.clear()
     download(name, tmp_path)
     root = calls[0][0]
@@ -127,10 +127,10 @@ def test_svhn_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("torchvision.datasets.SVHN", stand_in)
     train, test = download("svhn", tmp_path)
     assert (_pixels(train) == images.transpose(0, 2, 3, 1)).all()
-    batch, class_names = read(train)
+    batch, class_names = read_batch(train)
     assert batch.labels.tolist() == [0, 9, 1]
     assert class_names == tuple("0123456789")
-    assert len(read(test)[0]) == 1
+    assert len(read_batch(test)[0]) == 1
 
 
 def test_files_that_torchvision_refuses_are_named(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_failed_download_says_what_to_do_and_keeps_what_is_there(
     def fail(*_: object, **__: object) -> None:
         raise OSError("no route to host")
 
-    save(tmp_path / "cifar10_train.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
+    save_images(tmp_path / "cifar10_train.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
     monkeypatch.setattr("torchvision.datasets.CIFAR10", fail)
     with pytest.raises(
         DatasetMissingError, match=r"could not be downloaded \(no route to host\)\. .* or copy cifar10_train"
@@ -181,7 +181,7 @@ def test_cinic10_comes_from_its_folder(tmp_path: Path) -> None:
                 _picture(source / part / name / f"{i}.png", pixels)
     paths = download("cinic10", tmp_path / "data", source=source)
     for path, part in zip(paths, ("train", "test"), strict=True):
-        batch, class_names = read(path)
+        batch, class_names = read_batch(path)
         assert class_names == ("airplane", "automobile", "bird")
         own = [(label, pixels) for (where, label, _), pixels in images.items() if where == part]
         assert len(batch) == len(own) == 12
@@ -257,24 +257,24 @@ def test_sets_that_are_fetched_by_hand_say_where_from(name: str, tmp_path: Path)
 
 def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path / "given"))
-    assert folder() == tmp_path / "given"
+    assert data_folder() == tmp_path / "given"
     monkeypatch.delenv("HYPERLEAK_DATA")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert folder() == tmp_path / "cache" / "hyperleak" / "data"
+    assert data_folder() == tmp_path / "cache" / "hyperleak" / "data"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert folder() == tmp_path / "home" / ".cache" / "hyperleak" / "data"
+    assert data_folder() == tmp_path / "home" / ".cache" / "hyperleak" / "data"
 
 
 def test_what_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
-    everything = available()
+    everything = available_sets()
     assert set(everything.values()) == {None}
-    assert set(names()) == set(everything) - {"handwritten62"}
-    save(tmp_path / "svhn_train.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
-    assert available()["svhn"] is None  # half of it
-    save(tmp_path / "svhn_test.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
-    assert available() == everything | {"svhn": tmp_path / "svhn_train.npz"}
+    assert set(downloadable_sets()) == set(everything) - {"handwritten62"}
+    save_images(tmp_path / "svhn_train.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
+    assert available_sets()["svhn"] is None  # half of it
+    save_images(tmp_path / "svhn_test.npz", _random(2, 4, 4, 3), np.arange(2), ["a", "b"])
+    assert available_sets() == everything | {"svhn": tmp_path / "svhn_train.npz"}
     assert len(load("svhn").train) == 2
     fetched = r"Unpack http.*, and run `hyperleak doctor --download tiny-imagenet --source FOLDER` with that folder, or"
     with pytest.raises(DatasetMissingError, match=fetched):
@@ -283,7 +283,7 @@ def test_what_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_limit_is_taken_before_images_become_floats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = _random(500, 8, 8, 1)
-    save(tmp_path / "x.npz", images, np.arange(500) % 2, ["a", "b"])
+    save_images(tmp_path / "x.npz", images, np.arange(500) % 2, ["a", "b"])
     made = []
     empty = torch.empty
 
@@ -292,7 +292,7 @@ def test_a_limit_is_taken_before_images_become_floats(tmp_path: Path, monkeypatc
         return made[-1]
 
     monkeypatch.setattr(torch, "empty", counted)
-    batch, _ = read(tmp_path / "x.npz", limit=7)
+    batch, _ = read_batch(tmp_path / "x.npz", limit=7)
     assert max(len(tensor) for tensor in made) == 7
     assert (batch.inputs * 255).round().byte().numpy().tolist() == images[:7].transpose(0, 3, 1, 2).tolist()
     made.clear()
@@ -308,7 +308,7 @@ def test_saving_takes_views_and_leaves_no_half_a_file(tmp_path: Path, monkeypatc
     mapped = np.memmap(tmp_path / "raw", dtype=np.uint8, mode="w+", shape=images.shape)
     mapped[:] = images
     for view in (mapped, images[::-1][::-1]):
-        save(tmp_path / "x.npz", view, np.arange(4), list("abcd"))
+        save_images(tmp_path / "x.npz", view, np.arange(4), list("abcd"))
         assert (_pixels(tmp_path / "x.npz") == images).all()
     before = (tmp_path / "x.npz").read_bytes()
 
@@ -318,13 +318,13 @@ def test_saving_takes_views_and_leaves_no_half_a_file(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", fail)
         with pytest.raises(OSError, match="disk full"):
-            save(tmp_path / "x.npz", images[:2], np.arange(2), list("ab"))
+            save_images(tmp_path / "x.npz", images[:2], np.arange(2), list("ab"))
     assert (tmp_path / "x.npz").read_bytes() == before
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["raw", "x.npz"]
 
 
 def test_named_sets_are_settings() -> None:
-    for name in available():
+    for name in available_sets():
         source = datasets.build({"name": name, "limit": 3})
         assert datasets.build(datasets.spec(source)) == source
 

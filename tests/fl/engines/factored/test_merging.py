@@ -11,7 +11,7 @@ from torch import Tensor
 from fl.client import Client
 from fl.engines import EngineName
 from fl.engines.factored import engine as factored
-from fl.engines.factored.merging import merged
+from fl.engines.factored.merging import merge_outer_products
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, Hypernetwork
@@ -46,7 +46,7 @@ def products(*speaking: list[int], sums: int) -> tuple[Tensor, Tensor, Tensor]:
 )
 def test_merged_sums_are_the_sums(speaking: list[list[int]], sums: int, first: int | None, after: int | None) -> None:
     left, right, weights = products(*speaking, sums=sums)
-    found = merged(left, right, weights)
+    found = merge_outer_products(left, right, weights)
     if found is None:
         assert first is None
         return
@@ -93,11 +93,11 @@ def test_a_round_in_which_few_units_speak_equals_the_loop(method: HyperFL, monke
     during = set()
 
     def watched(*sums: Tensor) -> object:
-        found = merged(*sums)
+        found = merge_outer_products(*sums)
         during.update({len(sums[2])} if found else set())
         return found
 
-    monkeypatch.setattr(factored, "merged", watched)
+    monkeypatch.setattr(factored, "merge_outer_products", watched)
     loop, factors = (federation(method, engine) for engine in ("loop", "factored"))
     for _ in range(2):
         for mine, other in zip(factors.run_round(), loop.run_round(), strict=True):

@@ -19,7 +19,7 @@ from torchvision.models import resnet18
 from fl.models import build, models
 from fl.models.building_blocks.adapters import Bottleneck, ConvAdapter, backbone_parameters
 from fl.models.building_blocks.layers import Classifier
-from fl.models.building_blocks.pretrained import fill, folded, read
+from fl.models.building_blocks.pretrained import fill_parameters, fold_batch_norm, read_weights
 from fl.models.resnet_adapter import ResNetAdapter
 from fl.models.vit_adapter import ViTAdapter
 from fl.seeds import stream
@@ -133,7 +133,7 @@ def test_a_state_of_torchvision_gives_torchvisions_features(tmp_path: Path) -> N
 def test_the_trunk_in_the_data_folder_is_torchvisions_up_to_layer3() -> None:
     task = build("resnet18-adapter", num_classes=3, train="head", weights=TRUNK, stages=3, normalize=False)
     model, state = _torchvision(), {}
-    for key, value in read(TRUNK).items():
+    for key, value in read_weights(TRUNK).items():
         layer, kind = key.rsplit(".", 1)
         down = "downsample" in layer
         norm = layer.replace("downsample.0", "downsample.1") if down else f"{layer[:-5]}bn{layer[-1]}"
@@ -172,7 +172,7 @@ def test_weights_are_loaded_strictly(tmp_path: Path) -> None:
         network.task(num_classes=3)
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"expected weights in a file"):
-        read(str(tmp_path / "mine.txt"))
+        read_weights(str(tmp_path / "mine.txt"))
 
 
 def test_both_forms_of_folding_agree() -> None:
@@ -181,9 +181,9 @@ def test_both_forms_of_folding_agree() -> None:
     convolution = weight.view(4, 1, 1, 1)
     state = {"conv1.weight": convolution, "bn1.weight": gamma, "bn1.bias": beta}
     statistics = {"bn1.running_mean": mean, "bn1.running_var": variance, "bn1.num_batches_tracked": torch.tensor(3)}
-    one = folded({**state, **statistics})
+    one = fold_batch_norm({**state, **statistics})
     scale = gamma / (variance + 1e-5).sqrt()
-    other = folded({"conv1.weight": convolution * scale.view(-1, 1, 1, 1), "conv1.bias": beta - mean * scale})
+    other = fold_batch_norm({"conv1.weight": convolution * scale.view(-1, 1, 1, 1), "conv1.bias": beta - mean * scale})
     assert one.keys() == other.keys() == state.keys()
     for found in (one, other):
         product = found["conv1.weight"].flatten() * found["bn1.weight"]
@@ -216,7 +216,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], said: st
     with pytest.raises(ValueError, match=r"expected reduction in \[1, 4\], got 5"):
         Bottleneck(4, reduction=5)
     with pytest.raises(ValueError, match="which the network has not"):
-        fill({}, {"a": torch.zeros(1)}, "x")
+        fill_parameters({}, {"a": torch.zeros(1)}, "x")
 
 
 def test_without_timm_the_transformer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fl.models.building_blocks.per_sample import PerSample
-from fl.models.resnet20 import Padded
+from fl.models.building_blocks.per_sample import PerSampleNetwork
+from fl.models.resnet20 import BasicBlock
 from fl.seeds import stream
 
 
@@ -71,7 +71,7 @@ def test_it_equals_one_sample_after_the_other(name: str) -> None:
         images = images.view(5, 3, 2, 4)
     with torch.random.fork_rng():
         template = NETWORKS[name]().double()
-    net = PerSample(template)
+    net = PerSampleNetwork(template)
     assert not list(net.parameters())
     assert net.total == sum(p.numel() for p in template.parameters())
     flat = torch.randn(5, net.total, generator=draw, dtype=torch.float64)
@@ -91,9 +91,9 @@ def test_it_equals_one_sample_after_the_other(name: str) -> None:
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_shares_statistics_but_not_weights(training: bool) -> None:
     draw = stream(0, "norm")
-    block = Padded(2, 4, stride=2).double()
+    block = BasicBlock(2, 4, stride=2).double()
     block.norm1.running_mean += 0.3
-    net = PerSample(copy.deepcopy(block)).train(training)
+    net = PerSampleNetwork(copy.deepcopy(block)).train(training)
     images = torch.randn(6, 2, 6, 6, generator=draw, dtype=torch.float64)
     around = {name: 1.0 if "norm" in name and name.endswith("weight") else 0.0 for name, _ in block.named_parameters()}
     same = torch.cat([v.detach().flatten() - around[name] for name, v in block.named_parameters()])
@@ -114,7 +114,7 @@ def test_batch_norm_shares_statistics_but_not_weights(training: bool) -> None:
 
 def test_gradients_are_those_of_each_sample() -> None:
     draw = stream(0, "gradient")
-    net = PerSample(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)).double())
+    net = PerSampleNetwork(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(8, 2)).double())
     images = torch.randn(3, 1, 4, 4, generator=draw, dtype=torch.float64, requires_grad=True)
     flat = torch.randn(3, net.total, generator=draw, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(net, (images, flat))
@@ -123,7 +123,7 @@ def test_gradients_are_those_of_each_sample() -> None:
 def test_frozen_layers_are_the_same_for_all() -> None:
     template = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.Linear(4, 2)).double()
     template[1].requires_grad_(False)
-    net = PerSample(template)
+    net = PerSampleNetwork(template)
     assert net.total == 10
     assert [name for name, _ in net.named_parameters()] == ["network.1.weight", "network.1.bias"]
     images = torch.randn(3, 4, generator=stream(0), dtype=torch.float64)
@@ -135,8 +135,8 @@ def test_what_it_can_not_run_it_refuses() -> None:
     partly = nn.Linear(2, 2)
     partly.bias.requires_grad_(False)
     with pytest.raises(ValueError, match="frozen as a whole"):
-        PerSample(partly)
+        PerSampleNetwork(partly)
     mixed = Mixer()
     mixed.norm = nn.BatchNorm1d(3)
     with pytest.raises(ValueError, match="no batch norm or dropout below"):
-        PerSample(mixed)
+        PerSampleNetwork(mixed)

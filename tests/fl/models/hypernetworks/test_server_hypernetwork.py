@@ -45,7 +45,7 @@ def test_the_pullback_equals_finite_differences(activation: Any) -> None:
     grads: Tensors = {n: torch.randn(s, generator=stream(1, n), dtype=torch.float64) for n, s in SHAPES.items()}
     before = [dense(p).clone() for p in params.values()]
     with torch.no_grad():  # the federation aggregates without gradients
-        found, back = hyper.pull(params, v, grads)
+        found, back = hyper.pull_back(params, v, grads)
     assert found.keys() == params.keys()
 
     def along(params: Tensors, v: torch.Tensor) -> float:
