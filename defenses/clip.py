@@ -50,18 +50,21 @@ class Clip(Defense):
         return cls(max_norm=0.01, scope="tensor")
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update, shortened."""
+        """Return the update, shortened."""
         clipped: Tensors = {}
         for part in _clipped_units(update, self.scope):
             clipped.update(scale_tensors(part, (self.max_norm / norm(part)).clamp(max=1)))
         return {name: clipped[name] for name in update}
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The predicted update, shortened."""
+        """Return the predicted update, shortened."""
         return self.transform_update(predicted, None)
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """The known part times the factor, which the server has to guess: the best multiple in [0, 1] of that part."""
+        """Return the known part times the factor, which the server has to guess.
+
+        The best multiple in [0, 1] of that part.
+        """
         left: Tensors = {}
         for part in _clipped_units(known, self.scope):
             whole = {name: observed[name] for name in (observed if self.scope == "global" else part)}
@@ -72,11 +75,11 @@ class Clip(Defense):
         return left
 
     def preserves_norm_ratios(self) -> bool:
-        """Where all is shortened as one."""
+        """Return where all is shortened as one."""
         return self.scope == "global"
 
     def with_unknown_scale(self) -> Defense:
-        """An update of unknown length."""
+        """Return an update of unknown length."""
         return ClipOfUnknownNorm(scope=self.scope)
 
 
@@ -94,23 +97,23 @@ class ClipOfUnknownNorm(Defense):
     scope: Scope
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The predicted update at the observed length."""
+        """Return the predicted update at the observed length."""
         fitted: Tensors = {}
         for part in _clipped_units(predicted, self.scope):
             fitted.update(scale_tensors(part, _norm_ratio({name: observed[name] for name in part}, part)))
         return {name: fitted[name] for name in predicted}
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """All of it, as far as can be told."""
+        """Return all of it, as far as can be told."""
         return known
 
     def preserves_norm_ratios(self) -> bool:
-        """As the clipping does."""
+        """Return the same as the clipping."""
         return self.scope == "global"
 
 
 def _clipped_units(update: Tensors, scope: Scope) -> Iterator[Tensors]:
-    """What is clipped as one."""
+    """Yield what is clipped as one."""
     if scope == "global":
         yield update
     else:
@@ -118,5 +121,5 @@ def _clipped_units(update: Tensors, scope: Scope) -> Iterator[Tensors]:
 
 
 def _norm_ratio(observed: Tensors, predicted: Tensors) -> Tensor:
-    """By what a prediction is to be multiplied to have the observed length."""
+    """Return the factor that gives a prediction the observed length."""
     return norm(observed) / norm(predicted)

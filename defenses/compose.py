@@ -52,11 +52,11 @@ class Chain(Defense):
 
     @classmethod
     def example(cls) -> Chain:
-        """Half of every tensor, shortened."""
+        """Return a chain that prunes half of every tensor and shortens the rest."""
         return cls(parts=(defenses.build({"name": "prune", "ratio": 0.5}), defenses.build({"name": "clip"})))
 
     def members(self) -> tuple[Defense, ...]:
-        """The parts, and theirs."""
+        """Return the parts, and theirs."""
         return tuple(member for part in self.parts for member in part.members())
 
     def check(self, method: Method, task: Task) -> None:
@@ -65,72 +65,72 @@ class Chain(Defense):
             part.check(method, task)
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """The network in all its wrappings."""
+        """Return the network in all its wrappings."""
         for part in self.parts:
             model = part.wrap_model(model)
         return model
 
     def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
-        """The batch, changed by each."""
+        """Return the batch, changed by each."""
         for part in self.parts:
             batch = part.transform_batch(batch, task, generator)
         return batch
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """What each draws."""
+        """Return what each draws."""
         return {name: value for part in self.parts for name, value in part.draw(batch, task, generator).items()}
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
-        """The gradient of the one that changes it."""
+        """Return the gradient of the one that changes it."""
         return self._gradient_changing_part().gradient(grad, params, batch, generator)
 
     def search_gradient(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        """What a search takes for it."""
+        """Return what a search takes for it."""
         return self._gradient_changing_part().search_gradient(grad, params, batch)
 
     def _gradient_changing_part(self) -> Defense:
         return next((part for part in self.parts if overrides(part, "gradient")), Defense())
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update, changed by each."""
+        """Return the update, changed by each."""
         for part in self.parts:
             update = part.transform_update(update, generator)
         return update
 
     def release(self, update: Tensors) -> Tensors:
-        """The update, changed by each as a real client does it."""
+        """Return the update, changed by each as a real client does it."""
         for part in self.parts:
             update = part.release(update)
         return update
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The prediction through the stand-in of each."""
+        """Return the prediction through the stand-in of each."""
         for part in self.parts:
             predicted = part.surrogate(predicted, observed)
         return predicted
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """What all of them let through."""
+        """Return what all of them let through."""
         for part in self.parts:
             known = part.transmit_known_part(known, observed)
         return known
 
     def preserves_norm_ratios(self) -> bool:
-        """If all of them do."""
+        """Return whether all of them do."""
         return all(part.preserves_norm_ratios() for part in self.parts)
 
     def with_unknown_scale(self) -> Defense:
-        """The chain of what is left of each."""
+        """Return the chain of what is left of each."""
         return Chain(parts=tuple(part.with_unknown_scale() for part in self.parts))
 
     def tensor_trust(self, observed: Tensors) -> dict[str, float]:
-        """The product of their trust; the largest is 1."""
+        """Return the product of their trust; the largest is 1."""
         each = [part.tensor_trust(observed) for part in self.parts]
         joint = {name: prod(weights[name] for weights in each) for name in observed}
         largest = max(joint.values(), default=1.0)
         return {name: weight / largest for name, weight in joint.items()}
 
     def noise_std(self, observed: Tensors) -> dict[str, float]:
-        """Of all the noise together; an upper bound where a later part, such as a clip, shortens the noise, too."""
+        """Return that of all the noise together; an upper bound where a later part shortens the noise, too."""
         each = [part.noise_std(observed) for part in self.parts]
         return {name: hypot(*(deviations[name] for deviations in each)) for name in observed}

@@ -79,7 +79,7 @@ class DPSGD(Defense):
 
     @classmethod
     def example(cls) -> DPSGD:
-        """Clipping that binds, and no noise, so that a round can be replayed."""
+        """Return clipping that binds, without noise, so that a round can be replayed."""
         return cls(clip=0.5, noise_multiplier=0.0)
 
     @property
@@ -107,7 +107,7 @@ class DPSGD(Defense):
             )
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
-        """The mean of the clipped gradients, with noise where there is a generator."""
+        """Return the mean of the clipped gradients, with noise where there is a generator."""
         noisy = generator is not None and self.multiplier > 0
         own = client_loss_gradient(grad)
         way = (
@@ -117,13 +117,13 @@ class DPSGD(Defense):
         return way(own, params, batch, privatization, generator)
 
     def with_unknown_scale(self) -> Defense:
-        """An update of unknown length."""
+        """Return an update of unknown length."""
         return ClipOfUnknownNorm(scope="global")
 
     def privacy(
         self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
     ) -> PrivacyStatement:
-        """What the client with least privacy has after `rounds` rounds, or why no epsilon follows.
+        """Return what the client with least privacy has after `rounds` rounds, or why no epsilon follows.
 
         Raises:
             ValueError: no client.
@@ -157,7 +157,7 @@ class DPSGD(Defense):
         )
 
     def _no_epsilon_reason(self, method: Method, beside: Sequence[Defense]) -> str:
-        """Why no epsilon follows, or nothing."""
+        """Return why no epsilon follows, or nothing."""
         if self.multiplier == 0:
             return "no noise is added"
         if type(method).gradient is not Method.gradient:
@@ -171,7 +171,7 @@ class DPSGD(Defense):
 
 
 def _noise_exposure(phases: Sequence[Phase], n: int) -> tuple[float, int]:
-    """In how many steps of a round an image of `n` can be, and with what probability in each: at most."""
+    """Return with what probability, and in how many steps of a round, an image of `n` is fed at most."""
     rate, steps = 0.0, 0
     for phase in phases:
         size = min(phase.batch_size or n, n)

@@ -52,7 +52,7 @@ class InstaHide(Defense):
             raise ValueError(f"expected upper in (1 / {self.k}, 1], got {self.upper}")
 
     def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
-        """The blends with their signs, and labels (B, K)."""
+        """Return the blends with their signs, and labels (B, K)."""
         count = len(batch)
         others = [torch.randperm(count, generator=generator) for _ in range(self.k - 1)]
         members = torch.stack([torch.arange(count), *others], 1)
@@ -62,7 +62,7 @@ class InstaHide(Defense):
         return Batch(torch.where(turned.to(mixed.inputs.device), 1 - mixed.inputs, mixed.inputs), mixed.labels)
 
     def _shares(self, generator: torch.Generator) -> Tensor:
-        """The shares of one blend (k,)."""
+        """Return the shares of one blend (k,)."""
         while True:
             sizes = torch.randn(self.k, generator=generator, dtype=torch.float64).abs()
             shares = sizes / sizes.sum()

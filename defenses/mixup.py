@@ -48,7 +48,7 @@ class Mixup(Defense):
             raise ValueError(f"expected alpha >= 0, got {self.alpha}")
 
     def transform_batch(self, batch: Batch, task: Task, generator: torch.Generator) -> Batch:
-        """The blends, with labels (B, K)."""
+        """Return the blends, with labels (B, K)."""
         if self.alpha == 0:
             return batch
         share = float(dirichlet(np.full(2, self.alpha), 1, generator)[0, 0])  # of two shares: a Beta distribution
@@ -58,7 +58,7 @@ class Mixup(Defense):
 
 
 def blend_images(batch: Batch, members: Tensor, shares: Tensor, task: Task) -> Batch:
-    """Blends of k images each.
+    """Return blends of k images each.
 
     Args:
         batch: of B images; labels as numbers or as probabilities.

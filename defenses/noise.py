@@ -49,11 +49,11 @@ class Noise(Defense):
 
     @classmethod
     def example(cls) -> Noise:
-        """A tenth of each tensor's size."""
+        """Return a tenth of each tensor's size."""
         return cls(std=0.1)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update plus noise."""
+        """Return the update plus noise."""
         if self.std == 0 or generator is None:
             return update
         noisy: Tensors = {}
@@ -65,7 +65,7 @@ class Noise(Defense):
         return noisy
 
     def release(self, update: Tensors) -> Tensors:
-        """The update plus noise that nobody can draw again (`fl.runtime.secure_rng`)."""
+        """Return the update plus noise that nobody can draw again (`fl.runtime.secure_rng`)."""
         if self.std == 0 or not update:
             return update
         matrices = {name: dense(value) for name, value in update.items()}
@@ -75,7 +75,7 @@ class Noise(Defense):
         return {name: value + drawn[name].to(value) * scales[name] for name, value in matrices.items()}
 
     def noise_std(self, observed: Tensors) -> dict[str, float]:
-        """The noise's, estimated from the update itself where they are relative to it."""
+        """Return the noise's, estimated from the update itself where they are relative to it."""
         if self.unit == "absolute":
             return dict.fromkeys(observed, self.std)
         share = self.std / math.hypot(1.0, self.std)  # what was observed has the noise's share in it

@@ -45,7 +45,7 @@ class Sample(nn.Module):
         self.register_buffer("noise", torch.empty(0), persistent=False)  # no number: none travels with the buffers
 
     def forward(self, statistics: Tensor) -> Tensor:
-        """Z (B, K).
+        """Return z (B, K).
 
         Raises:
             ValueError: the noise is of another batch.
@@ -70,7 +70,7 @@ class Bottleneck(nn.Module):
             initialize(layer, generator)
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the decoder makes of the sample."""
+        """Return what the decoder makes of the sample."""
         decoded: Tensor = self.decoder(self.sample(self.encoder(x)))
         return decoded
 
@@ -116,7 +116,7 @@ class Precode(Defense):
 
     @classmethod
     def example(cls) -> Precode:
-        """A few numbers, and a divergence that shows."""
+        """Return a few numbers, and a divergence that shows."""
         return cls(latent=6, beta=0.1)
 
     def check(self, method: Method, task: Task) -> None:
@@ -129,7 +129,7 @@ class Precode(Defense):
             raise ValueError(f"precode: expected {task.num_classes} outputs of the last linear layer, got {found}")
 
     def wrap_model(self, model: nn.Module) -> nn.Module:
-        """The network with the bottleneck in it; all other names stay."""
+        """Return the network with the bottleneck in it; all other names stay."""
         model = copy.deepcopy(model)
         name, last = _classifier(model)
         made = Bottleneck(last.in_features, self.latent, stream(0, "precode")).to(last.weight)
@@ -146,19 +146,19 @@ class Precode(Defense):
         return model
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Eps (B, K)."""
+        """Draw eps (B, K) for the bottleneck."""
         if generator is None:
             return {}
         noise = torch.randn(len(batch), self.latent, generator=generator)
         return {f"{name}.noise": noise.to(batch.inputs) for name in _sample_layers(task.model)}
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
-        """The gradient of the loss with its divergence."""
+        """Return the gradient of the loss with its divergence."""
         own = client_loss_gradient(grad)
         return replace(own, loss=partial(self._loss, own.client.method))(params, batch)
 
     def tensor_trust(self, observed: Tensors) -> dict[str, float]:
-        """Next to nothing from the bottleneck on, in the order of the network."""
+        """Return next to nothing for tensors from the bottleneck on, in the order of the network."""
         names = list(observed)
         first = next((i for i, name in enumerate(names) if f"{BOTTLENECK}.encoder." in name), len(names))
         return {name: 1.0 if i < first else UNTRUSTED_WEIGHT for i, name in enumerate(names)}
@@ -190,14 +190,14 @@ class _DivergenceRecorder(Network):
 
 
 def divergence(statistics: Tensor) -> Tensor:
-    """Mean over images of KL(N(mu, sigma^2) || N(0, 1)), in bits, from statistics (B, 2K)."""
+    """Return mean over images of KL(N(mu, sigma^2) || N(0, 1)), in bits, from statistics (B, 2K)."""
     mu, raw = statistics.chunk(2, -1)
     sigma = functional.softplus(raw)
     return (mu.square() + sigma.square() - 1 - 2 * sigma.log()).sum(-1).mean() / (2 * math.log(2))
 
 
 def _classifier(model: nn.Module) -> tuple[str, nn.Linear]:
-    """The last linear layer with weights of its own."""
+    """Return the last linear layer with weights of its own."""
     linear = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, Tensor)]
     if not linear:
         raise ValueError("precode: expected a network with a linear layer as its classifier, got none")

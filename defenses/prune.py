@@ -44,11 +44,11 @@ class Prune(Defense):
 
     @classmethod
     def example(cls) -> Prune:
-        """Half of every tensor."""
+        """Return pruning of half of every tensor."""
         return cls(ratio=0.5)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update with its smallest entries at zero; random masks need a generator."""
+        """Return the update with its smallest entries at zero; random masks need a generator."""
         if self.ratio == 0 or (self.keep == "random" and generator is None):
             return update
         matrices = {name: dense(value) for name, value in update.items()}
@@ -61,13 +61,13 @@ class Prune(Defense):
         }
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The predicted update where something was sent, zero elsewhere."""
+        """Return the predicted update where something was sent, zero elsewhere."""
         if self.ratio == 0:
             return predicted
         return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
 
     def _transmitted_mask(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
-        """True at the entries of `matrix` that are sent."""
+        """Return true at the entries of `matrix` that are sent."""
         sizes = matrix.detach().abs().flatten()
         if self.keep == "random":
             sizes = torch.rand(sizes.shape, generator=generator, dtype=sizes.dtype).to(sizes.device)

@@ -54,7 +54,7 @@ class QSGD(Defense):
         return int(2 ** (self.bits - 1)) - 1
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update, rounded."""
+        """Return the update, rounded."""
         if generator is None:
             return update
         return {name: self._round(dense(value), generator) for name, value in update.items()}

@@ -54,11 +54,11 @@ class Quantize(Defense):
 
     @classmethod
     def example(cls) -> Quantize:
-        """Sixteen values."""
+        """Return quantization to sixteen values."""
         return cls(bits=4)
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The update, rounded; derivatives pass straight through."""
+        """Return the update, rounded; derivatives pass straight through."""
         if self.rounding == "stochastic" and generator is None:
             return update
         return {
@@ -67,7 +67,7 @@ class Quantize(Defense):
         }
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The prediction on the observed grid, where that is coarse; derivatives pass straight through."""
+        """Return the prediction on the observed grid, where that is coarse; derivatives pass straight through."""
         if self.format in FLOAT_FORMATS or self.rounding == "stochastic" or self.bits > MAX_COARSE_BITS:
             return predicted
         rounded: Tensors = {}
@@ -77,11 +77,11 @@ class Quantize(Defense):
         return rounded
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """All of it, but for the rounding."""
+        """Return all of it, but for the rounding."""
         return known
 
     def with_unknown_scale(self) -> Defense:
-        """Nothing: the distance of two values on the grid is known only as far as the unit is."""
+        """Return no defense: the distance of two values on the grid is known only as far as the unit is."""
         return Defense()
 
     def _quantize(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -93,16 +93,16 @@ class Quantize(Defense):
         return self._round_to_grid(matrix, *self._grid(matrix), up)
 
     def _grid(self, matrix: Tensor) -> tuple[Tensor, Tensor]:
-        """The lowest value and the distance of two, as they are sent."""
+        """Return the lowest value and the distance of two, as they are sent."""
         low, high = matrix.amin(), matrix.amax()
         return low.float().to(matrix.dtype), ((high - low) / (2**self.bits - 1)).float().to(matrix.dtype)
 
     def _round_to_grid(self, matrix: Tensor, low: Tensor, width: Tensor, up: Tensor | float) -> Tensor:
-        """`matrix` rounded down to the grid after `up` of a step is added."""
+        """Round `matrix` down to the grid after `up` of a step is added."""
         level = ((matrix - low) / torch.where(width > 0, width, 1.0) + up).floor()
         return low + level.clamp(0, 2**self.bits - 1) * width
 
 
 def _straight_through(matrix: Tensor, rounded: Tensor) -> Tensor:
-    """`rounded`, with the derivatives of `matrix`."""
+    """Return `rounded`, with the derivatives of `matrix`."""
     return rounded.detach() + (matrix - matrix.detach())

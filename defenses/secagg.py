@@ -49,7 +49,7 @@ class SecAgg(Defense):
 
     @classmethod
     def example(cls) -> SecAgg:
-        """Two clients."""
+        """Return two clients."""
         return cls(group_size=2)
 
     @property

@@ -43,19 +43,19 @@ class SignSGD(Defense):
             raise ValueError(f"expected step > 0, got {self.step}")
 
     def transform_update(self, update: Tensors, generator: torch.Generator | None) -> Tensors:
-        """The signs; derivatives pass straight through."""
+        """Return the signs; derivatives pass straight through."""
         return {name: self._signs(dense(value)) for name, value in update.items()}
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The observed signs, each times how well the prediction agrees with it: 1 from the margin on."""
+        """Return the observed signs, each times how well the prediction agrees with it: 1 from the margin on."""
         return {name: _sign_agreement(dense(value), dense(observed[name])) for name, value in predicted.items()}
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """Nothing: what is added before signs are taken does not add to them."""
+        """Return zeros: what is added before signs are taken does not add to them."""
         return zeros(known, known)
 
     def preserves_norm_ratios(self) -> bool:
-        """No length is left."""
+        """Return False: signs have no norm of their own."""
         return False
 
     def _signs(self, matrix: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ class Soteria(Defense):
 
     @classmethod
     def example(cls) -> Soteria:
-        """Half of the units."""
+        """Return pruning of half of the units."""
         return cls(ratio=0.5)
 
     def check(self, method: Method, task: Task) -> None:
@@ -81,7 +81,7 @@ class Soteria(Defense):
             )
 
     def gradient(self, grad: Gradient, params: Tensors, batch: Batch, generator: torch.Generator | None) -> Tensors:
-        """The gradient without the pruned units' columns."""
+        """Return the gradient without the pruned units' columns."""
         name = self._layer_name(grad.model)
         if not len(batch):
             return grad(params, batch)
@@ -95,19 +95,19 @@ class Soteria(Defense):
         return grad.pull(params, grads)
 
     def search_gradient(self, grad: Gradient, params: Tensors, batch: Batch) -> Tensors:
-        """The full gradient: what was pruned is read off the update."""
+        """Return the full gradient: what was pruned is read off the update."""
         return grad(params, batch)
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The prediction without the columns that are zero in what was sent."""
+        """Return the prediction without the columns that are zero in what was sent."""
         return PrunedColumns(layer=self.layer).surrogate(predicted, observed)
 
     def with_unknown_scale(self) -> Defense:
-        """What shows in the update."""
+        """Return what shows in the update."""
         return PrunedColumns(layer=self.layer)
 
     def _layer_name(self, model: nn.Module) -> str:
-        """The defended layer's name."""
+        """Return the defended layer's name."""
         linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and isinstance(m.weight, Tensor)]
         if not linear or self.layer not in {None, *linear}:
             wanted = "a linear layer" if self.layer is None else repr(self.layer)
@@ -115,7 +115,7 @@ class Soteria(Defense):
         return linear[-1] if self.layer is None else self.layer
 
     def _transmitted_units(self, representation: Callable[[Tensor], Tensor], inputs: Tensor) -> Tensor:
-        """1 for the units that are sent and 0 for the others (F,)."""
+        """Return 1 for the units that are sent and 0 for the others (F,)."""
         units, pull = vjp(representation, inputs)[:2]
 
         def sensitivity(unit: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ class PrunedColumns(Defense):
     layer: str | None
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
-        """The prediction without these columns."""
+        """Return the prediction without these columns."""
         name = next((n for n in reversed(observed) if self._is_layer_weight(n, observed)), None)
         if name is None or name not in predicted:
             return predicted
@@ -149,14 +149,14 @@ class PrunedColumns(Defense):
         return {**predicted, name: mine * (seen != 0).any(0)}
 
     def _is_layer_weight(self, name: str, update: Tensors) -> bool:
-        """Whether a tensor of the update is that weight, as far as its name and shape tell."""
+        """Return whether a tensor of the update is that weight, as far as its name and shape tell."""
         if self.layer is not None:
             return name == f"{self.layer}.weight"
         return name.endswith(".weight") and len(update[name].shape) == 2
 
 
 def _representation(grad: LossGradient, weights: dict[str, Tensor], layer: str) -> Callable[[Tensor], Tensor]:
-    """What enters the layer (B, F), as a function of the images."""
+    """Return what enters the layer (B, F), as a function of the images."""
     fixed = {name: weight.detach() for name, weight in weights.items()}
     model = grad.client.stackable  # runs wherever the gradient is taken, and keeps no statistics
 

@@ -44,7 +44,7 @@ class AggregationGroups:
     asked: int
 
     def of(self, number: int) -> range:
-        """The clients that are aggregated with client `number`, itself among them.
+        """Return the clients that are aggregated with client `number`, itself among them.
 
         Raises:
             ValueError: a round has fewer clients than the group, or the client never takes part.
@@ -71,12 +71,12 @@ class AggregationGroups:
 
 
 def weighted_update(updates: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-    """The sum of `updates`, each times its weight."""
+    """Return the sum of `updates`, each times its weight."""
     return {name: weighted_sum([update[name] for update in updates], weights) for name in updates[0]}
 
 
 def combine_views(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[float]) -> tuple[ServerView, Truth]:
-    """The view of a group, and its truth, from what would be seen of each client alone.
+    """Return the view of a group, and its truth, from what would be seen of each client alone.
 
     Args:
         seen: of every client, all under the same method, defense and threat model and in the same round.
@@ -126,7 +126,7 @@ def combine_views(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[fl
 
 
 def member_view(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Candidate]:
-    """One client of a group: its own view but for the update, and its share of a candidate whose order is known.
+    """Return one client of a group: its own view but for the update, and its share of a candidate whose order is known.
 
     Raises:
         ValueError: if a client's schedule is unknown, so that nothing says whose images are whose.
@@ -155,7 +155,7 @@ def member_view(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerV
 
 
 def joint_schedule(parts: Sequence[Part]) -> Schedule | None:
-    """The batch sizes of the whole group, step by step; None if one client's are unknown."""
+    """Return the batch sizes of the whole group, step by step; None if one client's are unknown."""
     known = [part.schedule for part in parts if part.schedule is not None]
     if len(known) < len(parts):
         return None
@@ -169,7 +169,10 @@ def joint_schedule(parts: Sequence[Part]) -> Schedule | None:
 
 
 def sequential_order(view: ServerView, count: int) -> Order | None:
-    """Each client's images one after the other: a guess of an unknown order. None where the schedule is unknown."""
+    """Return each client's images one after the other.
+
+    A guess of an unknown order. None where the schedule is unknown.
+    """
     if view.schedule is None:
         return None
     if not view.parts:
@@ -183,7 +186,7 @@ def sequential_order(view: ServerView, count: int) -> Order | None:
 
 
 def as_single_client(view: ServerView) -> ServerView | str:
-    """The view of one client with the images of all, where the group's mean is just what that client would send.
+    """Return the view of one client with the images of all, where the group's mean is just what that client would send.
 
     It is after one step of SGD on a mean loss each, with batches as large as the weights, nothing private, and nothing
     that is not linear in the gradient. Otherwise the reason.
@@ -227,7 +230,7 @@ def _joint_truth(truths: Sequence[Truth]) -> Truth:
 
 
 def _hold_same_numbers(a: Any, b: Any) -> bool:
-    """Whether two tensors, or two mappings of them, hold the same numbers."""
+    """Return whether two tensors, or two mappings of them, hold the same numbers."""
     if a is b:
         return True
     if isinstance(a, Mapping):
@@ -236,12 +239,12 @@ def _hold_same_numbers(a: Any, b: Any) -> bool:
 
 
 def _floating_buffers(buffers: Mapping[str, Tensor]) -> Tensors:
-    """What of them is averaged: integers (counters of batches) never are."""
+    """Return what of them is averaged: integers (counters of batches) never are."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
 def _join_named(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The clients' tensors under names of their own."""
+    """Return the clients' tensors under names of their own."""
     return {f"part/{i}/{name}": value for i, part in enumerate(each) for name, value in part.items()}
 
 
@@ -262,7 +265,7 @@ def _offset_order(order: Order, by: int) -> Order:
 
 
 def _concatenate_orders(orders: Sequence[Order]) -> Order:
-    """Step by step the clients' batches one after the other; a client that has finished adds nothing."""
+    """Return step by step the clients' batches one after the other; a client that has finished adds nothing."""
     return tuple(
         tuple(
             tuple(torch.cat([b for b in batches if b is not None]) for batches in zip_longest(*filter(None, steps)))
@@ -273,7 +276,7 @@ def _concatenate_orders(orders: Sequence[Order]) -> Order:
 
 
 def _member_order(order: Order, sizes: Sequence[Schedule], i: int) -> Order:
-    """Client `i`'s own steps of the group's order."""
+    """Return client `i`'s own steps of the group's order."""
     phases = []
     for p, steps in enumerate(sizes[i]):
         own_steps = []

@@ -128,7 +128,7 @@ def from_batch(
     options: ClientSettings | None = None,
     **settings: Any,
 ) -> tuple[ServerView, Truth]:
-    """What the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
+    """Return what the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
 
     Args:
         model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed. Parameters with
@@ -172,7 +172,7 @@ def from_update(
     options: CapturedUpdateSettings | None = None,
     **settings: Any,
 ) -> ServerView:
-    """The server's view that a captured update belongs to.
+    """Return the server's view that a captured update belongs to.
 
     Args:
         model: as the client got it, before training; copied, never changed. Parameters with `requires_grad=False`
@@ -225,7 +225,7 @@ def _captured(
     update: Mapping[str, Tensor],
     known: CapturedUpdateSettings,
 ) -> tuple[Tensors, Tensors, Mapping[str, Value]]:
-    """What the server sent, the update and the buffers it sent, each with every name it must have."""
+    """Return what the server sent, the update and the buffers it sent, each with every name it must have."""
     if known.kind not in {"update", "gradient"}:
         raise ValueError(f"expected kind 'update' or 'gradient', got {known.kind!r}")
     task = client.base
@@ -248,7 +248,7 @@ def _captured(
 
 
 def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, object]:
-    """What the server knows beside the update, as `ServerView` has it."""
+    """Return what the server knows beside the update, as `ServerView` has it."""
     threat, labels, batch_size, num_classes = known.threat, known.labels, known.batch_size, client.base.num_classes
     if not _check_positive(batch_size):
         raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
@@ -274,7 +274,7 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
 
 
 def _to_python_number(value: int) -> int:
-    """NumPy's integers as Python's, which torch wants; all else as it is, to be refused by name."""
+    """Return NumPy's integers as Python's, which torch wants; all else as it is, to be refused by name."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
@@ -288,7 +288,7 @@ def _one_step(model: nn.Module) -> FedAvg:
 
 
 def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
-    """A copy of `model`, which has something to train, and numbers where none are `given`."""
+    """Return a copy of `model`, which has something to train, and numbers where none are `given`."""
     model = unwrap_model(model)
     check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -297,7 +297,7 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
 
 
 def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[float, ...]:
-    """One finite number above `least` for each channel, also of an array."""
+    """Return one finite number above `least` for each channel, also of an array."""
     numbers = values.tolist() if isinstance(values, Tensor | np.ndarray) else values
     if not isinstance(numbers, Sequence) or not all(
         isinstance(value, Real) and least < value < math.inf for value in numbers
@@ -307,14 +307,14 @@ def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[floa
 
 
 def _gray_batch(task: Task, count: int) -> Tensor:
-    """Images to try the network on, where there are none."""
+    """Return images to try the network on, where there are none."""
     return torch.full((count, *task.input_shape), 0.5).to(next(iter(task.parameters.values())))
 
 
 def _match_tensors(
     given: Mapping[str, Tensor], expected: Mapping[str, object], why: Mapping[str, str], what: str
 ) -> Tensors:
-    """Copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
+    """Return copies of `given`, which must have the names and shapes of `expected`, in its type and on its device."""
     if not isinstance(given, Mapping):
         raise ValueError(f"{what}: expected tensors by name, as a dictionary, got {type(given).__name__}")
     missing = [name for name in expected if name not in given]
@@ -355,7 +355,7 @@ def _name_hint(name: str, names: Collection[str], why: Mapping[str, str]) -> str
 
 
 def _private_shapes(client: Client, params: Tensors, scopes: Mapping[str, Scope]) -> dict[str, torch.Size]:
-    """Shapes of what the client keeps, as `fl.simulation.client_round.observe` lists them."""
+    """Return shapes of what the client keeps, as `fl.simulation.client_round.observe` lists them."""
     hidden: Tensors = {name: value for name, value in params.items() if scopes[name] is Scope.PRIVATE}
     hidden |= flatten(client.method.init_memory(params, client.task), "memory/")
     if not client.method.train_mode:
@@ -365,7 +365,7 @@ def _private_shapes(client: Client, params: Tensors, scopes: Mapping[str, Scope]
 
 
 def _step_sizes(client: Client, names: Collection[str]) -> dict[str, float]:
-    """The step size of every tensor, for a client that makes one step of plain SGD."""
+    """Return the step size of every tensor, for a client that makes one step of plain SGD."""
     phases = client.method.phases(client.task, 0)
     phase = phases[0]
     groups = phase.assign(dict.fromkeys(names))

@@ -80,7 +80,7 @@ class Client:
         return model
 
     def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
-        """Who holds each of `names`."""
+        """Return who holds each of `names`."""
         return {name: self.method.scope(name, self.task) for name in names}
 
     @property
@@ -89,12 +89,15 @@ class Client:
         return type(self.method).draw is not Method.draw or type(self.defense).draw is not Defense.draw
 
     def draw(self, batch: Batch, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The random numbers of a step on `batch`: the method's, and those of the defense under `defense/buffer`."""
+        """Return the random numbers of a step on `batch`.
+
+        The method's, and those of the defense under `defense/buffer`.
+        """
         own = self.defense.draw(batch, self.task, generator)
         return {**self.method.draw(batch, self.task, generator), **{DEFENSE_DRAWS + name: x for name, x in own.items()}}
 
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
-        """The client's network with the weights that `params` stand for."""
+        """Return the client's network with the weights that `params` stand for."""
         return Network(self.predictor, self.method.parametrization.network(params, self.task), buffers)
 
 
@@ -129,19 +132,19 @@ class LossGradient(Gradient):
     loss: Callable[[Network, Batch, Step], Tensor] | None = None
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """By the names of the parameters that move."""
+        """Return the gradient by the names of the parameters that move."""
         if not len(batch):  # Poisson sampling may draw no image; the mean loss of none is no number
             return zeros(params, self.live)
         return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
 
     def value(self, params: Tensors, batch: Batch) -> Tensor:
-        """The loss itself, which no defense touches; running statistics stay as they are."""
+        """Return the loss itself, which no defense touches; running statistics stay as they are."""
         network = self.network(self.weights(params))
         network = replace(network, buffers={name: value.clone() for name, value in network.buffers.items()})
         return (self.loss or self.client.method.loss)(network, batch, self.step)
 
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
-        """One gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
+        """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
 
         Raises:
             ValueError: if the method's loss, or the model, couples the samples of a batch.
@@ -172,7 +175,7 @@ class LossGradient(Gradient):
             )
 
     def weights(self, params: Tensors) -> dict[str, Tensor]:
-        """The network's weights that `params` stand for; generated once per phase where they do not move."""
+        """Return the network's weights that `params` stand for; generated once per phase where they do not move."""
         if self.fixed is None:
             return self.client.method.parametrization.network(params, self.client.task)
         return {**self.fixed, **{name: dense(params[name]) for name in self.live}}
@@ -190,16 +193,16 @@ class LossGradient(Gradient):
         return derivative(loss, {name: weights[name] for name in wanted})
 
     def network(self, weights: dict[str, Tensor]) -> Network:
-        """The network with these weights, and what was drawn for this step in the buffers it is meant for."""
+        """Return the network with these weights, and what was drawn for this step in the buffers it is meant for."""
         return Network(self.model, weights, {**self.buffers, **draws_for_buffers(self.model, self.step.draws)})
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """Gradients of the parameters that move from those of the network's weights."""
+        """Return gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrization.pullback(params, grads, self.client.task, self.live)
 
 
 def client_loss_gradient(grad: Gradient) -> LossGradient:
-    """The gradient with the client whose loss it is of.
+    """Return the gradient with the client whose loss it is of.
 
     Raises:
         TypeError: it is of no client.
@@ -228,11 +231,11 @@ class LocalResult:
     buffers: dict[str, Tensor]
 
     def trained(self, shared: Tensors) -> Tensors:
-        """The shared parameters after training, from those before."""
+        """Return the shared parameters after training, from those before."""
         return {name: sub(value, self.update[name]) for name, value in shared.items()}
 
     def sent(self) -> Tensors:
-        """Everything sent as one set: the update, and further payloads under `payload/name`."""
+        """Return everything sent as one set: the update, and further payloads under `payload/name`."""
         return {**self.update, **flatten(self.extra)}
 
 
@@ -326,7 +329,7 @@ class _Course:
     def through(
         self, number: int, phase: Phase, params: Tensors, base: Step, steps: Iterable[Sequence[Batch]]
     ) -> tuple[Tensors, Step, int]:
-        """Parameters, what steps may look at, and how many moved anything, after the phase of this number."""
+        """Return parameters, what steps may look at, and how many moved anything, after the phase of this number."""
         groups, state, taken = phase.assign(params), OptimState(), 0
         fixed = self._fixed(groups, params)
         for i, batches in enumerate(steps):
@@ -340,13 +343,16 @@ class _Course:
         return params, base, taken
 
     def _fixed(self, moving: Iterable[str], params: Tensors) -> dict[str, Tensor] | None:
-        """The network's weights where only its own move: what is generated stays as it is, so it is generated once."""
+        """Return the network's weights where only its own move.
+
+        What is generated stays as it is, so it is generated once.
+        """
         client = self.client
         still = all(name in client.task.parameters for name in moving)
         return client.method.parametrization.network(params, client.task) if still else None
 
     def _drawn(self, phase: int, step: int, batches: Sequence[Batch]) -> dict[str, Tensor]:
-        """The random numbers of a step."""
+        """Return the random numbers of a step."""
         drawn = self.client.draw(batches[0], None) if self.training.draws is None else self.training.draws[phase][step]
         return {**drawn, **self.training.guessed_draws.get((phase, step), {})}
 
@@ -358,7 +364,7 @@ class _Course:
         step: Step,
         fixed: dict[str, Tensor] | None,
     ) -> Tensors:
-        """The method's direction for a step, along gradients as the defense hands them over."""
+        """Return the method's direction for a step, along gradients as the defense hands them over."""
         client, training = self.client, self.training
         looks = step.phase is not None and step.phase.records_direction_as is not None
         still = client.stackable if training.derivative is func_derivative else client.predictor
@@ -386,17 +392,17 @@ class DefendedGradient:
     use_search_gradient: bool
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """By the names of the parameters that move."""
+        """Return the gradient by the names of the parameters that move."""
         if self.use_search_gradient:
             return self.defense.search_gradient(self.raw, params, batch)
         return self.defense.gradient(self.raw, params, batch, self.generator)
 
     def value(self, params: Tensors, batch: Batch) -> Tensor:
-        """As `Gradient.value`."""
+        """Return the loss, as `Gradient.value` does."""
         return self.raw.value(params, batch)
 
 
 def gather_batches(inputs: Tensor, labels: Tensor, order: Order) -> Batches:
-    """The batches of `order`, phase -> step -> batch; a step's are taken when it comes, and once."""
+    """Return the batches of `order`, phase -> step -> batch; a step's are taken when it comes, and once."""
     whole = Batch(inputs, labels)
     return [([whole.take(index) for index in step] for step in steps) for steps in order]

@@ -48,7 +48,7 @@ class Federation(FederationState):
         self._engine: Engine = choose(self.engine, self.client, self.workers)
 
     def run_round(self, numbers: Iterable[int] | None = None, *, evaluate: bool = False) -> list[Round]:
-        """One round of the sampled clients, or of those given; returns what each of them did.
+        """Return one round of the sampled clients, or of those given; returns what each of them did.
 
         Those that take part no more (`Method.silent`) are not asked, so a round may be nobody's. All of it is kept, the
         images fed included; `step` keeps figures only.
@@ -60,7 +60,7 @@ class Federation(FederationState):
         return list(self._round(numbers, evaluate))
 
     def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
-        """One round, client by client; the federation moves on once the last has been taken."""
+        """Yield one round, client by client; the federation moves on once the last has been taken."""
         wanted = self.sampled_clients(self.server.round) if numbers is None else list(numbers)
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"expected different clients, got {wanted}")
@@ -82,7 +82,7 @@ class Federation(FederationState):
         )
 
     def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:
-        """One round, in figures.
+        """Return one round, in figures.
 
         Args:
             everyone: all participants train, whatever the fraction.
@@ -102,7 +102,7 @@ class Federation(FederationState):
         since: float | None = None,
         before: TrainingDiagnostics | None = None,
     ) -> Record:
-        """The federation as it stands, in figures.
+        """Return the federation as it stands, in figures.
 
         Args:
             parts: what the clients did in the round just over.
@@ -146,7 +146,7 @@ class Federation(FederationState):
         augment: bool = True,
         history: tuple[ServerView, ...] = (),
     ) -> tuple[ServerView, Truth]:
-        """The server's view of what client `number` would send now, and the truth; changes nothing.
+        """Return the server's view of what client `number` would send now, and the truth; changes nothing.
 
         Under secure aggregation it is that of the client's group (`group_of`).
 
@@ -190,7 +190,7 @@ class Federation(FederationState):
         return seen[0] if len(group) == 1 else combine_views(seen, weights)
 
     def accuracy(self, numbers: Iterable[int] | None = None, *, tuned: bool = False) -> list[float]:
-        """Share of each client's test images classified right.
+        """Return the share of each client's test images classified right.
 
         Args:
             numbers: which clients; all participants by default.

@@ -28,7 +28,7 @@ def draws_for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str
 
 
 def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradient of `loss` at `values` by torch.autograd; differentiable again where gradients are enabled."""
+    """Return the gradient of `loss` at `values` by torch.autograd; differentiable again where gradients are enabled."""
     again = torch.is_grad_enabled()
     leaves = {k: v if again and v.requires_grad else v.detach().requires_grad_() for k, v in values.items()}
     with torch.enable_grad():
@@ -38,7 +38,7 @@ def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dic
 
 
 def func_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same by torch.func, which `vmap` can stack: slower for one trial, much faster for many."""
+    """Return the same by torch.func, which `vmap` can stack: slower for one trial, much faster for many."""
     return func_grad(loss)(values)
 
 
@@ -59,15 +59,15 @@ class Gradient(ABC):
 
     @abstractmethod
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """Gradients by the names of the parameters that move."""
+        """Return gradients by the names of the parameters that move."""
 
     @abstractmethod
     def value(self, params: Tensors, batch: Batch) -> Tensor:
-        """The loss itself, which no defense touches; running statistics stay as they are."""
+        """Return the loss itself, which no defense touches; running statistics stay as they are."""
 
     @abstractmethod
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
-        """One gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
+        """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
 
         Raises:
             ValueError: the method's loss, or the model, couples the samples of a batch.
@@ -75,7 +75,7 @@ class Gradient(ABC):
 
     @abstractmethod
     def weights(self, params: Tensors) -> dict[str, Tensor]:
-        """The network's weights that `params` stand for."""
+        """Return the network's weights that `params` stand for."""
 
     @abstractmethod
     def of_weights(
@@ -85,8 +85,8 @@ class Gradient(ABC):
 
     @abstractmethod
     def network(self, weights: dict[str, Tensor]) -> Network:
-        """The network with these weights, and what was drawn for this step in the buffers it is meant for."""
+        """Return the network with these weights, and what was drawn for this step in the buffers it is meant for."""
 
     @abstractmethod
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """Gradients of the parameters that move from those of the network's weights."""
+        """Return gradients of the parameters that move from those of the network's weights."""

@@ -20,7 +20,7 @@ class Network:
     buffers: dict[str, Tensor]
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        """Logits (B, K), or whatever the module returns.
+        """Return logits (B, K), or whatever the module returns.
 
         Raises:
             RuntimeError: names the tensors that are missing, or that the module does not have.
@@ -57,7 +57,7 @@ class _Layout:
         return cls(frozenset([*parameters, *buffers]), fixed)
 
     def constants(self, model: nn.Module) -> dict[str, Tensor] | None:
-        """The frozen tensors as they are now, or None where they are others."""
+        """Return the frozen tensors as they are now, or None where they are others."""
         found = {}
         for name, owner, own in self.fixed:
             value = getattr(model.get_submodule(owner), own, None)

@@ -32,31 +32,31 @@ class Parametrization(FormerHooks):
     """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Initial parameters; the network's own come from `task.model`."""
+        """Return initial parameters; the network's own come from `task.model`."""
         return dict(task.parameters)
 
     def scope(self, name: str) -> Scope | None:
-        """Who holds the parameter `name`, or None to leave that to the method."""
+        """Return who holds the parameter `name`, or None to leave that to the method."""
         return None
 
     def lift(self, params: Tensors) -> Tensors:
-        """Parameters in the form local training keeps them in."""
+        """Return parameters in the form local training keeps them in."""
         return params
 
     def network(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """The weights of the network, by the names of `task.model`."""
+        """Return the weights of the network, by the names of `task.model`."""
         return {name: dense(params[name]) for name in task.parameters}
 
     def sources(self, task: Task, live: Collection[str]) -> list[str]:
-        """Names of the network's weights whose gradients the parameters `live` need."""
+        """Return the names of the network's weights whose gradients the parameters `live` need."""
         return [name for name in task.parameters if name in live]
 
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """Gradients of the parameters `live` from those of the network's weights."""
+        """Return gradients of the parameters `live` from those of the network's weights."""
         return {name: grads[name] for name in live}
 
     def diagnostics(self, params: Tensors) -> dict[str, float]:
-        """Figures worth watching in training, of one client's parameters; always the same names."""
+        """Return figures worth watching in training, of one client's parameters; always the same names."""
         return {}
 
 
@@ -68,26 +68,26 @@ class Generated(Parametrization):
     """
 
     def generates(self, task: Task) -> list[str]:
-        """Names of the generated weights: by default all but the classifier's."""
+        """Return the names of the generated weights: by default all but the classifier's."""
         return [name for name in task.parameters if not name.startswith(task.head)]
 
     def generate(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """The generated weights."""
+        """Return the generated weights."""
         raise TypeError(f"{type(self).__name__} does not say how it generates weights")
 
     def network(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """Generated weights, and the network's own where there are."""
+        """Return generated weights, and the network's own where there are."""
         made = self.generate(params, task)
         return {name: made[name] if name in made else dense(params[name]) for name in task.parameters}
 
     def sources(self, task: Task, live: Collection[str]) -> list[str]:
-        """The live weights of the network, and every generated one if the generator moves."""
+        """Return the live weights of the network, and every generated one if the generator moves."""
         made = set(self.generates(task))
         moves = any(name not in task.parameters for name in live)
         return [name for name in task.parameters if (name in made and moves) or (name not in made and name in live)]
 
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """The vector-Jacobian product of `generate`."""
+        """Return the vector-Jacobian product of `generate`."""
         own = {name: dense(params[name]) for name in live if name not in task.parameters}
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}
         if own:

@@ -24,7 +24,7 @@ def predict(
     defended: bool = True,
     use_search_gradient: bool = False,
 ) -> Tensors:
-    """What the server would have observed if `candidate` were the truth: differentiable in all its tensors.
+    """Return what the server would have observed if `candidate` were the truth: differentiable in all its tensors.
 
     Everything follows from the view's own settings. Noise that the defense draws afresh is left out.
 
@@ -72,7 +72,7 @@ def _predict_client(
     defended: bool,
     use_search_gradient: bool,
 ) -> Tensors:
-    """What one client sends."""
+    """Return what one client sends."""
     mine = client.task.buffers
     assert candidate.order is not None
     params = {k: v for k, v in candidate.private.items() if "/" not in k and k not in mine}

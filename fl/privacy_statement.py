@@ -46,7 +46,7 @@ class PrivacyStatement:
     profile: str
 
     def sentence(self) -> str:
-        """All of it in one sentence."""
+        """Return all of it in one sentence."""
         how = (
             f"noise {self.noise_multiplier:.4g} x clip {self.clip:.4g} on {self.released} in {self.steps} steps, "
             f"{self.sampler} batches at rate {self.rate:.4g}, {self.mode}; trusted: {self.trusted}; {self.profile} "

@@ -33,14 +33,14 @@ class Range:
     infinite: bool = False
 
     def contains(self, x: float) -> bool:
-        """Whether `x` is in it."""
+        """Return whether `x` is in it."""
         if abs(x) == math.inf and not self.infinite:  # isinf takes no int of 400 digits
             return False
         lower = x > self.low if self.above else x >= self.low
         return lower and (x < self.high if self.below else x <= self.high)
 
     def describe(self, x: object = None) -> str:
-        """It in words: ">= 0", "in (0, 1]"; a large `high` is only told where `x` is above."""
+        """Return it in words: ">= 0", "in (0, 1]"; a large `high` is only told where `x` is above."""
         low, high = ("" if math.isinf(end) else _number(end) for end in (self.low, self.high))
         far = self.high >= 1000 and not (isinstance(x, int | float) and x >= self.high)
         if low and high and self.high < 1000:

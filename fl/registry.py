@@ -55,7 +55,7 @@ def closest_names(name: str, known: Collection[str]) -> list[str]:
 
 
 def closest_name(name: str, known: Collection[str]) -> str | None:
-    """Which of `known` was probably meant by `name`, or None: few slips of the finger apart, or else alike."""
+    """Return which of `known` was probably meant by `name`, or None: few slips of the finger apart, or else alike."""
     if len(name) > MAX_MATCHED_LENGTH:
         return None
     slips = {candidate: _edit_distance(name.lower(), candidate.lower()) for candidate in known}
@@ -66,7 +66,7 @@ def closest_name(name: str, known: Collection[str]) -> str | None:
 
 
 def _edit_distance(a: str, b: str) -> int:
-    """How many characters to insert, delete, replace or swap with a neighbor until `a` is `b`."""
+    """Return how many characters to insert, delete, replace or swap with a neighbor until `a` is `b`."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
@@ -155,7 +155,7 @@ class Registry(Generic[T]):
         return enter
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted."""
+        """Return the names of all entries, sorted."""
         self._search()
         return sorted(self._entries)
 
@@ -165,7 +165,7 @@ class Registry(Generic[T]):
         return dict(self._skips)
 
     def get(self, name: str) -> Any:
-        """The dataclass or function registered as `name`.
+        """Return the dataclass or function registered as `name`.
 
         Raises:
             UnknownNameError: there is none; says what is close.
@@ -178,7 +178,7 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def build(self, spec: str | Mapping[str, Any] | T) -> T:
-        """The object that `spec` describes: a name, `{"name": name, field: value, ...}`, or the object itself.
+        """Return the object that `spec` describes: a name, `{"name": name, field: value, ...}`, or the object itself.
 
         Values are checked against the field's type (`fl.ranges`) and brought into its form (a list to a tuple).
 
@@ -218,11 +218,11 @@ class Registry(Generic[T]):
             raise ValueError(f"{what}: {error}") from error
 
     def find(self, name: object) -> Any:
-        """The dataclass or function registered as `name`, or None."""
+        """Return the dataclass or function registered as `name`, or None."""
         return self._entries.get(name) if isinstance(name, str) and name in self.names() else None
 
     def spec(self, instance: T, *, first_names: bool = False) -> dict[str, Any]:
-        """`instance` as `{"name": name, field: value, ...}` in str, int, float, bool, None, list and dict.
+        """Return `instance` as `{"name": name, field: value, ...}` in str, int, float, bool, None, list and dict.
 
         `build(spec(x)) == x`, also after a round trip through YAML or JSON.
 
@@ -242,13 +242,13 @@ class Registry(Generic[T]):
         return {"name": name} | _fields(instance, f"{self.kind} {name!r}", first_names)
 
     def examples(self) -> Iterator[tuple[str, T]]:
-        """Every entry's name with a tiny instance: its `example()` where it has one, its defaults otherwise."""
+        """Yield every entry's name with a tiny instance: its `example()` where it has one, its defaults otherwise."""
         for name in self.names():
             entry = self._entries[name]
             yield name, getattr(entry, "example", entry)() if isinstance(entry, type) else entry
 
     def _holds(self, x: object) -> bool:
-        """Whether `x` is an instance (or function) of this registry."""
+        """Return whether `x` is an instance (or function) of this registry."""
         entry = self._entries.get(getattr(x, "name", ""), None) if not isinstance(x, str | Mapping) else None
         return entry is not None and (x is entry or type(x) is entry)
 
@@ -284,7 +284,7 @@ def _check_settings(entry: type) -> None:
 
 
 def _fields(instance: Any, where: str, first_names: bool) -> dict[str, Any]:
-    """The fields of a dataclass in plain data."""
+    """Return the fields of a dataclass in plain data."""
     kind, found = type(instance), {}
     for key in (f.name for f in dataclasses.fields(kind) if f.init):
         value = _plain(getattr(instance, key), f"{where}, {key}", first_names)

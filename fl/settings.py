@@ -143,7 +143,7 @@ def check_fields(kind: type, owner: str) -> None:
 
 
 def fit_value(kind: type, key: str, value: Any, owner: str = "") -> Any:
-    """`value` as the field `key` of the dataclass `kind` has it.
+    """Return `value` as the field `key` of the dataclass `kind` has it.
 
     Raises:
         ListError: a list for a field that takes one value.
@@ -164,7 +164,10 @@ def fit_value(kind: type, key: str, value: Any, owner: str = "") -> Any:
 
 @functools.cache
 def type_hints(kind: type) -> dict[str, Any]:
-    """The types of the fields of a dataclass with what they say of ranges; names that can't be resolved say nothing."""
+    """Return the types of the fields of a dataclass with what they say of ranges.
+
+    Names that can't be resolved say nothing.
+    """
     try:
         return typing.get_type_hints(kind, include_extras=True)
     except _UNRESOLVED:
@@ -182,7 +185,7 @@ def type_hints(kind: type) -> dict[str, Any]:
 
 
 def format_value(value: object) -> str:
-    """`value` as messages show it, cut at `SHOWN` characters, whatever its size."""
+    """Return `value` as messages show it, cut at `SHOWN` characters, whatever its size."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN_CHARACTERS
     text = brief.repr(value)
@@ -192,7 +195,7 @@ def format_value(value: object) -> str:
 # ---- former names ----------------------------------------------------------------------------------------------------
 @functools.cache
 def former_names(kind: type) -> dict[str, str]:
-    """The fields of a dataclass by the names that they had before, the oldest first."""
+    """Return the fields of a dataclass by the names that they had before, the oldest first."""
     own = {f.name for f in dataclasses.fields(kind)}
     found: dict[str, str] = {}
     for base in kind.__mro__:
@@ -201,12 +204,12 @@ def former_names(kind: type) -> dict[str, str]:
 
 
 def first_name(kind: type, key: str) -> str:
-    """The first name that the field `key` of a dataclass had."""
+    """Return the first name that the field `key` of a dataclass had."""
     return next((former for former, now in former_names(kind).items() if now == key), key)
 
 
 def current_name(kinds: Iterable[type], key: str) -> str:
-    """Today's name of the setting `key` of one of several dataclasses; warns where `key` is a former name.
+    """Return today's name of the setting `key` of one of several dataclasses; warns where `key` is a former name.
 
     A name that one of them has today is taken to mean that.
     """
@@ -239,7 +242,7 @@ def current_names(kind: type, values: Mapping[str, Any], owner: str = "") -> dic
 
 
 def current_value(kind: type, key: str, value: Any) -> Any:
-    """The value of a field as it is called today; warns of a former name."""
+    """Return the value of a field as it is called today; warns of a former name."""
     for former, now in _former_values(kind, key).items():
         if type(value) is type(former) and value == former:
             _warn_of_former_name(former, now)
@@ -248,7 +251,7 @@ def current_value(kind: type, key: str, value: Any) -> Any:
 
 
 def first_value(kind: type, key: str, value: Any) -> Any:
-    """The first name that the value of a field had."""
+    """Return the first name that the value of a field had."""
     for former, now in _former_values(kind, key).items():
         if type(value) is type(now) and value == now:
             return former
@@ -256,7 +259,7 @@ def first_value(kind: type, key: str, value: Any) -> Any:
 
 
 def current_settings(kind: Any, value: Any, owner: str = "") -> Any:
-    """Plain data for a field of type `kind`, in it every setting by its name of today; warns of former ones.
+    """Return plain data for a field of type `kind`, in it every setting by its name of today; warns of former ones.
 
     Args:
         kind: a type hint: a dataclass, the base class of a registry's entries, or one with these in it.
@@ -376,7 +379,7 @@ def _fit_union(kinds: Sequence[Any], hint: Any, value: Any, where: tuple[str, ..
 
 
 def _is_exact(hint: Any, value: Any) -> bool:
-    """Whether a value of a union is of this type as it stands, so that 1 stays an int in `float | int`."""
+    """Return whether a value of a union is of this type as it stands, so that 1 stays an int in `float | int`."""
     while typing.get_origin(hint) is Annotated:
         hint = typing.get_args(hint)[0]
     return hint is type(value) or (hint is None and value is None)
@@ -406,7 +409,10 @@ def _fit_mapping(args: Any, hint: Any, value: Any, where: tuple[str, ...], rules
 
 
 def _fit_instance(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
-    """A value of some class: an entry of a registry, a member of an Enum, a path, a dataclass; else any instance."""
+    """Return a value of some class: an entry of a registry, a member of an Enum, a path, a dataclass.
+
+    Else any instance.
+    """
     kind = typing.get_origin(hint) or hint
     if not isinstance(kind, type) or _is_instance(value, kind):
         return value
@@ -459,7 +465,7 @@ def _registry_of(kind: Any) -> bool:
 
 
 def _each_item_fits(hint: Any, value: Any) -> bool:
-    """Whether `value` is a list of plain values of which each fits the type by itself."""
+    """Return whether `value` is a list of plain values of which each fits the type by itself."""
     if not isinstance(value, list) or not value:
         return False
     if not all(item is None or isinstance(item, str | int | float) for item in value):
@@ -481,7 +487,7 @@ def _mismatch_error(hint: Any, rules: Sequence[Any], value: Any, where: tuple[st
 
 
 def describe_type(hint: Any, rules: Sequence[Any] = (), value: object = None) -> str:
-    """What fits a type, in words: "a number > 0 or null"."""
+    """Return what fits a type, in words: "a number > 0 or null"."""
     while typing.get_origin(hint) is Annotated:
         hint, *inner = typing.get_args(hint)
         rules = [*rules, *inner]
@@ -513,7 +519,7 @@ def _join_alternatives(words: Sequence[str]) -> str:
 
 
 def _guess_intended_value(hint: Any, value: Any) -> str:
-    """What the value probably should have been, where that can be told."""
+    """Return what the value probably should have been, where that can be told."""
     kinds = set(_leaf_types(hint))
     if isinstance(value, bool) and kinds & {int, float}:
         return ", which is no number"

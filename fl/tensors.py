@@ -38,7 +38,10 @@ MIN_WIDE_RANK = 16
 
 
 def _merge_terms(terms: Iterable[Term]) -> list[tuple[Tensor, Tensor]]:
-    """The sums of `terms` as few products: thin ones joined, wide ones by themselves, coefficients on the right."""
+    """Return the sums of `terms` as few products.
+
+    Thin ones joined, wide ones by themselves, coefficients on the right.
+    """
     scaled_terms = [(term.left, term.right * term.coef) for term in terms]
     thin = [pair for pair in scaled_terms if pair[0].shape[0] < MIN_WIDE_RANK]
     wide = [pair for pair in scaled_terms if pair[0].shape[0] >= MIN_WIDE_RANK]
@@ -66,12 +69,12 @@ class LowRank:
 
     @classmethod
     def of(cls, matrix: Tensor) -> LowRank:
-        """The dense `matrix` as a base to which outer products can be added."""
+        """Return the dense `matrix` as a base to which outer products can be added."""
         return cls(matrix, 1.0, (), (matrix.shape[0], matrix.shape[1]))
 
     @classmethod
     def outer(cls, left: Tensor, right: Tensor) -> LowRank:
-        """The outer product of `left` (n,) and `right` (m,)."""
+        """Return the outer product of `left` (n,) and `right` (m,)."""
         return cls(None, 0.0, (Term(1.0, left[None], right[None]),), (left.shape[0], right.shape[0]))
 
     @property
@@ -80,11 +83,11 @@ class LowRank:
         return torch.Size(self.size)
 
     def numel(self) -> int:
-        """Number of entries of the matrix."""
+        """Return the number of entries of the matrix."""
         return self.size[0] * self.size[1]
 
     def dense(self) -> Tensor:
-        """The matrix itself (n, m)."""
+        """Return the matrix itself (n, m)."""
         total, kept = self.base, self.scale
         for left, right in _merge_terms(self.terms):
             total = left.mT @ right if total is None else torch.addmm(total, left.mT, right, beta=kept)
@@ -94,7 +97,7 @@ class LowRank:
         return total if kept == 1 and self.terms else total * kept
 
     def matvec(self, x: Tensor) -> Tensor:
-        """`A x` (n,) for x (m,)."""
+        """Return `A x` (n,) for x (m,)."""
         base = self.base if self.scale != 0 else None
         total = x.new_zeros(self.size[0]) if base is None else matvec(base, x) * self.scale
         for term in self.terms:
@@ -102,7 +105,7 @@ class LowRank:
         return total
 
     def rmatvec(self, y: Tensor) -> Tensor:
-        """`A^T y` (m,) for y (n,)."""
+        """Return `A^T y` (m,) for y (n,)."""
         base = self.base if self.scale != 0 else None
         total = y.new_zeros(self.size[1]) if base is None else rmatvec(base, y) * self.scale
         for term in self.terms:
@@ -176,24 +179,24 @@ pytree.register_pytree_node(LowRank, _flatten, _unflatten, serialized_type_name=
 
 # ---- one value -------------------------------------------------------------------------------------------------------
 def dense(x: Value) -> Tensor:
-    """A plain tensor."""
+    """Return a plain tensor."""
     return x.dense() if isinstance(x, LowRank) else x
 
 
 def matvec(a: Value, x: Tensor) -> Tensor:
-    """`A x` for a matrix of either kind."""
+    """Return `A x` for a matrix of either kind."""
     if isinstance(a, LowRank):
         return a.matvec(x)
     return (x[None] @ a.mT)[0]  # a row times the matrix: stacked by vmap this is one product, not the slow transpose
 
 
 def rmatvec(a: Value, y: Tensor) -> Tensor:
-    """`A^T y` for a matrix of either kind."""
+    """Return `A^T y` for a matrix of either kind."""
     return a.rmatvec(y) if isinstance(a, LowRank) else (y[None] @ a)[0]
 
 
 def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
-    """`x + alpha * y`; a sum of a dense and a structured matrix is dense."""
+    """Return `x + alpha * y`; a sum of a dense and a structured matrix is dense."""
     if isinstance(x, LowRank) and isinstance(y, LowRank):
         same = x.base is None or y.base is None or x.base is y.base or 0 in (x.scale, y.scale)
         if same and not (isinstance(alpha, Tensor) and y.base is not None and y.scale != 0):
@@ -203,14 +206,17 @@ def add(x: Value, y: Value, alpha: float | Tensor = 1.0) -> Value:
 
 
 def mul(x: Value, factor: float | Tensor) -> Value:
-    """`factor * x`; dense where a tensor multiplies a base, whose own factor is always a number."""
+    """Return `factor * x`; dense where a tensor multiplies a base, whose own factor is always a number."""
     if isinstance(x, LowRank) and isinstance(factor, Tensor) and x.base is not None and x.scale != 0:
         return x.dense() * factor
     return x * factor
 
 
 def weighted_sum(values: Sequence[Value], weights: Sequence[float]) -> Value:
-    """The sum of `values`, each times its weight; structured ones are summed as such before any is made dense."""
+    """Return the sum of `values`, each times its weight.
+
+    Structured ones are summed as such before any is made dense.
+    """
     kinds: dict[bool, Value] = {}
     for value, weight in zip(values, weights, strict=True):
         kind = isinstance(value, LowRank)
@@ -220,14 +226,14 @@ def weighted_sum(values: Sequence[Value], weights: Sequence[float]) -> Value:
 
 
 def sub(value: Value, change: Value) -> Value:
-    """`value - change` as a plain tensor, in one product where the change is structured."""
+    """Return `value - change` as a plain tensor, in one product where the change is structured."""
     if isinstance(change, LowRank) and isinstance(value, Tensor):
         value = LowRank.of(value)
     return dense(add(value, change, -1.0))
 
 
 def inner(x: Value, y: Value) -> Tensor:
-    """Sum of products of entries, without a dense matrix where either side is structured."""
+    """Return the sum of products of entries, without a dense matrix where either side is structured."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return (x * y).sum()
     if isinstance(x, Tensor):
@@ -267,7 +273,7 @@ def _with_term(x: Value, term: Term) -> Tensor:
 
 
 def squared_distance(x: Value, y: Value, a: float | Tensor = 1.0, b: float | Tensor = 1.0) -> Tensor:
-    """`|a x - b y|^2`, accurate also where the two nearly agree."""
+    """Return `|a x - b y|^2`, accurate also where the two nearly agree."""
     if isinstance(x, Tensor) and isinstance(y, Tensor):
         return (x * a - y * b).square().sum()
     if isinstance(x, LowRank) and isinstance(y, LowRank) and _one_outer_product(x) and _one_outer_product(y):
@@ -279,7 +285,7 @@ def squared_distance(x: Value, y: Value, a: float | Tensor = 1.0, b: float | Ten
 
 
 def _dot(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y`, whose derivative is a slow product of matrices where `vmap` stacks it."""
+    """Return `x @ y`, whose derivative is a slow product of matrices where `vmap` stacks it."""
     return (x * y).sum()
 
 
@@ -289,18 +295,18 @@ def _one_outer_product(x: LowRank) -> bool:
 
 # ---- sets of values --------------------------------------------------------------------------------------------------
 def dot(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
-    """Inner product of two sets over the names of the first."""
+    """Return inner product of two sets over the names of the first."""
     parts = [inner(v, y[k]) for k, v in x.items()]
     return torch.stack(parts).sum()
 
 
 def vector_norm(x: Tensor) -> Tensor:
-    """Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
+    """Return Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
     return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 def norm(x: Mapping[str, Value]) -> Tensor:
-    """Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
+    """Return Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
     flat, structured = split_dense(x)
     if not structured:
         return vector_norm(flat)
@@ -311,24 +317,27 @@ def norm(x: Mapping[str, Value]) -> Tensor:
 
 
 def rms(x: Value) -> float:
-    """Root mean square of the entries; 0 where there are none."""
+    """Return the root mean square of the entries; 0 where there are none."""
     return math.sqrt(max(float(inner(x, x)), 0.0) / max(x.numel(), 1))
 
 
 def split_dense(x: Mapping[str, Value]) -> tuple[Tensor, dict[str, LowRank]]:
-    """All dense values in one vector, and the structured ones: one long operation costs less than many short ones."""
+    """Return all dense values in one vector, and the structured ones.
+
+    One long operation costs less than many short ones.
+    """
     parts = [value.reshape(-1) for value in x.values() if isinstance(value, Tensor)]
     structured = {name: value for name, value in x.items() if isinstance(value, LowRank)}
     return torch.cat(parts) if parts else torch.empty(0), structured
 
 
 def add_scaled(x: Mapping[str, Value], y: Mapping[str, Value], alpha: float | Tensor = 1.0) -> Tensors:
-    """`x + alpha * y`, name by name over the names of `x`."""
+    """Return `x + alpha * y`, name by name over the names of `x`."""
     return {k: add(v, y[k], alpha) for k, v in x.items()}
 
 
 def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
-    """Zeros in the form of the values at `names`: no outer products where those are structured."""
+    """Return zeros in the form of the values at `names`: no outer products where those are structured."""
     result: Tensors = {}
     for name in names:
         v = x[name]
@@ -341,12 +350,12 @@ def zeros(x: Mapping[str, Value], names: Iterable[str]) -> Tensors:
 
 
 def scale_tensors(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
-    """Every value times `factor`."""
+    """Return every value times `factor`."""
     return {k: mul(v, factor) for k, v in x.items()}
 
 
 def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:
-    """`function` on every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
+    """Return `function` on every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
     result: Tensors = {}
     for name, v in x.items():
         if isinstance(v, LowRank):
@@ -361,7 +370,7 @@ def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> 
 
 
 def leaf_tensors(values: Mapping[str, Value]) -> Iterator[Tensor]:
-    """Every tensor; of a structured one its outer products' factors, one side at least zero where all is."""
+    """Yield every tensor; of a structured one its outer products' factors, one side at least zero where all is."""
     for value in values.values():
         if isinstance(value, LowRank):
             yield from (term.left * term.coef for term in value.terms)
@@ -370,7 +379,7 @@ def leaf_tensors(values: Mapping[str, Value]) -> Iterator[Tensor]:
 
 
 def compress(matrix: Tensor, rank: int) -> LowRank:
-    """The best approximation of a dense (n, m) matrix by `rank` outer products (m small)."""
+    """Return the best approximation of a dense (n, m) matrix by `rank` outer products (m small)."""
     if not 1 <= rank <= min(matrix.shape):
         raise ValueError(f"expected rank in [1, {min(matrix.shape)}], got {rank}")
     _, vectors = torch.linalg.eigh((matrix.mT @ matrix).double())
@@ -379,7 +388,7 @@ def compress(matrix: Tensor, rank: int) -> LowRank:
 
 
 def detached_copies(values: Tensors) -> Tensors:
-    """Copies that share no memory and no graph with `values`, but for the bases of structured ones."""
+    """Return copies that share no memory and no graph with `values`, but for the bases of structured ones."""
     result: Tensors = {}
     for name, value in values.items():
         if isinstance(value, LowRank):
@@ -392,7 +401,7 @@ def detached_copies(values: Tensors) -> Tensors:
 
 
 def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
-    """Payloads as one set with names `prefix payload/name`."""
+    """Return payloads as one set with names `prefix payload/name`."""
     return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}
 
 
@@ -409,7 +418,7 @@ _FORMER = {
 
 
 def __getattr__(name: str) -> Any:
-    """A function by its former name; warns of the name of today."""
+    """Return a function by its former name; warns of the name of today."""
     if name not in _FORMER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     now = _FORMER[name]

@@ -48,13 +48,13 @@ class Batch:
         return self.inputs.shape[0]
 
     def take(self, index: Tensor) -> Batch:
-        """The images at `index` (b,), wherever that lies."""
+        """Return the images at `index` (b,), wherever that lies."""
         index = index.to(self.inputs.device)
         return Batch(self.inputs[index], self.labels[index])
 
 
 def frozen(model: nn.Module) -> dict[str, Tensor]:
-    """What is part of `model` for everybody, neither trained nor sent: constants.
+    """Return what is part of `model` for everybody, neither trained nor sent: constants.
 
     Those are parameters with requires_grad=False, and buffers that are no part of its state (`persistent=False`).
     """
@@ -63,7 +63,7 @@ def frozen(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _is_state(model: nn.Module, name: str) -> bool:
-    """Whether the buffer `name` is part of the model's state, rather than a constant."""
+    """Return whether the buffer `name` is part of the model's state, rather than a constant."""
     owner, _, buffer = name.rpartition(".")
     return buffer not in model.get_submodule(owner)._non_persistent_buffers_set
 
@@ -107,12 +107,15 @@ class Task:
         return {n: value.detach() for n, value in self.model.named_buffers() if _is_state(self.model, n)}
 
     def normalization(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """`mean` and `std` (C, 1, 1) each, where `like` lies and of its type; as networks, to single precision."""
+        """Return `mean` and `std` (C, 1, 1) each, where `like` lies and of its type.
+
+        As networks, to single precision.
+        """
         mean, std = (torch.tensor(x, dtype=torch.float32).to(like).view(-1, 1, 1) for x in (self.mean, self.std))
         return mean, std
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Task:
-        """The same task with its model's floating-point tensors moved."""
+        """Return the same task with its model's floating-point tensors moved."""
         import copy
 
         return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype))
@@ -145,7 +148,7 @@ class Group:
             raise ValueError(f"expected max_norm > 0 or None, got {self.max_norm}")
 
     def covers(self, name: str) -> bool:
-        """Whether the parameter `name` is trained in this group."""
+        """Return whether the parameter `name` is trained in this group."""
         return name.startswith(self.prefixes)
 
 
@@ -205,14 +208,14 @@ class Phase:
             raise ValueError(f"expected steps=1 in a phase that keeps its direction, got {self.steps}")
 
     def first_step_size(self, group: Group) -> float:
-        """What the first step of SGD makes of a gradient of size 1.
+        """Return what the first step of SGD makes of a gradient of size 1.
 
         Momentum is zero before it, but Nesterov's form adds it at once.
         """
         return group.lr * (1 + self.momentum if self.nesterov else 1.0)
 
     def assign(self, names: Mapping[str, object]) -> dict[str, Group]:
-        """The group of every name that moves in this phase."""
+        """Return the group of every name that moves in this phase."""
         owners = {name: next((g for g in self.groups if g.covers(name)), None) for name in names}
         return {name: group for name, group in owners.items() if group is not None}
 
@@ -274,7 +277,7 @@ class Upload:
     buffers: dict[str, Tensor] = field(default_factory=dict)
 
     def numbers(self) -> int:
-        """How many numbers travel up."""
+        """Return how many numbers travel up."""
         parameters = sum(v.numel() for values in (self.update, *self.extra.values()) for v in values.values())
         return parameters + sum(v.numel() for v in self.buffers.values())
 
@@ -304,7 +307,7 @@ class Truth:
         return self.trace.labels
 
     def candidate(self) -> Candidate:
-        """The guess that is right in everything."""
+        """Return the guess that is right in everything."""
         trace = self.trace
         return Candidate(trace.inputs, trace.labels, self.private, trace.order, trace.draws)
 
@@ -338,7 +341,7 @@ _MOVED = {"Part": "fl.view", "ServerView": "fl.view", "ThreatModel": "fl.view"}
 
 
 def __getattr__(name: str) -> Any:
-    """What this module held before; warns of where it is now."""
+    """Return what this module held before; warns of where it is now."""
     if name not in _MOVED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"{__name__}.{name} is now {_MOVED[name]}.{name}; import that", DeprecationWarning, stacklevel=2)

@@ -74,7 +74,7 @@ class Source:
 
 
 def build(spec: str | Mapping[str, Any] | Source) -> Source:
-    """Where a data set's images come from: by a name, or by `{"name": name, setting: value, ...}`.
+    """Return where a data set's images come from: by a name, or by `{"name": name, setting: value, ...}`.
 
     Raises:
         UnknownNameError: unknown data set or setting; says what is close.
@@ -83,7 +83,7 @@ def build(spec: str | Mapping[str, Any] | Source) -> Source:
 
 
 def load(name: str, **settings: Any) -> Dataset:
-    """The data set `name`.
+    """Return the data set `name`.
 
     Raises:
         UnknownNameError: unknown data set or setting; says what is close.
@@ -93,7 +93,7 @@ def load(name: str, **settings: Any) -> Dataset:
 
 
 def stratified_split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, Tensor]:
-    """Indices of a training and a test part that hold the same share of every class, each in random order.
+    """Return indices of a training and a test part that hold the same share of every class, each in random order.
 
     Raises:
         ValueError: `share` is not in (0, 1), or leaves a class out of a part.

@@ -24,7 +24,7 @@ class Augmentation:
     registry: ClassVar[Registry[Augmentation]] = augmentations
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """`batch` with changed images of the same shape, type and device, and the same labels.
+        """Return `batch` with changed images of the same shape, type and device, and the same labels.
 
         Args:
             batch: images (B, C, H, W) in [0, 1].
@@ -51,7 +51,7 @@ class CropFlip(Augmentation):
             raise ValueError(f"expected padding >= 0, got {self.padding}")
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Every image cropped and flipped by its own draw: first all rows, then all columns, then all flips.
+        """Return every image cropped and flipped by its own draw: first all rows, then all columns, then all flips.
 
         The layout in memory stays: channels innermost makes convolutions on a CPU a third cheaper.
         """

@@ -27,7 +27,7 @@ SPECIAL = {"factored": (Factored, factored_obstacle), "vmap": (Vectorized, vecto
 
 
 def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
-    """The engine called `name`; `factored` and `vmap` fall back to `loop` where they do not apply.
+    """Return the engine called `name`; `factored` and `vmap` fall back to `loop` where they do not apply.
 
     Args:
         name: "loop", "factored", "vmap", or "auto" for the fastest that applies; `vmap` is that on a GPU only.
@@ -57,7 +57,7 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
 
 
 def _candidate_engines(name: EngineName, client: Client) -> list[str]:
-    """Those of `SPECIAL` to ask, in turn."""
+    """Return those of `SPECIAL` to ask, in turn."""
     if name != "auto":
         return [name] if name in SPECIAL else []
     on_gpu = any(value.device.type == "cuda" for value in client.task.parameters.values())

@@ -39,7 +39,9 @@ class Processes(Engine):
         self.pool: Workers | None = None
 
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, but workers' traces come empty: `FederationState.start` replays them, whoever needs one.
+        """Train as `Engine.train`, but workers' traces come empty.
+
+        `FederationState.start` replays them, whoever needs one.
 
         (But those of `noise_source: secure`, whose draws nobody can make again.)
         """
@@ -61,7 +63,7 @@ class Processes(Engine):
             yield replace(done, upload=upload, result=result, state=state)
 
     def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
-        """As `Engine.accuracy`."""
+        """Score as `Engine.accuracy`."""
         if self.patience > 0:
             with self._run_here():
                 return self.inner.accuracy(run, numbers)
@@ -82,14 +84,17 @@ class Processes(Engine):
         self.patience -= time.perf_counter() - began
 
     def _chunks(self, numbers: Sequence[int]) -> list[list[int]]:
-        """The clients that the inner engine trains together."""
+        """Return the clients that the inner engine trains together."""
         size = self.inner.chunk
         return [list(numbers[i : i + size]) for i in range(0, len(numbers), size)]
 
     def _distribute(
         self, run: FederationState, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
     ) -> Iterator[tuple[int, Any]]:
-        """`work` on the clients, a chunk at a time in whichever worker is free; each with what it gives, in order."""
+        """Yield `work` on the clients, a chunk at a time in whichever worker is free.
+
+        Each with what it gives, in order.
+        """
         if not chunks:
             return
         server = pack(run.server)
@@ -129,7 +134,7 @@ def _initialize_worker(setup: FlatPacked, engine: Engine) -> None:
 
 
 def _current_federation(server: Packed, states: Packed) -> FederationState:
-    """The worker's federation, brought to the present round."""
+    """Return the worker's federation, brought to the present round."""
     run: FederationState = _WORKER_STATE["run"]
     run.server = unpack(server)
     for number, state in unpack(states).items():
@@ -138,7 +143,7 @@ def _current_federation(server: Packed, states: Packed) -> FederationState:
 
 
 def _train(server: Packed, states: Packed, numbers: list[int], evaluate: bool) -> list[tuple[Packed, Packed]]:
-    """What goes back, and apart from it the state, which outlives the rest."""
+    """Return what goes back, and apart from it the state, which outlives the rest."""
     rounds = _WORKER_STATE["engine"].train(_current_federation(server, states), numbers, evaluate=evaluate)
     return [(pack(_portable_round(done)), pack(done.state)) for done in rounds]
 
@@ -149,7 +154,7 @@ def _accuracy(server: Packed, states: Packed, numbers: list[int]) -> list[float]
 
 
 def _portable_round(done: Round) -> Round:
-    """A round without what the other side has or can make: the bases of structured updates, images, state."""
+    """Return a round without what the other side has or can make: the bases of structured updates, images, state."""
     upload = replace(done.upload, update=_without_bases(done.upload.update))
     result = replace(done.result, update=_without_bases(done.result.update), private={}, memory={})
     none = done.trace.inputs[:0]
@@ -162,7 +167,10 @@ def _without_bases(update: Tensors) -> Tensors:
 
 
 def _with_bases(update: Tensors, shared: Tensors) -> Tensors:
-    """The update with the bases that `_without_bases` took off: the server's own tensors, so that they cancel."""
+    """Return the update with the bases that `_without_bases` took off.
+
+    The server's own tensors, so that they cancel.
+    """
     result: Tensors = {}
     for name, value in update.items():
         if isinstance(value, LowRank) and value.scale != 0:

@@ -16,7 +16,7 @@ class Engine:
     """Clients whose numbers are computed together: others never touch a bit of them."""
 
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterable[Round]:
-        """What the clients `numbers` do in the present round, in this order; changes nothing in `run`.
+        """Return what the clients `numbers` do in the present round, in this order; changes nothing in `run`.
 
         Clients train as their rounds are asked for, so that no more of these need be kept than the caller wants.
 
@@ -28,7 +28,7 @@ class Engine:
         return (run.with_accuracy(run.train(number)) if evaluate else run.train(number) for number in numbers)
 
     def accuracy(self, run: FederationState, numbers: Sequence[int]) -> list[float]:
-        """Share of each client's test images classified right by what the server sends now."""
+        """Return the share of each client's test images classified right by what the server sends now."""
         return [run.score(number) for number in numbers]
 
     def close(self) -> None:

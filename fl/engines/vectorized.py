@@ -39,7 +39,7 @@ VMAP_ERRORS = (AttributeError, RuntimeError, TypeError)
 
 
 def obstacle(client: Client) -> str | None:
-    """Why the clients of a federation can't be stacked, as far as is known before they train, or None."""
+    """Return why the clients of a federation can't be stacked, as far as is known before they train, or None."""
     if type(client.method.parametrization).lift is not Parametrization.lift:
         return "its parameters are structured: matrices over a common base are not stacked"
     return None
@@ -61,7 +61,7 @@ class Vectorized(Engine):
         self.has_logged_fallback = False
 
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
+        """Train as `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
             yield from self._train_chunk(run, numbers[i : i + self.chunk], evaluate)
 
@@ -177,7 +177,7 @@ class _Trainee:
         self.buffers = self.state["buffers"]
 
     def result(self) -> LocalResult:
-        """As `local_update` returns it."""
+        """Return the result as `local_update` does."""
         start, params = self.start, self.params
         extra, memory = start.client.method.finish(params, self.base, self.count)
         return LocalResult(
@@ -191,7 +191,7 @@ class _Trainee:
 
 # ---- several of them -------------------------------------------------------------------------------------------------
 def _stack_of(members: Sequence[_Trainee], phase: Phase) -> _Stack:
-    """The stack of these clients: the one they are in, if it holds no others, else a new one."""
+    """Return the stack of these clients: the one they are in, if it holds no others, else a new one."""
     stack = members[0].stack
     if stack is not None and stack.members == members:
         return stack
@@ -231,7 +231,7 @@ class _Stack:
             trainee.stack = None
 
     def _step(self, s: int, row: Tensor, state: State, leaves: list[Any], fed: tuple[Any, ...]) -> State:
-        """One client's step, as in `local_update`."""
+        """Return one client's step, as in `local_update`."""
         client, round = self.members[0].start.client, self.members[0].start.key.round
         rest, (batches, draws), buffers = pytree.tree_unflatten(leaves, self.tree), fed, dict(state["buffers"])
         held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["recorded"])
@@ -250,13 +250,13 @@ class _Stack:
 
 
 def _stack_tensors(*parts: Tensor) -> Tensor:
-    """Tensors on top of each other; the same one is not copied."""
+    """Return tensors on top of each other; the same one is not copied."""
     same = all(part is parts[0] for part in parts)
     return parts[0].expand(len(parts), *parts[0].shape) if same else torch.stack(parts)
 
 
 def _signature(tree: object) -> Hashable:
-    """Equal for trees of the same structure, with tensors of the same shapes and types."""
+    """Return a key that is equal for trees of one structure, with tensors of the same shapes and types."""
     leaves, structure = pytree.tree_flatten(tree)
     return str(structure), tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
 
@@ -289,7 +289,7 @@ class _StackedNoise(Noise):
     streams: tuple[torch.Generator, ...] = ()
 
     def like(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As `fl.privacy.dp_sgd` draws it from one generator."""
+        """Draw it as `fl.privacy.dp_sgd` does from one generator."""
         sizes = {name: (tuple(value.shape), value.dtype) for name, value in values.items()}
         drawn = {name: _StackedDraw.apply(self.key, *size, self.streams) for name, size in sizes.items()}
         return {name: value.to(values[name].device) for name, value in drawn.items()}

@@ -24,7 +24,7 @@ class OptimState:
 def optimize(
     phase: Phase, groups: dict[str, Group], params: Tensors, grads: Tensors, state: OptimState
 ) -> tuple[Tensors, OptimState]:
-    """One step of `phase.optimizer`: clip each group, add the decay, move.
+    """Return one step of `phase.optimizer`: clip each group, add the decay, move.
 
     AdamW (Loshchilov and Hutter, ICLR 2019, Algorithm 2) shrinks the parameters by lr * weight_decay instead of adding
     the decay to the gradient.
@@ -43,7 +43,7 @@ def optimize(
 
 
 def clip_gradients(grads: Tensors, groups: dict[str, Group]) -> Tensors:
-    """As `clip_grad_norm_`, group by group."""
+    """Clip gradients as `clip_grad_norm_` does, group by group."""
     result = dict(grads)
     for group in {id(g): g for g in groups.values()}.values():
         if group.max_norm is None:
@@ -78,7 +78,7 @@ def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Ten
 def _adam(
     directions: Tensors, state: OptimState, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
-    """Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
+    """Return Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
     step = state.step + 1
     first = _update_moments(directions, state.first, lambda before, g: add(before * betas[0], g, 1 - betas[0]))
     second = _update_moments(directions, state.second, lambda before, g: add(before * betas[1], g * g, 1 - betas[1]))
@@ -92,21 +92,21 @@ def _adam(
 def _rmsprop(
     directions: Tensors, state: OptimState, alpha: float = 0.99, eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
-    """RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
+    """Return RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
     second = _update_moments(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
-    """Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
+    """Return Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
     second = _update_moments(directions, state.second, lambda before, g: add(before, g * g))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _update_moments(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor], Value]) -> dict[str, Tensor]:
-    """`rule(moment, direction)` for every tensor; moments start at zero."""
+    """Return `rule(moment, direction)` for every tensor; moments start at zero."""
     moved = {}
     for name, g in directions.items():
         assert isinstance(g, Tensor)
@@ -117,5 +117,5 @@ def _update_moments(directions: Tensors, moment: Tensors, rule: Callable[[Tensor
 
 
 def _safe_sqrt(square: Tensor) -> Tensor:
-    """Its square root, differentiable at 0: that has no derivative, so it starts one rounding above."""
+    """Return the square root, differentiable at 0: that has no derivative, so it starts one rounding above."""
     return (square + torch.finfo(square.dtype).tiny).sqrt()

@@ -40,7 +40,7 @@ class PoissonPhase(Phase):
             raise ValueError(f"expected images >= 1, got {self.images}")
 
     def draw(self, n: int, generator: torch.Generator) -> tuple[tuple[Tensor, ...], ...]:
-        """Indices below `n` for every batch of every step."""
+        """Return indices below `n` for every batch of every step."""
         size = min(self.batch_size or n, n)
         whole = self.images or n
         per_epoch = -(-whole // min(self.batch_size or whole, whole))
@@ -81,13 +81,13 @@ class SubsetPhase(Phase):
             raise ValueError(f"expected every >= 2, got {self.every}")
 
     def subset(self, n: int) -> Tensor:
-        """Which of `n` images, in order."""
+        """Return which of `n` images, in order."""
         held = (torch.arange(1, n + 1) % self.every == 0) == self.held_out
         return held.nonzero().flatten() if n >= self.every else torch.arange(n)
 
 
 def plan_batches(phases: Sequence[Phase], n: int, generator: torch.Generator) -> Order:
-    """Indices below `n` for every batch of every step of every phase.
+    """Return indices below `n` for every batch of every step of every phase.
 
     Raises:
         ValueError: if the client has no image.
@@ -133,12 +133,12 @@ def _sample_batches(sampler: str, n: int, size: int, generator: torch.Generator)
 
 
 def batch_sizes(order: Order) -> Schedule:
-    """The sizes of the batches of `order`."""
+    """Return the sizes of the batches of `order`."""
     return tuple(tuple(tuple(len(index) for index in step) for step in steps) for steps in order)
 
 
 def sequential_order(sizes: Schedule, n: int) -> Order:
-    """The images one after the other, from the first again in every phase: a guess of an unknown order."""
+    """Return the images one after the other, from the first again in every phase: a guess of an unknown order."""
     phases = []
     for steps in sizes:
         position, planned = 0, []

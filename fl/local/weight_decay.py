@@ -12,7 +12,7 @@ from fl.types import Group, Phase, Schedule
 
 
 def decay_shares(phases: Sequence[Phase], schedule: Schedule | None, names: Iterable[str]) -> dict[str, float]:
-    """The share of each parameter that local SGD or AdamW takes off by weight decay alone.
+    """Return the share of each parameter that local SGD or AdamW takes off by weight decay alone.
 
     SGD is linear in gradients and parameters, and AdamW's decay never enters its normalized steps, so
     `update = share * before + what the gradients make`. The share is what the phases' own optimizer takes off the
@@ -48,7 +48,7 @@ def without_decay(
     shares: Mapping[str, float],
     surrogate: Callable[[Tensors], Tensors] | None = None,
 ) -> Tensors:
-    """An update without the part that weight decay alone makes, in the form (structured or dense) it has.
+    """Return an update without the part that weight decay alone makes, in the form (structured or dense) it has.
 
     Args:
         update: an observed or predicted one, by name.
@@ -69,7 +69,7 @@ def without_decay(
 def _remaining_share(
     phases: Sequence[Phase], counts: Sequence[int | None], owners: Sequence[int | None]
 ) -> float | None:
-    """What is left of 1 after all phases, for a parameter in group `owners[p]` of phase p."""
+    """Return what is left of 1 after all phases, for a parameter in group `owners[p]` of phase p."""
     value = 1.0
     for phase, count, owner in zip(phases, counts, owners, strict=True):
         if owner is None or phase.groups[owner].weight_decay == 0:

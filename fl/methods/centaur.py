@@ -42,15 +42,15 @@ class Centaur(PrivateMethod, FedAvg):
 
     @classmethod
     def example(cls) -> Centaur:
-        """Both phases, two epochs of two steps for the extractor."""
+        """Return both phases, two epochs of two steps for the extractor."""
         return cls(lr=0.1, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """The classifier is private, everything else is shared."""
+        """Say who holds it: the classifier is private, everything else is shared."""
         return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """The classifier, then the extractor."""
+        """Return the classifier, then the extractor."""
         head = Group(prefixes=(task.head,), lr=self.head_lr, weight_decay=self.weight_decay)
         first = Phase(groups=(head,), momentum=self.momentum, epochs=self.head_epochs, batch_size=self.batch_size)
         (whole,) = super().phases(task, round)

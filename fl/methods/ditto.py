@@ -54,15 +54,15 @@ class Ditto(FedAvg):
 
     @classmethod
     def example(cls) -> Ditto:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def fine_tuning_method(self) -> FedAvg:
-        """Fine-tuning starts from the server's network, by FedAvg's rule."""
+        """Return FedAvg: fine-tuning starts from the server's network."""
         return FedAvg(**{field.name: getattr(self, field.name) for field in fields(FedAvg)})
 
     def personal_method(self) -> Ditto:
-        """The rule of the personal model."""
+        """Return the rule of the personal model."""
         return _Personal(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
@@ -71,11 +71,11 @@ class _Personal(Ditto):
     """Ditto's personal model: nothing of it is shared."""
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Everything is private."""
+        """Say who holds it: everything is private."""
         return Scope.PRIVATE
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, and lam times the way back to what the server sent."""
+        """Return the gradient of the loss, and lam times the way back to what the server sent."""
         loss = grad(params, batches[0])
         sent = {name: value for name, value in step.received["sent"].items() if name in loss}
         away = add_scaled({name: params[name] for name in sent}, sent, -1.0)

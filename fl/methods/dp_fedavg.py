@@ -34,5 +34,5 @@ class DPFedAvg(PrivateMethod, FedAvg):
 
     @classmethod
     def example(cls) -> DPFedAvg:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)

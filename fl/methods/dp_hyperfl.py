@@ -65,7 +65,7 @@ class DPHyperFL(PrivateMethod, HyperFL):
         )
 
     def _no_epsilon_reason(self, sigma: float, record_reader: str) -> str:
-        """As in any private method, with what the update says of an embedding that moved without noise."""
+        """Return the reason as in any private method, or that of an embedding that moved without noise."""
         found = super()._no_epsilon_reason(sigma, record_reader)
         if found and self.mode == "as-published" and self.learn_embedding and sigma and self.noise_on == "extractor":
             return f"{found}; the update also gives the embedding away (`peel`), which moved without noise"
@@ -73,6 +73,6 @@ class DPHyperFL(PrivateMethod, HyperFL):
 
     @classmethod
     def example(cls) -> DPHyperFL:
-        """A tiny hypernetwork, both phases."""
+        """Return a tiny hypernetwork, both phases."""
         tiny = Hypernetwork.example()
         return cls(parametrization=tiny, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)

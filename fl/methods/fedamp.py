@@ -69,26 +69,26 @@ class FedAMP(PersonalModels):
 
     @classmethod
     def example(cls) -> FedAMP:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(alpha=0.6, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, and lam / alpha times the way back to u_i, where the round started."""
+        """Return the gradient of the loss, and lam / alpha times the way back to u_i, where the round started."""
         loss = grad(params, batches[0])
         away = add_scaled({name: params[name] for name in loss}, step.start, -1.0)
         return add_scaled(loss, away, self.lam / self.alpha)
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
-        """In the first step the client is at u_i."""
+        """Return True for one step, at which the client is at u_i."""
         return type(self).gradient is FedAMP.gradient and (steps == 1 or self.lam == 0)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's; all models are the same."""
+        """Return FedAvg's; all models are the same."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={DISTANCES: {MATRIX: torch.zeros(clients, clients, dtype=torch.float64)}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The models that arrived are kept, and how far they are from all others."""
+        """Return the models that arrived are kept, and how far they are from all others."""
         after, apart = super().aggregate(server, uploads, task), dense(server.own[DISTANCES][MATRIX]).clone()
         models = [last_model(after, number) for number in range(server.clients)]
         for i in {upload.client for upload in uploads}:
@@ -98,7 +98,7 @@ class FedAMP(PersonalModels):
         return replace(after, own={**after.own, DISTANCES: {MATRIX: apart}})
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """u_i."""
+        """Return u_i."""
         apart = dense(server.own[DISTANCES][MATRIX])[client].tolist()
         others = [number for number in range(server.clients) if number != client]
         shares = [self.attention(apart[number]) for number in others]
@@ -107,11 +107,11 @@ class FedAMP(PersonalModels):
         return weighted_model([last_model(server, number) for number in (client, *others)], [1 - sum(shares), *shares])
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
-        """w_i, by which the client predicts."""
+        """Return w_i, by which the client predicts."""
         if client >= server.clients:
             return self.broadcast(server, client, task)
         return as_download(server, last_model(server, client))
 
     def attention(self, apart: float) -> float:
-        """Alpha A'(apart), `apart` being a squared distance."""
+        """Return alpha A'(apart), `apart` being a squared distance."""
         return self.alpha / self.sigma * math.exp(-apart / self.sigma)

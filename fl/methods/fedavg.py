@@ -67,11 +67,11 @@ class FedAvg(Method):
 
     @classmethod
     def example(cls) -> FedAvg:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves."""
+        """Return one phase in which everything moves."""
         group = Group(lr=self.lr, weight_decay=self.weight_decay, max_norm=self.max_norm)
         return (
             Phase(

@@ -48,11 +48,11 @@ class FedBABU(FedAvg):
 
     @classmethod
     def example(cls) -> FedBABU:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network with a frozen classifier."""
+        """Return the network with a frozen classifier."""
         model = super().client_model(task)
         for name, value in model.named_parameters():
             if name.startswith(task.head):
@@ -60,7 +60,7 @@ class FedBABU(FedAvg):
         return model
 
     def fine_tuning_method(self) -> FedBABU:
-        """The rule of fine-tuning, in which the classifier may move."""
+        """Return the rule of fine-tuning, in which the classifier may move."""
         return _Tuning(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
@@ -69,11 +69,11 @@ class _Tuning(FedBABU):
     """FedBABU's fine-tuning: `tunes` says what moves."""
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network as it is."""
+        """Return the network as it is."""
         return FedAvg.client_model(self, task)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase; a group of step size 0 keeps what is not tuned where it is."""
+        """Return one phase; a group of step size 0 keeps what is not tuned where it is."""
         (phase,) = super().phases(task, round)
         (all_,) = phase.groups
         still = Group(lr=0.0)

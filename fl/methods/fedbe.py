@@ -107,19 +107,19 @@ class FedBE(PublicDataServer):
 
     @classmethod
     def example(cls) -> FedBE:
-        """Two epochs of two steps, three steps of the server on small faces, two of them averaged."""
+        """Return two epochs of two steps, three steps of the server on small faces, two of them averaged."""
         server = {"public": Faces(size=8), "images": 6, "server_epochs": 1, "server_lr": 0.1, "server_batch": 2}
         drawn = {"drawn_models": 2, "average_from": 1, "average_every": 1}
         local = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
         return cls(**local, **server, **drawn)  # type: ignore[arg-type]
 
     def server_phase(self) -> Phase:
-        """How the server trains."""
+        """Return the phase in which the server trains."""
         group = Group(lr=self.server_lr, weight_decay=1e-5)
         return Phase(groups=(group,), momentum=0.9, epochs=self.server_epochs, batch_size=self.server_batch)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's mean, distilled."""
+        """Return FedAvg's mean, distilled."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
@@ -131,7 +131,7 @@ class FedBE(PublicDataServer):
         return with_module_state(self._distill(mean, images, said / said.sum(-1, keepdim=True), server), after)
 
     def sample_teachers(self, server: ServerState, uploads: Sequence[Upload]) -> list[Tensors]:
-        """The parameters of the teachers that are drawn."""
+        """Return the parameters of the teachers that are drawn."""
         generator = self.server_generator(server, "models")
         if self.distribution == "dirichlet":
             shares = dirichlet(np.full(len(uploads), self.concentration), self.drawn_models, generator)
@@ -139,7 +139,7 @@ class FedBE(PublicDataServer):
         return [_sample_gaussian(server, uploads, self.spread, generator) for _ in range(self.drawn_models)]
 
     def _distill(self, student: nn.Module, images: Tensor, target: Tensor, server: ServerState) -> nn.Module:
-        """The student after SGD with weight averaging."""
+        """Return the student after SGD with weight averaging."""
         phase, averaged = self.server_phase(), AveragedModel(student)
         (group,) = phase.groups
         moving = [value for value in student.parameters() if value.requires_grad]
@@ -160,7 +160,7 @@ class FedBE(PublicDataServer):
 def _sample_gaussian(
     server: ServerState, uploads: Sequence[Upload], spread: float, generator: torch.Generator
 ) -> Tensors:
-    """A draw from the Gaussian."""
+    """Return a draw from the Gaussian."""
     found: Tensors = {}
     for name, value in server.shared.items():
         ways = -torch.stack([dense(upload.update[name]) for upload in uploads])
@@ -175,7 +175,7 @@ def _sample_gaussian(
 
 
 def _weighted_model(server: ServerState, uploads: Sequence[Upload], shares: Sequence[float]) -> Tensors:
-    """The mean of the clients' networks with these weights."""
+    """Return the mean of the clients' networks with these weights."""
     return {
         name: dense(value) - sum(share * dense(u.update[name]) for share, u in zip(shares, uploads, strict=True))
         for name, value in server.shared.items()

@@ -31,11 +31,11 @@ class FedBN(FedAvg):
 
     @classmethod
     def example(cls) -> FedBN:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """The parameters and statistics of batch norm are private, everything else is shared."""
+        """Say who holds it: the parameters and statistics of batch norm are private, everything else is shared."""
         given = self.parametrization.scope(name)
         if given is not None:
             return given
@@ -43,7 +43,10 @@ class FedBN(FedAvg):
 
 
 def _is_batch_norm(name: str, task: Task) -> bool:
-    """Whether a parameter or buffer of the network belongs to a batch-norm layer; a generator's belong to none."""
+    """Return whether a parameter or buffer of the network belongs to a batch-norm layer.
+
+    A generator's belong to none.
+    """
     if name not in task.parameters and name not in task.buffers:
         return False
     return isinstance(task.model.get_submodule(name.rpartition(".")[0]), nn.modules.batchnorm._BatchNorm)

@@ -72,12 +72,12 @@ class FedDF(PublicDataServer):
 
     @classmethod
     def example(cls) -> FedDF:
-        """Two epochs of two steps, three steps of the server on small faces."""
+        """Return two epochs of two steps, three steps of the server on small faces."""
         server = {"public": Faces(size=8), "images": 6, "server_steps": 3, "server_lr": 0.01, "server_batch": 4}
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2, **server)  # type: ignore[arg-type]
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's mean, distilled."""
+        """Return FedAvg's mean, distilled."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
@@ -102,6 +102,6 @@ class FedDF(PublicDataServer):
         return with_module_state(student, after)
 
     def server_phase(self) -> Phase:
-        """When the server feeds which images; checks the settings."""
+        """Return the phase in which the server feeds its images; checks the settings."""
         group = Group(lr=self.server_lr, max_norm=self.server_max_norm)
         return Phase(groups=(group,), optimizer="adam", steps=self.server_steps, batch_size=self.server_batch)

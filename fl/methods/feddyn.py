@@ -61,35 +61,35 @@ class FedDyn(FedAvg):
 
     @classmethod
     def example(cls) -> FedDyn:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(alpha=0.2, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def init_memory(self, params: Tensors, task: Task) -> Payloads:
-        """g_k = 0."""
+        """Return g_k = 0."""
         return {GRADIENT_MEMORY: zeros(params, [name for name in params if self.scope(name, task) is Scope.SHARED])}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, less g_k, and alpha times the way back to the start of the round."""
+        """Return the gradient of the loss, less g_k, and alpha times the way back to the start of the round."""
         loss, own = grad(params, batches[0]), step.memory[GRADIENT_MEMORY]
         mine = {name: value for name, value in loss.items() if name in own}
         drift = add_scaled({name: params[name] for name in mine}, step.start, -1.0)
         return {**loss, **add_scaled(add_scaled(mine, own, -1.0), drift, self.alpha)}
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """Nothing more to send; g_k less alpha times the way gone."""
+        """Return no further payload; g_k less alpha times the way gone."""
         own = step.memory[GRADIENT_MEMORY]
         way = add_scaled({name: params[name] for name in own}, step.start, -1.0)
         return {}, {GRADIENT_MEMORY: add_scaled(own, way, -self.alpha)}
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, and h = 0."""
+        """Return FedAvg's, and h = 0."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={GRADIENT_MEMORY: zeros(server.shared, server.shared)})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The server's h takes in the round; the plain mean of what arrived is shifted by it."""
+        """Return the server's h takes in the round; the plain mean of what arrived is shifted by it."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after

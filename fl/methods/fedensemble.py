@@ -67,17 +67,17 @@ class FedEnsemble(FedAvg):
 
     @classmethod
     def example(cls) -> FedEnsemble:
-        """Two networks, two epochs of two steps, everything on."""
+        """Return two networks, two epochs of two steps, everything on."""
         return cls(members=2, lr=0.1, momentum=0.5, max_norm=1.0, epochs=2, batch_size=2)
 
     def member(self, server: ServerState, client: int) -> int:
-        """Which network client number `client` trains in this round."""
+        """Return which network client number `client` trains in this round."""
         age, turn = divmod(server.round, self.members)
         seed = int(dense(server.own[TURNS][SEED]))
         return int(torch.randperm(self.members, generator=stream(seed, TURNS, client, age))[turn])
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """The task's own network, and others whose layers are drawn as PyTorch does."""
+        """Return the task's own network, and others whose layers are drawn as PyTorch does."""
         server = super().init_server(params, task, clients, generator)
         own: dict[str, Tensors] = {TURNS: {SEED: torch.randint(2**31, (), generator=generator)}}
         for k in range(self.members):
@@ -88,18 +88,18 @@ class FedEnsemble(FedAvg):
         return replace(server, shared={}, buffers={}, own=own)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The network whose turn it is."""
+        """Return the network whose turn it is."""
         return _split_state(server.own[_member_payload(self.member(server, client))], task)
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
-        """All networks: of every tensor one with another dimension before its own, over the members."""
+        """Return all networks: of every tensor one with another dimension before its own, over the members."""
         if self.members == 1:
             return self.broadcast(server, client, task)
         every = [server.own[_member_payload(k)] for k in range(self.members)]
         return _split_state({name: torch.stack([dense(one[name]) for one in every]) for name in every[0]}, task)
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """Logarithms of the members' mean probabilities (B, K); of one network, what it returns."""
+        """Return logarithms of the members' mean probabilities (B, K); of one network, what it returns."""
         shapes = {name: value.shape for name, value in network.model.named_parameters()}
         if all(value.shape == shapes[name] for name, value in network.weights.items()):
             return network(inputs)
@@ -107,7 +107,7 @@ class FedEnsemble(FedAvg):
         return torch.stack(answers).mean(0).log()
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's mean, network by network."""
+        """Return FedAvg's mean, network by network."""
         own = dict(server.own)
         for k in range(self.members):
             sent = _split_state(own[_member_payload(k)], task)
@@ -122,7 +122,7 @@ def _member_payload(member: int) -> str:
 
 
 def _redraw_parameters(params: Tensors, task: Task, generator: torch.Generator) -> Tensors:
-    """Parameters of the same network, drawn anew."""
+    """Return parameters of the same network, drawn anew."""
     model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
     initialize(model, generator)
     drawn = dict(model.named_parameters())
@@ -130,12 +130,12 @@ def _redraw_parameters(params: Tensors, task: Task, generator: torch.Generator) 
 
 
 def _split_state(member: Tensors, task: Task) -> Download:
-    """A network's parameters and buffers."""
+    """Return a network's parameters and buffers."""
     buffers = {name: dense(value) for name, value in member.items() if name in task.buffers}
     return Download({name: value for name, value in member.items() if name not in buffers}, buffers)
 
 
 def _member_network(network: Network, member: int) -> Network:
-    """One network of several."""
+    """Return one network of several."""
     weights, buffers = ({n: v[member] for n, v in tensors.items()} for tensors in (network.weights, network.buffers))
     return Network(network.model, weights, buffers)

@@ -95,7 +95,7 @@ class FedFomo(PersonalModels):
 
     @classmethod
     def example(cls) -> FedFomo:
-        """Two epochs of two steps on two images, two held out, everything on."""
+        """Return two epochs of two steps on two images, two held out, everything on."""
         plain = cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=1)
         return replace(plain, downloads=2, every=2)
 
@@ -114,7 +114,7 @@ class FedFomo(PersonalModels):
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss; in the first phases the weights, and the way back from the mixture."""
+        """Return the gradient of the loss; in the first phases the weights, and the way back from the mixture."""
         if step.phase is not None and step.phase.records_direction_as == WEIGHTS:
             return {MODELS: mixture_weights(grad, params, batches[0], step)}
         if isinstance(step.phase, _MixPhase):
@@ -123,12 +123,12 @@ class FedFomo(PersonalModels):
         return super().gradient(grad, params, batches, step)
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """The weights, where there are any."""
+        """Return the weights, where there are any."""
         return {key: value for key, value in step.recorded.items() if key == WEIGHTS}, step.memory
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, an empty P, nobody who has sent anything, and a number to draw from."""
+        """Return FedAvg's, an empty P, nobody who has sent anything, and a number to draw from."""
         server = super().init_server(params, task, clients, generator)
         seed = torch.randint(2**62, (1,), generator=generator)
         own: Payloads = {
@@ -139,11 +139,11 @@ class FedFomo(PersonalModels):
         return replace(server, own=own)
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """The client's own."""
+        """Return the client's own."""
         return last_model(server, client)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The client's own model, and some of others."""
+        """Return the client's own model, and some of others."""
         download = super().broadcast(server, client, task)
         if client >= server.clients or not server.round:
             return download
@@ -152,7 +152,7 @@ class FedFomo(PersonalModels):
         return replace(download, received={LAST_START: _last_start(server, client), **received})
 
     def sampled_peers(self, server: ServerState, client: int) -> list[int]:
-        """Whose models the client is sent."""
+        """Return the numbers of the clients whose models the client is sent."""
         arrived = dense(server.own[ARRIVED][CLIENTS])
         pool = [number for number in arrived.nonzero().flatten().tolist() if number != client]
         generator = stream(int(dense(server.own[SEED][NUMBER])), "others", client, server.round)
@@ -166,7 +166,7 @@ class FedFomo(PersonalModels):
         return chosen
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The models that arrived are kept, and the weights added to P."""
+        """Return the models that arrived are kept, and the weights added to P."""
         after = super().aggregate(server, uploads, task)
         arrived = torch.zeros(server.clients, dtype=torch.bool)
         matrix = dense(server.own[AFFINITY][MATRIX]).clone()
@@ -183,13 +183,13 @@ class FedFomo(PersonalModels):
 
 
 def candidate_models(step: Step) -> list[Tensors]:
-    """The client's own last model, and those of others: shared parameters, by name."""
+    """Return the client's own last model, and those of others: shared parameters, by name."""
     others = [model for key, model in step.received.items() if key != LAST_START]
     return [{name: step.start[name] for name in step.received[LAST_START]}, *others]
 
 
 def mixture_weights(grad: Gradient, params: Tensors, batch: Batch, step: Step) -> Tensor:
-    """How much better than the model before each model does for its distance (1 + others,)."""
+    """Return how much better than the model before each model does for its distance (1 + others,)."""
     before = step.received[LAST_START]
     least = grad.value({**params, **before}, batch)
     gains = [least - grad.value({**params, **model}, batch) for model in candidate_models(step)]
@@ -198,7 +198,7 @@ def mixture_weights(grad: Gradient, params: Tensors, batch: Batch, step: Step) -
 
 
 def mixture(before: Tensors, models: Sequence[Tensors], found: Tensor) -> Tensors:
-    """The models by those of their weights (models,) that are above zero; the model before where none is."""
+    """Return the models by those of their weights (models,) that are above zero; the model before where none is."""
     positive = found.relu()
     whole = positive.sum()
     shares = list(positive / torch.where(whole > 0, whole, torch.ones_like(whole)))
@@ -207,10 +207,10 @@ def mixture(before: Tensors, models: Sequence[Tensors], found: Tensor) -> Tensor
 
 
 def _last_start(server: ServerState, client: int) -> Tensors:
-    """The shared parameters from which the client trained last; the initial ones at first."""
+    """Return the shared parameters from which the client trained last; the initial ones at first."""
     return server.own.get(_start_payload(client), server.shared)
 
 
 def _start_payload(client: int) -> str:
-    """The payload of `ServerState.own` that holds them."""
+    """Return the payload of `ServerState.own` that holds them."""
     return f"{LAST_START}.{client}"

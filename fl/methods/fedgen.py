@@ -110,14 +110,14 @@ class FedGen(FedAvg):
 
     @classmethod
     def example(cls) -> FedGen:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         server = {"generated": 3, "noise": 2, "hidden": 4, "server_steps": 3, "server_lr": 0.01, "server_batch": 4}
         local = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
         return cls(**local, alpha=1.0, beta=0.5, **server)  # type: ignore[arg-type]
 
     # ---- description -------------------------------------------------------------------------------------------------
     def generator(self, task: Task) -> FeatureGenerator:
-        """The generator for this task.
+        """Return the generator for this task.
 
         Raises:
             ValueError: the network's classifier is no linear layer.
@@ -131,18 +131,18 @@ class FedGen(FedAvg):
         return FeatureGenerator(classes=task.num_classes, features=weight.shape[1], **size)
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network, and beside it, without a part in what it predicts, the shares of labels."""
+        """Return the network, and beside it, without a part in what it predicts, the shares of labels."""
         self.generator(task)
         model, some = super().client_model(task), next(iter(task.parameters.values()))
         model.register_parameter(SHARES, nn.Parameter(some.new_zeros(task.num_classes)))
         return model
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """The shares of labels, then the network."""
+        """Return the shares of labels, then the network."""
         return Phase(groups=(COUNTING_GROUP,), steps=1, sampler="sequential"), self._training_phases(task, round)
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The network alone."""
+        """Return the network alone."""
         return (replace(self._training_phases(task, self.first_round), epochs=epochs, steps=None),)
 
     def _training_phases(self, task: Task, round: int) -> Phase:
@@ -160,12 +160,12 @@ class FedGen(FedAvg):
         return super().trains_predictor(phase) and phase.groups != (COUNTING_GROUP,)
 
     def disclosed_label_shares(self, sent: Tensors, update: Tensors) -> Tensor | None:
-        """What the counting ended with."""
+        """Return what the counting ended with."""
         return dense(sent[SHARES]) - dense(update[SHARES]) if SHARES in update else None
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Noise for the batch's own labels (B, Z), further labels (G,) and noise for these (G, Z)."""
+        """Return noise for the batch's own labels (B, Z), further labels (G,) and noise for these (G, Z)."""
         shapes = {"own": (len(batch), self.noise), "noise": (self.generated, self.noise)}
         if generator is None:
             found = {name: batch.inputs.new_zeros(shape) for name, shape in shapes.items()}
@@ -176,7 +176,10 @@ class FedGen(FedAvg):
         return {**found, "labels": labels.to(batch.inputs.device)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """The distance to the shares of labels; then cross entropy, that of generated features, and distillation."""
+        """Return the distance to the shares of labels.
+
+        Then cross entropy, that of generated features, and distillation.
+        """
         own = _probabilities(batch.labels, step.task.num_classes, batch.inputs)
         if step.phase is not None and step.phase.groups == (COUNTING_GROUP,):
             return (network.weights[SHARES] - own).square().sum(1).mean() / 2
@@ -197,19 +200,19 @@ class FedGen(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state, a fresh generator and a seed."""
+        """Return FedAvg's state, a fresh generator and a seed."""
         server = super().init_server(params, task, clients, generator)
         fresh = self.generator(task).initial_parameters(generator, next(iter(task.parameters.values())))
         seed = torch.randint(2**31, (), generator=generator)
         return replace(server, own={GENERATOR: fresh, OPTIMIZER: {}, KEYS: {SEED: seed}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The network, and the generator once it is trained."""
+        """Return the network, and the generator once it is trained."""
         received: Payloads = {GENERATOR: server.own[GENERATOR]} if server.round else {}
         return Download(server.shared, server.buffers, received)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's mean, and steps of the generator on the classifiers that arrived."""
+        """Return FedAvg's mean, and steps of the generator on the classifiers that arrived."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
@@ -241,7 +244,7 @@ class FedGen(FedAvg):
         noise: Tensor,
         trust: Tensor,
     ) -> Tensor:
-        """What the generator's step descends: the clients' cross entropy, and how alike its features are."""
+        """Return what the generator's step descends: the clients' cross entropy, and how alike its features are."""
         given = {name: dense(value) for name, value in params.items()}
         wanted = _probabilities(labels, task.num_classes, noise)
         features = self.generator(task).make(given, wanted, noise, training=True)
@@ -256,7 +259,7 @@ class FedGen(FedAvg):
 
 
 def _probabilities(labels: Tensor, classes: int, like: Tensor) -> Tensor:
-    """Labels (B,) or (B, K) as (B, K), of the type of `like`."""
+    """Return labels (B,) or (B, K) as (B, K), of the type of `like`."""
     if labels.is_floating_point():
         return labels
     return (labels[:, None] == torch.arange(classes, device=labels.device)).to(like)

@@ -53,11 +53,11 @@ class FedGMA(FedAvg):
 
     @classmethod
     def example(cls) -> FedGMA:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The masked mean; buffers as in FedAvg."""
+        """Return the masked mean; buffers as in FedAvg."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
@@ -70,6 +70,6 @@ class FedGMA(FedAvg):
 
 
 def mask(updates: Sequence[Tensor], tau: float) -> Tensor:
-    """1 where the signs of `updates` agree to at least `tau`, their agreement in [0, 1] elsewhere."""
+    """Return 1 where the signs of `updates` agree to at least `tau`, their agreement in [0, 1] elsewhere."""
     agreement = torch.stack(tuple(updates)).sign().mean(0).abs()
     return torch.where(agreement >= tau, torch.ones_like(agreement), agreement)

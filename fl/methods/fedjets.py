@@ -78,27 +78,27 @@ class FedJETs(FedAvg):
 
     @classmethod
     def example(cls) -> FedJETs:
-        """Three experts, two epochs of two steps, everything on."""
+        """Return three experts, two epochs of two steps, everything on."""
         return cls(experts=3, anchor=0.5, lr=0.1, momentum=0.5, max_norm=1.0, epochs=2, batch_size=2)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def client_model(self, task: Task) -> nn.Module:
-        """The common expert, the gate and the chosen experts."""
+        """Return the common expert, the gate and the chosen experts."""
         return GatedMixture(task, self.experts, self.chosen)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """FedAvg's, with a look at all images after it, which moves nothing."""
+        """Return FedAvg's, with a look at all images after it, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
         return main, Phase(groups=still, steps=1, sampler="sequential", records_direction_as=SCORES)
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The local rule for `epochs` passes, without the look."""
+        """Return the local rule for `epochs` passes, without the look."""
         main, _ = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Cross entropy, and that of an anchor's gate; in the look the mean softmax of all scores (M,)."""
+        """Return cross entropy, and that of an anchor's gate; in the look the mean softmax of all scores (M,)."""
         ids = network.buffers["ids"]
         answers, scores = network(batch.inputs, ids)
         if _is_scoring_phase(step):
@@ -108,7 +108,7 @@ class FedJETs(FedAvg):
         return plain + self.anchor * network.buffers["anchor"] * guided
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss; in the look what `loss` returns."""
+        """Return the gradient of the loss; in the look what `loss` returns."""
         return {MEAN: grad.value(params, batches[0])} if _is_scoring_phase(step) else grad(params, batches[0])
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
@@ -116,11 +116,11 @@ class FedJETs(FedAvg):
         return type(self).gradient is FedJETs.gradient
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """The mean scores, for the server to choose by."""
+        """Return the mean scores, for the server to choose by."""
         return ({SCORES: step.recorded[SCORES]} if SCORES in step.recorded else {}), {}
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """What the expert with the highest score says of each image (B, K), out of those in the network."""
+        """Return what the expert with the highest score says of each image (B, K), out of those in the network."""
         ids = network.buffers["ids"]
         if not _is_stacked(network):  # a client's own, right after training
             answers, scores = network(inputs, ids)
@@ -132,7 +132,10 @@ class FedJETs(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def experts_of(self, server: ServerState, client: int) -> list[int]:
-        """The experts of client number `client`: its own as an anchor, then by its scores, equal ones in turn."""
+        """Return the experts of client number `client`.
+
+        Its own as an anchor, then by its scores, equal ones in turn.
+        """
         scores = dense(server.own[SCORES][SCORES])
         mine = scores[client].tolist() if client < len(scores) else [0.0] * self.experts
 
@@ -145,7 +148,7 @@ class FedJETs(FedAvg):
         return self.anchor > 0 and client < min(self.experts, server.clients)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """A gate and experts whose layers are drawn as PyTorch does; no scores."""
+        """Return a gate and experts whose layers are drawn as PyTorch does; no scores."""
         server = super().init_server(params, task, clients, generator)
         model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
         mixture = next(module for module in model.modules() if isinstance(module, GatedMixture))
@@ -161,7 +164,7 @@ class FedJETs(FedAvg):
         return replace(server, shared={}, buffers={}, own=own)
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The gate, the client's experts, and which they are."""
+        """Return the gate, the client's experts, and which they are."""
         ids = self.experts_of(server, client)
         found: Tensors = {
             f"experts.{i}.{n}": v for i, k in enumerate(ids) for n, v in server.own[_expert_payload(k)].items()
@@ -172,7 +175,7 @@ class FedJETs(FedAvg):
         return Download({**server.own[GATE], **{n: v for n, v in found.items() if n not in buffers}}, buffers)
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
-        """The gate and all experts: of every tensor of the first one with another dimension, over the experts.
+        """Return the gate and all experts: of every tensor of the first one with another dimension, over the experts.
 
         The other places hold the first expert for everybody, instead of what the client chose: nothing reads them.
         """
@@ -185,7 +188,7 @@ class FedJETs(FedAvg):
         return Download(shared, {n: served.get(n, v) for n, v in down.buffers.items()})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's mean of the gate and of each expert, and the scores that arrived."""
+        """Return FedAvg's mean of the gate and of each expert, and the scores that arrived."""
         own = dict(server.own)
         own[GATE] = super().aggregate(replace(server, shared=own[GATE]), uploads, task).shared
         chosen = {upload.client: self.experts_of(server, upload.client) for upload in uploads}
@@ -258,13 +261,13 @@ class CommonExpert(nn.Module):
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features (B, D)."""
+        """Return features (B, D)."""
         made: Tensor = self.inner(x).flatten(1)
         return made
 
 
 def mix_logits(answers: Tensor, scores: Tensor) -> Tensor:
-    """Logits (B, K) of experts' (B, chosen, K), weighted by the softmax of their scores (B, chosen)."""
+    """Return logits (B, K) of experts' (B, chosen, K), weighted by the softmax of their scores (B, chosen)."""
     return (scores.softmax(-1)[..., None] * answers).sum(1)
 
 
@@ -277,20 +280,20 @@ def _is_scoring_phase(step: Step) -> bool:
 
 
 def _is_stacked(network: Network) -> bool:
-    """Whether the first expert stands for all (`FedJETs.serve`)."""
+    """Return whether the first expert stands for all (`FedJETs.serve`)."""
     own = dict(network.model.named_parameters())
     return any(v.shape != own[n].shape for n, v in network.weights.items() if n.startswith(FIRST))
 
 
 def _expert_network(network: Network, expert: int) -> Network:
-    """The network with this expert as its first."""
+    """Return the network with this expert as its first."""
     both = network.weights, network.buffers
     weights, buffers = ({n: v[expert] if n.startswith(FIRST) else v for n, v in t.items()} for t in both)
     return Network(network.model, weights, buffers)
 
 
 def _expert_upload(upload: Upload, slot: int) -> Upload:
-    """What a client sent of one of its experts, by the expert's own names."""
+    """Return what a client sent of one of its experts, by the expert's own names."""
     prefix = f"experts.{slot}."
     both = upload.update, upload.buffers
     update, buffers = ({n.removeprefix(prefix): v for n, v in t.items() if n.startswith(prefix)} for t in both)

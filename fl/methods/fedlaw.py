@@ -70,18 +70,18 @@ class FedLAW(PublicDataServer):
 
     @classmethod
     def example(cls) -> FedLAW:
-        """Two epochs of two steps, three steps of the server on small faces."""
+        """Return two epochs of two steps, three steps of the server on small faces."""
         server = {"public": Faces(size=8), "images": 6, "server_epochs": 1, "server_lr": 0.1, "server_batch": 2}
         local = {"lr": 0.1, "momentum": 0.5, "weight_decay": 5e-4, "max_norm": 1.0, "epochs": 2, "batch_size": 2}
         return cls(**local, **server)  # type: ignore[arg-type]
 
     def server_phase(self) -> Phase:
-        """How the server learns its weights."""
+        """Return the phase in which the server learns its weights."""
         groups = (Group(lr=self.server_lr),)
         return Phase(groups=groups, optimizer="adam", epochs=self.server_epochs, batch_size=self.server_batch)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state and a seed, once the server's labels are known to be the task's."""
+        """Return FedAvg's state and a seed, once the server's labels are known to be the task's."""
         server, labels = super().init_server(params, task, clients, generator), self.public_images(task).labels
         if int(labels.max()) >= task.num_classes:
             raise ValueError(
@@ -91,7 +91,7 @@ class FedLAW(PublicDataServer):
         return server
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The mean with weights that are learned; buffers as in FedAvg, and then as they are seen."""
+        """Return the mean with weights that are learned; buffers as in FedAvg, and then as they are seen."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after
@@ -114,7 +114,7 @@ class FedLAW(PublicDataServer):
 
 
 def combine_networks(weights: Tensor, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The network that weights (clients + 1,) make of the clients' ones, the last being the logarithm of gamma.
+    """Return the network that weights (clients + 1,) make of the clients' ones, the last being the logarithm of gamma.
 
     Args:
         weights: before softmax and exponential.

@@ -30,15 +30,15 @@ class FedPer(FedAvg):
 
     @classmethod
     def example(cls) -> FedPer:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """The classifier is private, everything else is shared."""
+        """Say who holds it: the classifier is private, everything else is shared."""
         return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase, with a group for the classifier if it has its own step size."""
+        """Return one phase, with a group for the classifier if it has its own step size."""
         (phase,) = super().phases(task, round)
         if self.head_lr is None:
             return (phase,)

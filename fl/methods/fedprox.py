@@ -46,15 +46,15 @@ class FedProx(FedAvg):
 
     @classmethod
     def example(cls) -> FedProx:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, and mu times the way back to the start of the round."""
+        """Return the gradient of the loss, and mu times the way back to the start of the round."""
         loss = grad(params, batches[0])
         drift = add_scaled({name: params[name] for name in loss}, step.start, -1.0)
         return add_scaled(loss, drift, self.mu)
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
-        """In the first step nothing has drifted yet."""
+        """Return True for one step, before which nothing has drifted."""
         return type(self).gradient is FedProx.gradient and (steps == 1 or self.mu == 0)

@@ -49,13 +49,13 @@ class FedRep(FedPer):
 
     @classmethod
     def example(cls) -> FedRep:
-        """Both phases, two steps an epoch, everything on."""
+        """Return both phases, two steps an epoch, everything on."""
         return cls(
             lr=0.1, head_lr=0.2, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, head_epochs=1, batch_size=2
         )
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """The classifier, then the extractor; a group of step size 0 keeps the classifier where it is."""
+        """Return the classifier, then the extractor; a group of step size 0 keeps the classifier where it is."""
         (phase,) = FedAvg.phases(self, task, round)
         (moving,) = phase.groups
         own = replace(moving, prefixes=(task.head,), lr=self.lr if self.head_lr is None else self.head_lr)

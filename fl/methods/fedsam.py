@@ -50,11 +50,11 @@ class FedSAM(FedAvg):
 
     @classmethod
     def example(cls) -> FedSAM:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(rho=0.05, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, a step of length rho uphill."""
+        """Return the gradient of the loss, a step of length rho uphill."""
         here = grad(params, batches[0])
         if self.rho == 0:
             return here
@@ -62,5 +62,5 @@ class FedSAM(FedAvg):
         return grad({**params, **{name: add(params[name], g, up) for name, g in here.items()}}, batches[0])
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
-        """Only where it looks nowhere else."""
+        """Return whether it looks nowhere else (rho = 0)."""
         return type(self).gradient is FedSAM.gradient and self.rho == 0

@@ -81,22 +81,22 @@ class FedSR(FedAvg):
 
     @classmethod
     def example(cls) -> FedSR:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(l2=0.1, cmi=0.05, samples=3, lr=0.1, momentum=0.5, max_norm=1.0, epochs=2, batch_size=2)
 
     # ---- description -------------------------------------------------------------------------------------------------
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves."""
+        """Return one phase in which everything moves."""
         steps = 5 if self.epochs is None and self.steps is None else self.steps
         return FedAvg.phases(replace(self, steps=steps), task, round)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """The reference distribution is the client's own."""
+        """Say who holds it: the reference distribution is the client's own."""
         mine = name.startswith(task.head) and name.removeprefix(task.head) in REFERENCE_PARAMETERS
         return Scope.PRIVATE if mine else super().scope(name, task)
 
     def client_model(self, task: Task) -> nn.Module:
-        """The task's network with a random representation before its classifier."""
+        """Return the task's network with a random representation before its classifier."""
         model = copy.deepcopy(task.model)
         parent, _, last = task.head.rstrip(".").rpartition(".")
         found = dict(model.named_modules()).get(task.head.rstrip("."))
@@ -109,7 +109,7 @@ class FedSR(FedAvg):
         return model
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """The task's own parameters; those of the further layer drawn from `generator` as PyTorch does."""
+        """Return the task's own parameters; those of the further layer drawn from `generator` as PyTorch does."""
         params = super().initial_parameters(task, generator)
         name, head = _random_head(task.model)
         layer = nn.utils.skip_init(nn.Linear, head.encode.in_features, head.encode.out_features)
@@ -120,7 +120,7 @@ class FedSR(FedAvg):
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Standard normal numbers (B, D) for z; none, so that z = mu, is an attacker's guess."""
+        """Return standard normal numbers (B, D) for z; none, so that z = mu, is an attacker's guess."""
         if generator is None:
             return {}
         name, head = _random_head(task.model)
@@ -128,7 +128,7 @@ class FedSR(FedAvg):
         return {f"{name}.noise": noise.to(batch.inputs)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Cross entropy and both penalties."""
+        """Return cross entropy and both penalties."""
         logits, mu, sigma = represent(network, batch.inputs)
         name, _ = _random_head(network.model)
         noise = step.draws.get(f"{name}.noise")
@@ -139,7 +139,7 @@ class FedSR(FedAvg):
         return plain + self.l2 * z.norm(dim=1).mean() + self.cmi * far.mean()
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """Logarithms of the mean probabilities (B, K)."""
+        """Return logarithms of the mean probabilities (B, K)."""
         plain, mu, sigma = represent(network, inputs)
         if not self.samples:
             return plain
@@ -178,7 +178,7 @@ class RandomHead(nn.Module):
         self.register_buffer("noise", torch.empty(0), persistent=False)  # no number: none travels with the buffers
 
     def forward(self, features: Tensor) -> Tensor:
-        """Logits.
+        """Return logits.
 
         Raises:
             ValueError: the noise is of another batch.
@@ -193,13 +193,13 @@ class RandomHead(nn.Module):
 
 
 def split_statistics(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Mu and sigma (B, D) each, from what the further layer gives (B, 2 D)."""
+    """Return Mu and sigma (B, D) each, from what the further layer gives (B, 2 D)."""
     mu, raw = statistics.chunk(2, -1)
     return mu, functional.softplus(raw)
 
 
 def represent(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B, K), mu and sigma (B, D) of images (B, C, H, W)."""
+    """Return logits (B, K), mu and sigma (B, D) of images (B, C, H, W)."""
     seen: list[Tensor] = []
 
     def note(module: nn.Module, given: tuple[Any, ...], made: Tensor) -> None:
@@ -214,7 +214,9 @@ def represent(network: Network, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 
 def divergence(mu: Tensor, sigma: Tensor, center: Tensor, width: Tensor, labels: Tensor) -> Tensor:
-    """KL(N(mu, sigma^2) || N(center, width^2)) of each image from its class (B,); a mean where a label is of several.
+    """Return KL(N(mu, sigma^2) || N(center, width^2)) of each image from its class (B,).
+
+    A mean where a label is of several.
 
     Args:
         mu: (B, D).
@@ -233,7 +235,7 @@ def divergence(mu: Tensor, sigma: Tensor, center: Tensor, width: Tensor, labels:
 
 
 def _random_head(model: nn.Module) -> tuple[str, RandomHead]:
-    """The random representation, and what it is called."""
+    """Return the random representation, and what it is called."""
     found: Iterator[tuple[str, RandomHead]] = (
         (name, module) for name, module in model.named_modules() if isinstance(module, RandomHead)
     )

@@ -76,11 +76,11 @@ class GA(FedAvg):
 
     @classmethod
     def example(cls) -> GA:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(step_size=0.5, rounds=9, lr=0.1, momentum=0.5, max_norm=1.0, epochs=2, batch_size=2)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """FedAvg's, with a look at all images before and after, which moves nothing."""
+        """Return FedAvg's, with a look at all images before and after, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
         first, last = (
@@ -90,13 +90,13 @@ class GA(FedAvg):
         return first, main, last
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The local rule for `epochs` passes, without the looks."""
+        """Return the local rule for `epochs` passes, without the looks."""
         _, main, _ = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss; in a look the loss itself."""
+        """Return the gradient of the loss; in a look the loss itself."""
         if step.phase is None or step.phase.records_direction_as is None:
             return grad(params, batches[0])
         return {LOSS: grad.value(params, batches[0])}
@@ -106,19 +106,19 @@ class GA(FedAvg):
         return type(self).gradient is GA.gradient
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """Both losses; nothing is remembered."""
+        """Return both losses; nothing is remembered."""
         losses = {name: looked[LOSS] for name, looked in step.recorded.items()}
         return ({LOSS: losses} if losses else {}), {}  # there are none in fine-tuning, which nobody hears of
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, and equal weights; no losses."""
+        """Return FedAvg's, and equal weights; no losses."""
         server = super().init_server(params, task, clients, generator)
         shares = torch.full((clients,), 1 / clients, dtype=torch.float64)
         return replace(server, own={SHARES: {SHARE: shares}, LOSS: {TRAINED: torch.full_like(shares, torch.inf)}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """New weights from the gaps, and the mean by them; buffers likewise."""
+        """Return new weights from the gaps, and the mean by them; buffers likewise."""
         if not uploads:
             return super().aggregate(server, uploads, task)
         shares, before = dense(server.own[SHARES][SHARE]), dense(server.own[LOSS][TRAINED]).clone()
@@ -135,7 +135,7 @@ class GA(FedAvg):
         return replace(super().aggregate(server, uploads, task), own={SHARES: {SHARE: shares}, LOSS: {TRAINED: before}})
 
     def adjust_weights(self, shares: Tensor, there: Tensor, gaps: Tensor, round: int) -> Tensor:
-        """Every client's weight (N,) after `gaps` (S,) of round `round`, of the clients `there` (S,)."""
+        """Return every client's weight (N,) after `gaps` (S,) of round `round`, of the clients `there` (S,)."""
         largest = gaps.abs().max()
         left = 1.0 if self.rounds is None else max(0.0, 1 - round / self.rounds)
         if not self.step_size * left or not largest:

@@ -104,16 +104,16 @@ class HFedF(FedAvg):
 
     @classmethod
     def example(cls) -> HFedF:
-        """A tiny hypernetwork, two epochs of two steps, everything on."""
+        """Return a tiny hypernetwork, two epochs of two steps, everything on."""
         return cls(lr=0.1, epochs=2, batch_size=2, embedding=3, hidden=(5, 5), warmup=0)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def client_model(self, task: Task) -> nn.Module:
-        """The network, with masks for its dropout to come."""
+        """Return the network, with masks for its dropout to come."""
         return enable_mask_draws(super().client_model(task))
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The masks of the network's dropout."""
+        """Return the masks of the network's dropout."""
         return draw_masks(task.model, batch.inputs, generator)
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
@@ -122,17 +122,20 @@ class HFedF(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def generated_names(self, task: Task) -> list[str]:
-        """Names of the tensors that the hypernetwork generates: all that train."""
+        """Return the names of the tensors that the hypernetwork generates: all that train."""
         return list(task.parameters)
 
     def generator(self, task: Task, clients: int) -> ServerHypernetwork:
-        """The hypernetwork for so many clients."""
+        """Return the hypernetwork for so many clients."""
         shapes = {name: task.parameters[name].shape for name in self.generated_names(task)}
         size = 1 + clients // 4 if self.embedding is None else self.embedding
         return ServerHypernetwork(shapes=shapes, embedding=size, hidden=self.hidden, activation="leaky-relu")
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """A fresh hypernetwork and an embedding for each client; the network's own initial values are not used."""
+        """Return a fresh hypernetwork and an embedding for each client.
+
+        The network's own initial values are not used.
+        """
         server = super().init_server({}, task, clients, generator)
         hypernetwork, like = self.generator(task, clients), next(iter(task.parameters.values()))
         start = torch.randn(clients, hypernetwork.embedding, generator=generator).to(like)
@@ -141,7 +144,7 @@ class HFedF(FedAvg):
         return replace(server, own={HYPERNETWORK: own, OPTIMIZER: {}, KEYS: {SEED: seed}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The network generated for the client."""
+        """Return the network generated for the client."""
         own, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
         if client < server.clients or self.unseen == "embedding":
             return Download(dict(made.generate(own, embedding_of(own, client))), server.buffers)
@@ -165,12 +168,15 @@ class HFedF(FedAvg):
         return replace(after, own={**server.own, HYPERNETWORK: moved, OPTIMIZER: kept})
 
     def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
-        """GradAlign's weights: "alignment" of the hypernetwork's layers, and of embeddings where they are learned."""
+        """Return GradAlign's weights.
+
+        "alignment" of the hypernetwork's layers, and of embeddings where they are learned.
+        """
         pulled = self._client_gradients(server, uploads, task) if uploads else {}
         return {name: alignment(part, self.align).tolist() for name, part in pulled.items()}
 
     def _client_gradients(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[Tensors]]:
-        """Each client's gradient, in the parts that GradAlign weights apart."""
+        """Return each client's gradient, in the parts that GradAlign weights apart."""
         before, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
         sign = -1.0 if self.align == "as-printed" else 1.0  # trained - sent, or sent - trained
         pulled = [made.pulled(before, upload.client, scale_tensors(upload.update, sign)) for upload in uploads]
@@ -197,7 +203,7 @@ def alignment(grads: Sequence[Tensors], align: Align) -> Tensor:
 
 
 def fuse_gradients(grads: Sequence[Tensors], align: Align) -> Tensors:
-    """The clients' gradients as one (Algorithm 1, line 16)."""
+    """Return the clients' gradients as one (Algorithm 1, line 16)."""
     weights = alignment(grads, align)
     result = scale_tensors(grads[0], weights[0])
     for grad, weight in zip(grads[1:], weights[1:], strict=True):

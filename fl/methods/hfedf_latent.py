@@ -84,7 +84,7 @@ class HFedFLatent(HFedF):
 
     @classmethod
     def example(cls) -> HFedFLatent:
-        """A tiny hypernetwork and three latent numbers."""
+        """Return a tiny hypernetwork and three latent numbers."""
         small = {"embedding": 3, "hidden": (5, 5), "autoencoder_steps": 2, "autoencoder_batch": 2}
         return cls(lr=0.1, epochs=2, batch_size=2, warmup=0, **small)  # type: ignore[arg-type]
 
@@ -102,11 +102,11 @@ class HFedFLatent(HFedF):
         return model
 
     def generated_names(self, task: Task) -> list[str]:
-        """The network's own tensors."""
+        """Return the network's own tensors."""
         return [name for name in task.parameters if not name.startswith(PREFIX) and name != LATENT]
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """The autoencoder alone in the first rounds; then the latent vector, and the network."""
+        """Return the autoencoder alone in the first rounds; then the latent vector, and the network."""
         if round < self.autoencoder_rounds:
             group = Group(prefixes=(PREFIX,), lr=self.autoencoder_lr)
             size, steps = self.autoencoder_batch, self.autoencoder_steps
@@ -122,7 +122,7 @@ class HFedFLatent(HFedF):
         return self.autoencoder_rounds
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The network alone."""
+        """Return the network alone."""
         return tuple(
             replace(phase, epochs=epochs, steps=None) for phase in self._training_phases(task, self.first_round)
         )
@@ -134,7 +134,7 @@ class HFedFLatent(HFedF):
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """The autoencoder's mean squared error; after its rounds, that of the network and of the latent vector.
+        """Return the autoencoder's mean squared error; after its rounds, that of the network and of the latent vector.
 
         What moves in a phase is in one of the terms only.
         """
@@ -152,18 +152,18 @@ class HFedFLatent(HFedF):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """As for hFedF, and the autoencoder; embeddings are drawn, too, until their clients have sent one."""
+        """Return hFedF's state and the autoencoder; embeddings are drawn, too, until their clients have sent one."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, shared={name: value for name, value in params.items() if name.startswith(PREFIX)})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The network generated for the client, the autoencoder, and the client's embedding."""
+        """Return the network generated for the client, the autoencoder, and the client's embedding."""
         down = super().broadcast(server, client, task)
         held = embedding_of(server.own[HYPERNETWORK], client)
         return replace(down, shared={**down.shared, **server.shared, LATENT: held})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The autoencoder's mean in its rounds; then hFedF's step, and the embeddings that came."""
+        """Return the autoencoder's mean in its rounds; then hFedF's step, and the embeddings that came."""
         if server.round < self.autoencoder_rounds:
             return super(HFedF, self).aggregate(server, uploads, task)  # the hypernetwork stays as it is
         after = super().aggregate(server, uploads, task)
@@ -173,7 +173,7 @@ class HFedFLatent(HFedF):
         return replace(after, own={**after.own, HYPERNETWORK: {**after.own[HYPERNETWORK], EMBEDDINGS: every}})
 
     def server_metrics(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> dict[str, list[float]]:
-        """As for hFedF, once the hypernetwork moves."""
+        """Return the figures of hFedF, once the hypernetwork moves."""
         return {} if server.round < self.autoencoder_rounds else super().server_metrics(server, uploads, task)
 
 

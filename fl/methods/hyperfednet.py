@@ -59,18 +59,18 @@ class HyperFedNet(FedAvg):
 
     @classmethod
     def example(cls) -> HyperFedNet:
-        """Two epochs of two steps on one tiny filter."""
+        """Return two epochs of two steps on one tiny filter."""
         return cls(parametrization=Filters(embedding=3, block=(4, 1)), epochs=2, batch_size=2)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves."""
+        """Return one phase in which everything moves."""
         (phase,) = super().phases(task, round)
         passed = sum(round >= drop for drop in self.drops)
         groups = tuple(replace(group, lr=group.lr * 0.1**passed) for group in phase.groups)
         return (replace(phase, groups=groups, nesterov=self.nesterov),)
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The network's own weights, and the embeddings where these are tuned, at the last step size."""
+        """Return the network's own weights, and the embeddings where these are tuned, at the last step size."""
         (phase,) = self.phases(task, max(self.drops, default=0))
         made = self.parametrization.generates(task) if isinstance(self.parametrization, Generated) else []
         own = tuple(name for name in task.parameters if name not in made)

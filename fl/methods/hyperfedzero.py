@@ -91,19 +91,19 @@ class HyperFedZero(FedAvg):
 
     @classmethod
     def example(cls) -> HyperFedZero:
-        """Tiny networks, four steps of SGD."""
+        """Return tiny networks, trained by four steps of SGD."""
         sizes = {"embedding": 3, "hidden": (5,), "chunk": 64, "chunk_embedding": 2}
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, steps=4, batch_size=2, optimizer="sgd", **sizes)  # type: ignore[arg-type]
 
     def client_model(self, task: Task) -> nn.Module:
-        """The networks, around those of the task."""
+        """Return the networks, around those of the task."""
         some = next(iter(task.parameters.values()))
         model = self._network(task)
         draw_initial(model, stream(0, "hyperfedzero"))
         return enable_mask_draws(model.to(some))
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Parameters drawn from `generator`; of a shared classifier (Opt. 1), the task's own."""
+        """Return parameters drawn from `generator`; of a shared classifier (Opt. 1), the task's own."""
         model = copy.deepcopy(task.model).cpu()  # numbers are drawn on the CPU, wherever they go
         draw_initial(next(m for m in model.modules() if isinstance(m, ZeroNet | JoinedNet)), generator)
         fresh = dict(model.named_parameters())
@@ -111,7 +111,7 @@ class HyperFedZero(FedAvg):
         return {n: fresh[n].detach().to(dense(v).device) if n in fresh else v for n, v in params.items()}
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The noise z (B, P) and the masks of dropout; without a generator their means, 0 and 1."""
+        """Return the noise z (B, P) and the masks of dropout; without a generator their means, 0 and 1."""
         shape = (len(batch), self.embedding)
         z = batch.inputs.new_zeros(shape)
         if generator is not None:
@@ -119,7 +119,7 @@ class HyperFedZero(FedAvg):
         return {"z": z, **draw_masks(task.model, batch.inputs, generator)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Cross entropy and both penalties (Eq. 4)."""
+        """Return cross entropy and both penalties (Eq. 4)."""
         draws = step.draws or self.draw(batch, step.task, None)
         logits, log_e = network(batch.inputs, draws["z"])
         e = log_e.exp()
@@ -129,7 +129,7 @@ class HyperFedZero(FedAvg):
         return nn.functional.cross_entropy(logits, batch.labels) + self.alpha * balance + self.beta * entropy
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """What each image's own classifier says of it (B, K), without noise."""
+        """Return what each image's own classifier says of it (B, K), without noise."""
         some = sum(value.numel() for value in network.weights.values())  # as many as a classifier has, about
         return torch.cat([network(part) for part in inputs.split(max(1, GENERATED_AT_ONCE // some))])
 

@@ -58,15 +58,15 @@ class HyperFL(Method):
 
     @classmethod
     def example(cls) -> HyperFL:
-        """A tiny hypernetwork, both phases."""
+        """Return a tiny hypernetwork, both phases."""
         return cls(parametrization=Hypernetwork.example(), epochs=2, batch_size=2)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Only what the parametrization shares is shared."""
+        """Say who holds it: only what the parametrization shares is shared."""
         return self.parametrization.scope(name) or (Scope.SHARED if name in task.buffers else Scope.PRIVATE)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """The classifier, then hypernetwork and embedding."""
+        """Return the classifier, then hypernetwork and embedding."""
         head = Phase(
             groups=(Group(prefixes=(task.head,), lr=self.head_lr, weight_decay=self.weight_decay),),
             momentum=self.momentum,

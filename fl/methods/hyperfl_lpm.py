@@ -40,7 +40,7 @@ class HyperFLLPM(HyperFL):
     batch_size: Count | None = 16
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Only the hypernetwork is shared, and buffers that hold no client's statistics."""
+        """Say who holds it: only the hypernetwork is shared, and buffers that hold no client's statistics."""
         if self.train_mode and name in task.buffers and name.rpartition(".")[2] in STATISTICS:
             return Scope.PRIVATE
         return super().scope(name, task)

@@ -26,17 +26,17 @@ HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
 
 
 def model_payload(client: int) -> str:
-    """Payload of `ServerState.own` with the model that `client` trained last."""
+    """Return payload of `ServerState.own` with the model that `client` trained last."""
     return f"model.{client}"
 
 
 def embedding_name(client: int | str) -> str:
-    """Name of the client's embedding (E,), beside the hypernetwork's own parameters."""
+    """Return the name of the client's embedding (E,), beside the hypernetwork's own parameters."""
     return f"embeddings.{client}"
 
 
 def layer_of(name: str) -> str:
-    """The layer a parameter or buffer belongs to: the module that holds it."""
+    """Return the layer a parameter or buffer belongs to: the module that holds it."""
     return name.rpartition(".")[0] or name
 
 
@@ -122,12 +122,12 @@ class HyperGenFL(FedAvg):
 
     @classmethod
     def example(cls) -> HyperGenFL:
-        """A tiny hypernetwork, two epochs of two steps."""
+        """Return a tiny hypernetwork, two epochs of two steps."""
         return cls(lr=0.02, epochs=2, batch_size=2, embedding=4, heads=2, start="random")
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def hypernetwork(self, server: ServerState) -> AttentionHypernetwork:
-        """The hypernetwork for the server's clients and layers."""
+        """Return the hypernetwork for the server's clients and layers."""
         one_hot = self.start == "one-hot"
         size = server.clients if one_hot else self.embedding
         heads = math.gcd(self.heads, size) if one_hot else self.heads
@@ -135,7 +135,7 @@ class HyperGenFL(FedAvg):
         return AttentionHypernetwork(layers=count, embedding=size, depth=self.depth, heads=heads, floor=self.floor)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state, a fresh hypernetwork and an embedding for each client."""
+        """Return FedAvg's state, a fresh hypernetwork and an embedding for each client."""
         server = super().init_server(params, task, clients, generator)
         hypernetwork, like = self.hypernetwork(server), dense(next(iter(server.shared.values())))
         own = hypernetwork.initial_parameters(generator, like)
@@ -153,13 +153,13 @@ class HyperGenFL(FedAvg):
         return replace(server, own=payloads)
 
     def shares(self, server: ServerState, clients: Sequence[int]) -> dict[str, Tensor]:
-        """The share of each of `clients` in the mean of each layer (clients,), by layer; they sum to 1."""
+        """Return the share of each of `clients` in the mean of each layer (clients,), by layer; they sum to 1."""
         own = server.own[HYPERNETWORK]
         found = self.hypernetwork(server).weights(own, _stacked(own, clients))
         return dict(zip(layers(server), found.T, strict=True))
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """One step of hypernetwork and embeddings; then the mean of what arrived, or the models put away."""
+        """Return one step of hypernetwork and embeddings; then the mean of what arrived, or the models put away."""
         if not uploads:
             return replace(server, round=server.round + 1)
         clients = [upload.client for upload in uploads]
@@ -176,7 +176,7 @@ class HyperGenFL(FedAvg):
         return replace(after, shared=shared, buffers={**server.buffers, **buffers})
 
     def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
-        """With aggregates="stored": the model that `clients`, drawn for the next round, start from (lines 5 to 9)."""
+        """Return, with aggregates="stored", the state with the model that `clients` start from (lines 5 to 9)."""
         if self.aggregates == "arrived":
             return server
         models = [server.own.get(model_payload(client), server.own[INITIAL]) for client in clients]
@@ -194,7 +194,7 @@ class HyperGenFL(FedAvg):
         )
 
     def _train_hypernetwork(self, server: ServerState, uploads: Sequence[Upload]) -> Payloads:
-        """Hypernetwork, embeddings and optimizer after a step (Eq. 10 and 11)."""
+        """Return hypernetwork, embeddings and optimizer after a step (Eq. 10 and 11)."""
         own, clients = server.own[HYPERNETWORK], [upload.client for upload in uploads]
         hypernetwork, columns = self.hypernetwork(server), []
         for names in layers(server).values():
@@ -214,7 +214,7 @@ class HyperGenFL(FedAvg):
         return {HYPERNETWORK: moved, OPTIMIZER: kept}
 
     def _distance_gradient(self, updates: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The gradient of the distance to the clients' models in one layer, at the model that was sent.
+        """Return the gradient of the distance to the clients' models in one layer, at the model that was sent.
 
         Args:
             updates: sent - trained, client by client.
@@ -230,7 +230,7 @@ class HyperGenFL(FedAvg):
 
 
 def layers(server: ServerState) -> dict[str, list[str]]:
-    """The names of the parameters of each layer, in the network's order."""
+    """Return the names of the parameters of each layer, in the network's order."""
     found: dict[str, list[str]] = {}
     for name in server.shared:
         found.setdefault(layer_of(name), []).append(name)

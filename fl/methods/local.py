@@ -18,5 +18,5 @@ class Local(FedAvg):
     plain: ClassVar[str] = "every client trains alone and sends nothing."
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Everything is private."""
+        """Say who holds it: everything is private."""
         return Scope.PRIVATE

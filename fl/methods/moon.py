@@ -68,16 +68,16 @@ class Moon(FedAvg):
 
     @classmethod
     def example(cls) -> Moon:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(mu=2.0, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def client_model(self, task: Task) -> nn.Module:
-        """The task's own network."""
+        """Return the task's own network."""
         _classifier(task.model, task.head)
         return super().client_model(task)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Cross entropy, and the contrast of three representations."""
+        """Return cross entropy, and the contrast of three representations."""
         logits, now = represent(network, batch.inputs, step.task.head)
         loss = functional.cross_entropy(logits, batch.labels)
         if PREVIOUS not in step.memory:
@@ -93,21 +93,24 @@ class Moon(FedAvg):
         return type(self).loss is Moon.loss and (round == 0 or self.mu == 0)
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """Nothing more to send; the network as it is now, but for its classifier."""
+        """Return no further payload; the network as it is now, but for its classifier."""
         if self.mu == 0:
             return {}, {}
         kept: Tensors = {name: dense(value) for name, value in params.items() if not _is_within(name, step.task.head)}
         return {}, {PREVIOUS: kept}
 
     def _represent_by(self, network: Network, params: Tensors, batch: Batch, step: Step) -> Tensor:
-        """The representation (B, D) by other parameters; running statistics are copies, which are thrown away."""
+        """Return the representation (B, D) by other parameters.
+
+        Running statistics are copies, which are thrown away.
+        """
         weights = self.parametrization.network(params, step.task)
         buffers = {name: value.clone() for name, value in network.buffers.items()}
         return represent(replace(network, weights=weights, buffers=buffers), batch.inputs, step.task.head)[1]
 
 
 def represent(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Tensor]:
-    """Logits (B, K), and what enters the classifier (B, D).
+    """Return logits (B, K), and what enters the classifier (B, D).
 
     Args:
         network: any with a classifier.

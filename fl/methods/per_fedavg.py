@@ -65,26 +65,26 @@ class PerFedAvg(FedAvg):
 
     @classmethod
     def example(cls) -> PerFedAvg:
-        """Two steps of two batches, everything on."""
+        """Return two steps of two batches, everything on."""
         return cls(alpha=0.1, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def adaptation_method(self) -> FedAvg:
-        """One step of plain SGD."""
+        """Return one step of plain SGD."""
         return replace(self.fine_tuning_method(), steps=1, epochs=None)
 
     def fine_tuning_method(self) -> FedAvg:
-        """Fine-tuning is more of the adaptation: plain SGD of step size alpha."""
+        """Return plain SGD of step size alpha: fine-tuning is more of the adaptation."""
         kept = {field.name: getattr(self, field.name) for field in fields(FedAvg)}
         plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0, "max_norm": None}
         return FedAvg(**{**kept, **plain, "lr": self.alpha})
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase, two or three batches a step."""
+        """Return one phase, two or three batches a step."""
         (phase,) = super().phases(task, round)
         return (replace(phase, batches_per_step=3 if self.variant == "hf" else 2),)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """The gradient of the loss after the adaptation, to first order or with a difference for the Hessian."""
+        """Return the gradient of the loss after the adaptation, to first order or with a difference for the Hessian."""
 
         def near(away: Tensors, size: float) -> Tensors:
             return {**params, **add_scaled({name: params[name] for name in away}, away, size)}

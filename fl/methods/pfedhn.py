@@ -85,15 +85,15 @@ class PFedHN(FedAvg):
 
     @classmethod
     def example(cls) -> PFedHN:
-        """A tiny hypernetwork, two epochs of two steps."""
+        """Return a tiny hypernetwork, two epochs of two steps."""
         return cls(lr=0.1, epochs=2, batch_size=2, embedding=3, hidden=(5, 5))
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Everything travels but a private head."""
+        """Say who holds it: everything travels but a private head."""
         return Scope.PRIVATE if self.head == "private" and name.startswith(task.head) else Scope.SHARED
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase in which everything moves, a private head unclipped."""
+        """Return one phase in which everything moves, a private head unclipped."""
         steps = 50 if self.epochs is None and self.steps is None else self.steps
         (phase,) = FedAvg.phases(replace(self, steps=steps), task, round)
         if self.head == "shared":
@@ -102,13 +102,16 @@ class PFedHN(FedAvg):
         return (replace(phase, groups=(own, *phase.groups)),)
 
     def generator(self, task: Task, clients: int) -> ServerHypernetwork:
-        """The hypernetwork for so many clients."""
+        """Return the hypernetwork for so many clients."""
         shapes = {n: v.shape for n, v in task.parameters.items() if self.scope(n, task) is Scope.SHARED}
         size = int(1 + clients / 4) if self.embedding is None else self.embedding
         return ServerHypernetwork(shapes=shapes, embedding=size, hidden=self.hidden)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """A fresh hypernetwork and one embedding for each client; the network's own initial values are not used."""
+        """Return a fresh hypernetwork and one embedding for each client.
+
+        The network's own initial values are not used.
+        """
         server = super().init_server({}, task, clients, generator)
         hypernetwork, like = self.generator(task, clients), next(iter(task.parameters.values()))
         drawn = torch.randn(clients, hypernetwork.embedding, generator=generator).to(like)
@@ -116,13 +119,13 @@ class PFedHN(FedAvg):
         return replace(server, own={HYPERNETWORK: own, OPTIMIZER: {}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The network generated for the client."""
+        """Return the network generated for the client."""
         own = server.own[HYPERNETWORK]
         made = self.generator(task, server.clients).generate(own, embedding_of(own, client))
         return Download(dict(made), server.buffers)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The updates pulled back through the hypernetwork, and one step of the server on their mean."""
+        """Return the updates pulled back through the hypernetwork, and one step of the server on their mean."""
         after = super().aggregate(server, uploads, task)  # nothing but buffers
         if not uploads:
             return after

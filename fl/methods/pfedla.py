@@ -76,17 +76,17 @@ class PFedLA(PersonalModels):
 
     @classmethod
     def example(cls) -> PFedLA:
-        """A tiny hypernetwork, two epochs of two steps, everything on."""
+        """Return a tiny hypernetwork, two epochs of two steps, everything on."""
         tiny = cls(embedding=3, hidden=(5, 5), server_lr=0.1)
         return replace(tiny, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def generator(self, server: ServerState) -> ServerHypernetwork:
-        """The hypernetworks' form: from an embedding to one number for each client, layer by layer."""
+        """Return the hypernetworks' form: from an embedding to one number for each client, layer by layer."""
         shapes = {name: torch.Size([server.clients]) for name in layers(server)}
         return ServerHypernetwork(shapes=shapes, embedding=self.embedding, hidden=self.hidden, last_activation=True)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, the hypernetwork that all begin with, and an embedding for each client."""
+        """Return FedAvg's, the hypernetwork that all begin with, and an embedding for each client."""
         server = super().init_server(params, task, clients, generator)
         like = dense(next(iter(server.shared.values())))
         network = self.generator(server).initial_parameters(generator, like)
@@ -99,31 +99,31 @@ class PFedLA(PersonalModels):
         return replace(server, own={HYPERNETWORK: network, EMBEDDINGS: embeddings})
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """The mean of all models, each layer with the shares of its own."""
+        """Return the mean of all models, each layer with the shares of its own."""
         models, shares = [last_model(server, number) for number in range(server.clients)], self.shares(server, client)
         alone = torch.eye(server.clients)[client]  # buffers of modules without parameters
         weights = {name: shares.get(layer_of(name), alone).tolist() for name in models[client]}
         return {name: dense(weighted_sum([model[name] for model in models], row)) for name, row in weights.items()}
 
     def shares(self, server: ServerState, client: int) -> dict[str, Tensor]:
-        """The share of every client in each layer of the client's model (clients,), by layer; they sum to 1."""
+        """Return the share of every client in each layer of the client's model (clients,), by layer; they sum to 1."""
         positive = {name: value.relu() for name, value in self._generate_shares(server, client).items()}
         alone = torch.eye(server.clients)[client]
         return {name: v / v.sum() if v.any() else alone.to(v) for name, v in positive.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The models that arrived are kept, and their clients' hypernetworks take a step."""
+        """Return the models that arrived are kept, and their clients' hypernetworks take a step."""
         after = super().aggregate(server, uploads, task)
         moved = {_hypernetwork_payload(upload.client): self._train_hypernetwork(server, upload) for upload in uploads}
         return replace(after, own=after.own | moved)
 
     def _generate_shares(self, server: ServerState, client: int) -> dict[str, Tensor]:
-        """What the client's hypernetwork makes of its embedding, before ReLU."""
+        """Return what the client's hypernetwork makes of its embedding, before ReLU."""
         own = _client_hypernetwork(server, client)
         return self.generator(server).generate(own, dense(own[EMBEDDING]))
 
     def _train_hypernetwork(self, server: ServerState, upload: Upload) -> Tensors:
-        """The client's hypernetwork and embedding after a step."""
+        """Return the client's hypernetwork and embedding after a step."""
         own, shares = _client_hypernetwork(server, upload.client), self.shares(server, upload.client)
         models = [last_model(server, number) for number in range(server.clients)]
         slopes: Tensors = {}
@@ -138,11 +138,11 @@ class PFedLA(PersonalModels):
 
 
 def _client_hypernetwork(server: ServerState, client: int) -> Tensors:
-    """The parameters of the client's hypernetwork, and its embedding."""
+    """Return the parameters of the client's hypernetwork, and its embedding."""
     first = {**server.own[HYPERNETWORK], EMBEDDING: server.own[EMBEDDINGS][str(client)]}
     return server.own.get(_hypernetwork_payload(client), first)
 
 
 def _hypernetwork_payload(client: int) -> str:
-    """The payload of `ServerState.own` with the client's hypernetwork after its first step."""
+    """Return the payload of `ServerState.own` with the client's hypernetwork after its first step."""
     return f"{HYPERNETWORK}.{client}"

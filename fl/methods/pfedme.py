@@ -65,17 +65,17 @@ class PFedMe(FedAvg):
 
     @classmethod
     def example(cls) -> PFedMe:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         inner = cls(lam=2.0, inner_steps=3, inner_lr=0.1, beta=0.7, lr=0.1, epochs=2, batch_size=2)
         return replace(inner, momentum=0.5, weight_decay=5e-4, max_norm=1.0)
 
     def adaptation_method(self) -> PFedMe:
-        """One step that ends at theta: its size takes w by lam * (w - theta) / lam."""
+        """Return one step that ends at theta: its size takes w by lam * (w - theta) / lam."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
         return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """Lam * (w - theta), the gradient of the Moreau envelope."""
+        """Return Lam * (w - theta), the gradient of the Moreau envelope."""
         theta = params
         for _ in range(self.inner_steps):
             loss = grad(theta, batches[0])
@@ -90,7 +90,7 @@ class PFedMe(FedAvg):
         return type(self).aggregate is PFedMe.aggregate
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The old model and the clients' mean, mixed; buffers as in FedAvg."""
+        """Return the old model and the clients' mean, mixed; buffers as in FedAvg."""
         after = super().aggregate(server, uploads, task)
         if self.beta == 1:
             return after

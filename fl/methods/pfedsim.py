@@ -66,35 +66,35 @@ class PFedSim(PersonalModels):
 
     @classmethod
     def example(cls) -> PFedSim:
-        """Two epochs of two steps, everything on, personal from the start."""
+        """Return two epochs of two steps, everything on, personal from the start."""
         return cls(warmup=0, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def client_model(self, task: Task) -> nn.Module:
-        """The task's own network."""
+        """Return the task's own network."""
         _classifier(task)
         return super().client_model(task)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, and nobody similar to anybody else."""
+        """Return FedAvg's, and nobody similar to anybody else."""
         server = super().init_server(params, task, clients, generator)
         device = dense(next(iter(server.shared.values()))).device
         alone = torch.eye(clients, dtype=torch.float64, device=device) * MAX_SIMILARITY
         return replace(server, own={SIMILARITY: {MATRIX: alone}})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The common network, then each client's own."""
+        """Return the common network, then each client's own."""
         if server.round < self.warmup:
             return FedAvg.broadcast(self, server, client, task)
         return super().broadcast(server, client, task)
 
     def serve(self, server: ServerState, client: int, task: Task) -> Download:
-        """The common network, then what the client ended its last round with."""
+        """Return the common network, then what the client ended its last round with."""
         if server.round < self.warmup or client >= server.clients:
             return self.broadcast(server, client, task)
         return as_download(server, last_model(server, client))
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """The client's classifier on the mean of the extractors."""
+        """Return the client's classifier on the mean of the extractors."""
         row = dense(server.own[SIMILARITY][MATRIX])[client]
         shares = -torch.log(1 - row.clamp_max(MAX_SIMILARITY))
         models = [last_model(server, number) for number in range(server.clients)]
@@ -102,7 +102,7 @@ class PFedSim(PersonalModels):
         return {name: models[client][name] if name.startswith(task.head) else value for name, value in mean.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """FedAvg's; later the models that arrived are kept and compared."""
+        """Return FedAvg's; later the models that arrived are kept and compared."""
         if server.round < self.warmup:
             return FedAvg.aggregate(self, server, uploads, task)
         after = super().aggregate(server, uploads, task)
@@ -116,12 +116,12 @@ class PFedSim(PersonalModels):
 
 
 def classifier_similarity(one: Tensor, other: Tensor) -> Tensor:
-    """How similar two classifiers' weights (K, D) are: the mean cosine of their rows, at least 0."""
+    """Return how similar two classifiers' weights (K, D) are: the mean cosine of their rows, at least 0."""
     return nn.functional.cosine_similarity(one, other, dim=1).mean().clamp_min(0)
 
 
 def _classifier(task: Task) -> str:
-    """The name of the classifier's matrix.
+    """Return the name of the classifier's matrix.
 
     Raises:
         ValueError: there is none.

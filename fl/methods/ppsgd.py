@@ -46,15 +46,15 @@ class PPSGD(PrivateMethod, FedAvg):
 
     @classmethod
     def example(cls) -> PPSGD:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, head_lr=0.2, epochs=2, batch_size=2, images=4, noise_multiplier=0.5, clip=1.0)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """What the parametrization says; without a common classifier the client's own is private."""
+        """Return what the parametrization says; without a common classifier the client's own is private."""
         return self.parametrization.scope(name) or (Scope.PRIVATE if name.startswith(task.head) else Scope.SHARED)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One phase, the private part with its own step size."""
+        """Return one phase, the private part with its own step size."""
         (phase,) = super().phases(task, round)
         own = Group(prefixes=(PERSONAL, task.head), lr=self.head_lr, weight_decay=self.weight_decay)
         return (replace(phase, groups=(own, *phase.groups)),)

@@ -65,11 +65,11 @@ class Scaffold(FedAvg):
 
     @classmethod
     def example(cls) -> Scaffold:
-        """Two epochs of two steps, everything on."""
+        """Return two epochs of two steps, everything on."""
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2, server_lr=0.9)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """FedAvg's; with option I after a look at all images that moves nothing."""
+        """Return FedAvg's; with option I after a look at all images that moves nothing."""
         (main,) = super().phases(task, round)
         if self.option == "II":
             return (main,)
@@ -77,23 +77,23 @@ class Scaffold(FedAvg):
         return Phase(groups=still, steps=1, sampler="sequential", records_direction_as=AT_START), main
 
     def fine_tuning_phases(self, task: Task, epochs: int) -> tuple[Phase, ...]:
-        """The local rule for `epochs` passes, without the look at all images: no new c_i is kept."""
+        """Return the local rule for `epochs` passes, without the look at all images: no new c_i is kept."""
         *_, main = self.phases(task, self.first_round)
         return (replace(main, epochs=epochs, steps=None),)
 
     # ---- local rule --------------------------------------------------------------------------------------------------
     def init_memory(self, params: Tensors, task: Task) -> Payloads:
-        """c_i = 0."""
+        """Return c_i = 0."""
         return {CONTROL: zeros(params, [name for name in params if self.scope(name, task) is Scope.SHARED])}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """That of the loss, and c - c_i."""
+        """Return the gradient of the loss, and c - c_i."""
         shift = add_scaled(step.memory[CONTROL], step.received[CONTROL], -1.0)
         loss = grad(params, batches[0])
         return {name: add(value, shift[name], -1.0) if name in shift else value for name, value in loss.items()}
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """The change of c_i, and c_i after it: directions hold c - c_i, so the change is a direction less c."""
+        """Return the change of c_i, and c_i after it: directions hold c - c_i, so the change is a direction less c."""
         own = step.memory[CONTROL]
         if AT_START in step.recorded:
             way = {name: step.recorded[AT_START][name] for name in own}
@@ -107,21 +107,21 @@ class Scaffold(FedAvg):
         return {CONTROL: change}, {CONTROL: add_scaled(own, change)}
 
     def _path_length(self, steps: int) -> float:
-        """How far `steps` steps along a direction of length 1 lead."""
+        """Return how far `steps` steps along a direction of length 1 lead."""
         return self.lr * sum((1 - self.momentum**k) / (1 - self.momentum) for k in range(1, steps + 1))
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's, and c = 0."""
+        """Return FedAvg's, and c = 0."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={CONTROL: zeros(server.shared, server.shared)})
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The parameters and c."""
+        """Return the parameters and c."""
         return Download(server.shared, server.buffers, {CONTROL: server.own[CONTROL]})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Plain means of both changes; that of c over all clients, those left out of the round included."""
+        """Return plain means of both changes; that of c over all clients, those left out of the round included."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after

@@ -20,7 +20,7 @@ class NetworkRegistry(Registry["Network"]):
     """Networks by name; `module:function` stands for one of the user's own (`fl.models.function`)."""
 
     def build(self, spec: str | Mapping[str, Any] | Network) -> Network:
-        """As `Registry.build`; a name with a colon is a user's function, with the settings beside it."""
+        """Build as `Registry.build`; a name with a colon is a user's function, with the settings beside it."""
         settings = {"name": spec} if isinstance(spec, str) else spec
         if isinstance(settings, Mapping) and isinstance(name := settings.get("name"), str) and ":" in name:
             spec = {"function": name, **settings, "name": "function"}
@@ -53,7 +53,7 @@ class Network:
     std: tuple[Positive, ...] = ()
 
     def body(self) -> nn.Sequential:
-        """The extractor: (B, C, H, W) to features (B, F)."""
+        """Return the extractor: (B, C, H, W) to features (B, F)."""
         raise NotImplementedError
 
     def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
@@ -64,7 +64,7 @@ class Network:
         initialize(model, generator)
 
     def task(self, *, num_classes: int, seed: int = 0) -> Task:
-        """The network with its initial parameters, equal to `torch.manual_seed(seed)` followed by construction.
+        """Return the network with its initial parameters, equal to `torch.manual_seed(seed)` followed by construction.
 
         Raises:
             ValueError: fewer than two classes, images too small for the extractor, or `initialize` leaves something
@@ -85,7 +85,7 @@ class Network:
         return Task(model, self.input_shape, num_classes, "head.", mean, std)
 
     def fingerprint(self, *, num_classes: int, seed: int) -> str:
-        """A hash of what `task` depends on beside settings and seed: nothing, for networks of this package."""
+        """Return a hash of what `task` depends on beside settings and seed: nothing, for networks of this package."""
         return ""
 
     def _normalization(self) -> Normalize | None:
@@ -127,7 +127,7 @@ def _check_set(model: nn.Module, name: str) -> None:
 
 
 def _unset_marker(dtype: torch.dtype) -> float | int:
-    """What stands for "no value": NaN, or the least integer."""
+    """Return what stands for "no value": NaN, or the least integer."""
     return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
@@ -142,7 +142,7 @@ def build(spec: str | Mapping[str, Any] | Network, *, num_classes: int, seed: in
 def build(
     spec: str | Mapping[str, Any] | Network, *, num_classes: int | None = None, seed: int = 0, **settings: Any
 ) -> Network | Task:
-    """The network that `spec` describes; with `num_classes`, the task of it.
+    """Return the network that `spec` describes; with `num_classes`, the task of it.
 
     Args:
         spec: a name, or `{"name": name, setting: value, ...}`.

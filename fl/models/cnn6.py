@@ -36,7 +36,7 @@ class CNN6(Network):
             raise ValueError(f"expected {len(LAYERS)} channels, got {self.channels}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, F)."""
+        """Return features (B, F)."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         before = self.input_shape[0]
         for i, (after, (kernel, stride, padding)) in enumerate(zip(self.channels, LAYERS, strict=True), start=1):

@@ -64,11 +64,11 @@ class FunctionNetwork(Network):
 
     @classmethod
     def example(cls) -> FunctionNetwork:
-        """A linear classifier."""
+        """Return a linear classifier."""
         return cls(function=f"{__name__}:linear_classifier", input_shape=(1, 4, 4))
 
     def task(self, *, num_classes: int, seed: int = 0) -> Task:
-        """The network as the function returns it after `torch.manual_seed(seed)`.
+        """Return the network as the function returns it after `torch.manual_seed(seed)`.
 
         Raises:
             ValueError: no such function, or what it returns is no classifier of such images into so many classes.
@@ -97,7 +97,7 @@ class FunctionNetwork(Network):
         return Task(whole, shape, num_classes, f"network.{head}", *first.values)
 
     def fingerprint(self, *, num_classes: int, seed: int) -> str:
-        """A hash of the source and the initial weights.
+        """Return a hash of the source and the initial weights.
 
         Raises:
             ValueError: as `task`; or the function returns other weights every time.
@@ -161,12 +161,12 @@ def _fingerprint(network: FunctionNetwork, num_classes: int, seed: int) -> str:
 
 
 def _named_weights(model: nn.Module) -> dict[str, object]:
-    """Parameters, whether they train, and buffers, by name."""
+    """Return parameters, whether they train, and buffers, by name."""
     parameters = {name: (value.requires_grad, value.detach()) for name, value in model.named_parameters()}
     return {**parameters, **dict(model.named_buffers())}
 
 
 def linear_classifier(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """One linear layer on the pixels: the smallest function that `task.model` takes."""
+    """Return one linear layer on the pixels: the smallest function that `task.model` takes."""
     layers = OrderedDict(flatten=nn.Flatten(), head=nn.Linear(torch.Size(input_shape).numel(), num_classes))
     return nn.Sequential(layers)

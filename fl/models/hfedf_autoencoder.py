@@ -40,6 +40,6 @@ class Autoencoder(nn.Module):
         self.encoder, self.decoder = nn.Sequential(down), nn.Sequential(up)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Latent vectors (B, E), and the images made of them."""
+        """Return latent vectors (B, E), and the images made of them."""
         latent = self.encoder(x)
         return latent, self.decoder(latent)

@@ -36,7 +36,7 @@ class Inception(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=1, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The four branches, channel after channel."""
+        """Return the four branches, channel after channel."""
         return torch.cat([self.conv1(x), self.conv3(x), self.conv5(x), self.pool(x)], 1)
 
 
@@ -63,7 +63,7 @@ class HFedFCnn(Network):
     dropout: ShareBelow1 = 0.0
 
     def body(self) -> nn.Sequential:
-        """Features (B, hidden)."""
+        """Return features (B, hidden)."""
         first, second = self.channels
         more = sum(self.widths)
         layers = OrderedDict[str, nn.Module](conv1=nn.Conv2d(self.input_shape[0], first, 3, padding=1))

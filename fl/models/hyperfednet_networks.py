@@ -31,7 +31,7 @@ class BasicBlock(nn.Module):
             self.shortcut.append(nn.BatchNorm2d(after))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, before, H, W) to (B, after, H / stride, W / stride)."""
+        """Return (B, before, H, W) to (B, after, H / stride, W / stride)."""
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         return torch.relu(y + self.shortcut(x))
 
@@ -60,7 +60,7 @@ class HFNResNet(Network):
                 raise ValueError(f"expected {key} >= 1, got {getattr(self, key)}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, 4 * width)."""
+        """Return features (B, 4 * width)."""
         layers = OrderedDict[str, nn.Module](
             conv1=nn.Conv2d(self.input_shape[0], self.width, 3, padding=1, bias=False),
             norm1=nn.BatchNorm2d(self.width),
@@ -93,7 +93,7 @@ class HFNLeNet(Network):
     init: Literal["uniform", "default"] = "uniform"
 
     def body(self) -> nn.Sequential:
-        """Features (B, 84)."""
+        """Return features (B, 84)."""
         channels, height, _ = self.input_shape
         layers = OrderedDict[str, nn.Module](
             conv1=nn.Conv2d(channels, 6, 5, padding=2 if height < 32 else 0),

@@ -24,7 +24,9 @@ CHANNELS, GRID, WIDTH = (8, 16), 4, 32
 
 
 def build_extractor(kind: Kind, input_shape: tuple[int, int, int], size: int) -> nn.Sequential:
-    """A small network (B, C, H, W) to (B, size); the paper says only that it is compact, so both layouts are ours.
+    """Return a small network (B, C, H, W) to (B, size).
+
+    The paper says only that it is compact, so both layouts are ours.
 
     Args:
         kind: "conv" is two 3x3 convolutions with stride 2 and ReLU, averaged to 4x4, and a linear layer; "mlp" is a
@@ -61,7 +63,7 @@ class Embedder(nn.Module):
         self.extractor, self.noisy = (build_extractor(kind, task.input_shape, size) for _ in range(2))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
+        """Return logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
         x = self.normalize(x)
         scores = self.extractor(x)
         if z is not None:
@@ -94,13 +96,13 @@ class ZeroNet(nn.Module):
         self.hypernet = ChunkedHypernetwork(size, total, chunk, chunk_embedding, hidden)
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (B, K) of pixels (B, C, H, W); with noise z (B, P), as in training, log e (B, P) too."""
+        """Return logits (B, K) of pixels (B, C, H, W); with noise z (B, P), as in training, log e (B, P) too."""
         log_e = self.embedder(x, z)
         logits = self.classify(x, log_e.exp())
         return logits if z is None else (logits, log_e)
 
     def classify(self, x: Tensor, e: Tensor) -> Tensor:
-        """Logits (B, K) of pixels (B, C, H, W) by the classifiers of e (B, P)."""
+        """Return logits (B, K) of pixels (B, C, H, W) by the classifiers of e (B, P)."""
         logits: Tensor = self.classifier(x, self.hypernet(e))
         return logits
 
@@ -121,7 +123,7 @@ class ConditionedLayer(WithSampleTensors):
         self.condition = nn.Parameter(torch.empty(len(inner.weight), size))
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the layer returns, (B, out, ...)."""
+        """Return what the layer returns, (B, out, ...)."""
         y: Tensor = self.inner(x)
         shift = functional.linear(self.given["e"], self.condition)
         return y + shift.view(*shift.shape, *[1] * (y.ndim - 2))
@@ -152,13 +154,13 @@ class JoinedNet(nn.Module):
         setattr(self.classifier.get_submodule(parent), last, ConditionedLayer(layer, size))  # type: ignore[arg-type]
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Logits (B, K) of pixels (B, C, H, W); with noise z (B, P), as in training, log e (B, P) too."""
+        """Return logits (B, K) of pixels (B, C, H, W); with noise z (B, P), as in training, log e (B, P) too."""
         log_e = self.embedder(x, z)
         logits = self.classify(x, log_e.exp())
         return logits if z is None else (logits, log_e)
 
     def classify(self, x: Tensor, e: Tensor) -> Tensor:
-        """Logits (B, K) of pixels (B, C, H, W) and e (B, P)."""
+        """Return logits (B, K) of pixels (B, C, H, W) and e (B, P)."""
         layer = self.classifier.get_submodule(self.joined)
         layer.given = {"e": e}  # type: ignore[assignment]
         try:

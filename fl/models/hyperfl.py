@@ -15,7 +15,7 @@ SLOPE = 0.01
 
 
 def _extractor(convolutions: list[nn.Conv2d], input_shape: tuple[int, int, int]) -> nn.Sequential:
-    """Convolutions, each with LeakyReLU and 2x2 max pooling, then a fully connected layer to 128 features."""
+    """Return convolutions, each with LeakyReLU and 2x2 max pooling, then a fully connected layer to 128 features."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for i, convolution in enumerate(convolutions, start=1):
         layers[f"conv{i}"] = convolution
@@ -37,7 +37,7 @@ class HyperFLGray(Network):
     input_shape: tuple[Width, Width, Width] = (1, 28, 28)
 
     def body(self) -> nn.Sequential:
-        """Features (B, 128)."""
+        """Return features (B, 128)."""
         return _extractor([nn.Conv2d(self.input_shape[0], 16, 5), nn.Conv2d(16, 32, 5, padding=1)], self.input_shape)
 
 
@@ -49,7 +49,7 @@ class HyperFLColor(Network):
     input_shape: tuple[Width, Width, Width] = (3, 32, 32)
 
     def body(self) -> nn.Sequential:
-        """Features (B, 128)."""
+        """Return features (B, 128)."""
         convolutions = [
             nn.Conv2d(self.input_shape[0], 16, 5),
             nn.Conv2d(16, 32, 5, padding=1),

@@ -31,7 +31,7 @@ class LeNet(Network):
     hidden: Width = 500
 
     def body(self) -> nn.Sequential:
-        """Features (B, hidden)."""
+        """Return features (B, hidden)."""
         layers = OrderedDict[str, nn.Module]()
         before = self.input_shape[0]
         for i, after in enumerate(self.channels, start=1):

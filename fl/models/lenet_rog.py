@@ -24,7 +24,7 @@ class LeNetROG(Network):
     normalize: bool = False
 
     def body(self) -> nn.Sequential:
-        """Features (B, 512)."""
+        """Return features (B, 512)."""
         layers = OrderedDict[str, nn.Module]()
         channels = self.input_shape[0]
         for i, width in enumerate((32, 64), start=1):

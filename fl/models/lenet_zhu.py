@@ -32,7 +32,7 @@ class LeNetZhu(Network):
     init: Literal["uniform", "redrawn", "default"] = "uniform"
 
     def body(self) -> nn.Sequential:
-        """Features (B, 12 * ceil(H / 4) * ceil(W / 4))."""
+        """Return features (B, 12 * ceil(H / 4) * ceil(W / 4))."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         channels = self.input_shape[0]
         for i, stride in enumerate((2, 2, 1), start=1):

@@ -38,7 +38,7 @@ class MLP(Network):
             raise ValueError(f"expected slope in [0, 1), got {self.slope}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, widths[-1])."""
+        """Return features (B, widths[-1])."""
         layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
         sizes = (torch.Size(self.input_shape).numel(), *self.widths)
         for i, (before, after) in enumerate(pairwise(sizes), start=1):

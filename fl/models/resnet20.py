@@ -30,7 +30,7 @@ class BasicBlock(nn.Module):
         self.stride, self.more = stride, after - before
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, before, H, W) to (B, after, H / stride, W / stride)."""
+        """Return (B, before, H, W) to (B, after, H / stride, W / stride)."""
         y = self.norm2(self.conv2(torch.relu(self.norm1(self.conv1(x)))))
         skipped = x[:, :, :: self.stride, :: self.stride]
         return torch.relu(y + functional.pad(skipped, (0, 0, 0, 0, self.more // 2, self.more - self.more // 2)))
@@ -62,7 +62,7 @@ class ResNet20(Network):
                 raise ValueError(f"expected {key} >= 1, got {getattr(self, key)}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, 4 * width)."""
+        """Return features (B, 4 * width)."""
         layers = OrderedDict[str, nn.Module](conv1=nn.Conv2d(self.input_shape[0], self.width, 3, padding=1))
         layers |= {"norm1": nn.BatchNorm2d(self.width), "act1": nn.ReLU()}
         before = self.width

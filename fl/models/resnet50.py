@@ -34,7 +34,7 @@ class ResNet50(Network):
     stem: Literal["small", "imagenet"] = "small"
 
     def body(self) -> nn.Sequential:
-        """Features (B, 2048)."""
+        """Return features (B, 2048)."""
         layers = OrderedDict(resnet50().named_children())
         del layers["fc"]
         if self.stem == "small":

@@ -50,11 +50,11 @@ class ResNetAdapter(AdapterNetwork):
 
     @classmethod
     def example(cls) -> ResNetAdapter:
-        """Two narrow stages of one block."""
+        """Return two narrow stages of one block."""
         return cls(stages=2, blocks=1, width=4, image_size=16, input_shape=(1, 8, 8))
 
     def backbone(self) -> OrderedDict[str, nn.Module]:
-        """The layers of torchvision under its names, an adapter after each stage."""
+        """Return the layers of torchvision under its names, an adapter after each stage."""
         layers = OrderedDict[str, nn.Module](
             conv1=nn.Conv2d(3, self.width, 7, stride=2, padding=3, bias=False),
             bn1=Affine(self.width),

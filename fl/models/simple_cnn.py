@@ -32,7 +32,7 @@ class SimpleCnn(Network):
     widths: tuple[Width, Width] = (120, 84)
 
     def body(self) -> nn.Sequential:
-        """Features (B, widths[1])."""
+        """Return features (B, widths[1])."""
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         before = self.input_shape[0]
         for i, after in enumerate(self.channels, start=1):

@@ -21,7 +21,7 @@ class Linear(Network):
     normalize: bool = False
 
     def body(self) -> nn.Sequential:
-        """The pixels (B, C * H * W)."""
+        """Return the pixels (B, C * H * W)."""
         return nn.Sequential(OrderedDict[str, nn.Module](flatten=nn.Flatten()))
 
 
@@ -39,7 +39,7 @@ class Tiny(Network):
     batch_norm: bool = False
 
     def body(self) -> nn.Sequential:
-        """Features (B, 16)."""
+        """Return features (B, 16)."""
         layers = OrderedDict[str, nn.Module](conv1=nn.Conv2d(self.input_shape[0], 4, 3, padding=1))
         if self.batch_norm:
             layers["norm1"] = nn.BatchNorm2d(4)

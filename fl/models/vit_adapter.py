@@ -52,12 +52,12 @@ class ViTAdapter(AdapterNetwork):
 
     @classmethod
     def example(cls) -> ViTAdapter:
-        """Two narrow blocks on four patches."""
+        """Return two narrow blocks on four patches."""
         settings = {"image_size": 8, "patch": 4, "width": 8, "depth": 2, "heads": 2, "reduction": 2}
         return cls(input_shape=(1, 8, 8), **settings)  # type: ignore[arg-type]
 
     def backbone(self) -> OrderedDict[str, nn.Module]:
-        """The transformer of timm without a classifier, an adapter behind the perceptron of each block.
+        """Return the transformer of timm without a classifier, an adapter behind the perceptron of each block.
 
         Raises:
             ModuleNotFoundError: timm is not installed.

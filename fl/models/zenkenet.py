@@ -18,7 +18,7 @@ class ReplayedChannels(ReplayedDropout):
     """`ReplayedDropout` of whole channels: one number of the mask (B, C) for each channel of (B, C, H, W)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Feature maps (B, C, H, W), masked in train mode."""
+        """Return feature maps (B, C, H, W), masked in train mode."""
         ones = x.new_ones(x.shape[:2])
         return x * super().forward(ones)[:, :, None, None]
 
@@ -44,7 +44,7 @@ class ZenkeNet(Network):
             raise ValueError(f"expected dropout in [0, 0.5), got {self.dropout}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, 512)."""
+        """Return features (B, 512)."""
         layers = OrderedDict[str, nn.Module]()
         before = self.input_shape[0]
         for block, after in enumerate((32, 64), start=1):

@@ -50,7 +50,7 @@ class Charge:
 
 
 def merge_charges(charges: Iterable[Charge]) -> tuple[Charge, ...]:
-    """Equal noise and rate as one charge: epsilon does not depend on their order, and is found many times faster."""
+    """Merge charges of equal noise and rate: epsilon does not depend on their order, and is found many times faster."""
     steps: dict[tuple[float, float], int] = {}
     for charge in charges:
         key = (charge.noise_multiplier, charge.rate)
@@ -59,7 +59,7 @@ def merge_charges(charges: Iterable[Charge]) -> tuple[Charge, ...]:
 
 
 def compute_epsilon(charges: Iterable[Charge], delta: float, accountant: Accountant = "prv") -> float:
-    """Epsilon of all `charges` together at `delta`: an upper bound, infinite where a step has no noise.
+    """Return the epsilon of all `charges` together at `delta`: an upper bound, infinite where a step has no noise.
 
     Where every record is in every batch "prv" gives the exact value for Gaussian noise. Elsewhere it is numerical, to
     0.01 (Opacus' bound), and never above what RDP proves. "rdp" is the RDP accountant's value everywhere.
@@ -82,7 +82,7 @@ def compute_epsilon(charges: Iterable[Charge], delta: float, accountant: Account
 
 
 def costliest_charge(charges: Iterable[Charge], delta: float) -> tuple[Charge, float, float]:
-    """Of several clients' charges, one each, the costliest; its epsilon by PRV, and the largest by RDP.
+    """Return the costliest of several clients' charges, one each; its epsilon by PRV, and the largest by RDP.
 
     Raises:
         ValueError: no charge, or `delta` out of range.
@@ -101,7 +101,7 @@ def costliest_charge(charges: Iterable[Charge], delta: float) -> tuple[Charge, f
 
 @lru_cache(maxsize=1024)
 def calibrate_noise(epsilon: float, delta: float, rate: float, steps: int, accountant: Accountant = "prv") -> float:
-    """The least noise multiplier, to 1 in 2,000, with which `steps` steps cost `epsilon` at most.
+    """Return the least noise multiplier, to 1 in 2,000, with which `steps` steps cost `epsilon` at most.
 
     Raises:
         ValueError: a number out of range, or no noise is enough.
@@ -120,7 +120,9 @@ def calibrate_noise(epsilon: float, delta: float, rate: float, steps: int, accou
 
 
 def delta_curve(charges: Iterable[Charge]) -> Callable[[float], float]:
-    """Delta of all `charges` together as a function of epsilon >= 0: an upper bound, 1 where a step has no noise.
+    """Return the delta of all `charges` together as a function of epsilon >= 0.
+
+    An upper bound, 1 where a step has no noise.
 
     Exact where every record is in every batch; elsewhere the lower one of what PRV and RDP prove.
     """
@@ -179,7 +181,7 @@ def _smallest_sufficient(target: float, cost: Callable[[float], float], guess: f
 
 
 def _rdp_of(charges: tuple[Charge, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Orders, and the Renyi divergence of all charges at each."""
+    """Return orders, and the Renyi divergence of all charges at each."""
     from fl.privacy.prv_accountant import renyi_divergences  # seconds to import, so not before it is used
 
     total = np.sum([renyi_divergences(c.noise_multiplier, c.rate, RENYI_ORDERS) * c.steps for c in charges], axis=0)
@@ -195,7 +197,7 @@ def _rdp(charges: tuple[Charge, ...], delta: float) -> float:
 
 
 def _rdp_curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
-    """The same proposition, solved for delta."""
+    """Return the same proposition, solved for delta."""
     alphas, values = _rdp_of(charges)
 
     def delta(epsilon: float) -> float:
@@ -206,7 +208,7 @@ def _rdp_curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
 
 
 def _prv_curve(charges: tuple[Charge, ...], error: float = 0.01, slack: float = 1e-9) -> Callable[[float], float]:
-    """Delta by the numerical accountant, whose epsilon is off by `error` at most, but for `slack` of delta."""
+    """Return delta by the numerical accountant, whose epsilon is off by `error` at most, but for `slack` of delta."""
     accountant = _accountant(charges)
     try:
         with np.errstate(divide="ignore"):

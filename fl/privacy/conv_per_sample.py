@@ -12,12 +12,12 @@ from torch.nn import functional as F
 
 
 def is_supported(layer: nn.Module) -> bool:
-    """Whether `layer` is a convolution of this kind: of images, in one group, with padding in numbers."""
+    """Return whether `layer` is a convolution of this kind: of images, in one group, with padding in numbers."""
     return type(layer) is nn.Conv2d and layer.groups == 1 and not isinstance(layer.padding, str)
 
 
 def per_sample_weight_gradients(layer: nn.Conv2d, entered: Tensor, back: Tensor) -> Tensor:
-    """The samples' gradients of the weight.
+    """Return the samples' gradients of the weight.
 
     Args:
         layer: the convolution.
@@ -38,7 +38,10 @@ def per_sample_weight_gradients(layer: nn.Conv2d, entered: Tensor, back: Tensor)
 
 
 def _windows(layer: nn.Conv2d, entered: Tensor, back: Tensor, *, channels_last: bool = False) -> Tensor:
-    """A view (B, C, kernel height, kernel width, H', W') of the padded input; overlapping, not to be written to."""
+    """Return a view (B, C, kernel height, kernel width, H', W') of the padded input.
+
+    Overlapping, not to be written to.
+    """
     assert not isinstance(layer.padding, str)
     high, wide = layer.padding
     order = torch.channels_last if channels_last else torch.contiguous_format

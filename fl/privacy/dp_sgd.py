@@ -74,7 +74,7 @@ class Privatization:
 def private_gradient(
     grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
-    """The gradient of DP-SGD (Abadi et al., CCS 2016, Algorithm 1): clip each sample's, sum, add noise, divide.
+    """Return the gradient of DP-SGD (Abadi et al., CCS 2016, Algorithm 1): clip each sample's, sum, add noise, divide.
 
     Differentiable in parameters and batch. A sample whose gradient is not finite counts as zero. What is pulled back to
     a generator's parameters is the sum, since that is linear: of one batch, heads get one outer product, until noise
@@ -103,7 +103,9 @@ def private_gradient(
 def opacus_gradient(
     grad: LossGradient, params: Tensors, batch: Batch, privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
-    """`private_gradient` for training, by ghost clipping and Opacus' rules for layers: equal, faster, without a graph.
+    """Return `private_gradient` for training, by ghost clipping and Opacus' rules for layers.
+
+    Equal, faster, without a graph.
 
     Arguments and errors are those of `private_gradient`. The method's loss may look at the network's outputs only.
 
@@ -128,7 +130,7 @@ def opacus_gradient(
 
 
 def fastest_gradient(grad: LossGradient, params: Tensors, batch: Batch) -> Callable[..., Tensors]:
-    """`opacus_gradient` where it applies and nobody asks for a graph, else `private_gradient`."""
+    """Return `opacus_gradient` where it applies and nobody asks for a graph, else `private_gradient`."""
     asked = pytree.tree_leaves((params, batch.inputs, batch.labels)) if torch.is_grad_enabled() else []
     stacked = grad.derivative is not autograd_derivative
     if stacked or any(value.requires_grad for value in asked) or ghost_clipping.obstacle(grad):
@@ -143,7 +145,7 @@ def _zero_gradients(grad: LossGradient, weights: Mapping[str, Tensor]) -> dict[s
 
 
 def _per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The samples' gradients with respect to the network's weights (B, ...); each meets its own row of draws."""
+    """Return the samples' gradients with respect to the network's weights (B, ...); each meets its own row of draws."""
     meant = draws_for_buffers(grad.model, grad.step.draws)
     rows = {n: x for n, x in grad.step.draws.items() if n.removeprefix(DEFENSE_DRAWS) in meant and len(x) == len(batch)}
 
@@ -156,7 +158,7 @@ def _per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch:
 
 
 def _clip_factors(norms: Tensor, clip: float) -> Tensor:
-    """What each sample's gradient is multiplied by (B,): 0 where it is not finite."""
+    """Return what each sample's gradient is multiplied by (B,): 0 where it is not finite."""
     return torch.where(norms.isfinite(), torch.clamp(clip / (norms + NORM_STABILIZER), max=1.0), 0.0)
 
 
@@ -187,7 +189,7 @@ def _ghost_sums(grad: LossGradient, weights: dict[str, Tensor], batch: Batch, cl
 def _noisy_sum(
     grad: LossGradient, params: Tensors, sums: dict[str, Tensor], privatization: Privatization, noise: NoiseSource
 ) -> Tensors:
-    """The sum of the weights' clipped gradients as that of the parameters, with noise on every entry."""
+    """Return the sum of the weights' clipped gradients as that of the parameters, with noise on every entry."""
     std = privatization.std
     if privatization.clip_target == "weights":
         return grad.pull(params, _add_noise(sums, std, noise))

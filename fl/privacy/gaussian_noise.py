@@ -23,12 +23,12 @@ KEY_WORDS = 2
 
 
 def fresh_key() -> Tensor:
-    """A key (2,) int64 from the operating system, which nobody can draw again."""
+    """Return a key (2,) int64 from the operating system, which nobody can draw again."""
     return torch.tensor([secrets.randbits(63) for _ in range(KEY_WORDS)])
 
 
 def draw_key(generator: torch.Generator) -> Tensor:
-    """A key (2,) int64 from `generator`: the same again for the same seed."""
+    """Return a key (2,) int64 from `generator`: the same again for the same seed."""
     return torch.randint(2**63 - 1, (KEY_WORDS,), generator=generator)
 
 
@@ -45,7 +45,7 @@ class Noise:
     secret: bool = False
 
     def like(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Independent numbers in the shapes and of the type of `values`, in their order."""
+        """Return independent numbers in the shapes and of the type of `values`, in their order."""
         some = next(iter(values.values()))
         sizes = [value.numel() for value in values.values()]
         kind = torch.float32 if some.dtype == torch.float32 else torch.float64
@@ -68,7 +68,7 @@ class UntransformedDraw(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        """Nothing for any argument."""
+        """Return no gradient for any argument."""
         return None, None, None, None
 
 

@@ -42,14 +42,14 @@ class LayerPass:
     output_grads: Tensor
 
     def squared_norms(self) -> Tensor:
-        """Squared norms (B,) of the samples' gradients, over all its weights."""
+        """Return squared norms (B,) of the samples' gradients, over all its weights."""
         if not self._input_and_output_vectors:
             return torch.stack([_flat_view(part).square().sum(1) for part in self.per_sample_gradients.values()]).sum(0)
         back, entered = self.output_grads.square().sum(1), self.activations.square().sum(1)
         return torch.stack([back * entered if key == "weight" else back for key in self.names]).sum(0)
 
     def weighted_sums(self, factors: Tensor) -> dict[str, Tensor]:
-        """The sum of the samples' gradients, each times its own factor (B,), by name."""
+        """Return the sum of the samples' gradients, each times its own factor (B,), by name."""
         if not self._input_and_output_vectors:
             return {name: _weighted_sum(factors, part) for name, part in self.per_sample_gradients.items()}
         back = self.output_grads * factors[:, None]
@@ -74,7 +74,7 @@ class LayerPass:
 
 
 def _flat_view(part: Tensor) -> Tensor:
-    """The entries of each sample's gradient (B, ...) as they lie in memory, as a view (B, N)."""
+    """Return the entries of each sample's gradient (B, ...) as they lie in memory, as a view (B, N)."""
     return part.permute(0, *_memory_order(part)).flatten(1)
 
 
@@ -83,14 +83,14 @@ def _memory_order(part: Tensor) -> list[int]:
 
 
 def _weighted_sum(factors: Tensor, part: Tensor) -> Tensor:
-    """The sum of the samples' gradients (B, ...), each times its factor (B,), without moving them in memory."""
+    """Return the sum of the samples' gradients (B, ...), each times its factor (B,), without moving them in memory."""
     order = _memory_order(part)
     total = torch.tensordot(factors, _flat_view(part), 1).view([part.shape[i] for i in order])
     return total.permute([order.index(i) for i in range(1, part.ndim)]).contiguous()
 
 
 def obstacle(grad: LossGradient) -> str | None:
-    """Why the per-sample gradients of what moves can't be read off the layers, or None."""
+    """Return why the per-sample gradients of what moves can't be read off the layers, or None."""
     if grad.loss is not None:
         return "the defense changes the loss"
     if type(grad.client.method).loss is not Method.loss:
@@ -106,7 +106,7 @@ def obstacle(grad: LossGradient) -> str | None:
 
 
 def layer_passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list[LayerPass]:
-    """One pass of `batch` through the network with `weights`, layer by layer.
+    """Return one pass of `batch` through the network with `weights`, layer by layer.
 
     The method's loss may look at the network's outputs only.
 
@@ -147,7 +147,7 @@ def layer_passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -
 
 
 def per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-    """The samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
+    """Return the samples' gradients with respect to the network's weights that what moves needs (B, ...), by name."""
     found = {
         name: part for one in layer_passes(grad, weights, batch) for name, part in one.per_sample_gradients.items()
     }
@@ -166,7 +166,7 @@ def _layers(grad: LossGradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
 
 
 def _per_sample_losses(grad: LossGradient, outputs: Tensor, batch: Batch) -> Tensor:
-    """The method's loss of each sample (B,), from what the network returned for it."""
+    """Return the method's loss of each sample (B,), from what the network returned for it."""
     loss = grad.loss or grad.client.method.loss
 
     def one(output: Tensor, image: Tensor, label: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class PrivateGradient(LossGradient):
     noise: Noise | None
 
     def __call__(self, params: Tensors, batch: Batch) -> Tensors:
-        """By the names of the parameters that move; noise alone for an empty batch."""
+        """Return the gradient by the names of the parameters that move; noise alone for an empty batch."""
         if self.privatization.clip_target == "weights":
             return self.pull(params, self.of_weights(self.weights(params), batch, self.derivative))
         return self._private(LossGradient(**self._fields()), params, batch)
@@ -36,7 +36,7 @@ class PrivateGradient(LossGradient):
     def of_weights(
         self, weights: dict[str, Tensor], batch: Batch, derivative: Derivative = autograd_derivative
     ) -> dict[str, Tensor]:
-        """Noisy gradients with respect to the network's weights, for a defense that looks at these.
+        """Return noisy gradients with respect to the network's weights, for a defense that looks at these.
 
         Raises:
             ValueError: the method clips the gradient of its parameters.
@@ -67,9 +67,9 @@ class _WeightGradient(LossGradient):
     """The gradient of the network's weights as if they were the parameters."""
 
     def weights(self, params: Tensors) -> dict[str, Tensor]:
-        """They themselves."""
+        """Return the parameters themselves."""
         return {name: dense(value) for name, value in params.items()}
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """As they are."""
+        """Return the gradients as they are."""
         return {**grads}

@@ -148,7 +148,7 @@ class PrivateMethod(Method):
         return calibrate_noise(self.epsilon, self.delta, self.rate or 1.0, steps, self.accountant)
 
     def _noise_exposure(self, n: int) -> tuple[float, int]:
-        """At what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
+        """Return at what rate, and how often in a round, a record of a client of `n` images meets noise, as accounted.
 
         Where batches go round the images, `n` is no secret (zeroing a record out leaves it as it is), so that passes
         are those of the client itself: `steps` go round few images more often than round many.
@@ -180,11 +180,11 @@ class PrivateMethod(Method):
         return self.rate if self.images is None else min(self.batch_size or self.images, self.images) / self.images
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Those of the method behind, with batches drawn as `sampler` says."""
+        """Return those of the method behind, with batches drawn as `sampler` says."""
         return tuple(self.with_sampling(phase) for phase in super().phases(task, round))
 
     def with_sampling(self, phase: Phase) -> Phase:
-        """The phase with batches drawn as `sampler` says."""
+        """Return the phase with batches drawn as `sampler` says."""
         if self.sampler != "poisson":
             return replace(phase, sampler=self.sampler)
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
@@ -194,11 +194,11 @@ class PrivateMethod(Method):
         )
 
     def aggregation_weight(self, images: int) -> float:
-        """The public number, where a record more or less must not show; else the client's own."""
+        """Return the public number, where a record more or less must not show; else the client's own."""
         return float(self.images or images) if self.sampler == "poisson" else float(images)
 
     def _hides_image_count(self, n: int) -> bool:
-        """Whether nothing follows from a client's `n` images being one more or less.
+        """Return whether nothing follows from a client's `n` images being one more or less.
 
         All that it does must be based on the public number. Few images give themselves away, and so does a number that
         is few when one is gone: those that fit into a batch are in every step.
@@ -206,7 +206,7 @@ class PrivateMethod(Method):
         return self.sampler == "poisson" and self.images is not None and n > (self.batch_size or n) + 1
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network.
+        """Return the network.
 
         Raises:
             ValueError: its running statistics would be sent without noise.
@@ -221,14 +221,14 @@ class PrivateMethod(Method):
         return model
 
     def draw(self, batch: Batch, task: Task, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """The key of the step's noise; none without a generator."""
+        """Return the key of the step's noise; none without a generator."""
         drawn = super().draw(batch, task, generator)
         if generator is None or self.mode == "client-level":
             return drawn
         return {**drawn, NOISE_KEY: fresh_key() if self.noise_source == "secure" else draw_key(generator)}
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """Clipped sample by sample and with noise, but for what the mode leaves plain."""
+        """Return gradients clipped sample by sample and with noise, but for what the mode leaves plain."""
         raw = client_loss_gradient(getattr(grad, "raw", grad))  # what a defense is put around
         if self.mode == "client-level":
             return super().gradient(grad, params, batches, step)
@@ -243,7 +243,7 @@ class PrivateMethod(Method):
         return {name: found[name] for name in raw.live}
 
     def _private_gradient(self, raw: LossGradient, live: tuple[str, ...]) -> PrivateGradient:
-        """The gradient of the parameters `live`, clipped sample by sample and with noise."""
+        """Return the gradient of the parameters `live`, clipped sample by sample and with noise."""
         how = Privatization(
             clip=self.clip, noise_multiplier=self.sigma, denominator=self.denominator(), clip_target=self.clip_target
         )
@@ -252,11 +252,14 @@ class PrivateMethod(Method):
         return PrivateGradient(**{**settings, "live": live}, privatization=how, noise=noise)
 
     def fine_tuning_method(self) -> PrivateMethod:
-        """The method behind, as its clients train at client level: neither clipped nor with noise, shuffled batches."""
+        """Return the method behind, as its clients train at client level.
+
+        Neither clipped nor with noise, shuffled batches.
+        """
         return replace(self, mode="client-level", rate=None, local_steps=None)
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
-        """At client level, where the server sees updates as they are, if the method behind says nothing else."""
+        """Return whether the server sees updates as they are (client level) and the method behind agrees."""
         return self.mode == "client-level" and getattr(super().gradient, "__func__", None) is Method.gradient
 
     @property
@@ -266,11 +269,11 @@ class PrivateMethod(Method):
         return f"each image's gradient is clipped and noise is added, which no equation survives; search with {search}"
 
     def step_noise(self, draws: dict[str, Tensor]) -> Noise | None:
-        """That of a step, or None for who does not know its key."""
+        """Return the noise of a step, or None for who does not know its key."""
         return Noise(draws[NOISE_KEY], self.noise_source == "secure") if NOISE_KEY in draws else None
 
     def denominator(self) -> float | None:
-        """What a sum of gradients is divided by; None is the size of the batch."""
+        """Return what a sum of gradients is divided by; None is the size of the batch."""
         return None if self.mode == "as-published" else self.batch_size or self.images
 
     # ---- server ------------------------------------------------------------------------------------------------------
@@ -280,7 +283,7 @@ class PrivateMethod(Method):
         return self.mode != "client-level"
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """With a count of the rounds that each client took part in."""
+        """Return the state with a count of the rounds that each client took part in."""
         server = super().init_server(params, task, clients, generator)
         own = {**server.own, PARTICIPATION: {"rounds": torch.zeros(clients, dtype=torch.int64)}}
         if self.mode == "client-level":
@@ -293,21 +296,21 @@ class PrivateMethod(Method):
         return self.rounds
 
     def exclusion_reason(self, server: ServerState, client: int) -> str:
-        """That the client has taken part in `rounds` rounds, on which its budget is spent."""
+        """Return that the client has taken part in `rounds` rounds, on which its budget is spent; or nothing."""
         count = dense(server.own[PARTICIPATION]["rounds"])
         if client >= len(count) or int(count[client]) < self.rounds:
             return ""
         return f"client {client} has spent its privacy budget on {self.rounds} rounds and neither trains nor sends more"
 
     def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
-        """As the method behind, with the round charged to its clients before anything leaves them."""
+        """Return the state of the method behind, with the round charged to its clients before anything leaves them."""
         server = super().select(server, clients, task)
         count = dense(server.own[PARTICIPATION]["rounds"]).clone()
         count[list(clients)] += 1
         return replace(server, own={**server.own, PARTICIPATION: {"rounds": count}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """As the method behind; clipped and with noise at client level."""
+        """Return aggregate as the method behind; with clipping and noise at client level."""
         if self.mode != "client-level" or not uploads:
             return super().aggregate(server, uploads, task)
         after = super().aggregate(server, [self._clip_upload(upload) for upload in uploads], task)
@@ -318,7 +321,7 @@ class PrivateMethod(Method):
         return replace(after, shared={n: shared[n] + std * z for n, z in noise.like(shared).items()})
 
     def _clip_upload(self, upload: Upload) -> Upload:
-        """The update at most `clip` long, and all clients alike; nothing where it is not finite."""
+        """Return the update at most `clip` long, and all clients alike; nothing where it is not finite."""
         size = float(norm(upload.update))
         if not math.isfinite(size):
             return replace(upload, update=zeros(upload.update, upload.update), weight=1.0)
@@ -328,7 +331,7 @@ class PrivateMethod(Method):
 
     # ---- what may be said --------------------------------------------------------------------------------------------
     def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement:
-        """What differential privacy the client with least of it has after `rounds` rounds.
+        """Return what differential privacy the client with least of it has after `rounds` rounds.
 
         Args:
             sizes: the clients' numbers of images.
@@ -364,7 +367,7 @@ class PrivateMethod(Method):
         )
 
     def _no_epsilon_reason(self, sigma: float, record_reader: str) -> str:
-        """Why no epsilon follows, or nothing."""
+        """Return why no epsilon follows, or nothing."""
         if sigma == 0:
             return "no noise is added"
         if record_reader and self.mode != "client-level":

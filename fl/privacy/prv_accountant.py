@@ -19,14 +19,14 @@ MAX_ORDER = 1030
 
 @lru_cache(maxsize=2**18)
 def renyi_divergence(noise_multiplier: float, rate: float, order: float) -> float:
-    """Renyi divergence of one step of the subsampled Gaussian mechanism (Mironov et al., 2019, Section 3.3)."""
+    """Return Renyi divergence of one step of the subsampled Gaussian mechanism (Mironov et al., 2019, Section 3.3)."""
     if order >= MAX_ORDER and rate < 1:
         return math.inf  # where Opacus has no number, after a long time
     return float(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=float(order)))
 
 
 def renyi_divergences(noise_multiplier: float, rate: float, orders: Sequence[float]) -> NDArray[np.float64]:
-    """The same at several orders."""
+    """Return the same at several orders."""
     return np.array([renyi_divergence(noise_multiplier, rate, order) for order in orders])
 
 
@@ -40,7 +40,7 @@ class NumericalAccountant(PRVAccountant):  # type: ignore[misc]
         eps_error: float,
         delta_error: float,
     ) -> Domain:
-        """As far as RDP proves that losses can go, in a mesh for `eps_error` (Gopi et al., Remark 5.6)."""
+        """Return the range that RDP proves for losses, in a mesh for `eps_error` (Gopi et al., Remark 5.6)."""
         steps, orders = sum(num_self_compositions), RDPAccountant.DEFAULT_ALPHAS
         each = [renyi_divergences(prv.noise_multiplier, prv.sample_rate, orders) for prv in prvs]
         total = sum(one * count for one, count in zip(each, num_self_compositions, strict=True))

@@ -173,7 +173,7 @@ class _CheckedFile(io.FileIO):
 
 
 def _create_locked_file(path: Path) -> _CheckedFile:
-    """A new file beside `path`, held."""
+    """Return a new file beside `path`, held."""
     while True:
         before_disk_change("open", path)
         raw = _CheckedFile(str(_temporary_path(path)), "xb", opener=_opener)
@@ -183,7 +183,7 @@ def _create_locked_file(path: Path) -> _CheckedFile:
 
 
 def _create_locked_folder(path: Path) -> tuple[Path, int]:
-    """A new folder beside `path`, held."""
+    """Return a new folder beside `path`, held."""
     while True:
         before_disk_change("mkdir", path)
         new = _temporary_path(path)
@@ -203,7 +203,7 @@ def _opener(path: str, flags: int) -> int:
 
 
 def _lock(descriptor: int) -> bool:
-    """Whether what was just made is this process's, and not taken for a dead one's before it was locked."""
+    """Return whether what was just made is this process's, and not taken for a dead one's before it was locked."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

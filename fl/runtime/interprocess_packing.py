@@ -47,19 +47,22 @@ class FlatPacked:
     blocks: dict[torch.dtype, Tensor]
 
     def opened(self) -> Packed:
-        """The packed value again."""
+        """Return the packed value again."""
         return Packed(ForkingPickler.loads(self.code.numpy().tobytes()), self.blocks)
 
 
 def flatten(packed: Packed) -> FlatPacked:
-    """The packed value, ready to be handed to as many processes as start."""
+    """Return the packed value, ready to be handed to as many processes as start."""
     code = io.BytesIO()
     _TensorPickler(code).dump(packed.value)
     return FlatPacked(torch.frombuffer(code.getbuffer(), dtype=torch.uint8), packed.blocks)
 
 
 def unportable_reason(value: Any) -> str:
-    """Why a value can't be handed to another process, or nothing; classes of a function's own are of one alone."""
+    """Return why a value can't be handed to another process, or nothing.
+
+    Classes of a function's own are of one alone.
+    """
     try:
         flatten(pack(value))
     except Exception as error:
@@ -81,7 +84,7 @@ class _TensorPickler(ForkingPickler):
 
 
 def pack(value: Any) -> Packed:
-    """A nested value (dataclasses, dicts, lists, tuples) with every tensor moved into the block of its type.
+    """Return a nested value (dataclasses, dicts, lists, tuples) with every tensor moved into the block of its type.
 
     A tensor keeps its layout if its entries fill one stretch of memory, and becomes contiguous otherwise.
     """
@@ -104,7 +107,7 @@ def pack(value: Any) -> Packed:
 
 
 def unpack(packed: Packed) -> Any:
-    """The value again, its tensors views of the blocks; one that stood in two places is one again."""
+    """Return the value again, its tensors views of the blocks; one that stood in two places is one again."""
     known: dict[_Place, Tensor] = {}
 
     def tensor(place: _Place) -> Tensor:
@@ -116,7 +119,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def map_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
-    """A copy of `value` with `change` applied to every part of type `kind`."""
+    """Return a copy of `value` with `change` applied to every part of type `kind`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, dict):
@@ -134,7 +137,7 @@ def map_instances(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
 
 
 def _is_dense_in_memory(tensor: Tensor) -> bool:
-    """Whether the entries lie in one stretch of memory, each once, in whatever order of dimensions."""
+    """Return whether the entries lie in one stretch of memory, each once, in whatever order of dimensions."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: pair[1]):
         if size != 1 and stride != expected:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def copy_model(model: nn.Module) -> nn.Module:
-    """A copy of a network that can be copied again, whatever it has computed.
+    """Return a copy of a network that can be copied again, whatever it has computed.
 
     `torch.nn.utils.weight_norm` and `spectral_norm` compute a layer's weight anew before every call and keep it in the
     layer. What autograd computed can't be copied, so the copy's layers forget it after each call.
@@ -33,7 +33,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
 
 def _restore_hook(kept: dict[str, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that puts tensors back that the call computed."""
+    """Return a hook that puts tensors back that the call computed."""
 
     def restore(module: nn.Module, _args: Any, _output: Any) -> None:
         for name, value in kept.items():

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def join_inside(folder: Path, *names: str) -> Path:
-    """The path of `folder/NAME/...`, for names from a file or a folder that somebody else may have made.
+    """Return the path of `folder/NAME/...`, for names from a file or a folder that somebody else may have made.
 
     Args:
         folder: that is asked for; it may itself be a link.
@@ -30,7 +30,7 @@ def join_inside(folder: Path, *names: str) -> Path:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """`path`, found in a folder, if it does not leave it.
+    """Return `path`, found in a folder, if it does not leave it.
 
     Raises:
         ValueError: it is a link, or in one, that leads out of the folder.
@@ -39,7 +39,7 @@ def require_inside(path: Path, folder: Path) -> Path:
 
 
 def require_regular_file(path: Path) -> Path:
-    """`path`, if it is a file with an end: reading a pipe waits for ever.
+    """Return `path`, if it is a file with an end: reading a pipe waits for ever.
 
     Raises:
         FileNotFoundError: there is nothing.
@@ -53,13 +53,13 @@ def require_regular_file(path: Path) -> Path:
 
 
 def printable_name(name: str, most: int = 255) -> str:
-    """A file's name as text that UTF-8 has, whatever its bytes are, without its end where it is long."""
+    """Return a file's name as text that UTF-8 has, whatever its bytes are, without its end where it is long."""
     words = name.encode("utf-8", "backslashreplace").decode()
     return words if len(words) <= most else f"{words[:most]}..."
 
 
 def is_accessible_file(path: Path) -> bool:
-    """Whether there is such a file, in a place that may be looked at."""
+    """Return whether there is such a file, in a place that may be looked at."""
     try:
         return path.is_file()
     except OSError:

@@ -22,13 +22,13 @@ Words = NDArray[np.uint64]
 
 
 def secure_uniform(count: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1) (count,) from the operating system, each of 53 bits; nobody can draw them again."""
+    """Return numbers in [0, 1) (count,) from the operating system, each of 53 bits; nobody can draw them again."""
     words: Words = np.frombuffer(os.urandom(8 * count), dtype="<u8")
     return (words >> np.uint64(11)) * np.float64(2.0**-53)
 
 
 def keyed_normals(key: Sequence[int], count: int) -> NDArray[np.float64]:
-    """Standard normal numbers (count,) that follow from a key of non-negative numbers below 2**64.
+    """Return standard normal numbers (count,) that follow from a key of non-negative numbers below 2**64.
 
     Every number is the sum of `TERMS`, divided by the root of their count.
     """
@@ -41,7 +41,10 @@ def keyed_normals(key: Sequence[int], count: int) -> NDArray[np.float64]:
 
 
 def words_to_normals(words: Words) -> NDArray[np.float64]:
-    """Standard normal numbers by their distribution's inverse: 52 bits of each word say how far out, one the side."""
+    """Return standard normal numbers by their distribution's inverse.
+
+    52 bits of each word say how far out, one the side.
+    """
     below = special.ndtri(((words >> np.uint64(12)) + 0.5) * 2.0**-53)
     return np.where(words & np.uint64(1), -below, below)
 

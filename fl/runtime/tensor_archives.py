@@ -46,7 +46,7 @@ class ObjectsError(ValueError):
 
 
 def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, NDArray[Any]]:
-    """The arrays of an `.npz` file.
+    """Return the arrays of an `.npz` file.
 
     Args:
         path: of the file.
@@ -70,7 +70,7 @@ def read_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, N
 
 
 def read_state(path: Path) -> Any:
-    """What a `.pt` or `.pth` file holds, on the CPU; other objects than tensors and plain data are refused.
+    """Return what a `.pt` or `.pth` file holds, on the CPU; other objects than tensors and plain data are refused.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -98,7 +98,7 @@ def read_state(path: Path) -> Any:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.safetensors` file.
+    """Return the tensors of a `.safetensors` file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -165,7 +165,7 @@ def _check_size(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def _read_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
-    """One array, if its header says what its size says."""
+    """Return one array, if its header says what its size says."""
     with archive.open(info) as member:
         version = npy.read_magic(member)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0

@@ -140,7 +140,7 @@ def _is_ours(path: Path) -> bool:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether a file is of an installed package, or Python's own."""
+    """Return whether a file is of an installed package, or Python's own."""
     return any(path.is_relative_to(Path(place).resolve()) for place in sysconfig.get_paths().values())
 
 
@@ -161,14 +161,14 @@ def error_origin(error: BaseException) -> tuple[Path, int] | None:
 
 
 def error_line(error: BaseException, name: str) -> int | None:
-    """The last line of the module that took part in an error."""
+    """Return the last line of the module that took part in an error."""
     stem = f"{name.rpartition('.')[2]}.py"
     frames = traceback.extract_tb(error.__traceback__)
     return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)
 
 
 def _parameter_names(function: Callable[..., object]) -> set[str]:
-    """Names of the parameters that can be given by name; none where Python can't tell."""
+    """Return the names of the parameters that can be given by name; none where Python can't tell."""
     try:
         found = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -179,7 +179,7 @@ def _parameter_names(function: Callable[..., object]) -> set[str]:
 def _raised_message(
     error: Exception, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()
 ) -> str:
-    """In words, what the user's module `name` raised, and in which line of it."""
+    """Return in words what the user's module `name` raised, and in which line of it."""
     number = error_line(error, name)
     called = f"with {', '.join(given)}" if given else "without arguments"
     if offers and not given:

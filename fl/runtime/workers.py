@@ -30,7 +30,7 @@ WORKER_DIED = (
 
 
 def worker_thread_count() -> int:
-    """Threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
+    """Return threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(told) if told.isdecimal() and int(told) else 1
 
@@ -67,7 +67,7 @@ class Workers:
         self._tasks, self._children, self._lock = set[Future[Any]](), set[BaseProcess](), threading.Lock()
 
     def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
-        """`work(*given)` in whichever process is free.
+        """Return `work(*given)` in whichever process is free.
 
         Raises:
             RuntimeError: a process has died.
@@ -86,7 +86,7 @@ class Workers:
         return task
 
     def result(self, task: Future[Any]) -> Any:
-        """What the work has returned.
+        """Return what the work has returned.
 
         Raises:
             RuntimeError: its process has died.
@@ -105,7 +105,7 @@ class Workers:
         self._end.close()
 
     def _death_message(self) -> Exception:
-        """What is to be said of a process that has died."""
+        """Return what is to be said of a process that has died."""
         waited = time.monotonic() + REAP_SECONDS
         while all(child.exitcode is None for child in self._children) and time.monotonic() < waited:
             time.sleep(REAP_SECONDS / 100)

@@ -34,7 +34,7 @@ class Predictor:
     buffers: dict[str, torch.Tensor]
 
     def logits(self, inputs: torch.Tensor, size: int = 256) -> Iterator[torch.Tensor]:
-        """Logits (n, K) of `inputs` (N, C, H, W), `size` images at a time."""
+        """Yield logits (n, K) of `inputs` (N, C, H, W), `size` images at a time."""
         evaluator = replace(self.client.method, train_mode=False)
         network = Client(self.client.base, evaluator, self.client.defense).network(self.params, self.buffers)
         with torch.no_grad():
@@ -42,20 +42,20 @@ class Predictor:
                 yield self.client.method.logits(network, part)
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The weights of the network that move in training, by name."""
+        """Return the weights of the network that move in training, by name."""
         with torch.no_grad():
             return self.client.method.parametrization.network(self.params, self.client.task)
 
 
 def accuracy(client: Client, params: Tensors, buffers: dict[str, torch.Tensor], data: Batch, size: int = 256) -> float:
-    """Share of `data` classified right by the client's network in evaluation mode, in [0, 1]."""
+    """Return the share of `data` classified right by the client's network in evaluation mode, in [0, 1]."""
     answers = Predictor(client, params, buffers).logits(data.inputs, size)
     right = sum(int((logits.argmax(-1) == y).sum()) for logits, y in zip(answers, data.labels.split(size), strict=True))
     return right / len(data)
 
 
 def predictor(client: Client, state: ClientState, down: Download) -> Predictor:
-    """A client's personal model, or what it is sent with what it keeps.
+    """Return a client's personal model, or what it is sent with what it keeps.
 
     Args:
         client: the rule.
@@ -70,7 +70,7 @@ def predictor(client: Client, state: ClientState, down: Download) -> Predictor:
 
 
 def predictor_accuracy(client: Client, state: ClientState, down: Download, images: Batch) -> float:
-    """Share of `images` classified right by `predictor`."""
+    """Return the share of `images` classified right by `predictor`."""
     model = predictor(client, state, down)
     return accuracy(client, model.params, model.buffers, images)
 

@@ -43,7 +43,7 @@ def check_settings(method: object, defense: object, threat: object) -> None:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """The network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
+    """Return the network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
     while isinstance(model, nn.Module):
         if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
             model = model.module
@@ -98,7 +98,7 @@ def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
 
 
 def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:
-    """The images as they lie, or row by row where a network that flattens by `view` takes them only so."""
+    """Return the images as they lie, or row by row where a network that flattens by `view` takes them only so."""
     probe, rows = copy.deepcopy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     rows.copy_(inputs)
     if rows.stride() == inputs.stride():
@@ -225,6 +225,6 @@ def untie_parameters(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str,
 
 
 def tensor_conversion_hint(value: object) -> str:
-    """What stands in a tensor's place, and how it becomes one."""
+    """Return what stands in a tensor's place, and how it becomes one."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
     return type(value).__name__ + hint

@@ -78,7 +78,7 @@ def check(path: Path) -> None:
 
 
 def _read_arrays(path: Path) -> dict[str, Any]:
-    """What a checkpoint holds, if it is whole."""
+    """Return what a checkpoint holds, if it is whole."""
     try:
         arrays: dict[str, Any] = tensor_archives.read_arrays(path)
     except FileNotFoundError:
@@ -105,7 +105,7 @@ def _in_order(values: Mapping[str, Any], like: Mapping[str, Any]) -> Any:
 
 
 def _named_tensors(run: FederationState) -> Iterator[tuple[str, Any]]:
-    """Every tensor of server and clients, under a path of names."""
+    """Yield every tensor of server and clients, under a path of names."""
     yield from _flatten("server/shared", run.server.shared)
     yield from _flatten("server/buffers", run.server.buffers)
     yield from _flatten("server/own", run.server.own)
@@ -125,13 +125,13 @@ def _flatten(prefix: str, values: Tensors | Payloads | dict[str, Tensor]) -> Ite
 
 
 def _payloads(run: FederationState) -> list[str]:
-    """Every payload of server and clients, empty ones included."""
+    """Return every payload of server and clients, empty ones included."""
     own = [f"server/own/{name}" for name in run.server.own]
     return own + [f"clients/{i}/memory/{name}" for i, state in enumerate(run.clients) for name in state.memory]
 
 
 def _nest(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any]:
-    """Nested names again; parameter names hold dots, never slashes."""
+    """Return nested names again; parameter names hold dots, never slashes."""
     result: dict[str, Any] = {}
     for path in payloads:
         place = result

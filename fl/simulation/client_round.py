@@ -42,13 +42,16 @@ class ClientState:
     personal: Payloads = field(default_factory=dict)
 
     def to_contiguous(self) -> ClientState:
-        """The same with contiguous tensors (see `settled`)."""
+        """Return the same with contiguous tensors (see `settled`)."""
         memory, personal = ({k: to_contiguous(v) for k, v in part.items()} for part in (self.memory, self.personal))
         return replace(self, private=to_contiguous(self.private), memory=memory, personal=personal)
 
 
 def to_contiguous(values: Tensors) -> Tensors:
-    """Contiguous tensors: layout steers rounding, and a state read back from a file has that of none but these."""
+    """Return contiguous tensors.
+
+    Layout steers rounding, and a state read back from a file has that of none but these.
+    """
     return {k: v.contiguous() if isinstance(v, Tensor) else v for k, v in values.items()}
 
 
@@ -181,7 +184,7 @@ def train(start: PreparedRound) -> Round:
 
 
 def finish(start: PreparedRound, result: LocalResult) -> Round:
-    """What a client sends and keeps, from the result of its training."""
+    """Return what a client sends and keeps, from the result of its training."""
     client, buffers = start.client, start.buffers
     with torch.no_grad():
         sent = client.defense.transform_update(result.sent(), start.noise)
@@ -202,7 +205,7 @@ def finish(start: PreparedRound, result: LocalResult) -> Round:
 
 
 def _train_personal_model(start: PreparedRound) -> Payloads:
-    """The client's personal model after the round, trained on the batches of the other; empty without one."""
+    """Return the client's personal model after the round, trained on the batches of the other; empty without one."""
     method, before = start.client.method.personal_method(), start.state.personal
     if method is None or not before:
         return {}
@@ -224,7 +227,10 @@ def _train_personal_model(start: PreparedRound) -> Payloads:
 
 
 def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator, augment: Augmentation | None) -> Trace:
-    """The images a client feeds; as they are, or batch by batch where augmentation or the defense change them."""
+    """Return the images a client feeds.
+
+    As they are, or batch by batch where augmentation or the defense change them.
+    """
     if augment is not None or overrides(client.defense, "transform_batch"):
         fed, index, changed = [], [], []
         position = 0
@@ -298,7 +304,7 @@ def observe(
 
 
 def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
-    """What the client fed and kept to itself."""
+    """Return what the client fed and kept to itself."""
     client, state = start.client, start.state
     hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
@@ -313,7 +319,7 @@ def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
 
 
 def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) -> ServerView:
-    """What the server has of a round by itself, without what it kept of earlier ones."""
+    """Return what the server has of a round by itself, without what it kept of earlier ones."""
     download, trace, upload = start.download, done.trace, done.upload
     return ServerView(
         method=start.client.method,
@@ -336,7 +342,7 @@ def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) 
 
 
 def public_task(client: Client) -> Task:
-    """The client's task without what it keeps to itself: private initial weights and buffers are zero."""
+    """Return the client's task without what it keeps to itself: private initial weights and buffers are zero."""
     model = copy.deepcopy(client.base.model)
     known = frozen(model)
     with torch.no_grad():
@@ -356,7 +362,7 @@ def _generated_weights(client: Client, params: Tensors) -> dict[str, Tensor]:
 
 
 def _defense_draws(draws: Draws) -> dict[str, Tensor]:
-    """What the defense drew, step by step, as private tensors of the client."""
+    """Return what the defense drew, step by step, as private tensors of the client."""
     steps = {f"draws/{p}/{s}": drawn for p, steps in enumerate(draws) for s, drawn in enumerate(steps)}
     return {
         f"{step}/{name}": x

@@ -39,11 +39,11 @@ class TrainingDiagnostics:
 
     @classmethod
     def snapshot(cls, run: FederationState) -> TrainingDiagnostics:
-        """How they stand before a round."""
+        """Return how the models stand before a round."""
         return cls(_weights(run) if "movement" in run.protocol.diagnostics else [])
 
     def compute(self, run: FederationState) -> dict[str, Any]:
-        """What the protocol asks for of the federation as it stands, as plain data; None stands for no number.
+        """Return what the protocol asks for of the federation as it stands, as plain data; None stands for no number.
 
         All is of the model by which a client predicts after the server's step (`FederationState.model`), over
         participants in order, and of weights as in `generated_weights`.
@@ -101,12 +101,12 @@ def generated_weights(model: Predictor) -> dict[str, Tensor]:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Euclidean, over all weights together (HyperFL, Figure 4b)."""
+    """Return Euclidean, over all weights together (HyperFL, Figure 4b)."""
     return float(torch.stack([(second[name] - value).norm() for name, value in first.items()]).norm())
 
 
 def similarity(weights: Sequence[dict[str, Tensor]]) -> Tensor:
-    """Cosines (N, N) of the weights of N clients (HyperFedNet, Figure 5); NaN where one's are all zero."""
+    """Return cosines (N, N) of the weights of N clients (HyperFedNet, Figure 5); NaN where one's are all zero."""
     rows = torch.stack([torch.cat([value.flatten() for value in one.values()]).double() for one in weights])
     rows = rows / rows.norm(dim=1, keepdim=True)
     cosines = (rows @ rows.mT).clamp(-1, 1)
@@ -114,7 +114,10 @@ def similarity(weights: Sequence[dict[str, Tensor]]) -> Tensor:
 
 
 def divergence(weights: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Euclidean distance of two clients' weights by layer, mean over pairs (hFedF, Figure 5b); NaN for one client."""
+    """Return Euclidean distance of two clients' weights by layer, mean over pairs (hFedF, Figure 5b).
+
+    NaN for one client.
+    """
     layers: dict[str, list[str]] = {}
     for name in weights[0]:
         layers.setdefault(name.rpartition(".")[0] or name, []).append(name)
@@ -127,7 +130,9 @@ def divergence(weights: Sequence[dict[str, Tensor]]) -> dict[str, float]:
 
 
 def embedding(run: FederationState, number: int) -> Tensor | None:
-    """What stands for a client before a hypernetwork (E,), wherever it is kept; None where there is no such thing.
+    """Return what stands for a client before a hypernetwork (E,), wherever it is kept.
+
+    None where there is no such thing.
 
     Found by its name: private tensors `embedding` or `embeddings...` of the client, or the server's.
     """
@@ -149,7 +154,7 @@ def embedding(run: FederationState, number: int) -> Tensor | None:
 
 
 def confidence_histogram(run: FederationState) -> dict[str, dict[str, list[int]]]:
-    """How often the predicted class had which probability, of right and of wrong answers (hFedF, Figure 6b).
+    """Return how often the predicted class had which probability, of right and of wrong answers (hFedF, Figure 6b).
 
     Returns:
         "own": of participants on their test images, "unseen": of clients that never take part on all of theirs, each

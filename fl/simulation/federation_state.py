@@ -38,7 +38,7 @@ class ClientData:
     augment: Augmentation | None = None
 
     def channels_last(self) -> ClientData:
-        """The same images with channels innermost in memory, which convolutions on a CPU are fastest with."""
+        """Return the same images with channels innermost in memory, which convolutions on a CPU are fastest with."""
         first, second = (
             Batch(part.inputs.to(memory_format=torch.channels_last), part.labels) for part in (self.train, self.test)
         )
@@ -46,12 +46,15 @@ class ClientData:
 
 
 def n_sampled(client_fraction: float, participants: int) -> int:
-    """How many of the participants are asked for an update in a round, at least 1."""
+    """Return how many of the participants are asked for an update in a round, at least 1."""
     return max(1, int(client_fraction * participants + 0.5))
 
 
 def accepts_channels_last(client: Client, like: torch.Tensor) -> bool:
-    """Whether the client's network runs on images with channels innermost: one that flattens by `view` does not."""
+    """Return whether the client's network runs on images with channels innermost.
+
+    One that flattens by `view` does not.
+    """
     model = copy.deepcopy(client.task.model).eval()
     some = torch.zeros(2, *client.task.input_shape, dtype=like.dtype, device=like.device)
     try:
@@ -119,7 +122,7 @@ class FederationState:
         self.server = method.init_server(params, task, len(self.participants), stream(self.seed, "server"))
 
     def sampled_clients(self, round: int) -> list[int]:
-        """The clients of a round, in order."""
+        """Return the clients of a round, in order."""
         every = len(self.participants)
         chosen = torch.randperm(every, generator=stream(self.seed, "clients", round))[
             : n_sampled(self.client_fraction, every)
@@ -127,7 +130,7 @@ class FederationState:
         return sorted(chosen.tolist())
 
     def group_of(self, number: int, size: int) -> range:
-        """The clients that are aggregated with client `number` in groups of `size` (see `fl.aggregated_view.Division`).
+        """Return the clients aggregated with client `number` (`fl.aggregated_view.AggregationGroups`).
 
         Raises:
             ValueError: a round has fewer clients than the group, or the client never takes part.
@@ -136,11 +139,11 @@ class FederationState:
         return AggregationGroups(size=size, participants=every, asked=n_sampled(self.client_fraction, every)).of(number)
 
     def download(self, number: int) -> Download:
-        """What client `number` receives now."""
+        """Return what client `number` receives now."""
         return self.client.method.broadcast(self.server, number, self.client.task)
 
     def prediction_download(self, number: int) -> Download:
-        """What client number `number` would predict by now, of the server's."""
+        """Return what client number `number` would predict by now, of the server's."""
         return self.client.method.serve(self.server, number, self.client.task)
 
     def round_key(self, number: int, seed: int | None = None) -> RoundKey:
@@ -155,7 +158,7 @@ class FederationState:
         seed: int | None = None,
         phases: tuple[Phase, ...] | None = None,
     ) -> PreparedRound:
-        """All that enters one client's round, or one by another local rule, seed or phases.
+        """Return all that enters one client's round, or one by another local rule, seed or phases.
 
         What the federation's network holds frozen and another rule trains starts as it stands there.
         """
@@ -173,11 +176,13 @@ class FederationState:
         )
 
     def train(self, number: int) -> Round:
-        """One client's round by the local rule itself, without any effect on the federation."""
+        """Return one client's round by the local rule itself, without any effect on the federation."""
         return train(self.start(number))
 
     def model(self, number: int, *, adapted: bool = True) -> Predictor:
-        """The model by which client `number` predicts now: of what the server sends and of what the client keeps.
+        """Return the model by which client `number` predicts now.
+
+        Of what the server sends and of what the client keeps.
 
         Args:
             number: of the client.
@@ -198,7 +203,7 @@ class FederationState:
         return self._score(self.client, number, images, self.clients[number], self.prediction_download(number), adapted)
 
     def with_accuracy(self, done: Round, client: Client | None = None) -> Round:
-        """A client's round with the accuracy of the model it ended with, by its own local rule or another."""
+        """Return a client's round with the accuracy of the model it ended with, by its own local rule or another."""
         number = done.upload.client
         shared = {name: value for name, value in done.result.buffers.items() if name not in done.state.buffers}
         ended = Download(done.result.trained(self.download(number).shared), shared)

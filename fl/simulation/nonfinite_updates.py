@@ -80,7 +80,7 @@ def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapp
 
 
 def _shape_mismatch(value: object, like: Value) -> str:
-    """What form `value` should have, and what it has; empty where it is that of `like`."""
+    """Return what form `value` should have, and what it has; empty where it is that of `like`."""
     if not isinstance(value, LowRank) and not isinstance(value, Tensor):
         return f"as a tensor, got {type(value).__name__}"
     if tuple(value.shape) != tuple(like.shape):
@@ -94,12 +94,12 @@ def _shape_mismatch(value: object, like: Value) -> str:
 
 
 def all_finite(values: Mapping[str, Value]) -> bool:
-    """Whether no number is NaN or infinite, factors and bases of structured values among them."""
+    """Return whether no number is NaN or infinite, factors and bases of structured values among them."""
     return all(_is_finite(part) for part in pytree.tree_leaves(dict(values)) if isinstance(part, Tensor))
 
 
 def form_mismatch(value: object) -> str:
-    """In what form `value` should be to be computed with, and in what it is; empty where nothing is wrong with it."""
+    """Return the form that `value` needs to be computed with, and the one it has; empty where nothing is wrong."""
     if isinstance(value, LowRank):
         return ""
     if not isinstance(value, Tensor):
@@ -112,7 +112,7 @@ def form_mismatch(value: object) -> str:
 
 
 def _is_finite(part: Tensor) -> bool:
-    """Whether there is no NaN or infinity: told by the smallest and largest number, which NaN passes through."""
+    """Return whether there is no NaN or infinity: told by the smallest and largest number, which NaN passes through."""
     return not part.numel() or all(bool(extreme.isfinite()) for extreme in part.aminmax())
 
 
@@ -131,7 +131,7 @@ def _check_size(client: int, round: int, name: str, part: Tensor) -> None:
 
 
 def _named_tensors(upload: Upload) -> Iterator[tuple[str, Tensor, bool]]:
-    """All tensors sent, of a structured one its factors, without making it dense; and which are bases."""
+    """Yield all tensors sent, of a structured one its factors, without making it dense; and which are bases."""
     sets: list[Mapping[str, Value]] = [upload.update, *upload.extra.values(), upload.buffers]
     for name, value in (item for values in sets for item in values.items()):
         base = value.base if isinstance(value, LowRank) else None

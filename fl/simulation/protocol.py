@@ -44,7 +44,7 @@ class Protocol:
 
 
 def n_participants(protocol: Protocol, clients: int) -> int:
-    """How many of `clients` take part.
+    """Return how many of `clients` take part.
 
     Raises:
         ValueError: none would.

@@ -24,7 +24,7 @@ class Participation:
 
     @classmethod
     def of(cls, done: Round) -> Participation:
-        """That of a round."""
+        """Return the record of a round."""
         return cls(done.upload.client, done.accuracy, done.upload.numbers())
 
 

@@ -16,7 +16,9 @@ from fl.types import Batch
 
 
 def scores(run: FederationState) -> dict[str, tuple[float, ...]]:
-    """Shares of images classified right under the federation's protocol, client by client; only those it asks for.
+    """Return the shares of images classified right under the federation's protocol, client by client.
+
+    Only those it asks for.
 
     A score is missing where nothing can be scored: `NOTHING_SENT`.
 
@@ -38,7 +40,7 @@ def scores(run: FederationState) -> dict[str, tuple[float, ...]]:
 
 
 def accuracy_tuned(run: FederationState, number: int) -> float:
-    """Accuracy on client `number`'s test images after it fine-tuned what it would receive now; changes nothing.
+    """Return accuracy on client `number`'s test images after it fine-tuned what it would receive now; changes nothing.
 
     What is tuned stays with the client, so no defense enters but the network of one, nor a private method's clipping
     and noise (`Method.fine_tuning_method`). The accuracy is a figure of the experiment, which no client sends: a
@@ -58,13 +60,13 @@ def _accuracy_held_out(run: FederationState, number: int) -> float:
 
 
 def all_images(run: FederationState, number: int) -> Batch:
-    """All images of a client, training and test."""
+    """Return all images of a client, training and test."""
     own = run.data[number]
     return Batch(torch.cat([own.train.inputs, own.test.inputs]), torch.cat([own.train.labels, own.test.labels]))
 
 
 def _accuracy_global(run: FederationState, numbers: Iterable[int], images: Batch) -> tuple[float, ...]:
-    """Equal models are scored once: most methods send the same to all, who keep nothing."""
+    """Score equal models once: most methods send the same to all, who keep nothing."""
     known, found = dict[tuple[int, ...], float](), []
     held = []  # so that no address is used twice
     for number in numbers:

@@ -39,7 +39,7 @@ class Uploads:
 
 
 def merge_uploads(uploads: list[Upload]) -> Upload:
-    """One upload with the mean and the weight of all; further payloads are left out, as the mean's rule does.
+    """Return one upload with the mean and the weight of all; further payloads are left out, as the mean's rule does.
 
     Args:
         uploads: at least one.
@@ -55,7 +55,7 @@ def merge_uploads(uploads: list[Upload]) -> Upload:
 
 
 def _smaller_form(value: Value) -> Value:
-    """Dense, where a structured matrix's factors have more numbers than the matrix itself."""
+    """Return it dense where a structured matrix's factors have more numbers than the matrix itself."""
     if not isinstance(value, LowRank):
         return value
     rank = sum(len(term.left) for term in value.terms)
@@ -63,7 +63,7 @@ def _smaller_form(value: Value) -> Value:
 
 
 def _memory_bytes(upload: Upload) -> int:
-    """What an upload keeps in memory; of structured updates their factors, as bases are the server's own."""
+    """Return what an upload keeps in memory; of structured updates their factors, as bases are the server's own."""
     total = 0
     for value in [*upload.update.values(), *upload.buffers.values()]:
         base = value.base if isinstance(value, LowRank) else None

@@ -19,7 +19,7 @@ CHARACTER_GROUPS = (tuple(range(10)), tuple(range(10, 36)), tuple(range(36, 62))
 
 
 def published_groups(num_classes: int) -> tuple[tuple[int, ...], ...]:
-    """HyperFL's dominant classes.
+    """Return HyperFL's dominant classes.
 
     Raises:
         ValueError: there are none for this number of classes.
@@ -128,7 +128,7 @@ def dominant_groups(
 
 
 def _too_few_images_error(have: NDArray[np.int64], split: DominantSplit, disjoint: bool) -> str:
-    """Which class has too few of the images (K,) there are, and the largest size that fits."""
+    """Return which class has too few of the images (K,) there are, and the largest size that fits."""
 
     def asked(size: int) -> NDArray[np.int64]:
         counts = replace(split, size=size).class_counts()

@@ -16,7 +16,9 @@ OFFSETS = {"cifar10": (2000, 500), "cinic10": (2000, 500)}
 def sequential_slices(
     labels: Tensor, split: DominantSplit, *, offset: int = 0, rewind: bool = False
 ) -> tuple[Tensor, ...]:
-    """Each client's next slice of every class, then of each of its dominant classes; a class that runs out starts anew.
+    """Return each client's next slice of every class, then of each of its dominant classes.
+
+    A class that runs out starts anew.
 
     The authors sort with numpy's default `argsort`, whose order of ties depends on the processor; this sort is stable.
     They take all classes of MNIST and CIFAR to be equally large (those that they use are); here each has its own size.

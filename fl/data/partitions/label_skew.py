@@ -54,7 +54,7 @@ class Dirichlet(Partitioner):
                 raise ValueError(f"expected {key} >= 1, got {getattr(self, key)}")
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             ValueError: no draw gave every client enough images.
@@ -104,7 +104,7 @@ class Shards(Partitioner):
                 raise ValueError(f"expected {key} >= 1, got {getattr(self, key)}")
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             ValueError: there are fewer training images than shards, or a client would have no test image.
@@ -125,7 +125,7 @@ class Shards(Partitioner):
 
     @classmethod
     def example(cls) -> Shards:
-        """Four clients of two shards each."""
+        """Return a split among four clients of two shards each."""
         return cls(clients=4)
 
 
@@ -157,7 +157,7 @@ class ClassGroups(Partitioner):
             raise ValueError(f"expected clients in {self.groups} equal groups, got {self.clients}")
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             ValueError: there are fewer classes than the groups take, or a client would have no image.
@@ -193,7 +193,7 @@ def dirichlet(concentration: Fractions, rows: int, generator: torch.Generator) -
 
 
 def deal_by_class(labels: Tensor, fractions: Fractions, seed: int) -> tuple[Tensor, ...]:
-    """Every image to at most one client: `fractions` (clients, K) of each class, rounded, in random order."""
+    """Return every image to at most one client: `fractions` (clients, K) of each class, rounded, in random order."""
     parts: list[list[Tensor]] = [[] for _ in fractions]
     bounds = np.vstack([np.zeros(fractions.shape[1]), fractions.cumsum(0)]).clip(0, 1)
     for k in range(fractions.shape[1]):

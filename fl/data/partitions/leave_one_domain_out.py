@@ -52,7 +52,7 @@ class LeaveOneOut(Partitioner):
                 raise ValueError(f"expected {key} >= {least}, got {value}")
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             UnknownNameError: there is no such domain.
@@ -78,7 +78,7 @@ class LeaveOneOut(Partitioner):
     def _deal_domain_parts(
         self, groups: Groups, sources: Sequence[int], owners: Sequence[Sequence[int]], part: Literal["train", "test"]
     ) -> list[Tensor]:
-        """The images of every client that takes part: a random part of each of its domains."""
+        """Return the images of every client that takes part: a random part of each of its domains."""
         found: dict[int, list[Tensor]] = {client: [] for mine in owners for client in mine}
         of = groups.train if part == "train" else groups.test
         for domain, mine in zip(sources, owners, strict=True):
@@ -93,7 +93,7 @@ class LeaveOneOut(Partitioner):
         return [torch.cat(found[client]).sort(stable=True).values for client in sorted(found)]
 
     def _deal_shots(self, pool: Tensor, clients: int) -> tuple[list[Tensor], Tensor]:
-        """The shots of every client, and the images of the domain left out that remain."""
+        """Return the shots of every client, and the images of the domain left out that remain."""
         if (wanted := self.shots * clients) >= len(pool):
             raise ValueError(
                 f"expected shots of at most {(len(pool) - 1) // clients} for {clients} clients, got {self.shots}"
@@ -104,12 +104,12 @@ class LeaveOneOut(Partitioner):
 
     @classmethod
     def example(cls) -> LeaveOneOut:
-        """Sketches left out."""
+        """Return a split that leaves sketches out."""
         return cls(leave_out="sketch")
 
 
 def deal_domains(sizes: Sequence[int], clients: int, per_client: int) -> list[list[int]]:
-    """Which clients hold a part of each domain (Algorithm 5).
+    """Return which clients hold a part of each domain (Algorithm 5).
 
     Args:
         sizes: images of each domain.

@@ -19,7 +19,7 @@ IMAGES_PER_CHUNK = 4096
 
 
 def describe_partition(partition: Partition, dataset: Dataset) -> dict[str, Any]:
-    """What the clients hold, as plain data.
+    """Return what the clients hold, as plain data.
 
     Returns:
         `digest`, `clients`, `class_names`, and for each of `train` and `test`: `images` in the set; `owners`, where
@@ -35,7 +35,7 @@ def describe_partition(partition: Partition, dataset: Dataset) -> dict[str, Any]
 
 
 def format_report(found: dict[str, Any]) -> list[str]:
-    """A `describe_partition` as lines of text."""
+    """Return a `describe_partition` as lines of text."""
     result = [f"{found['clients']} clients, partition {found['digest'][:12]}"]
     for key, what in (("train", "training"), ("test", "test")):
         part = found[key]
@@ -59,7 +59,7 @@ def format_report(found: dict[str, Any]) -> list[str]:
 
 
 def _most_frequent_classes(counts: list[int], names: list[str]) -> str:
-    """The classes that a client has most of, and how many images there are of the others."""
+    """Return the classes that a client has most of, and how many images there are of the others."""
     ranked = sorted((k for k, count in enumerate(counts) if count), key=lambda k: (-counts[k], k))
     named = [f"{names[k]}: {counts[k]}" for k in ranked[:MAX_LISTED]]
     rest = ranked[MAX_LISTED:]
@@ -79,7 +79,7 @@ def _describe_part(indices: Sequence[Tensor], batch: Batch, num_classes: int) ->
 
 
 def _overlapping_pairs(indices: Sequence[Tensor], owners: Tensor) -> list[list[int]]:
-    """Rows [client, client, count] of those who share images; only the shared images are looked at."""
+    """Return rows [client, client, count] of those who share images; only the shared images are looked at."""
     whose = torch.arange(len(indices)).repeat_interleave(torch.tensor([len(index) for index in indices]))
     held = torch.cat(tuple(indices))
     common = torch.zeros(len(indices), len(indices), dtype=torch.int64)

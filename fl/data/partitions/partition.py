@@ -71,7 +71,7 @@ class Partition:
 
     @classmethod
     def load(cls, path: Path, dataset: Dataset) -> Partition:
-        """The partition that `save` wrote.
+        """Return the partition that `save` wrote.
 
         Raises:
             ValueError: the file is damaged, or belongs to a data set of other sizes or labels.
@@ -125,7 +125,7 @@ class Partitioner:
     registry: ClassVar[Registry[Partitioner]] = partitions
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`."""
+        """Return the partition of `dataset`."""
         raise NotImplementedError
 
 
@@ -147,7 +147,7 @@ class Iid(Partitioner):
     seed: Seed = 0
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             ValueError: there are too few images; says how many each client can have.
@@ -187,7 +187,7 @@ class DominantGroups(Partitioner):
     seed: Seed = 0
 
     def __call__(self, dataset: Dataset) -> Partition:
-        """The partition of `dataset`.
+        """Return the partition of `dataset`.
 
         Raises:
             ValueError: a class has too few images (says which size fits), or the groups don't fit the classes.
@@ -213,12 +213,12 @@ class DominantGroups(Partitioner):
 
     @classmethod
     def example(cls) -> DominantGroups:
-        """Two clients and two classes."""
+        """Return two clients and two classes."""
         return cls(clients=2, groups=((0,), (1,)), train_size=8, test_size=4)
 
 
 def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:
-    """`count` images dealt at random: `size` to each client, or all of them, as evenly as can be.
+    """Deal `count` images at random: `size` to each client, or all of them, as evenly as can be.
 
     Raises:
         ValueError: there are too few images; says how many each client can have.

@@ -100,7 +100,7 @@ class TinyImagenet(_BenchmarkSet):
 
 
 def download_hint(name: str) -> str:
-    """How to get the files of a data set; nothing for one that can't be fetched."""
+    """Return how to get the files of a data set; an empty string for one that can't be fetched."""
     if name in MANUAL_DOWNLOADS:
         return (
             f"{MANUAL_DOWNLOADS[name]}, and run `hyperleak doctor --download {name} --source FOLDER` with that folder"
@@ -109,7 +109,7 @@ def download_hint(name: str) -> str:
 
 
 def available_sets() -> dict[str, Path | None]:
-    """Every data set that goes by its name, with its training file if both files are in the data folder."""
+    """Return every data set that goes by its name, with its training file if both files are in the data folder."""
     result: dict[str, Path | None] = {}
     for name in datasets.names():
         kind = datasets.get(name)

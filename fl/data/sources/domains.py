@@ -102,7 +102,7 @@ class DomainFolder(_Domains):
 
     @classmethod
     def example(cls) -> Self:
-        """A folder of one's own."""
+        """Return a folder of one's own."""
         return cls(path="pictures")
 
 
@@ -156,7 +156,7 @@ class Vlcs(_Domains):
 
 
 def list_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -> Labeled:
-    """The images in `root/DOMAIN/CLASS`, domain by domain.
+    """Return the images in `root/DOMAIN/CLASS`, domain by domain.
 
     Raises:
         ValueError: a domain lacks a class, or has another one.
@@ -172,7 +172,7 @@ def list_domains(root: Path, domains: tuple[str, ...], names: tuple[str, ...]) -
 
 
 def read_domains(path: Path) -> tuple[Tensor, tuple[str, ...]]:
-    """`domains` (N,) and `domain_names` of a `.npz` file; nothing in it is executed.
+    """Return `domains` (N,) and `domain_names` of a `.npz` file; nothing in it is executed.
 
     Raises:
         ValueError: one is missing, or of another shape, type or range.

@@ -100,7 +100,7 @@ def _check_published(name: str, part: str, labels: NDArray[Any], source: Path | 
 
 
 def downloadable_sets() -> list[str]:
-    """The data sets that `download` knows."""
+    """Return the data sets that `download` knows."""
     return sorted([*_TORCHVISION, *MANUAL_DOWNLOADS])
 
 
@@ -184,13 +184,13 @@ def _from_folder(name: str, part: str, path: Path, source: Path | None, scratch:
 
 
 def _cinic10(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:
-    """`train` or `test`; `valid` is left out, as HyperFL's authors leave it out."""
+    """Return `train` or `test`; `valid` is left out, as HyperFL's authors leave it out."""
     class_names = list_classes(source / "train")
     return *list_images(source / part, class_names), class_names
 
 
 def _tiny_imagenet(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:
-    """`train`, or as `test` the labeled images of `val`; its own `test` has no labels."""
+    """Return `train`, or as `test` the labeled images of `val`; its own `test` has no labels."""
     wnids = list_classes(source / "train")
     class_names = _class_words(source / "words.txt", wnids)
     if part == "train":
@@ -206,7 +206,7 @@ def _tiny_imagenet(source: Path, part: str) -> tuple[list[Path], torch.Tensor, S
 
 
 def _class_words(path: Path, wnids: Sequence[str]) -> list[str]:
-    """The first word for each WordNet number; where two have the same, with the number."""
+    """Return the first word for each WordNet number; where two have the same, with the number."""
     words = dict(
         line.split("\t", 1) for line in require_regular_file(path).read_text("utf-8").splitlines() if "\t" in line
     )

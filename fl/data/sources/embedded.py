@@ -61,7 +61,7 @@ class Faces(Source):
             raise ValueError(f"expected size >= 1, got {self.size}")
 
     def load(self) -> Dataset:
-        """80 + 80 crops to train and 20 + 20 to test, at the default share."""
+        """Load 80 + 80 crops to train and 20 + 20 to test, at the default share."""
         with _photo_path("lfw_subset.npy").open("rb") as stream:
             crops = np.load(stream, allow_pickle=False)
         images = torch.stack([_resize(torch.from_numpy(crop).float(), self.size) for crop in crops])[:, None]

@@ -111,12 +111,12 @@ class Folder(LimitedSource):
 
     @classmethod
     def example(cls) -> Folder:
-        """A folder of one's own."""
+        """Return a folder of one's own."""
         return cls(path="pictures")
 
 
 def list_classes(folder: Path) -> tuple[str, ...]:
-    """Names of the folders in `folder`, sorted; hidden ones don't count.
+    """Return the names of the folders in `folder`, sorted; hidden ones don't count.
 
     Raises:
         ValueError: there are none, one's name is not UTF-8, or one is a link that leads elsewhere.
@@ -134,7 +134,7 @@ def list_classes(folder: Path) -> tuple[str, ...]:
 
 
 def list_images(folder: Path, names: Sequence[str]) -> Listed:
-    """The images in `folder/NAME`, by name of class and of file.
+    """Return the images in `folder/NAME`, by name of class and of file.
 
     Raises:
         ValueError: a class has no images, there is a folder of another class, or a link leads elsewhere.
@@ -159,7 +159,7 @@ def list_images(folder: Path, names: Sequence[str]) -> Listed:
 def decode_images(
     files: Sequence[Path], size: int | None, mode: Mode, out: NDArray[np.uint8] | None = None
 ) -> NDArray[np.uint8]:
-    """The pixels of image files, uint8 [N, H, W, 1 or 3].
+    """Return the pixels of image files, uint8 [N, H, W, 1 or 3].
 
     Args:
         files: at least one.
@@ -185,7 +185,7 @@ def decode_images(
 
 
 def _convert_mode(opened: Image.Image, path: Path, mode: Mode) -> Image.Image:
-    """The image upright, of 8 bits per channel."""
+    """Return the image upright, of 8 bits per channel."""
     image = ImageOps.exif_transpose(opened)
     if image.mode.startswith(("I", "F")):
         raise ValueError(f"expected 8 bits per channel in {path}, got an image of mode {image.mode}")

@@ -35,7 +35,7 @@ class Pooled(Source):
 
     @classmethod
     def example(cls) -> Pooled:
-        """Of the faces that come with scikit-image."""
+        """Return the pooled faces that come with scikit-image."""
         return cls(source=datasets.build({"name": "faces", "size": 8}))
 
     def load(self) -> Dataset:

@@ -50,7 +50,7 @@ class Pixels:
     class_names: tuple[str, ...]
 
     def batch(self, index: NDArray[np.int64] | None = None, limit: int | None = None) -> Batch:
-        """The images at `index`, or all, of them the first `limit`, as float32 (N, C, H, W) in [0, 1].
+        """Return the images at `index`, or all, of them the first `limit`, as float32 (N, C, H, W) in [0, 1].
 
         Raises:
             ValueError: there are fewer than `limit` images.
@@ -119,7 +119,7 @@ class Npz(LimitedSource):
 
     @classmethod
     def example(cls) -> Npz:
-        """A file made by `save_images`."""
+        """Return a file made by `save_images`."""
         return cls(train="mine.npz")
 
 
@@ -138,7 +138,7 @@ def data_folder() -> Path:
 
 
 def load_pair(stem: str, settings: LimitedSource, remedy: str = "") -> Dataset:
-    """The data set in `STEM_train.npz` and `STEM_test.npz`.
+    """Return the data set in `STEM_train.npz` and `STEM_test.npz`.
 
     Args:
         stem: of the file names.
@@ -154,7 +154,7 @@ def load_pair(stem: str, settings: LimitedSource, remedy: str = "") -> Dataset:
 
 
 def find_file(name: str, remedy: str = "") -> Path:
-    """The file at `name` as given, or in the data folder.
+    """Return the file at `name` as given, or in the data folder.
 
     Raises:
         DatasetMissingError: it is in neither; says what is there, and how to get it.
@@ -175,7 +175,7 @@ def find_file(name: str, remedy: str = "") -> Path:
 
 
 def read_batch(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, ...]]:
-    """The first `limit` images, or all, and the class names of one `.npz` file; nothing in it is executed.
+    """Return the first `limit` images, or all, and the class names of one `.npz` file; nothing in it is executed.
 
     Raises:
         ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
@@ -185,7 +185,7 @@ def read_batch(path: Path, limit: int | None = None) -> tuple[Batch, tuple[str, 
 
 
 def read_pixels(path: Path) -> Pixels:
-    """What one `.npz` file holds, checked.
+    """Return what one `.npz` file holds, checked.
 
     Raises:
         ValueError: not such a file, or a key that is missing or of another shape, type or range; says which.
@@ -223,7 +223,7 @@ def save_images(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], cla
 
 
 def _numbered_names(labels: NDArray[Any]) -> NDArray[np.str_]:
-    """Names for classes that have none: the numbers up to the largest label."""
+    """Return names for classes that have none: the numbers up to the largest label."""
     largest = int(labels.max()) if labels.dtype.kind in "iu" and labels.size else 0
     return np.arange(min(largest + 1, MAX_NUMBERED_CLASSES)).astype(str)
 

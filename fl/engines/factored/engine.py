@@ -48,7 +48,7 @@ MERGE_PERIOD = 8
 
 
 def obstacle(client: Client) -> str | None:
-    """Why the clients of a federation can't be trained by factors, or None."""
+    """Return why the clients of a federation can't be trained by factors, or None."""
     method, made = client.method, client.method.parametrization
     if type(made) is not Hypernetwork:  # a subclass may generate or pull back in another way
         return "its weights are not made by HyperFL's hypernetwork"
@@ -68,7 +68,7 @@ class Factored(Engine):
     to a tenth more memory."""
 
     def train(self, run: FederationState, numbers: Sequence[int], *, evaluate: bool = False) -> Iterator[Round]:
-        """As `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
+        """Train as `Engine.train`, equal to it up to rounding; `chunk` clients at a time."""
         for i in range(0, len(numbers), self.chunk):
             yield from self._train_chunk(run, numbers[i : i + self.chunk], evaluate)
 
@@ -89,7 +89,7 @@ def _train_by_factors(client: Client, starts: Sequence[PreparedRound]) -> list[R
 
 
 def _is_expressible(client: Client, starts: Sequence[PreparedRound]) -> bool:
-    """Whether this round's phases and downloads are of the kind that factors can express."""
+    """Return whether this round's phases and downloads are of the kind that factors can express."""
     first = starts[0].download.shared
     if any(s.download.received or any(s.download.shared[k] is not v for k, v in first.items()) for s in starts):
         return False
@@ -158,24 +158,24 @@ class _Trainee:
             self.left, self.right = (x.new_empty(room, x.shape[1]) for x in (self.left, self.right))
 
     def hidden(self) -> _Hidden:
-        """The hidden layer."""
+        """Return the hidden layer."""
         z = self.heads.made.preactivation(self.params)
         h = torch.relu(z)
         return _Hidden(z, torch.cat([h.new_ones(1), h]) if self.heads.made.bias else h)
 
     def base_share(self) -> Tensor:
-        """How much is left of the server's heads, a scalar."""
+        """Return how much is left of the server's heads, a scalar."""
         return self._used_coefficients(self.right)[0]
 
     def weights(self, base: Tensor, h: Tensor) -> dict[str, Tensor]:
-        """The network's weights, from what the server's heads make of `h` (P,), as far as they are left."""
+        """Return the network's weights, from what the server's heads make of `h` (P,), as far as they are left."""
         past = self._used_coefficients(h)[1:] * (self.right[: self.count] @ h)
         made = self.heads.split(torch.addmv(base, self.left[: self.count].mT, past))
         own = {name: dense(self.params[name]) for name in self.heads.task.parameters if name not in made}
         return {**made, **own}
 
     def gradient(self, p: int, s: int, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Of the loss at step `s` of phase `p`, with respect to the network's weights."""
+        """Return the gradient of the loss at step `s` of phase `p`, with respect to the network's weights."""
         client, batch = self.start.client, self.images.take(self.start.trace.order[p][s][0])
         step = replace(self.step, draws=self.start.trace.draws[p][s])
         raw = LossGradient(client, step, tuple(self.groups), self.buffers, client.task.model, None, autograd_derivative)
@@ -219,13 +219,13 @@ class _Trainee:
         self.count = end
 
     def overlaps(self, g: Tensor) -> Tensor:
-        """Inner products of `g` (P,) with the gradients of all steps so far (J,)."""
+        """Return inner products of `g` (P,) with the gradients of all steps so far (J,)."""
         return self.left[: self.count] @ g
 
     def pull_back(
         self, grads: dict[str, Tensor], g: Tensor, overlaps: Tensor, base: Tensor, hidden: _Hidden
     ) -> Tensors:
-        """Gradients of what moves.
+        """Return gradients of what moves.
 
         Args:
             grads: those of the network's weights.
@@ -248,7 +248,7 @@ class _Trainee:
         return result
 
     def result(self) -> LocalResult:
-        """Differences and private tensors, as `local_update` returns them."""
+        """Return differences and private tensors, as `local_update` returns them."""
         shared, private = self.start.download.shared, self.start.state.private
         self._merge(self.params)  # momentum is gone: the products that only it needed are, too
         whole = self.left[: self.count] if self.count == len(self.left) else self.left[: self.count].clone()
@@ -273,7 +273,7 @@ class _Trainee:
         )
 
     def _used_coefficients(self, like: Tensor) -> Tensor:
-        """Those in use (1 + count,), in the type of `like`."""
+        """Return those in use (1 + count,), in the type of `like`."""
         return dense(self.params[COEFFICIENTS])[: self.count + 1].to(like.dtype)
 
 
@@ -312,7 +312,10 @@ class _Hidden(NamedTuple):
 
 
 def _generate(heads: Heads, trainees: Sequence[_Trainee]) -> list[tuple[_Hidden, Tensor]]:
-    """Every client's hidden layer, and what is left of the server's heads makes of it: a product for all at once."""
+    """Return every client's hidden layer, and what is left of the server's heads makes of it.
+
+    A product for all at once.
+    """
     hidden = [trainee.hidden() for trainee in trainees]
     heads.attend(torch.stack([own.h for own in hidden]))
     scaled = torch.stack([trainee.base_share() * own.h for trainee, own in zip(trainees, hidden, strict=True)])

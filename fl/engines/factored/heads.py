@@ -45,7 +45,7 @@ class Heads:
         self._chosen, self._part = (live, self._columns(live)) if few else (self._every, None)
 
     def _columns(self, units: Tensor) -> Tensor:
-        """Those of `units` (R,), copied (R, P)."""
+        """Return those of `units` (R,), copied (R, P)."""
         biased = int(self.made.bias)
         chosen = self.like.new_empty(len(units), self.shape[0])
         for name, part in self.slices.items():
@@ -55,7 +55,7 @@ class Heads:
         return chosen
 
     def forward(self, activations: Tensor) -> Tensor:
-        """All generated numbers (N, P) of `activations` (N, H or 1 + H) of units attended to."""
+        """Return all generated numbers (N, P) of `activations` (N, H or 1 + H) of units attended to."""
         if self._part is not None:
             return activations[:, self._chosen] @ self._part
         found = []
@@ -65,7 +65,7 @@ class Heads:
         return torch.cat(found, 1)
 
     def backward(self, grads: Tensor) -> Tensor:
-        """(N, H or 1 + H) from gradients (N, P); 0 for units that are not attended to."""
+        """Return (N, H or 1 + H) from gradients (N, P); 0 for units that are not attended to."""
         found = grads.new_zeros(len(grads), self.shape[1])
         if self._part is not None:
             found[:, self._chosen] = grads @ self._part.mT
@@ -77,7 +77,7 @@ class Heads:
         return found
 
     def split(self, flat: Tensor) -> dict[str, Tensor]:
-        """Generated tensors by name from all their numbers (P,)."""
+        """Return generated tensors by name from all their numbers (P,)."""
         return {name: flat[part].view(self.task.parameters[name].shape) for name, part in self.slices.items()}
 
     def join(self, tensors: dict[str, Tensor], out: Tensor) -> None:

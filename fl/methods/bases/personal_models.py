@@ -26,7 +26,7 @@ class PersonalModels(FedAvg):
         raise TypeError(f"{type(self).__name__} does not say what a client starts from: define model()")
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
-        """The client's model, or the mean of all for one that never takes part."""
+        """Return the client's model, or the mean of all for one that never takes part."""
         if client < server.clients:
             found = self.model(server, client, task)
         else:
@@ -35,13 +35,13 @@ class PersonalModels(FedAvg):
         return as_download(server, found)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """The models that arrived take the place of those kept."""
+        """Return the models that arrived take the place of those kept."""
         arrived = {_model_payload(u.client): final_model(self.broadcast(server, u.client, task), u) for u in uploads}
         return replace(server, own=server.own | arrived, round=server.round + 1)
 
 
 def last_model(server: ServerState, client: int) -> Tensors:
-    """The model that `client` ended its last round with: shared parameters, and buffers that are no integers.
+    """Return the model that `client` ended its last round with: shared parameters, and buffers that are no integers.
 
     Before its first round that is the one that the server began with.
     """
@@ -49,19 +49,19 @@ def last_model(server: ServerState, client: int) -> Tensors:
 
 
 def floating_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are averaged: integer ones count steps."""
+    """Return those that are averaged: integer ones count steps."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
 def weighted_model(models: Sequence[Tensors], weights: Sequence[float]) -> Tensors:
-    """The sum of `models`, each times its weight."""
+    """Return the sum of `models`, each times its weight."""
     used = [(model, weight) for model, weight in zip(models, weights, strict=True) if weight != 0]
     found, shares = [model for model, _ in used], [weight for _, weight in used]
     return {name: dense(weighted_sum([model[name] for model in found], shares)) for name in found[0]}
 
 
 def as_download(server: ServerState, model: Tensors) -> Download:
-    """A model by names of `last_model`, to send it."""
+    """Return a model by names of `last_model`, to send it."""
     return Download(
         {name: model[name] for name in server.shared},
         {name: dense(model.get(name, value)) for name, value in server.buffers.items()},
@@ -69,11 +69,11 @@ def as_download(server: ServerState, model: Tensors) -> Download:
 
 
 def final_model(sent: Download, upload: Upload) -> Tensors:
-    """The model that a client ended with, by names of `last_model`."""
+    """Return the model that a client ended with, by names of `last_model`."""
     statistics = {name: value - upload.buffers[name] for name, value in floating_buffers(sent.buffers).items()}
     return {**{name: sub(value, upload.update[name]) for name, value in sent.shared.items()}, **statistics}
 
 
 def _model_payload(client: int) -> str:
-    """The payload of `ServerState.own` with the client's last model."""
+    """Return the payload of `ServerState.own` with the client's last model."""
     return f"model.{client}"

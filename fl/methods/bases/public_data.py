@@ -57,7 +57,7 @@ class PublicDataServer(FedAvg):
             raise ValueError("expected parametrization 'direct': the server trains the network itself")
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once.
+        """Return FedAvg's state and a seed; the images are looked at, so that what does not fit is said at once.
 
         They are read anew for each federation: a file may have changed since the last one.
         """
@@ -67,11 +67,11 @@ class PublicDataServer(FedAvg):
         return replace(server, own={KEYS: {SEED: torch.randint(2**31, (), generator=generator)}})
 
     def server_phase(self) -> Phase:
-        """When the server feeds which of its images."""
+        """Return the phase in which the server feeds its images."""
         raise TypeError(f"{type(self).__name__} does not say how its server trains: define learning()")
 
     def public_images(self, task: Task) -> Batch:
-        """The server's images, where the task's network lies and of its type.
+        """Return the server's images, where the task's network lies and of its type.
 
         Raises:
             DatasetMissingError: the data set's file is not there.
@@ -104,12 +104,12 @@ class PublicDataServer(FedAvg):
             )
 
     def server_generator(self, server: ServerState, *keys: object) -> torch.Generator:
-        """The server's random numbers in this round, for the use that `keys` name."""
+        """Return the server's random numbers in this round, for the use that `keys` name."""
         seed = int(dense(server.own[KEYS][SEED]))
         return stream(seed, "public", server.round, *keys)
 
     def batches(self, server: ServerState, phase: Phase, count: int) -> list[Tensor]:
-        """Which of `count` images the server feeds in each step of a phase."""
+        """Return which of `count` images the server feeds in each step of a phase."""
         size = phase.batch_size or count
         passes = phase.epochs or -(-(phase.steps or 0) // len(split_batches(torch.arange(count), size)))
         whole = replace(phase, epochs=passes, steps=None, batch_size=None)
@@ -127,7 +127,10 @@ def _load(public: Source, part: str, images: int | None) -> Batch:
 
 
 def split_batches(whole: Tensor, size: int) -> list[Tensor]:
-    """Batches of `size`, in order; a single image left over joins the batch before, as batch norm trains on no one."""
+    """Return batches of `size`, in order.
+
+    A single image left over joins the batch before, as batch norm trains on no one.
+    """
     found = list(whole.split(size))
     if len(found) > 1 and len(found[-1]) == 1 < size:
         found[-2:] = [torch.cat(found[-2:])]
@@ -135,7 +138,7 @@ def split_batches(whole: Tensor, size: int) -> list[Tensor]:
 
 
 def single_value_norm(model: nn.Module, image: Tensor, *, resting: bool) -> str:
-    """Name of the first batch norm that gets one value a channel of `image` (1, C, H, W), or nothing.
+    """Return the name of the first batch norm that gets one value a channel of `image` (1, C, H, W), or nothing.
 
     Args:
         model: that has it.
@@ -157,14 +160,14 @@ def single_value_norm(model: nn.Module, image: Tensor, *, resting: bool) -> str:
 
 
 def client_result(server: ServerState, upload: Upload) -> tuple[Tensors, dict[str, Tensor]]:
-    """Parameters and buffers that a client ended with; integer buffers are the server's."""
+    """Return parameters and buffers that a client ended with; integer buffers are the server's."""
     model = final_model(Download(server.shared, server.buffers), upload)
     buffers = {name: dense(model.get(name, value)) for name, value in server.buffers.items()}
     return {name: model[name] for name in server.shared}, buffers
 
 
 def build_module(task: Task, params: Mapping[str, Value], buffers: Mapping[str, Tensor]) -> nn.Module:
-    """The task's network as a module of its own with these values, in the mode in which clients train it."""
+    """Return the task's network as a module of its own with these values, in the mode in which clients train it."""
     model = copy.deepcopy(task.model)
     values = {**{name: dense(value) for name, value in params.items()}, **buffers}
     model.load_state_dict({**model.state_dict(), **values})
@@ -172,7 +175,7 @@ def build_module(task: Task, params: Mapping[str, Value], buffers: Mapping[str, 
 
 
 def with_module_state(model: nn.Module, server: ServerState) -> ServerState:
-    """`server` with the values of a module that it trained; integer buffers stay, as they do in FedAvg."""
+    """Return `server` with the values of a module that it trained; integer buffers stay, as they do in FedAvg."""
     found = {name: value.detach().clone() for name, value in model.state_dict().items()}
     return replace(
         server,
@@ -182,7 +185,7 @@ def with_module_state(model: nn.Module, server: ServerState) -> ServerState:
 
 
 def ensemble_logits(models: Sequence[nn.Module], inputs: Tensor) -> Tensor:
-    """Logits of every image by every network in evaluation mode (M, N, K)."""
+    """Return logits of every image by every network in evaluation mode (M, N, K)."""
     found = []
     with torch.no_grad():
         for model in models:

@@ -37,7 +37,7 @@ class Bottleneck(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, u: Tensor) -> Tensor:
-        """Tokens of the shape of `u`."""
+        """Return tokens of the shape of `u`."""
         adapted: Tensor = u + self.norm(self.up(torch.relu(self.down(u))))
         return adapted
 
@@ -56,7 +56,7 @@ class ConvAdapter(nn.Module):
         self.after = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps of the shape of `x`."""
+        """Return maps of the shape of `x`."""
         adapted: Tensor = self.after(x + self.conv(self.before(x)))
         return adapted
 
@@ -73,7 +73,7 @@ class Affine(nn.Module):
         self.bias = nn.Parameter(torch.zeros(channels))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps of the shape of `x` (B, C, H, W)."""
+        """Return maps of the shape of `x` (B, C, H, W)."""
         return torch.addcmul(self.bias.view(-1, 1, 1), x, self.weight.view(-1, 1, 1))
 
 
@@ -89,7 +89,7 @@ class PreparedImages(nn.Module):
         self.size = size
 
     def forward(self, x: Tensor) -> Tensor:
-        """Images (B, 3, size, size) of images (B, 1 or 3, H, W): gray repeated, resized bilinearly."""
+        """Return images (B, 3, size, size) of images (B, 1 or 3, H, W): gray repeated, resized bilinearly."""
         if x.shape[1] == 1:
             x = x.expand(-1, 3, -1, -1)
         if self.size is None or x.shape[-2:] == (self.size, self.size):
@@ -97,7 +97,7 @@ class PreparedImages(nn.Module):
         return interpolate(x, (self.size, self.size), mode="bilinear", align_corners=False)
 
     def extra_repr(self) -> str:
-        """The size, for `print(model)`."""
+        """Return the size, for `print(model)`."""
         return f"size={self.size}"
 
 
@@ -127,7 +127,7 @@ class AdapterNetwork(Network):
             raise ValueError(f"expected images of 1 or 3 channels, got input_shape {self.input_shape}")
 
     def body(self) -> nn.Sequential:
-        """Features (B, F); all but the adapters frozen, unless everything trains."""
+        """Return features (B, F); all but the adapters frozen, unless everything trains."""
         layers = OrderedDict[str, nn.Module](prepare=PreparedImages(self.image_size))
         body = nn.Sequential(layers | self.backbone())
         if self.train != "all":
@@ -137,7 +137,7 @@ class AdapterNetwork(Network):
         return body
 
     def backbone(self) -> OrderedDict[str, nn.Module]:
-        """The layers after `PreparedImages`, with adapters if they train."""
+        """Return the layers after `PreparedImages`, with adapters if they train."""
         raise NotImplementedError
 
     def fill(self, body: nn.Module, generator: torch.Generator) -> None:
@@ -171,6 +171,6 @@ def _adapters(body: nn.Module) -> list[nn.Module]:
 
 
 def backbone_parameters(body: nn.Module) -> dict[str, Tensor]:
-    """The backbone's own parameters by their names in `body`: all but those of adapters."""
+    """Return the backbone's own parameters by their names in `body`: all but those of adapters."""
     ours = {id(p) for adapter in _adapters(body) for p in adapter.parameters()}
     return {name: p for name, p in body.named_parameters() if id(p) not in ours}

@@ -35,7 +35,7 @@ class ReplayedDropout(nn.Module):
         self.register_buffer("mask", torch.empty(0), persistent=False)  # no number: none travels with the buffers
 
     def forward(self, x: Tensor) -> Tensor:
-        """Features (B, F), masked in train mode.
+        """Return features (B, F), masked in train mode.
 
         Raises:
             ValueError: nobody draws masks, or the mask is of another batch.
@@ -51,12 +51,12 @@ class ReplayedDropout(nn.Module):
         return x * self.mask
 
     def extra_repr(self) -> str:
-        """The constants, for `print(model)`."""
+        """Return the constants, for `print(model)`."""
         return f"p={self.p}, features={self.features}"
 
 
 def enable_mask_draws(model: nn.Module) -> nn.Module:
-    """`model`, changed in place: whoever trains it draws masks."""
+    """Return `model`, changed in place: whoever trains it draws masks."""
     for module in model.modules():
         if isinstance(module, ReplayedDropout):
             module.ready = True
@@ -64,12 +64,12 @@ def enable_mask_draws(model: nn.Module) -> nn.Module:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Whether masks are drawn for any part of `model`."""
+    """Return whether masks are drawn for any part of `model`."""
     return any(isinstance(module, ReplayedDropout) and module.p for module in model.modules())
 
 
 def draw_masks(model: nn.Module, inputs: Tensor, generator: torch.Generator | None) -> dict[str, Tensor]:
-    """A mask (B, F) for every dropout of `model`, by the name of its buffer; none without dropout.
+    """Return a mask (B, F) for every dropout of `model`, by the name of its buffer; none without dropout.
 
     Args:
         model: the client's network.

@@ -35,7 +35,7 @@ class FeatureGenerator:
     features: int
 
     def initial_parameters(self, generator: torch.Generator, like: Tensor) -> Tensors:
-        """Layers as `nn.Linear` starts, batch norm as the identity; of the type of `like`, and where it lies."""
+        """Return layers as `nn.Linear` starts, batch norm as the identity; of the type of `like`, and where it lies."""
         sizes = {"hidden": (self.hidden, self.noise + self.classes), "features": (self.features, self.hidden)}
         found: Tensors = {}
         for name, (outputs, inputs) in sizes.items():
@@ -46,7 +46,7 @@ class FeatureGenerator:
         return found | {"norm.weight": one, "norm.bias": 0 * one, "norm.mean": 0 * one, "norm.var": one.clone()}
 
     def make(self, params: Mapping[str, Tensor], labels: Tensor, noise: Tensor, *, training: bool = False) -> Tensor:
-        """Features (B, D).
+        """Return features (B, D).
 
         Args:
             params: as of `initial_parameters`; in training their running statistics change in place.

@@ -44,7 +44,7 @@ def initialize_uniform(model: nn.Module, generator: torch.Generator, bound: floa
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Weight and bias of each layer that is drawn at random; resets the layers that are not."""
+    """Yield weight and bias of each layer that is drawn at random; resets the layers that are not."""
     for name, module in model.named_modules():
         if isinstance(module, WEIGHTED):
             yield module.weight, module.bias

@@ -12,7 +12,7 @@ STATISTICS = {
 
 
 def usual_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation customary for images of so many channels: MNIST's for 1, CIFAR-10's for 3.
+    """Return mean and standard deviation customary for images of so many channels: MNIST's for 1, CIFAR-10's for 3.
 
     Raises:
         ValueError: neither 1 nor 3 channels.
@@ -48,11 +48,11 @@ class Normalize(nn.Module):
             buffer.copy_(torch.tensor(values, dtype=buffer.dtype, device=buffer.device).view_as(buffer))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalized pixels, of the shape of `x`."""
+        """Return normalized pixels, of the shape of `x`."""
         return (x - self.mean) / self.std
 
     def extra_repr(self) -> str:
-        """The constants, for `print(model)`."""
+        """Return the constants, for `print(model)`."""
         return f"mean={self.values[0]}, std={self.values[1]}"
 
 
@@ -78,13 +78,13 @@ class Classifier(nn.Module):
         self.head = nn.Linear(count_features(body, input_shape), num_classes, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (B, K) of pixels in [0, 1] (B, C, H, W)."""
+        """Return logits (B, K) of pixels in [0, 1] (B, C, H, W)."""
         logits: Tensor = self.head(self.body(self.normalize(x)))
         return logits
 
 
 def count_features(extractor: nn.Module, input_shape: tuple[int, int, int]) -> int:
-    """How many numbers `extractor`, a module without storage, makes of one image.
+    """Return how many numbers `extractor`, a module without storage, makes of one image.
 
     Raises:
         ValueError: images of `input_shape` don't fit it.

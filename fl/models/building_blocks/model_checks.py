@@ -23,7 +23,7 @@ def preserve_global_rng(device: torch.device) -> AbstractContextManager[None]:
 
 
 def count_logits(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
-    """How many logits `model` returns; runs a copy, so that no running statistic changes."""
+    """Return how many logits `model` returns; runs a copy, so that no running statistic changes."""
     probe = copy.deepcopy(model).eval()
     with torch.no_grad(), preserve_global_rng(inputs.device):
         try:
@@ -56,7 +56,7 @@ def check_logits(logits: object) -> None:
 
 
 def find_head(model: nn.Module, head: str | None, num_classes: int) -> str:
-    """The prefix of the classifier's parameters, checked or guessed."""
+    """Return the prefix of the classifier's parameters, checked or guessed."""
     names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     if head is not None:
         if not any(name.startswith(head) for name in names):
@@ -77,6 +77,6 @@ def find_head(model: nn.Module, head: str | None, num_classes: int) -> str:
 
 
 def abbreviate_list(words: Sequence[str]) -> str:
-    """The first few of a list, and how many more there are."""
+    """Return the first few of a list, and how many more there are."""
     more = len(words) - MAX_LISTED
     return ", ".join(words[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -40,7 +40,7 @@ class PerSampleModule(WithSampleTensors):
             inner.get_submodule(place).register_parameter(last, None)
 
     def forward(self, *inputs: Tensor) -> Tensor:
-        """What the module returns for (B, ...) each, sample by sample."""
+        """Return what the module returns for (B, ...) each, sample by sample."""
 
         def one(own: dict[str, Tensor], *sample: Tensor) -> Tensor:
             return functional_call(self.inner, own, tuple(x[None] for x in sample))[0]
@@ -57,7 +57,7 @@ class PerSampleBatchNorm(WithSampleTensors):
         super().__init__(plain.to(norm.weight))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x` (B, C, ...)."""
+        """Return `x`, normalized (B, C, ...)."""
         y: Tensor = self.inner(x)
         weight, bias = (self.given[name].view(*y.shape[:2], *[1] * (y.ndim - 2)) for name in ("weight", "bias"))
         return y * weight + bias
@@ -104,7 +104,7 @@ class PerSampleNetwork(nn.Module):
         return {name: value + 1 if name in self.around_one else value for name, value in made.items()}
 
     def forward(self, x: Tensor, flat: Tensor) -> Tensor:
-        """What each sample's own network returns for it.
+        """Return what each sample's own network returns for it.
 
         Args:
             x: (B, C, H, W).
@@ -123,12 +123,12 @@ class PerSampleNetwork(nn.Module):
 
 
 def _norm_scales(template: nn.Module) -> list[str]:
-    """Names of the parameters that multiply in a normalization."""
+    """Return the names of the parameters that multiply in a normalization."""
     return [f"{name}.weight".removeprefix(".") for name, m in template.named_modules() if isinstance(m, SCALES)]
 
 
 def _strip_parameters(module: nn.Module, made: dict[int, nn.Module]) -> nn.Module:
-    """The module, or what runs it sample by sample; `made` keeps what is used twice one module."""
+    """Return the module, or what runs it sample by sample; `made` keeps what is used twice one module."""
     if id(module) in made:
         return made[id(module)]
     result = module
@@ -143,7 +143,7 @@ def _strip_parameters(module: nn.Module, made: dict[int, nn.Module]) -> nn.Modul
 
 
 def _per_sample_counterpart(module: nn.Module) -> nn.Module:
-    """What runs a module that holds parameters sample by sample."""
+    """Return what runs a module that holds parameters sample by sample."""
     moving = {p.requires_grad for p in module.parameters()}
     if moving == {False}:
         return module
@@ -157,7 +157,7 @@ def _per_sample_counterpart(module: nn.Module) -> nn.Module:
 
 
 def _parameter_places(template: nn.Module, network: nn.Module) -> list[tuple[str, list[str]]]:
-    """Every place in the network where parameters are handed in, and their names there."""
+    """Return every place in the network where parameters are handed in, and their names there."""
     places = []
     for name, module in network.named_modules():
         if isinstance(module, WithSampleTensors):

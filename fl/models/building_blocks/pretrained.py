@@ -19,7 +19,7 @@ EPS = 1e-5
 
 
 def read_weights(name: str) -> dict[str, Tensor]:
-    """The tensors in the file `name`, as given or in the data folder, floating-point ones as float32.
+    """Return the tensors in the file `name`, as given or in the data folder, floating-point ones as float32.
 
     `.npz` files hold plain arrays by parameter name, `.safetensors` files and `.pth` files a state dict; nothing in
     them is executed. Damage is found by the archives' checksums; a `.safetensors` file has none, see
@@ -59,7 +59,7 @@ def _find_file(name: str) -> Path:
 
 
 def fold_batch_norm(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A torchvision ResNet's weights with batch norm as `Affine`: weight and bias of fixed statistics.
+    """Return a torchvision ResNet's weights with batch norm as `Affine`: weight and bias of fixed statistics.
 
     Two forms are known: a state dict as torchvision has it, and one whose convolutions have a bias each because batch
     norm was folded into them; in the latter `Affine` adds that bias.
@@ -81,7 +81,7 @@ def fold_batch_norm(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _norm_after(convolution: str) -> str:
-    """The batch norm that follows a convolution in torchvision's ResNets."""
+    """Return the batch norm that follows a convolution in torchvision's ResNets."""
     parent, _, own = convolution.rpartition(".")
     name = "1" if own == "0" else own.replace("conv", "bn")  # downsample.0 and downsample.1, or conv1 and bn1
     return f"{parent}.{name}" if parent else name

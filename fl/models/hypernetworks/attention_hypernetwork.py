@@ -52,7 +52,7 @@ class AttentionHypernetwork:
             raise ValueError(f"expected floor > 0, got {self.floor}")
 
     def initial_parameters(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
-        """Fresh parameters.
+        """Return fresh parameters.
 
         Args:
             generator: draws in float32, so that every type and device starts from the same numbers.
@@ -78,7 +78,7 @@ class AttentionHypernetwork:
         return scores / scores.sum(0)
 
     def scores(self, params: Tensors, embeddings: Tensor) -> Tensor:
-        """Eq. 5, before the division by the sum (clients, layers); `floor` where the decoder is silent."""
+        """Return Eq. 5 before the division by the sum (clients, layers); `floor` where the decoder is silent."""
         x = embeddings
         for i in range(self.depth):
             x = x + self._attend(params, i, x)
@@ -86,7 +86,9 @@ class AttentionHypernetwork:
         return torch.relu(decoded) + self.floor
 
     def pull_back(self, params: Tensors, embeddings: Tensor, grads: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """What a gradient of the shares is for hypernetwork and embeddings: the vector-Jacobian product of `weights`.
+        """Return what a gradient of the shares is for hypernetwork and embeddings.
+
+        The vector-Jacobian product of `weights`.
 
         Args:
             params: of the hypernetwork.
@@ -101,7 +103,7 @@ class AttentionHypernetwork:
         return made, back
 
     def _attend(self, params: Tensors, index: int, x: Tensor) -> Tensor:
-        """Multi-head attention of all clients to all clients (Vaswani et al., 2017)."""
+        """Return Multi-head attention of all clients to all clients (Vaswani et al., 2017)."""
         weight, bias, out, after = (
             dense(params[f"attention.{index}.{part}"]) for part in ("in.weight", "in.bias", "out.weight", "out.bias")
         )

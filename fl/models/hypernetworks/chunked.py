@@ -42,7 +42,7 @@ class ChunkedHypernetwork(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(before, after) for before, after in pairwise(sizes))
 
     def forward(self, e: Tensor) -> Tensor:
-        """Weights (B, total), one set for each input (B, inputs)."""
+        """Return weights (B, total), one set for each input (B, inputs)."""
         first = self.layers[0]
         assert isinstance(first, nn.Linear)
         mine, own = first.weight.split([self.inputs, len(first.weight[0]) - self.inputs], 1)
@@ -54,20 +54,20 @@ class ChunkedHypernetwork(nn.Module):
         return torch.cat(parts, 1).flatten(1)[:, : self.total]
 
     def _upper_layers(self, x: Tensor) -> Tensor:
-        """The layers above the first."""
+        """Return the layers above the first."""
         for layer in list(self.layers)[1:]:
             x = layer(torch.relu(x))
         return x
 
 
 def count_parameters(inputs: int, total: int, chunk: int, embedding: int, hidden: Sequence[int]) -> int:
-    """How many parameters a `ChunkedHypernetwork` of these sizes has."""
+    """Return how many parameters a `ChunkedHypernetwork` of these sizes has."""
     sizes = (inputs + embedding, *hidden, chunk)
     return -(-total // chunk) * embedding + sum((before + 1) * after for before, after in pairwise(sizes))
 
 
 def fitting_chunk(budget: int, inputs: int, total: int, embedding: int, hidden: Sequence[int]) -> int:
-    """The size of chunks for which the hypernetwork's parameters come nearest to `budget`.
+    """Return the size of chunks for which the hypernetwork's parameters come nearest to `budget`.
 
     Small chunks cost embeddings, large ones the last layer: of the two sizes that may fit, the larger, which makes the
     fewer chunks.

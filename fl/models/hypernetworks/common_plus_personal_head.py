@@ -25,7 +25,7 @@ class AdditiveHead(Parametrization):
     """
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """The task's parameters, the classifier's in two parts."""
+        """Return the task's parameters, the classifier's in two parts."""
         params: Tensors = {}
         for name, value in task.parameters.items():
             if name.startswith(task.head):
@@ -41,7 +41,7 @@ class AdditiveHead(Parametrization):
         return Scope.SHARED if name.startswith(COMMON) else None
 
     def network(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """Both parts added."""
+        """Return both parts added."""
         return {
             name: dense(params[COMMON + name]) + dense(params[PERSONAL + name])
             if name.startswith(task.head)
@@ -50,9 +50,9 @@ class AdditiveHead(Parametrization):
         }
 
     def sources(self, task: Task, live: Collection[str]) -> list[str]:
-        """The classifier's weights where either part moves."""
+        """Return the classifier's weights where either part moves."""
         return [n for n in task.parameters if n in live or COMMON + n in live or PERSONAL + n in live]
 
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """The same gradient for both parts."""
+        """Return the same gradient for both parts."""
         return {name: grads[name.removeprefix(COMMON).removeprefix(PERSONAL)] for name in live}

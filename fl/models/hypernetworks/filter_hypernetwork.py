@@ -35,12 +35,12 @@ def embeddings_name(shape: Shape, weight: str) -> str:
 
 
 def shape_name(shape: Shape) -> str:
-    """A shape in a name: `16x16x3x3`."""
+    """Return a shape in a name: `16x16x3x3`."""
     return "x".join(map(str, shape))
 
 
 def embedded_weights(names: Mapping[str, object]) -> dict[Shape, list[str]]:
-    """The convolution weights that parameters of these names make, by the shape of their basic filter."""
+    """Return the convolution weights that parameters of these names make, by the shape of their basic filter."""
     found: dict[Shape, list[str]] = {}
     for name in names:
         if name.startswith(EMBEDDINGS):
@@ -88,7 +88,7 @@ class Filters(Generated):
 
     @classmethod
     def example(cls) -> Filters:
-        """A tiny one, of two tiles on the network "tiny"."""
+        """Return a tiny one, of two tiles on the network "tiny"."""
         return cls(embedding=3, block=(2, 1))
 
     def scope(self, name: str) -> Scope | None:
@@ -100,7 +100,7 @@ class Filters(Generated):
         return None
 
     def basic(self, task: Task) -> dict[str, Shape]:
-        """The basic filter of every generated weight."""
+        """Return the basic filter of every generated weight."""
         kernels = {name: tuple(w.shape) for name, w in task.parameters.items() if w.ndim == 4 and w.shape[-1] > 1}
         if self.block is not None:
             out, inside = self.block
@@ -115,11 +115,11 @@ class Filters(Generated):
         return result
 
     def generates(self, task: Task) -> list[str]:
-        """Names of the generated convolution weights."""
+        """Return the names of the generated convolution weights."""
         return list(self.basic(task))
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Hypernetworks and embeddings from `generator`, everything else from `task.model`.
+        """Return hypernetworks and embeddings from `generator`, everything else from `task.model`.
 
         Raises:
             ValueError: the network has no convolution that the basic filter tiles.
@@ -148,28 +148,28 @@ class Filters(Generated):
         return params
 
     def _factor(self, shape: Shape) -> float:
-        """What the last layer is multiplied by at the start."""
+        """Return what the last layer is multiplied by at the start."""
         if self.init == "default":
             return 1.0
         hidden = (1 + 1 / self.embedding) / 3  # variance: of v 1, of every weight 1 / (3 fan_in)
         return math.sqrt(2 / math.prod(shape[1:]) / ((hidden + 1 / self.embedding) / 3))
 
     def lift(self, params: Tensors) -> Tensors:
-        """The same, and the generated filters beside them where these move by themselves."""
+        """Return the same, and the generated filters beside them where these move by themselves."""
         return params if self.regenerate == "step" else {**params, **self.filters(params)}
 
     def network(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """Filters that move by themselves as they are, the others generated; the rest is the network's own."""
+        """Return filters that move by themselves as they are, the others generated; the rest is the network's own."""
         moved = all(name in params for name in task.parameters)
         made = {} if moved else self.generate(params, task)
         return {name: dense(params[name]) if name in params else made[name] for name in task.parameters}
 
     def generate(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """The generated convolution weights (out, in, height, width)."""
+        """Return the generated convolution weights (out, in, height, width)."""
         return self.filters(params)
 
     def filters(self, params: Mapping[str, Value]) -> dict[str, Tensor]:
-        """The same, from the parameters alone."""
+        """Return the same, from the parameters alone."""
         result = {}
         for shape, weights in embedded_weights(params).items():
             own = [dense(params[embeddings_name(shape, weight)]) for weight in weights]
@@ -182,16 +182,16 @@ class Filters(Generated):
 
 
 def hidden_activations(embeddings: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """W_i v_j + B_i (J, in, d) from embeddings (J, v)."""
+    """Return W_i v_j + B_i (J, in, d) from embeddings (J, v)."""
     return torch.einsum("idv,jv->jid", weight, embeddings) + bias
 
 
 def basic_filters(embeddings: Tensor, layers: list[Tensor], shape: Shape) -> Tensor:
-    """Basic filters (J, *shape) from embeddings (J, v) and the four tensors of `layer_names`."""
+    """Return basic filters (J, *shape) from embeddings (J, v) and the four tensors of `layer_names`."""
     rows = hidden_activations(embeddings, layers[0], layers[1]) @ layers[2].mT + layers[3]
     return rows.unflatten(-1, (shape[0], shape[2], shape[3])).transpose(1, 2)
 
 
 def assemble_filter(blocks: Tensor) -> Tensor:
-    """One filter (a * out, b * in, height, width) from its tiles (a, b, out, in, height, width)."""
+    """Return one filter (a * out, b * in, height, width) from its tiles (a, b, out, in, height, width)."""
     return blocks.transpose(1, 2).flatten(2, 3).flatten(0, 1)

@@ -20,12 +20,12 @@ TRUNK_WEIGHT, TRUNK_BIAS = "hypernet.trunk.weight", "hypernet.trunk.bias"
 
 
 def head_weight(name: str) -> str:
-    """Name of the weight of the head that generates `name`."""
+    """Return the name of the weight of the head that generates `name`."""
     return f"hypernet.heads.{name}.weight"
 
 
 def head_bias(name: str) -> str:
-    """Name of the bias of the head that generates `name`."""
+    """Return the name of the bias of the head that generates `name`."""
     return f"hypernet.heads.{name}.bias"
 
 
@@ -63,7 +63,7 @@ class Hypernetwork(Generated):
 
     @classmethod
     def example(cls) -> Hypernetwork:
-        """A tiny one."""
+        """Return a tiny one."""
         return cls(embedding=3, hidden=6, init="scaled")
 
     def scope(self, name: str) -> Scope | None:
@@ -73,7 +73,7 @@ class Hypernetwork(Generated):
         return Scope.SHARED if name.startswith("hypernet.") else None
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Hypernetwork and embedding from `generator`, the classifier from `task.model`."""
+        """Return hypernetwork and embedding from `generator`, the classifier from `task.model`."""
         made = set(self.generates(task))
         some = next(iter(task.parameters.values()))
         params: Tensors = {name: value for name, value in task.parameters.items() if name not in made}
@@ -96,7 +96,7 @@ class Hypernetwork(Generated):
         return params
 
     def lift(self, params: Tensors) -> Tensors:
-        """Head weights as bases of structured matrices."""
+        """Return head weights as bases of structured matrices."""
         return {
             name: LowRank.of(value)
             if name.startswith("hypernet.heads.") and isinstance(value, Tensor) and value.ndim == 2
@@ -105,15 +105,15 @@ class Hypernetwork(Generated):
         }
 
     def preactivation(self, params: Tensors) -> Tensor:
-        """W_0 v + b_0 (hidden,)."""
+        """Return W_0 v + b_0 (hidden,)."""
         return matvec(params[TRUNK_WEIGHT], dense(params[EMBEDDING])) + dense(params[TRUNK_BIAS])
 
     def generate(self, params: Tensors, task: Task) -> dict[str, Tensor]:
-        """The extractor of the client whose embedding is in `params`."""
+        """Return the extractor of the client whose embedding is in `params`."""
         return self.from_hidden(params, torch.relu(self.preactivation(params)), task)
 
     def from_hidden(self, params: Tensors, hidden: Tensor, task: Task) -> dict[str, Tensor]:
-        """The extractor generated from the hidden activations (hidden,)."""
+        """Return the extractor generated from the hidden activations (hidden,)."""
         made = {}
         for name in self.generates(task):
             flat = matvec(params[head_weight(name)], hidden)
@@ -123,11 +123,11 @@ class Hypernetwork(Generated):
         return made
 
     def diagnostics(self, params: Tensors) -> dict[str, float]:
-        """How many hidden units are active (with none, every client gets the heads' biases)."""
+        """Return how many hidden units are active (with none, every client gets the heads' biases)."""
         return {"active_units": float((self.preactivation(params) > 0).sum())}
 
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """Outer products for the heads, plain tensors for the rest."""
+        """Return outer products for the heads, plain tensors for the rest."""
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}
         if len(result) == len(live):
             return result

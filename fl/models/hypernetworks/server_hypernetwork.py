@@ -22,28 +22,28 @@ EMBEDDINGS = "embeddings"
 
 
 def embedding_of(own: Tensors, client: int) -> Tensor:
-    """The client's embedding (E,); the mean of all for one that never takes part."""
+    """Return the client's embedding (E,); the mean of all for one that never takes part."""
     every = dense(own[EMBEDDINGS])
     return every[client] if client < len(every) else every.mean(0)
 
 
 def layer_weight(index: int) -> str:
-    """Name of the weight of hidden layer `index`, from 0."""
+    """Return the name of the weight of hidden layer `index`, from 0."""
     return f"mlp.{index}.weight"
 
 
 def layer_bias(index: int) -> str:
-    """Name of the bias of hidden layer `index`, from 0."""
+    """Return the name of the bias of hidden layer `index`, from 0."""
     return f"mlp.{index}.bias"
 
 
 def head_weight(name: str) -> str:
-    """Name of the weight of the head that generates `name`."""
+    """Return the name of the weight of the head that generates `name`."""
     return f"heads.{name}.weight"
 
 
 def head_bias(name: str) -> str:
-    """Name of the bias of the head that generates `name`."""
+    """Return the name of the bias of the head that generates `name`."""
     return f"heads.{name}.bias"
 
 
@@ -81,7 +81,7 @@ class ServerHypernetwork:
             raise ValueError(f"expected at least one hidden layer, each of >= 1 units, got {self.hidden}")
 
     def initial_parameters(self, generator: torch.Generator, like: Tensor | None = None) -> Tensors:
-        """Every layer and head as `nn.Linear` starts: U(-1/sqrt(fan in), 1/sqrt(fan in)), weights and biases.
+        """Return every layer and head as `nn.Linear` starts: U(-1/sqrt(fan in), 1/sqrt(fan in)), weights and biases.
 
         Args:
             generator: draws in float32, so that every type and device starts from the same numbers.
@@ -102,7 +102,7 @@ class ServerHypernetwork:
         return params
 
     def generate(self, params: Tensors, embedding: Tensor) -> dict[str, Tensor]:
-        """Every tensor of `shapes`, made from `embedding` (E,)."""
+        """Return every tensor of `shapes`, made from `embedding` (E,)."""
         x = embedding
         for i in range(len(self.hidden)):
             x = functional.linear(x, dense(params[layer_weight(i)]), dense(params[layer_bias(i)]))
@@ -114,7 +114,7 @@ class ServerHypernetwork:
         }
 
     def pull_back(self, params: Tensors, embedding: Tensor, grads: Tensors) -> tuple[dict[str, Tensor], Tensor]:
-        """What a gradient of the generated tensors is for the generator: its vector-Jacobian product.
+        """Return what a gradient of the generated tensors is for the generator: its vector-Jacobian product.
 
         Args:
             params: of the hypernetwork.
