@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near, assert_same, tensors
-from support.matrix import COLUMNS, ROWS, cells, federation, named, observed, refusal, shares
+from support.matrix import COLUMNS, ROWS, cells, federation, named, observed, refusal, shares, star
 from torch.func import vmap
 
 from fl.gradient import func_derivative
@@ -18,6 +18,7 @@ from fl.tensors import dense, norm
 from fl.view import ThreatModel
 
 CELLS = pytest.mark.parametrize(("row", "column"), cells())
+STAR = pytest.mark.parametrize(("row", "column"), star())
 REPLAYABLE = pytest.mark.parametrize(("row", "column"), cells(replayable=True))
 
 
@@ -82,12 +83,12 @@ def test_gradients_reach_everything_the_server_does_not_see(row: str, column: st
         assert g.any(), name
 
 
-@CELLS
+@STAR
 def test_observing_twice_gives_the_same_update(row: str, column: str) -> None:
     assert_same(observed(row, column)[0].update, observed(row, column)[0].update)
 
 
-@CELLS
+@STAR
 def test_the_same_seed_gives_the_same_federation(row: str, column: str) -> None:
     first, probe = federation(row, column), ROWS[row]
     again = worlds.federation(probe.method, first.client.defense, probe.task)
@@ -97,7 +98,7 @@ def test_the_same_seed_gives_the_same_federation(row: str, column: str) -> None:
     assert not all(torch.equal(x, y) for x, y in zip(states[0], states[2], strict=True))
 
 
-@CELLS
+@STAR
 def test_a_prediction_changes_nothing(row: str, column: str) -> None:
     view, truth = observed(row, column)
     held = [view, truth, view.client.task.parameters, view.client.task.buffers, view.client.predictor.state_dict()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from support.cover import cover, pairwise
+from support.cover import cover, one_at_a_time, pairwise
 
 
 @pytest.mark.parametrize("sizes", [[3], [4, 2], [2, 2, 2], [14, 27, 2], [2, 5, 3, 4], [3, 3, 3, 3]])
@@ -30,3 +30,5 @@ def test_the_rest_is_marked_slow() -> None:
     assert len(cases) == 8
     assert sum(not case.marks for case in cases) == 4
     assert {mark.name for case in cases for mark in case.marks} == {"slow"}
+    default = [case.values for case in one_at_a_time(a="xyz", b="xy").mark.args[1] if not case.marks]
+    assert default == [("x", "x"), ("x", "y"), ("y", "x"), ("z", "x")]

@@ -1,4 +1,4 @@
-"""Which cases of a product run by default: a pairwise cover, chosen by rule. The rest is slow (`make nightly`)."""
+"""Which cases of a product run by default, by rule: a cover of it. The rest is marked slow (`make nightly`)."""
 
 from __future__ import annotations
 
@@ -20,6 +20,16 @@ def pairwise(**factors: Iterable[Any]) -> Any:
         pytest.param(*(factor[i] for factor, i in zip(values, at, strict=True)), marks=() if at in default else SLOW)
         for at in itertools.product(*(range(len(factor)) for factor in values))
     ]
+    return pytest.mark.parametrize(tuple(factors), cases)
+
+
+def one_at_a_time(**factors: Iterable[Any]) -> Any:
+    """Parametrize by a product of which only cases that differ from the first in one value are not marked slow."""
+    values = [tuple(factor) for factor in factors.values()]
+    cases = []
+    for at in itertools.product(*(range(len(factor)) for factor in values)):
+        case = (factor[i] for factor, i in zip(values, at, strict=True))
+        cases.append(pytest.param(*case, marks=SLOW if sum(map(bool, at)) > 1 else ()))
     return pytest.mark.parametrize(tuple(factors), cases)
 
 

@@ -1,7 +1,7 @@
 """Kill runs with SIGKILL at random points, let them go on, and print whether the files are those of a calm run.
 
-A script, not a module: `python tests/support/killed.py FOLDER POINTS`, with `tests` and its parent in PYTHONPATH. It
-forks, so that a kill costs no imports.
+A script, not a module: `python tests/support/killed.py FOLDER POINTS SEEDS`, with `tests` and its parent in PYTHONPATH.
+It forks, so that a kill costs no imports.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from eval.run import results, runner
 from eval.run.run_directory import RunDir
 
 FILES = ("table.md", "images.jsonl", "config.yaml")
-CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "seeds": [0, 1], "federation.client_fraction": 0.67}
+CHANGES = {"federation.rounds": 10, "observe.rounds": [0, 5, 10], "federation.client_fraction": 0.67}
 
 
-def go(path: Path) -> None:
+def go(path: Path, seeds: int) -> None:
     """The whole run, as `hyperleak run` does it."""
     torch.set_num_threads(1)
     experiment = yaml_config.read(yaml12.parse(CONFIG))
-    for key, value in CHANGES.items():
+    for key, value in {**CHANGES, "seeds": list(range(seeds))}.items():
         experiment = yaml_config.override(experiment, f"{key}={json.dumps(value)}")
     folder = RunDir(path)
     with folder.locked(), folder.logged():
@@ -44,14 +44,14 @@ def go(path: Path) -> None:
         )
 
 
-def child(path: Path) -> int:
+def child(path: Path, seeds: int) -> int:
     """Start the run in a process of its own."""
     number = os.fork()
     if number == 0:
         code = 1
         try:
             with Registered():
-                go(path)
+                go(path, seeds)
             code = 0
         finally:
             if code:
@@ -65,9 +65,9 @@ def finish(number: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
-def killed(path: Path, after: float) -> bool:
+def killed(path: Path, after: float, seeds: int) -> bool:
     """Kill a run after so many seconds; False if it was done before."""
-    number = child(path)
+    number = child(path, seeds)
     time.sleep(after)
     os.kill(number, signal.SIGKILL)
     return finish(number) != 0
@@ -81,23 +81,23 @@ def same(path: Path, calm: Path) -> bool:
     )
 
 
-def main(folder: Path, points: int) -> None:
+def main(folder: Path, points: int, seeds: int) -> None:
     draw, calm = random.Random(3), folder / "calm"
     began = time.monotonic()
-    assert finish(child(calm)) == 0
+    assert finish(child(calm, seeds)) == 0
     whole, outcomes = time.monotonic() - began, []
     while len(outcomes) < points:
         path, after = folder / f"killed{len(outcomes)}", draw.uniform(0.02, 0.95) * whole
-        hit = killed(path, after)
-        assert finish(child(path)) == 0
+        hit = killed(path, after, seeds)
+        assert finish(child(path, seeds)) == 0
         if hit:
             outcomes.append({"after": round(after / whole, 2), "same": same(path, calm)})
     often, kills = folder / "often", 0
-    while killed(often, whole / 2):
+    while killed(often, whole / 2, seeds):
         kills += 1
     outcomes.append({"kills": kills, "same": same(often, calm)})
     sys.stdout.write(json.dumps(outcomes))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

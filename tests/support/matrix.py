@@ -54,6 +54,14 @@ def cells(*, replayable: bool = False) -> list[Any]:
     ]
 
 
+def star() -> list[Any]:
+    """The cells of `named`: every method without a defense and FedAvg under every defense, the others marked slow."""
+    return [
+        pytest.param(row, column, marks=[] if row == "fedavg" or column == "none" else [pytest.mark.slow])
+        for row, column in named()
+    ]
+
+
 def named(*, replayable: bool = False) -> list[tuple[str, str]]:
     """Names of method and defense that go together; `replayable`: only defenses that add no fresh noise."""
     pairs = [(row, column) for row in ROWS for column in COLUMNS]

@@ -43,7 +43,7 @@ def seen(task: Task, images: Tensor, device: str) -> ServerView:
     return Federation(client, [ClientData(batch, batch)]).observe(0)[0]
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("case", ["color", "closed form", pytest.param("two", marks=pytest.mark.slow)])
 def test_a_picture_comes_back_where_the_view_lies(case: str) -> None:
     task, images = CASES[case]
     here = Cascade()(seen(task, images, "cpu"))

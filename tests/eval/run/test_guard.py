@@ -64,10 +64,10 @@ def test_a_worker_of_a_script_without_a_guard_leaves_and_its_parent_says_why(tmp
 LIBRARY = """
 from attacks.parallel import AttackPool
 from fl.runtime.main_guard import UnguardedError
-spread = AttackPool(4, patience=0.0)
+spread = AttackPool(2, patience=0.0)
 try:
     pool = spread._ready_pool() and spread._pool
-    tasks = [pool.submit(abs, -3) for _ in range(3)]
+    tasks = [pool.submit(abs, -3) for _ in range(2)]
     for task in tasks:
         pool.result(task)
 except UnguardedError as error:

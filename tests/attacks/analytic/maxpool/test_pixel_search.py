@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cover import one_at_a_time
 from support.pixels import LEVELS, MEAN, STD, problem
 from torch import Tensor
 
@@ -57,8 +58,7 @@ def total(now: LayerSolution, scale: float) -> float:
     return misfit(now.equations, now.fit, scale) + PRIOR.penalty(now.fit.x)
 
 
-@pytest.mark.parametrize("at", CORNERS)
-@pytest.mark.parametrize("steps", [(0, 0, 0), (1, -1, -1), (-2, 1, 0)])
+@one_at_a_time(at=CORNERS, steps=[(1, -1, -1), (0, 0, 0), (-2, 1, 0)])
 def test_a_corner_that_nothing_sees_comes_to_the_likeliest_of_what_is_not_ruled_out(
     at: tuple[int, int], steps: tuple[int, ...]
 ) -> None:
@@ -116,8 +116,7 @@ def test_what_explains_as_much_is_not_fixed_and_what_was_open_stays_so() -> None
     assert not bool(unknown[:, *at].any())
 
 
-@pytest.mark.parametrize("at", [(0, 0), (7, 7), (3, 4)])
-@pytest.mark.parametrize("noise", [1e-5, 0.01, 0.1])
+@one_at_a_time(at=[(0, 0), (7, 7), (3, 4)], noise=[0.01, 1e-5, 0.1])
 def test_a_level_is_disputed_where_what_explains_as_much_passes_on_other_positions(
     at: tuple[int, int], noise: float
 ) -> None:
