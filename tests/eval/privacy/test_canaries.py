@@ -85,7 +85,7 @@ def test_a_right_step_is_never_flagged() -> None:
 
 @pytest.mark.parametrize("broken", [half_the_noise, twice_the_clip, noise_again_after_resuming, no_noise_at_first])
 def test_a_broken_step_is_flagged(broken: Break) -> None:
-    found = [audited(seed, broken) for seed in range(SEEDS)]
+    found = [audited(seed, broken) for seed in range(SEEDS // 2)]
     assert all(one.refuted for one in found)
     assert "which refutes the 3.64 claimed" in found[0].sentence()
 
