@@ -14,8 +14,9 @@ import typer
 
 from eval.cli import app
 from eval.commands.list_ import registries
-from eval.commands.show import describe, meanings
+from eval.commands.show import describe
 from eval.experiment import config_catalog
+from eval.experiment.docstrings import meanings
 from eval.experiment.serialization import LISTS, SECTIONS
 from eval.experiment.spec import Experiment
 from fl.ranges import Length, Range

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -175,6 +175,13 @@ def audit(
     if target is None and update is None and (method is None or dataset is None):  # said before anything is imported
         say(f"error: {_NOTHING if method is None else _NO_DATASET}")
         raise typer.Exit(USAGE)
+    if not import_:
+        of_method = update is None and target is None
+        _check_names("methods", method)
+        _check_names("datasets", dataset)
+        _check_names("models", model if of_method else None)
+        _check_names("attacks", *(attack or ()))
+        _check_names("defenses", defense)
     from eval.audit.request import Request, limits
     from eval.experiment.plugins import import_plugins
 
@@ -202,6 +209,27 @@ def audit(
         imports=imports,
     )
     _audit(request, Outcome(out=out, limits=allowed, workers=workers, json=json))
+
+
+def _check_names(kind: str, *words: str | None) -> None:
+    """Leave with a line where a name is misspelled, before anything is imported.
+
+    Args:
+        kind: of the names, in the plural.
+        words: names, or settings in YAML; what can't be read is left to who reads all.
+    """
+    from eval.experiment import source_catalog
+    from eval.io import yaml12
+
+    if not source_catalog.certain():
+        return
+    for word in filter(None, words):
+        spec: Any = None
+        with suppress(ValueError):
+            spec = yaml12.parse(word)
+            spec = spec if isinstance(spec, dict | list) else word
+        with errors(USAGE):
+            source_catalog.check_names(kind, spec)
 
 
 def _of_source(source: str) -> Callable[..., None]:

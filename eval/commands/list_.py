@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,6 +10,8 @@ import typer
 from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, rows, say
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fl.registry import Registry
 
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
@@ -27,17 +30,13 @@ def list_(
     all but the configs).
     """
     from eval.experiment.config_catalog import in_folder_or_named
-    from eval.experiment.plugins import import_plugins
     from fl.registry import UnknownNameError
 
     with errors(USAGE):
         if kind is not None and kind not in {*KINDS, CONFIGS}:
             raise UnknownNameError("kind", kind, (*KINDS, CONFIGS))
-        import_plugins(import_ or ())
-    if kind == CONFIGS:
-        found = {kind: _configs()}
-    else:
-        found = {name: _entries(registry) for name, registry in registries().items() if kind in {None, name}}
+        import_modules(import_ or ())
+    found = {kind: _configs()} if kind == CONFIGS else summaries([kind] if kind else KINDS)
     found = {name: {k: v for k, v in own.items() if in_folder_or_named(k, prefix)} for name, own in found.items()}
     if prefix and not any(found.values()):
         say(f"no {kind} whose name begins with {prefix!r}" + ("" if import_ or kind == CONFIGS else f"; {IMPORT_HINT}"))
@@ -65,11 +64,34 @@ def registries() -> dict[str, Registry[Any]]:
     return dict(zip(KINDS, REGISTRIES, strict=True))
 
 
-def _entries(registry: Registry[Any]) -> dict[str, str]:
-    """Name and summary of every entry, and why others are not there."""
-    from eval.report.glossary import summarize
+def import_modules(words: Sequence[str]) -> None:
+    """Import modules of the user's own; without any, nothing is imported for it."""
+    if words:
+        from eval.experiment.plugins import import_plugins
 
-    return {name: summarize(registry.get(name)) for name in registry.names()} | registry.skipped_modules()
+        import_plugins(words)
+
+
+def summaries(kinds: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Return the summary of every entry by kind and name, and why others are not there.
+
+    Args:
+        kinds: registries by their plurals, of `KINDS`.
+    """
+    from eval.experiment import source_catalog
+    from eval.experiment.docstrings import summarize
+
+    if source_catalog.certain():
+        with suppress(source_catalog.UnclearSourceError):
+            return {
+                kind: {name: summarize(source_catalog.entry(kind, name)) for name in source_catalog.names(kind)}
+                for kind in kinds
+            }
+    known = {kind: registry for kind, registry in registries().items() if kind in kinds}
+    return {
+        kind: {name: summarize(registry.get(name)) for name in registry.names()} | registry.skipped_modules()
+        for kind, registry in known.items()
+    }
 
 
 def _configs() -> dict[str, str]:

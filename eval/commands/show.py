@@ -7,12 +7,14 @@ import inspect
 import json
 import re
 import shlex
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 
-from eval.commands.list_ import registries
+from eval.commands.list_ import KINDS as REGISTRIES
+from eval.commands.list_ import import_modules, registries
 from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, line, rows
 
 KINDS = ("method", "defense", "attack")
@@ -29,10 +31,8 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The settings of one thing: their defaults, what they mean, and the paper it comes from; what a config runs."""
-    from eval.experiment.plugins import import_plugins
-
     with errors(USAGE):
-        import_plugins(import_ or ())
+        import_modules(import_ or ())
         found = describe(name, tuple(import_ or ()))
     if as_json:
         emit(found)
@@ -52,37 +52,72 @@ def describe(name: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
     Raises:
         UnknownNameError: nothing is; says what is close.
     """
-    from eval.experiment.serialization import SECTIONS
+    from eval.experiment import source_catalog
 
-    known = registries()
-    found = [_about(kind, registry.get(name)) for kind, registry in known.items() if name in registry.names()]
-    if name in SECTIONS:
-        found.append(_about("config section", SECTIONS[name], name))
+    if not imports and source_catalog.certain():
+        with suppress(source_catalog.UnclearSourceError):
+            return _describe(name, imports, source_catalog)
+    return _describe(name, imports, _Registries())
+
+
+class _Catalog(Protocol):
+    """What there is by name: `eval.experiment.source_catalog`, or the registries."""
+
+    def names(self, kind: str) -> list[str]:
+        """Names of a kind."""
+
+    def entry(self, kind: str, name: str) -> Any:
+        """What a name of a kind stands for."""
+
+    def sections(self) -> list[str]:
+        """Names of a config's sections."""
+
+    def section(self, name: str) -> Any:
+        """What a section is read as."""
+
+
+class _Registries:
+    """What the registries say, once all that they hold is imported."""
+
+    def __init__(self) -> None:
+        from eval.experiment.serialization import SECTIONS
+
+        self._registries, self._sections = registries(), SECTIONS
+
+    def names(self, kind: str) -> list[str]:
+        """Names of a kind."""
+        return self._registries[kind].names()
+
+    def entry(self, kind: str, name: str) -> Any:
+        """What a name of a kind stands for."""
+        return self._registries[kind].get(name)
+
+    def sections(self) -> list[str]:
+        """Names of a config's sections."""
+        return list(self._sections)
+
+    def section(self, name: str) -> Any:
+        """What a section is read as."""
+        return self._sections[name]
+
+
+def _describe(name: str, imports: Sequence[str], known: _Catalog) -> list[dict[str, Any]]:
+    from fl.registry import UnknownNameError
+
+    found = [_about(kind, known.entry(kind, name)) for kind in REGISTRIES if name in known.names(kind)]
+    if name in known.sections():
+        found.append(_about("config section", known.section(name), name))
     if not found and "+" in name:
-        import attacks
-
-        attacks.build(name)  # says what is wrong with a part
-        return [about for part in name.split("+") for about in describe(part)]
-    every = {entry for registry in known.values() for entry in registry.names()} | set(SECTIONS)
+        for part in name.split("+"):
+            if part not in known.names("attacks"):
+                raise UnknownNameError("attack", part, known.names("attacks"))
+        return [about for part in name.split("+") for about in _describe(part, imports, known)]
+    every = {entry for kind in REGISTRIES for entry in known.names(kind)} | set(known.sections())
     return found or [_config(name, sorted(every), imports)]
 
 
-def meanings(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each attribute."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        text = inspect.cleandoc(vars(base).get("__doc__") or "")
-        _, _, section = text.partition("Attributes:\n")
-        lines = re.split(r"\n(?=\S)", section)[0] if section else ""
-        for entry in re.split(r"\n(?= {4}\S)", "\n" + lines):
-            names, colon, words = entry.strip().partition(":")
-            if colon:
-                found |= {name.strip(): " ".join(words.split()) for name in names.split(",")}
-    return found
-
-
 def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
-    from eval.report.glossary import citations
+    from eval.experiment.docstrings import citations, meanings
 
     text = inspect.cleandoc(entry.__doc__ or "")
     about: dict[str, Any] = {
@@ -107,9 +142,8 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
         UnknownNameError: nothing is called so, neither a config nor one of `others`; says what is close.
         FileNotFoundError: likewise, where a config is closer.
     """
-    from eval.experiment import config_catalog, yaml_config
+    from eval.experiment import config_catalog
     from eval.io.sanitize import shorten
-    from eval.run import plan
     from fl.registry import UnknownNameError, closest_name
 
     try:
@@ -119,6 +153,9 @@ def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[st
             raise
         note = "; configs: `hyperleak list configs`" + ("" if imports else f"; {IMPORT_HINT}")
         raise UnknownNameError("name", name, others, note) from error
+    from eval.experiment import yaml_config
+    from eval.run import plan
+
     about = {"kind": "config", "name": config_catalog.name_of(path), "plain": "", "papers": [], "fields": {}}
     unread: list[str] = []
     about |= {"comment": shorten(config_catalog.comment(path)), "unread": unread}

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Iterator
 from typing import Any
 
+from eval.experiment.docstrings import citations, summarize
 from eval.report.settings import RunSettings, Spec, section
 from fl.registry import Registry, UnknownNameError
-
-_CITED = re.compile(r"\(([^()]*\b(?:19|20)\d\d\b[^()]*)\)")
-_PLACE = re.compile(
-    r",\s+(?:\"[^\"]*\"|Eq\.|Eqs\.|Algorithms?|Alg\.|Tables?|Figures?|sections?|appendix)[^;]*", flags=re.IGNORECASE
-)
-
-
-def summarize(described: object) -> str:
-    """Return what a registered class does: in plain words where it has them, else its docstring's first line."""
-    if words := getattr(described, "plain", ""):
-        return str(words).rstrip(".")
-    return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
-
-
-def citations(described: type) -> list[str]:
-    """Return the papers named in a class's docstring, in parentheses with a year; else those of its base."""
-    for kind in described.__mro__:
-        found = _CITED.findall(" ".join((kind.__doc__ or "").split()))
-        papers = [paper.strip() for group in found for paper in _PLACE.sub("", group).split(";")]
-        if papers := [paper for paper in papers if re.search(r"\b(?:19|20)\d\d\b", paper)]:
-            return list(dict.fromkeys(papers))
-    return []
 
 
 def papers_to_cite(setting: RunSettings) -> list[tuple[str, str]]:

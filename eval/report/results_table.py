@@ -10,13 +10,13 @@ from statistics import fmean
 from attacks.base import Chain
 from eval.experiment import sweep, yaml_config
 from eval.experiment.capture_spec import CaptureSpec
+from eval.experiment.docstrings import summarize
 from eval.experiment.spec import Experiment
 from eval.io.sanitize import in_markdown
 from eval.metrics import validity_flags
 from eval.metrics.lineup import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
-from eval.report.glossary import summarize
 from eval.report.result_groups import (
     BASELINES,
     CLEAR_MARGIN,

@@ -11,7 +11,7 @@ import yaml
 
 from attacks import attacks
 from defenses import defenses
-from eval.report.glossary import citations
+from eval.experiment.docstrings import citations
 from fl.data import datasets
 from fl.data.augment import augmentations
 from fl.data.partitions.partition import partitions

@@ -14,8 +14,8 @@ from eval import cli
 from eval.commands import run as running
 from eval.commands import terminal
 from eval.experiment import config_catalog
+from eval.experiment.docstrings import summarize
 from eval.io.jsonl import read_rows
-from eval.report.glossary import summarize
 from eval.report.results_table import Table
 from eval.run.run_directory import BusyError, RunDir
 from fl.method import methods

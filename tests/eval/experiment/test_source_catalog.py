@@ -1,0 +1,107 @@
+"""What the source says of registered names is what the registries say."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from eval.commands import show
+from eval.commands.list_ import registries
+from eval.experiment import source_catalog
+from eval.experiment.docstrings import citations, summarize
+from eval.experiment.serialization import SECTIONS
+from fl.registry import UnknownNameError
+
+
+def registered(kind):
+    """Names that come with this package; tests register some of their own."""
+    registry = registries()[kind]
+    return {
+        name: entry
+        for name in registry.names()
+        if (entry := registry.get(name)).__module__.partition(".")[0] in source_catalog.OURS
+    }
+
+
+@pytest.mark.parametrize("kind", source_catalog.KINDS)
+def test_names_are_those_of_the_registry(kind):
+    assert source_catalog.names(kind) == sorted(registered(kind))
+
+
+@pytest.mark.parametrize("kind", source_catalog.KINDS)
+def test_everything_that_is_shown_is_as_in_the_registry(kind):
+    for name, entry in registered(kind).items():
+        outline = source_catalog.entry(kind, name)
+        assert summarize(outline) == summarize(entry), name
+        assert citations(outline) == citations(entry), name
+        assert show._about(kind, outline) == show._about(kind, entry), name
+
+
+def test_sections_are_those_of_a_config():
+    assert source_catalog.sections() == list(SECTIONS)
+    for name, section in SECTIONS.items():
+        assert show._about("section", source_catalog.section(name), name) == show._about("section", section, name)
+
+
+def test_what_the_source_leaves_open_is_not_made_up(tmp_path, monkeypatch):
+    (tmp_path / "fl").mkdir()
+    (tmp_path / "fl" / "odd.py").write_text(
+        "from dataclasses import dataclass, field\n\n\n"
+        '@dataclass(frozen=True)\nclass Computed:\n    """Computed."""\n\n    lr: float = float("0.1")\n'
+    )
+    monkeypatch.setattr(source_catalog, "ROOT", tmp_path)
+    module = source_catalog._Module.read("fl.odd")
+    with pytest.raises(source_catalog.UnclearSourceError, match="float"):
+        source_catalog._outlined(*module.find("Computed"))
+
+
+def test_registries_are_asked_once_they_are_imported():
+    assert not source_catalog.certain()
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec"),
+    [("methods", "fedavgg"), ("attacks", "peel+igg"), ("attacks", {"name": "igg"}), ("defenses", "prun")],
+)
+def test_a_misspelled_name_is_refused_as_its_registry_refuses_it(kind, spec):
+    with pytest.raises(UnknownNameError) as early:
+        source_catalog.check_names(kind, spec)
+    with pytest.raises(UnknownNameError) as late:
+        registries()[kind].build(spec)
+    known = re.compile(r"(?<=shows all )\d+")  # tests register some of their own
+    assert known.sub("", str(early.value)) == known.sub("", str(late.value))
+
+
+def test_names_that_may_be_known_are_left_to_who_reads_them():
+    for kind, spec in (("models", "mine:build"), ("methods", {"lr": 1}), ("attacks", None), ("attacks", "peel+ig")):
+        source_catalog.check_names(kind, spec)
+
+
+QUICK = {  # commands, and the codes they leave with
+    "list": 0,
+    "list attacks --json": 0,
+    "list configs": 0,
+    "show hyperfl": 0,
+    "show peel+ig --json": 0,
+    "show task": 0,
+    "show nosuch": 2,
+    "audit method nosuch --dataset faces": 2,
+    "audit --method fedavg --dataset faces --attack igg": 2,
+    "audit method fedavg --dataset facess": 2,
+    "audit method fedavg --dataset faces --model hyperfl-gray --defense [noise,prune]": 2,
+    "audit model mine:build --attack igg": 2,
+}
+
+
+def test_commands_that_compute_nothing_import_no_torch():
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom eval.cli import app\n"
+        f"for words, code in {QUICK!r}.items():\n"
+        "    result = CliRunner().invoke(app, words.split())\n"
+        "    assert result.exit_code == code, (words, result.output)\n"
+        "    imported = sorted({'torch', 'numpy'} & set(sys.modules))\n"
+        "    assert not imported, (words, imported)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
