@@ -32,7 +32,8 @@ class AttackPool:
     """Runs attacks in several processes, which start once there is work for longer than that takes.
 
     The attack says what is computed together (`Attack.view_batches`), so two processes or twenty give the same bits,
-    those of one at as many threads as a worker has (`fl.runtime.workers.threads`). Nothing is spread on a GPU.
+    those of one at as many threads as a worker has (`fl.runtime.workers.worker_thread_count`). Nothing is spread on a
+    GPU.
 
     Args:
         workers: processes, this one among them.

@@ -75,7 +75,7 @@ class Clip(Defense):
         return left
 
     def preserves_norm_ratios(self) -> bool:
-        """Return where all is shortened as one."""
+        """Return whether all is shortened as one."""
         return self.scope == "global"
 
     def with_unknown_scale(self) -> Defense:

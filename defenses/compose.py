@@ -131,6 +131,6 @@ class Chain(Defense):
         return {name: weight / largest for name, weight in joint.items()}
 
     def noise_std(self, observed: Tensors) -> dict[str, float]:
-        """Return that of all the noise together; an upper bound where a later part shortens the noise, too."""
+        """Return the deviation of all the noise together; an upper bound where a later part shortens the noise, too."""
         each = [part.noise_std(observed) for part in self.parts]
         return {name: hypot(*(deviations[name] for deviations in each)) for name in observed}

@@ -58,7 +58,7 @@ class Mixup(Defense):
 
 
 def blend_images(batch: Batch, members: Tensor, shares: Tensor, task: Task) -> Batch:
-    """Return blends of k images each.
+    """Blend k images each.
 
     Args:
         batch: of B images; labels as numbers or as probabilities.

@@ -190,7 +190,7 @@ class _DivergenceRecorder(Network):
 
 
 def divergence(statistics: Tensor) -> Tensor:
-    """Return mean over images of KL(N(mu, sigma^2) || N(0, 1)), in bits, from statistics (B, 2K)."""
+    """Return the mean over images of KL(N(mu, sigma^2) || N(0, 1)), in bits, from statistics (B, 2K)."""
     mu, raw = statistics.chunk(2, -1)
     sigma = functional.softplus(raw)
     return (mu.square() + sigma.square() - 1 - 2 * sigma.log()).sum(-1).mean() / (2 * math.log(2))

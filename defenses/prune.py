@@ -67,7 +67,7 @@ class Prune(Defense):
         return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
 
     def _transmitted_mask(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return true at the entries of `matrix` that are sent."""
+        """Return True at the entries of `matrix` that are sent."""
         sizes = matrix.detach().abs().flatten()
         if self.keep == "random":
             sizes = torch.rand(sizes.shape, generator=generator, dtype=sizes.dtype).to(sizes.device)

@@ -49,7 +49,7 @@ class SecAgg(Defense):
 
     @classmethod
     def example(cls) -> SecAgg:
-        """Return two clients."""
+        """Return a mean over two clients."""
         return cls(group_size=2)
 
     @property

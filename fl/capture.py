@@ -274,7 +274,7 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
 
 
 def _to_python_number(value: int) -> int:
-    """Return NumPy's integers as Python's, which torch wants; all else as it is, to be refused by name."""
+    """Convert NumPy's integers to Python's, which torch wants; all else as it is, to be refused by name."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 

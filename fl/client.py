@@ -197,7 +197,7 @@ class LossGradient(Gradient):
         return Network(self.model, weights, {**self.buffers, **draws_for_buffers(self.model, self.step.draws)})
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """Return gradients of the parameters that move from those of the network's weights."""
+        """Return the gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrization.pullback(params, grads, self.client.task, self.live)
 
 

@@ -48,10 +48,10 @@ class Federation(FederationState):
         self._engine: Engine = choose(self.engine, self.client, self.workers)
 
     def run_round(self, numbers: Iterable[int] | None = None, *, evaluate: bool = False) -> list[Round]:
-        """Return one round of the sampled clients, or of those given; returns what each of them did.
+        """Run one round of the sampled clients, or of those given; returns what each of them did.
 
-        Those that take part no more (`Method.silent`) are not asked, so a round may be nobody's. All of it is kept, the
-        images fed included; `step` keeps figures only.
+        Those that take part no more (`Method.exclusion_reason`) are not asked, so a round may be nobody's. All of it is
+        kept, the images fed included; `step` keeps figures only.
 
         Args:
             numbers: of the clients.
@@ -60,7 +60,7 @@ class Federation(FederationState):
         return list(self._round(numbers, evaluate))
 
     def _round(self, numbers: Iterable[int] | None, evaluate: bool) -> Iterator[Round]:
-        """Yield one round, client by client; the federation moves on once the last has been taken."""
+        """Run one round, client by client; the federation moves on once the last has been taken."""
         wanted = self.sampled_clients(self.server.round) if numbers is None else list(numbers)
         if len(set(wanted)) < len(wanted):
             raise ValueError(f"expected different clients, got {wanted}")
@@ -82,7 +82,7 @@ class Federation(FederationState):
         )
 
     def step(self, *, everyone: bool = False, evaluate: bool = True) -> Record:
-        """Return one round, in figures.
+        """Run one round, and return its figures.
 
         Args:
             everyone: all participants train, whatever the fraction.

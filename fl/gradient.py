@@ -89,4 +89,4 @@ class Gradient(ABC):
 
     @abstractmethod
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
-        """Return gradients of the parameters that move from those of the network's weights."""
+        """Return the gradients of the parameters that move from those of the network's weights."""

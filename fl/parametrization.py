@@ -32,7 +32,7 @@ class Parametrization(FormerHooks):
     """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
     def initial_parameters(self, task: Task, generator: torch.Generator) -> Tensors:
-        """Return initial parameters; the network's own come from `task.model`."""
+        """Return the initial parameters; the network's own come from `task.model`."""
         return dict(task.parameters)
 
     def scope(self, name: str) -> Scope | None:
@@ -52,7 +52,7 @@ class Parametrization(FormerHooks):
         return [name for name in task.parameters if name in live]
 
     def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """Return gradients of the parameters `live` from those of the network's weights."""
+        """Return the gradients of the parameters `live` from those of the network's weights."""
         return {name: grads[name] for name in live}
 
     def diagnostics(self, params: Tensors) -> dict[str, float]:

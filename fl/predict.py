@@ -34,7 +34,7 @@ def predict(
         derivative: how gradients are taken; `func_derivative` under `vmap`.
         client: the view's local rule where the caller has built it already; the view builds its own otherwise.
         defended: whether a known defense changes the finished update; what it does during training it always does.
-        use_search_gradient: whether the defense's `guide` stands for its `gradient`, as in a search.
+        use_search_gradient: whether the defense's `search_gradient` stands for its `gradient`, as in a search.
 
     Returns:
         By the names of `view.update`.

@@ -185,7 +185,7 @@ def type_hints(kind: type) -> dict[str, Any]:
 
 
 def format_value(value: object) -> str:
-    """Return `value` as messages show it, cut at `SHOWN` characters, whatever its size."""
+    """Return `value` as messages show it, cut at `MAX_SHOWN_CHARACTERS` characters, whatever its size."""
     brief = reprlib.Repr()
     brief.maxstring = brief.maxother = brief.maxlong = MAX_SHOWN_CHARACTERS
     text = brief.repr(value)

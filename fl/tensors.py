@@ -295,18 +295,18 @@ def _one_outer_product(x: LowRank) -> bool:
 
 # ---- sets of values --------------------------------------------------------------------------------------------------
 def dot(x: Mapping[str, Value], y: Mapping[str, Value]) -> Tensor:
-    """Return inner product of two sets over the names of the first."""
+    """Return the inner product of two sets over the names of the first."""
     parts = [inner(v, y[k]) for k, v in x.items()]
     return torch.stack(parts).sum()
 
 
 def vector_norm(x: Tensor) -> Tensor:
-    """Return Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
+    """Return the Euclidean norm of a vector, above 0 by a hair at least; its derivative at zero is zero."""
     return torch.linalg.vector_norm(x).clamp_min(torch.finfo(x.dtype).tiny ** 0.5)
 
 
 def norm(x: Mapping[str, Value]) -> Tensor:
-    """Return Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
+    """Return the Euclidean norm of all entries together, above 0 by a hair at least; its derivative at zero is zero."""
     flat, structured = split_dense(x)
     if not structured:
         return vector_norm(flat)
@@ -355,7 +355,7 @@ def scale_tensors(x: Mapping[str, Value], factor: float | Tensor) -> Tensors:
 
 
 def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> Tensors:
-    """Return `function` on every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
+    """Apply `function` to every tensor; on the factors and the base of a structured one (casts, clones, moves)."""
     result: Tensors = {}
     for name, v in x.items():
         if isinstance(v, LowRank):
@@ -401,7 +401,7 @@ def detached_copies(values: Tensors) -> Tensors:
 
 
 def flatten(payloads: Payloads, prefix: str = "") -> Tensors:
-    """Return payloads as one set with names `prefix payload/name`."""
+    """Return the payloads as one set with names `prefix payload/name`."""
     return {f"{prefix}{payload}/{name}": value for payload, part in payloads.items() for name, value in part.items()}
 
 

@@ -51,7 +51,7 @@ class CropFlip(Augmentation):
             raise ValueError(f"expected padding >= 0, got {self.padding}")
 
     def __call__(self, batch: Batch, generator: torch.Generator) -> Batch:
-        """Return every image cropped and flipped by its own draw: first all rows, then all columns, then all flips.
+        """Crop and flip every image by its own draw: first all rows, then all columns, then all flips.
 
         The layout in memory stays: channels innermost makes convolutions on a CPU a third cheaper.
         """

@@ -57,7 +57,7 @@ def choose(name: EngineName, client: Client, workers: int = 1) -> Engine:
 
 
 def _candidate_engines(name: EngineName, client: Client) -> list[str]:
-    """Return those of `SPECIAL` to ask, in turn."""
+    """Return the engines of `SPECIAL` to ask, in turn."""
     if name != "auto":
         return [name] if name in SPECIAL else []
     on_gpu = any(value.device.type == "cuda" for value in client.task.parameters.values())

@@ -91,7 +91,7 @@ class Processes(Engine):
     def _distribute(
         self, run: FederationState, chunks: Sequence[list[int]], work: Callable[..., list[Any]], *settings: object
     ) -> Iterator[tuple[int, Any]]:
-        """Yield `work` on the clients, a chunk at a time in whichever worker is free.
+        """Run `work` on the clients, a chunk at a time in whichever worker is free.
 
         Each with what it gives, in order.
         """

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 State = dict[str, Any]
 """What a step changes: "params" that move, the optimizer's "first" and "second" moments, the model's "buffers"."""
 VMAP_ERRORS = (AttributeError, RuntimeError, TypeError)
-"""What comes of a rule that `vmap` can't take, or that draws from `_Streams` as if it were a generator."""
+"""What comes of a rule that `vmap` can't take, or that draws from `_StackedNoise` as if it were a generator."""
 
 
 def obstacle(client: Client) -> str | None:
@@ -231,7 +231,7 @@ class _Stack:
             trainee.stack = None
 
     def _step(self, s: int, row: Tensor, state: State, leaves: list[Any], fed: tuple[Any, ...]) -> State:
-        """Return one client's step, as in `local_update`."""
+        """Take one client's step, as in `local_update`."""
         client, round = self.members[0].start.client, self.members[0].start.key.round
         rest, (batches, draws), buffers = pytree.tree_unflatten(leaves, self.tree), fed, dict(state["buffers"])
         held = (rest["start"], rest["received"], rest["memory"], draws, round, rest["recorded"])
@@ -250,7 +250,7 @@ class _Stack:
 
 
 def _stack_tensors(*parts: Tensor) -> Tensor:
-    """Return tensors on top of each other; the same one is not copied."""
+    """Stack tensors; the same one is not copied."""
     same = all(part is parts[0] for part in parts)
     return parts[0].expand(len(parts), *parts[0].shape) if same else torch.stack(parts)
 

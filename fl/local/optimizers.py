@@ -24,7 +24,7 @@ class OptimState:
 def optimize(
     phase: Phase, groups: dict[str, Group], params: Tensors, grads: Tensors, state: OptimState
 ) -> tuple[Tensors, OptimState]:
-    """Return one step of `phase.optimizer`: clip each group, add the decay, move.
+    """Take one step of `phase.optimizer`: clip each group, add the decay, move.
 
     AdamW (Loshchilov and Hutter, ICLR 2019, Algorithm 2) shrinks the parameters by lr * weight_decay instead of adding
     the decay to the gradient.
@@ -78,7 +78,7 @@ def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Ten
 def _adam(
     directions: Tensors, state: OptimState, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
-    """Return Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
+    """Take directions by Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
     step = state.step + 1
     first = _update_moments(directions, state.first, lambda before, g: add(before * betas[0], g, 1 - betas[0]))
     second = _update_moments(directions, state.second, lambda before, g: add(before * betas[1], g * g, 1 - betas[1]))
@@ -92,21 +92,21 @@ def _adam(
 def _rmsprop(
     directions: Tensors, state: OptimState, alpha: float = 0.99, eps: float = 1e-8
 ) -> tuple[Tensors, OptimState]:
-    """Return RMSprop (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
+    """Return RMSprop steps (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
     second = _update_moments(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
-    """Return Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
+    """Take directions by Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
     second = _update_moments(directions, state.second, lambda before, g: add(before, g * g))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
 def _update_moments(directions: Tensors, moment: Tensors, rule: Callable[[Tensor, Tensor], Value]) -> dict[str, Tensor]:
-    """Return `rule(moment, direction)` for every tensor; moments start at zero."""
+    """Apply `rule(moment, direction)` to every tensor; moments start at zero."""
     moved = {}
     for name, g in directions.items():
         assert isinstance(g, Tensor)

@@ -83,7 +83,7 @@ class FedAMP(PersonalModels):
         return type(self).gradient is FedAMP.gradient and (steps == 1 or self.lam == 0)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's; all models are the same."""
+        """Return FedAvg's state; all models are the same."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={DISTANCES: {MATRIX: torch.zeros(clients, clients, dtype=torch.float64)}})
 

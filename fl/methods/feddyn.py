@@ -84,7 +84,7 @@ class FedDyn(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, and h = 0."""
+        """Return FedAvg's state, and h = 0."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={GRADIENT_MEMORY: zeros(server.shared, server.shared)})
 

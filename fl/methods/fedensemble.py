@@ -99,7 +99,7 @@ class FedEnsemble(FedAvg):
         return _split_state({name: torch.stack([dense(one[name]) for one in every]) for name in every[0]}, task)
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """Return logarithms of the members' mean probabilities (B, K); of one network, what it returns."""
+        """Return the logarithms of the members' mean probabilities (B, K); of one network, what it returns."""
         shapes = {name: value.shape for name, value in network.model.named_parameters()}
         if all(value.shape == shapes[name] for name, value in network.weights.items()):
             return network(inputs)

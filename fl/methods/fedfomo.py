@@ -128,7 +128,7 @@ class FedFomo(PersonalModels):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, an empty P, nobody who has sent anything, and a number to draw from."""
+        """Return FedAvg's state, an empty P, nobody who has sent anything, and a number to draw from."""
         server = super().init_server(params, task, clients, generator)
         seed = torch.randint(2**62, (1,), generator=generator)
         own: Payloads = {

@@ -87,7 +87,7 @@ class FedJETs(FedAvg):
         return GatedMixture(task, self.experts, self.chosen)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Return FedAvg's, with a look at all images after it, which moves nothing."""
+        """Return FedAvg's phases, with a look at all images after it, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
         return main, Phase(groups=still, steps=1, sampler="sequential", records_direction_as=SCORES)
@@ -98,7 +98,7 @@ class FedJETs(FedAvg):
         return (replace(main, epochs=epochs, steps=None),)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Return cross entropy, and that of an anchor's gate; in the look the mean softmax of all scores (M,)."""
+        """Return the cross entropy, and that of an anchor's gate; in the look the mean softmax of all scores (M,)."""
         ids = network.buffers["ids"]
         answers, scores = network(batch.inputs, ids)
         if _is_scoring_phase(step):

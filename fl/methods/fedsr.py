@@ -128,7 +128,7 @@ class FedSR(FedAvg):
         return {f"{name}.noise": noise.to(batch.inputs)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Return cross entropy and both penalties."""
+        """Return the cross entropy and both penalties."""
         logits, mu, sigma = represent(network, batch.inputs)
         name, _ = _random_head(network.model)
         noise = step.draws.get(f"{name}.noise")
@@ -139,7 +139,7 @@ class FedSR(FedAvg):
         return plain + self.l2 * z.norm(dim=1).mean() + self.cmi * far.mean()
 
     def logits(self, network: Network, inputs: Tensor) -> Tensor:
-        """Return logarithms of the mean probabilities (B, K)."""
+        """Return the logarithms of the mean probabilities (B, K)."""
         plain, mu, sigma = represent(network, inputs)
         if not self.samples:
             return plain
@@ -193,7 +193,7 @@ class RandomHead(nn.Module):
 
 
 def split_statistics(statistics: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Mu and sigma (B, D) each, from what the further layer gives (B, 2 D)."""
+    """Return mu and sigma (B, D) each, from what the further layer gives (B, 2 D)."""
     mu, raw = statistics.chunk(2, -1)
     return mu, functional.softplus(raw)
 

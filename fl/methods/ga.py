@@ -80,7 +80,7 @@ class GA(FedAvg):
         return cls(step_size=0.5, rounds=9, lr=0.1, momentum=0.5, max_norm=1.0, epochs=2, batch_size=2)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Return FedAvg's, with a look at all images before and after, which moves nothing."""
+        """Return FedAvg's phases, with a look at all images before and after, which moves nothing."""
         (main,) = super().phases(task, round)
         still = tuple(replace(group, lr=0.0, weight_decay=0.0) for group in main.groups)
         first, last = (
@@ -112,7 +112,7 @@ class GA(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, and equal weights; no losses."""
+        """Return FedAvg's state, and equal weights; no losses."""
         server = super().init_server(params, task, clients, generator)
         shares = torch.full((clients,), 1 / clients, dtype=torch.float64)
         return replace(server, own={SHARES: {SHARE: shares}, LOSS: {TRAINED: torch.full_like(shares, torch.inf)}})

@@ -119,7 +119,7 @@ class HyperFedZero(FedAvg):
         return {"z": z, **draw_masks(task.model, batch.inputs, generator)}
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Return cross entropy and both penalties (Eq. 4)."""
+        """Return the cross entropy and both penalties (Eq. 4)."""
         draws = step.draws or self.draw(batch, step.task, None)
         logits, log_e = network(batch.inputs, draws["z"])
         e = log_e.exp()

@@ -26,7 +26,7 @@ HYPERNETWORK, OPTIMIZER, INITIAL = "hypernetwork", "optimizer", "initial"
 
 
 def model_payload(client: int) -> str:
-    """Return payload of `ServerState.own` with the model that `client` trained last."""
+    """Return the payload of `ServerState.own` with the model that `client` trained last."""
     return f"model.{client}"
 
 
@@ -159,7 +159,7 @@ class HyperGenFL(FedAvg):
         return dict(zip(layers(server), found.T, strict=True))
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return one step of hypernetwork and embeddings; then the mean of what arrived, or the models put away."""
+        """Take one step of hypernetwork and embeddings; then the mean of what arrived, or the models put away."""
         if not uploads:
             return replace(server, round=server.round + 1)
         clients = [upload.client for upload in uploads]

@@ -77,7 +77,7 @@ class Moon(FedAvg):
         return super().client_model(task)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Return cross entropy, and the contrast of three representations."""
+        """Return the cross entropy, and the contrast of three representations."""
         logits, now = represent(network, batch.inputs, step.task.head)
         loss = functional.cross_entropy(logits, batch.labels)
         if PREVIOUS not in step.memory:

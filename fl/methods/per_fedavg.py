@@ -69,7 +69,7 @@ class PerFedAvg(FedAvg):
         return cls(alpha=0.1, lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2)
 
     def adaptation_method(self) -> FedAvg:
-        """Return one step of plain SGD."""
+        """Return the rule: one step of plain SGD."""
         return replace(self.fine_tuning_method(), steps=1, epochs=None)
 
     def fine_tuning_method(self) -> FedAvg:

@@ -86,7 +86,7 @@ class PFedLA(PersonalModels):
         return ServerHypernetwork(shapes=shapes, embedding=self.embedding, hidden=self.hidden, last_activation=True)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, the hypernetwork that all begin with, and an embedding for each client."""
+        """Return FedAvg's state, the hypernetwork that all begin with, and an embedding for each client."""
         server = super().init_server(params, task, clients, generator)
         like = dense(next(iter(server.shared.values())))
         network = self.generator(server).initial_parameters(generator, like)

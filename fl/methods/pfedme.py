@@ -70,12 +70,12 @@ class PFedMe(FedAvg):
         return replace(inner, momentum=0.5, weight_decay=5e-4, max_norm=1.0)
 
     def adaptation_method(self) -> PFedMe:
-        """Return one step that ends at theta: its size takes w by lam * (w - theta) / lam."""
+        """Return the rule: one step that ends at theta: its size takes w by lam * (w - theta) / lam."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
         return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
-        """Return Lam * (w - theta), the gradient of the Moreau envelope."""
+        """Return lam * (w - theta), the gradient of the Moreau envelope."""
         theta = params
         for _ in range(self.inner_steps):
             loss = grad(theta, batches[0])

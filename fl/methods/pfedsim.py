@@ -75,7 +75,7 @@ class PFedSim(PersonalModels):
         return super().client_model(task)
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, and nobody similar to anybody else."""
+        """Return FedAvg's state, and nobody similar to anybody else."""
         server = super().init_server(params, task, clients, generator)
         device = dense(next(iter(server.shared.values()))).device
         alone = torch.eye(clients, dtype=torch.float64, device=device) * MAX_SIMILARITY
@@ -102,7 +102,7 @@ class PFedSim(PersonalModels):
         return {name: models[client][name] if name.startswith(task.head) else value for name, value in mean.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return FedAvg's; later the models that arrived are kept and compared."""
+        """Aggregate as FedAvg; later the models that arrived are kept and compared."""
         if server.round < self.warmup:
             return FedAvg.aggregate(self, server, uploads, task)
         after = super().aggregate(server, uploads, task)

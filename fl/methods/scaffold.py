@@ -69,7 +69,7 @@ class Scaffold(FedAvg):
         return cls(lr=0.1, momentum=0.5, weight_decay=5e-4, max_norm=1.0, epochs=2, batch_size=2, server_lr=0.9)
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Return FedAvg's; with option I after a look at all images that moves nothing."""
+        """Return FedAvg's phases; with option I after a look at all images that moves nothing."""
         (main,) = super().phases(task, round)
         if self.option == "II":
             return (main,)
@@ -112,7 +112,7 @@ class Scaffold(FedAvg):
 
     # ---- server rule -------------------------------------------------------------------------------------------------
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
-        """Return FedAvg's, and c = 0."""
+        """Return FedAvg's state, and c = 0."""
         server = super().init_server(params, task, clients, generator)
         return replace(server, own={CONTROL: zeros(server.shared, server.shared)})
 

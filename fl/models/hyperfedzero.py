@@ -63,7 +63,7 @@ class Embedder(nn.Module):
         self.extractor, self.noisy = (build_extractor(kind, task.input_shape, size) for _ in range(2))
 
     def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
-        """Return logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
+        """Return the logarithms of e (B, P) from pixels (B, C, H, W), with the noise z (B, P), or none."""
         x = self.normalize(x)
         scores = self.extractor(x)
         if z is not None:

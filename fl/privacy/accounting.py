@@ -181,7 +181,7 @@ def _smallest_sufficient(target: float, cost: Callable[[float], float], guess: f
 
 
 def _rdp_of(charges: tuple[Charge, ...]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return orders, and the Renyi divergence of all charges at each."""
+    """Return the orders, and the Renyi divergence of all charges at each."""
     from fl.privacy.prv_accountant import renyi_divergences  # seconds to import, so not before it is used
 
     total = np.sum([renyi_divergences(c.noise_multiplier, c.rate, RENYI_ORDERS) * c.steps for c in charges], axis=0)

@@ -42,7 +42,7 @@ class LayerPass:
     output_grads: Tensor
 
     def squared_norms(self) -> Tensor:
-        """Return squared norms (B,) of the samples' gradients, over all its weights."""
+        """Return the squared norms (B,) of the samples' gradients, over all its weights."""
         if not self._input_and_output_vectors:
             return torch.stack([_flat_view(part).square().sum(1) for part in self.per_sample_gradients.values()]).sum(0)
         back, entered = self.output_grads.square().sum(1), self.activations.square().sum(1)
@@ -106,7 +106,7 @@ def obstacle(grad: LossGradient) -> str | None:
 
 
 def layer_passes(grad: LossGradient, weights: dict[str, Tensor], batch: Batch) -> list[LayerPass]:
-    """Return one pass of `batch` through the network with `weights`, layer by layer.
+    """Run one pass of `batch` through the network with `weights`, layer by layer.
 
     The method's loss may look at the network's outputs only.
 

@@ -180,7 +180,7 @@ class PrivateMethod(Method):
         return self.rate if self.images is None else min(self.batch_size or self.images, self.images) / self.images
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """Return those of the method behind, with batches drawn as `sampler` says."""
+        """Return the phases of the method behind, with batches drawn as `sampler` says."""
         return tuple(self.with_sampling(phase) for phase in super().phases(task, round))
 
     def with_sampling(self, phase: Phase) -> Phase:
@@ -310,7 +310,7 @@ class PrivateMethod(Method):
         return replace(server, own={**server.own, PARTICIPATION: {"rounds": count}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return aggregate as the method behind; with clipping and noise at client level."""
+        """Aggregate as the method behind; with clipping and noise at client level."""
         if self.mode != "client-level" or not uploads:
             return super().aggregate(server, uploads, task)
         after = super().aggregate(server, [self._clip_upload(upload) for upload in uploads], task)

@@ -19,7 +19,7 @@ MAX_ORDER = 1030
 
 @lru_cache(maxsize=2**18)
 def renyi_divergence(noise_multiplier: float, rate: float, order: float) -> float:
-    """Return Renyi divergence of one step of the subsampled Gaussian mechanism (Mironov et al., 2019, Section 3.3)."""
+    """Return the Renyi divergence of one subsampled Gaussian step (Mironov et al., 2019, Section 3.3)."""
     if order >= MAX_ORDER and rate < 1:
         return math.inf  # where Opacus has no number, after a long time
     return float(rdp.compute_rdp(q=rate, noise_multiplier=noise_multiplier, steps=1, orders=float(order)))

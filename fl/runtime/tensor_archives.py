@@ -165,7 +165,7 @@ def _check_size(path: Path, archive: zipfile.ZipFile) -> None:
 
 
 def _read_array(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> NDArray[Any]:
-    """Return one array, if its header says what its size says."""
+    """Read one array, if its header says what its size says."""
     with archive.open(info) as member:
         version = npy.read_magic(member)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0

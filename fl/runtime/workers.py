@@ -30,14 +30,14 @@ WORKER_DIED = (
 
 
 def worker_thread_count() -> int:
-    """Return threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
+    """Return the number of threads of a process that is one of several: one, or what OMP_NUM_THREADS says."""
     told = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     return int(told) if told.isdecimal() and int(told) else 1
 
 
 @contextmanager
 def use_worker_threads() -> Iterator[None]:
-    """This process with as many threads as a worker, so that it rounds as one."""
+    """Give this process as many threads as a worker in the block, so that it rounds as one."""
     before = torch.get_num_threads()
     torch.set_num_threads(worker_thread_count())
     try:
@@ -67,7 +67,7 @@ class Workers:
         self._tasks, self._children, self._lock = set[Future[Any]](), set[BaseProcess](), threading.Lock()
 
     def submit(self, work: Callable[..., Any], *given: object) -> Future[Any]:
-        """Return `work(*given)` in whichever process is free.
+        """Run `work(*given)` in whichever process is free.
 
         Raises:
             RuntimeError: a process has died.

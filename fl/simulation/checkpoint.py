@@ -131,7 +131,7 @@ def _payloads(run: FederationState) -> list[str]:
 
 
 def _nest(flat: Mapping[str, Tensor], payloads: Sequence[str]) -> dict[str, Any]:
-    """Return nested names again; parameter names hold dots, never slashes."""
+    """Return the nested names again; parameter names hold dots, never slashes."""
     result: dict[str, Any] = {}
     for path in payloads:
         place = result

@@ -42,7 +42,7 @@ class ClientState:
     personal: Payloads = field(default_factory=dict)
 
     def to_contiguous(self) -> ClientState:
-        """Return the same with contiguous tensors (see `settled`)."""
+        """Return the same with contiguous tensors (see `to_contiguous`)."""
         memory, personal = ({k: to_contiguous(v) for k, v in part.items()} for part in (self.memory, self.personal))
         return replace(self, private=to_contiguous(self.private), memory=memory, personal=personal)
 
@@ -104,7 +104,7 @@ class PreparedRound:
         download: what the server sent.
         trace: what the client feeds.
         buffers: of the model, all of them.
-        weight: what its upload counts in the server's mean (`Method.weight`).
+        weight: what its upload counts in the server's mean (`Method.aggregation_weight`).
         key: which round of which client it is.
         noise: for the defense.
         phases: of the training.

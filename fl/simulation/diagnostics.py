@@ -101,12 +101,12 @@ def generated_weights(model: Predictor) -> dict[str, Tensor]:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Return Euclidean, over all weights together (HyperFL, Figure 4b)."""
+    """Return the Euclidean distance, over all weights together (HyperFL, Figure 4b)."""
     return float(torch.stack([(second[name] - value).norm() for name, value in first.items()]).norm())
 
 
 def similarity(weights: Sequence[dict[str, Tensor]]) -> Tensor:
-    """Return cosines (N, N) of the weights of N clients (HyperFedNet, Figure 5); NaN where one's are all zero."""
+    """Return the cosines (N, N) of the weights of N clients (HyperFedNet, Figure 5); NaN where one's are all zero."""
     rows = torch.stack([torch.cat([value.flatten() for value in one.values()]).double() for one in weights])
     rows = rows / rows.norm(dim=1, keepdim=True)
     cosines = (rows @ rows.mT).clamp(-1, 1)
@@ -114,7 +114,7 @@ def similarity(weights: Sequence[dict[str, Tensor]]) -> Tensor:
 
 
 def divergence(weights: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Return Euclidean distance of two clients' weights by layer, mean over pairs (hFedF, Figure 5b).
+    """Return the Euclidean distance of two clients' weights by layer, mean over pairs (hFedF, Figure 5b).
 
     NaN for one client.
     """

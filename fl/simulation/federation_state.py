@@ -176,7 +176,7 @@ class FederationState:
         )
 
     def train(self, number: int) -> Round:
-        """Return one client's round by the local rule itself, without any effect on the federation."""
+        """Run one client's round by the local rule itself, without any effect on the federation."""
         return train(self.start(number))
 
     def model(self, number: int, *, adapted: bool = True) -> Predictor:

@@ -42,7 +42,7 @@ class Record:
         numbers_up: how many numbers one client sent; 0 before training.
         numbers_down: how many a client is sent now: the most that one of the next round's is.
         seconds: of training, aggregation and evaluation.
-        further: scores of the federation's protocol, by name (see `fl.simulation.protocol.scores`).
+        further: scores of the federation's protocol, by name (see `fl.simulation.scores.scores`).
         measured: what else its protocol asks for, in plain data (see `fl.simulation.diagnostics.measured`).
     """
 

@@ -193,7 +193,7 @@ def dirichlet(concentration: Fractions, rows: int, generator: torch.Generator) -
 
 
 def deal_by_class(labels: Tensor, fractions: Fractions, seed: int) -> tuple[Tensor, ...]:
-    """Return every image to at most one client: `fractions` (clients, K) of each class, rounded, in random order."""
+    """Deal every image to at most one client: `fractions` (clients, K) of each class, rounded, in random order."""
     parts: list[list[Tensor]] = [[] for _ in fractions]
     bounds = np.vstack([np.zeros(fractions.shape[1]), fractions.cumsum(0)]).clip(0, 1)
     for k in range(fractions.shape[1]):

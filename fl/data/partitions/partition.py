@@ -213,7 +213,7 @@ class DominantGroups(Partitioner):
 
     @classmethod
     def example(cls) -> DominantGroups:
-        """Return two clients and two classes."""
+        """Return a split of two clients and two classes."""
         return cls(clients=2, groups=((0,), (1,)), train_size=8, test_size=4)
 
 

@@ -219,13 +219,13 @@ class _Trainee:
         self.count = end
 
     def overlaps(self, g: Tensor) -> Tensor:
-        """Return inner products of `g` (P,) with the gradients of all steps so far (J,)."""
+        """Return the inner products of `g` (P,) with the gradients of all steps so far (J,)."""
         return self.left[: self.count] @ g
 
     def pull_back(
         self, grads: dict[str, Tensor], g: Tensor, overlaps: Tensor, base: Tensor, hidden: _Hidden
     ) -> Tensors:
-        """Return gradients of what moves.
+        """Return the gradients of what moves.
 
         Args:
             grads: those of the network's weights.
@@ -248,7 +248,7 @@ class _Trainee:
         return result
 
     def result(self) -> LocalResult:
-        """Return differences and private tensors, as `local_update` returns them."""
+        """Return the differences and private tensors, as `local_update` returns them."""
         shared, private = self.start.download.shared, self.start.state.private
         self._merge(self.params)  # momentum is gone: the products that only it needed are, too
         whole = self.left[: self.count] if self.count == len(self.left) else self.left[: self.count].clone()
@@ -273,7 +273,7 @@ class _Trainee:
         )
 
     def _used_coefficients(self, like: Tensor) -> Tensor:
-        """Return those in use (1 + count,), in the type of `like`."""
+        """Return the coefficients in use (1 + count,), in the type of `like`."""
         return dense(self.params[COEFFICIENTS])[: self.count + 1].to(like.dtype)
 
 

@@ -45,7 +45,7 @@ class Heads:
         self._chosen, self._part = (live, self._columns(live)) if few else (self._every, None)
 
     def _columns(self, units: Tensor) -> Tensor:
-        """Return those of `units` (R,), copied (R, P)."""
+        """Return the columns of `units` (R,), copied (R, P)."""
         biased = int(self.made.bias)
         chosen = self.like.new_empty(len(units), self.shape[0])
         for name, part in self.slices.items():

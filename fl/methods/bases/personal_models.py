@@ -49,7 +49,7 @@ def last_model(server: ServerState, client: int) -> Tensors:
 
 
 def floating_buffers(buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return those that are averaged: integer ones count steps."""
+    """Return the buffers that are averaged: integer ones count steps."""
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 

@@ -160,7 +160,7 @@ def single_value_norm(model: nn.Module, image: Tensor, *, resting: bool) -> str:
 
 
 def client_result(server: ServerState, upload: Upload) -> tuple[Tensors, dict[str, Tensor]]:
-    """Return parameters and buffers that a client ended with; integer buffers are the server's."""
+    """Return the parameters and buffers that a client ended with; integer buffers are the server's."""
     model = final_model(Download(server.shared, server.buffers), upload)
     buffers = {name: dense(model.get(name, value)) for name, value in server.buffers.items()}
     return {name: model[name] for name in server.shared}, buffers

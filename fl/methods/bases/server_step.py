@@ -15,7 +15,7 @@ STEP, FIRST, SECOND = "step.", "first.", "second."
 
 
 def server_step(phase: Phase, params: Tensors, grads: Tensors, kept: Tensors) -> tuple[Tensors, Tensors]:
-    """Return one step of `phase.optimizer` on the parameters that have a gradient, as torch.optim takes it.
+    """Take one step of `phase.optimizer` on the parameters that have a gradient, as torch.optim takes it.
 
     Every parameter counts its own steps, so one without a gradient (the embedding of a client that did not take part)
     stays as it is, moments included.

@@ -56,7 +56,7 @@ class ReplayedDropout(nn.Module):
 
 
 def enable_mask_draws(model: nn.Module) -> nn.Module:
-    """Return `model`, changed in place: whoever trains it draws masks."""
+    """Mark `model` in place: whoever trains it draws masks."""
     for module in model.modules():
         if isinstance(module, ReplayedDropout):
             module.ready = True

@@ -12,7 +12,7 @@ STATISTICS = {
 
 
 def usual_statistics(channels: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and standard deviation customary for images of so many channels: MNIST's for 1, CIFAR-10's for 3.
+    """Return the mean and standard deviation customary for images of so many channels: MNIST's for 1, CIFAR-10's for 3.
 
     Raises:
         ValueError: neither 1 nor 3 channels.

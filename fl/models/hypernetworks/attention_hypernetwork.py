@@ -103,7 +103,7 @@ class AttentionHypernetwork:
         return made, back
 
     def _attend(self, params: Tensors, index: int, x: Tensor) -> Tensor:
-        """Return Multi-head attention of all clients to all clients (Vaswani et al., 2017)."""
+        """Return multi-head attention of all clients to all clients (Vaswani et al., 2017)."""
         weight, bias, out, after = (
             dense(params[f"attention.{index}.{part}"]) for part in ("in.weight", "in.bias", "out.weight", "out.bias")
         )
