@@ -174,7 +174,7 @@ def test_fedbe_equals_its_rounds_written_out(task: Task | None, settings: dict[s
         mean = averaged(models)
         drawn = [
             {**mean, **{name: dense(value) for name, value in params.items()}}
-            for params in method.draws(before, [done.upload for done in rounds])
+            for params in method.sample_teachers(before, [done.upload for done in rounds])
         ]
         order = method.batches(before, method.server_phase(), 6)
         template = run.client.base.model
@@ -188,7 +188,7 @@ def test_fedbe_draws_from_the_gaussian_of_its_code() -> None:
     sent, before = state(run), run.server
     rounds = run.run_round()
     models = trained(run, sent, rounds, method)
-    drawn = method.draws(before, [done.upload for done in rounds])
+    drawn = method.sample_teachers(before, [done.upload for done in rounds])
     noise = stream(int(dense(before.own["keys"]["seed"])), "public", 0, "models")
     for params in drawn:
         expected = {
@@ -207,7 +207,7 @@ def test_fedbe_draws_means_of_clients() -> None:
     models = trained(run, sent, rounds, method)
     ends = torch.stack([dict(model.named_parameters())["head.weight"].detach().flatten() for model, _ in models], 1)
     shares = []
-    for params in method.draws(before, [done.upload for done in rounds]):
+    for params in method.sample_teachers(before, [done.upload for done in rounds]):
         found = torch.linalg.lstsq(ends, dense(params["head.weight"]).flatten()[:, None]).solution.flatten()
         torch.testing.assert_close(ends @ found, dense(params["head.weight"]).flatten(), rtol=1e-9, atol=1e-12)
         shares.append(found)

@@ -42,14 +42,14 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self.weighted_sums: list[dict[str, Tensor]] = []
+        self.sums: list[dict[str, Tensor]] = []
         self.released: list[dict[str, Tensor]] = []
         self.given: list[dict[str, Tensor]] | None = None
 
     def __call__(self, sums: dict[str, Tensor], std: float, generator: Noise | None) -> dict[str, Tensor]:
         assert generator is not None
-        self.weighted_sums.append({name: value.clone() for name, value in sums.items()})
-        at = len(self.weighted_sums) - 1
+        self.sums.append({name: value.clone() for name, value in sums.items()})
+        at = len(self.sums) - 1
         if self.given is not None:
             return self.given[at]
         drawn = {name: sums[name] + std * z for name, z in generator.like(sums).items()}
@@ -76,21 +76,21 @@ def neighbors(method: PrivateMethod, seed: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", channel)
 
     def train(fed: Any) -> None:
-        channel.weighted_sums = []
+        channel.sums = []
         with torch.no_grad():
             start = LocalInput(shared=download.shared, private=state.private, buffers=client.task.buffers)
             training = LocalTraining(draws=draws, phases=phases, track_statistics=True)
             local_update(client, start, gather_batches(data.inputs, data.labels, fed), training)
 
     train(without)
-    first, channel.given = channel.weighted_sums, channel.released
+    first, channel.given = channel.sums, channel.released
     train(order)
     inside = [newcomer in index for steps in order for (index,) in steps]
     if len(first) < len(inside):  # the classifier's phase released nothing
         inside = inside[-len(first) :]
     moved = [
         float(torch.stack([(a[n] - b[n]).square().sum() for n in a]).sum().sqrt())
-        for a, b in zip(channel.weighted_sums, first, strict=True)
+        for a, b in zip(channel.sums, first, strict=True)
     ]
     return list(zip(moved, inside, strict=True))
 
@@ -115,7 +115,7 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
     monkeypatch.setattr("fl.privacy.dp_sgd._add_noise", channel)
 
     def learned(n: int) -> list[Tensors]:
-        channel.weighted_sums = []
+        channel.sums = []
         of_one = ClientData(every.take(torch.arange(n)), every)
         others = [ClientData(worlds.images(4 + i, "other"), every) for i in range(2)]
         run = Federation(Client(worlds.task(), method), [of_one, *others], seed=0)
@@ -134,7 +134,7 @@ def test_given_the_releases_the_server_learns_nothing_of_a_record(
     raises=AssertionError,
     reason="private weights trained without noise carry a record into foreign batches",
 )
-@pytest.mark.parametrize("name", [name for name, method in EVERY.items() if method.personal])
+@pytest.mark.parametrize("name", [name for name, method in EVERY.items() if method.trains_private_tensors])
 def test_as_published_a_record_stays_out_of_foreign_batches(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     method = replace(as_published(EVERY[name]), clip=0.3)
     found = [pair for seed in range(5) for pair in neighbors(method, seed, monkeypatch)]
@@ -161,7 +161,9 @@ def wide(name: str) -> tuple[PrivateMethod, Gradient, Tensors]:
 @ALL
 def test_noise_has_the_stated_size(name: str) -> None:
     method, grad, params = wide(name)
-    names = [n for n in grad.live if method.at == "parameters" or n in grad.client.task.parameters or "common" in n]
+    names = [
+        n for n in grad.live if method.clip_target == "parameters" or n in grad.client.task.parameters or "common" in n
+    ]
     nobody = Batch(torch.empty(0, 1, 28, 28), torch.empty(0, dtype=torch.int64))
     draws: list[Tensor] = []
     seed = 0
