@@ -48,7 +48,7 @@ def twice_the_clip(patch: pytest.MonkeyPatch) -> None:
 
 def noise_again_after_resuming(patch: pytest.MonkeyPatch) -> None:
     """The second epoch draws the keys of the first again, as after a restart that lost count, and other batches."""
-    right, kept, count = fl.privacy.private_method.drawn_key, list[torch.Tensor](), [0]
+    right, kept, count = fl.privacy.private_method.draw_key, list[torch.Tensor](), [0]
 
     def key(generator: torch.Generator) -> torch.Tensor:
         kept.append(right(generator))
