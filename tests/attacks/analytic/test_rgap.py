@@ -370,14 +370,14 @@ def test_the_rank_analysis_needs_no_update() -> None:
     assert all(layer.missing == 0 for layer in rank_analysis(view))  # type: ignore[union-attr]
 
 
-def test_verified_is_to_the_level_of_a_pixel() -> None:
-    """The sigmoid LeNet in single precision: all explain their gradient to a thousandth."""
+@pytest.mark.parametrize(("seed", "level"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
+def test_verified_is_to_the_level_of_a_pixel(seed: int, level: bool) -> None:
+    """The sigmoid LeNet in single precision: both explain their gradient to a thousandth; one is .6 of a level off."""
     picture = photograph(32, channels=3)
-    for seed, level in ((2, False), (3, True)):  # the first is .6 of a level off
-        result = attack(victim(network("lenet-zhu", num_classes=10, seed=seed), picture))
-        assert result.objective < 1e-3
-        assert (off(result, picture) < 0.5 / 255) is level
-        assert result.verified is level
+    result = attack(victim(network("lenet-zhu", num_classes=10, seed=seed), picture))
+    assert result.objective < 1e-3
+    assert (off(result, picture) < 0.5 / 255) is level
+    assert result.verified is level
 
 
 def test_a_changed_update_is_not_verified() -> None:

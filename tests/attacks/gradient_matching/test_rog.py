@@ -196,6 +196,7 @@ def test_a_trained_decoder_can_be_searched_and_an_enhancer_follows(trained: dict
     assert torch.equal(sharper.inputs, network(found.inputs).clamp(0, 1))
 
 
+@pytest.mark.slow
 def test_an_enhancer_sharpens_what_it_was_trained_on() -> None:
     phase = 6.3 * torch.rand(128, 1, 1, 1, generator=stream(0, "stripes"))
     images = 0.5 + 0.4 * torch.sign(torch.sin(phase + torch.arange(8) * 0.5)).expand(-1, 1, 8, 8)

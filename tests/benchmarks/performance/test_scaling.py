@@ -24,6 +24,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile_loops, "TOGETHER", 2)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("here")
 def test_every_part_measures_and_is_shown() -> None:
     found: dict[str, Any] = {

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from scipy.stats import binom, binomtest
+from support.cover import one_at_a_time
 
 from benchmarks.reliability.intervals import FAMILIES, coverage
 from eval.metrics import statistics
@@ -40,8 +41,7 @@ def test_the_interval_of_the_mean_has_the_width_theory_gives():
     assert found.low < narrower.low < narrower.high < found.high
 
 
-@pytest.mark.parametrize("number", FEW)
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if family.holds])
+@one_at_a_time(name=[name for name, family in FAMILIES.items() if family.holds], number=FEW)
 def test_the_interval_covers_the_truth_as_often_as_it_says(name, number):
     """93 % is asked for; 400 draws of a true 95 % fall below 92 % once in 400."""
     assert coverage(FAMILIES[name], number, draws=400, seed=0)[0] >= 0.92

@@ -82,6 +82,7 @@ def test_two_steps_tell_of_all(steps: int) -> None:
 
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="reads the resident set from /proc")
+@pytest.mark.slow
 def test_the_estimate_is_right_within_a_factor_of_two() -> None:
     done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
     pairs = [tuple(map(float, line.split())) for line in done.stdout.splitlines()]
