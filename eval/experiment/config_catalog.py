@@ -1,4 +1,4 @@
-"""The configs that come with a checkout, by name: found, listed, described."""
+"""The configs that come with a checkout or an installation, by name: found, listed, described."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 from eval.io import yaml12
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+_CHECKOUT = Path(__file__).parents[2]
+CONFIGS = _CHECKOUT / "configs" if (_CHECKOUT / "pyproject.toml").is_file() else Path(__file__).parent / "configs"
 NEAREST = 3
 """How many names are offered in place of one that is not there."""
 ENOUGH = 0.6
