@@ -344,7 +344,7 @@ class _JobProgress:
         total = round(each * self.batches)
         done = sum(one or each for one in self._done) + sum(one.iteration for one in running)
         left = self._pace.seconds_left(now, done, total)
-        return SearchProgress(min(int(done), total), total, None if left is None else min(left, control.seconds_left))
+        return control.progress(min(int(done), total), total, left)
 
 
 def _run_here(attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None) -> list[Result]:

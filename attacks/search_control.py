@@ -31,11 +31,13 @@ class SearchProgress:
         iteration: iterations done, of all batches of trials together.
         iterations: iterations there are at most; a search that succeeds early takes fewer.
         seconds_left: what the rest takes at the present speed, within the time limit; None until two reports are due.
+        is_limited: whether the time limit comes before the last iteration, at the present speed.
     """
 
     iteration: int
     iterations: int
     seconds_left: float | None = None
+    is_limited: bool = False
 
 
 def ignore_progress(progress: SearchProgress) -> None:
@@ -95,6 +97,13 @@ class SearchControl:
     def seconds_left(self) -> float:
         """Seconds until the time limit, 0 or more; infinity without one."""
         return max(self.deadline - time.monotonic(), 0.0)
+
+    def progress(self, iteration: int, iterations: int, seconds: float | None) -> SearchProgress:
+        """Return the progress of a search whose rest takes so many seconds, if there is no time limit."""
+        if seconds is None:
+            return SearchProgress(iteration, iterations)
+        left = self.seconds_left
+        return SearchProgress(iteration, iterations, min(seconds, left), is_limited=left < seconds)
 
     def interrupt(self) -> None:
         """End all searches under this control, and under that which it is a share of; for handlers of signals, too."""
@@ -183,5 +192,4 @@ class SearchMonitor:
         total = self.batches * self.iterations
         left = self._pace.seconds_left(now, done, total)
         self._reported = now
-        left = None if left is None else min(left, self.control.seconds_left)
-        self.control.on_progress(SearchProgress(min(done, total), total, left))
+        self.control.on_progress(self.control.progress(min(done, total), total, left))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import attacks as attack_registry
 from attacks.base import Attack
+from attacks.search_control import SearchControl
 from defenses import Defense, defenses
 from eval.audit import attack_selection, captured_update, user_model
 from eval.audit.captured_update import Captured
@@ -33,6 +35,7 @@ from fl.view import ServerView
 if TYPE_CHECKING:
     import pandas as pd
 
+NOTHING = "the experiment asks for nothing"
 REPORT, TABLE = "report.html", "table.md"
 ROW_KINDS = ("images", "rounds", "privacy")
 """What a run has rows of: attacked images, rounds of training, claims of differential privacy."""
@@ -45,10 +48,12 @@ class RunResult:
     Attributes:
         folder: of the run.
         failures: one line for each cell that could not be finished; empty for a folder that was loaded.
+        cut_short: the attacks that a time limit cut short or came before; likewise.
     """
 
     folder: Path
     failures: tuple[str, ...] = ()
+    cut_short: tuple[str, ...] = ()
 
     @property
     def report(self) -> Path:
@@ -98,6 +103,7 @@ def run(
     device: str = "auto",
     workers: int | None = None,
     progress: runner.Progress = runner.silent,
+    minutes: float | None = None,
 ) -> RunResult:
     """Run an experiment: train its methods, attack what the server sees, write table and report.
 
@@ -110,15 +116,18 @@ def run(
         device: "auto", "cpu" or "cuda".
         workers: processes to spread clients and attacks over; None takes what the machine has.
         progress: called with the stage, how much of it is done, and how much there is.
+        minutes: how long all of it may take, about: searches then end with their best so far, and what comes later is
+            left out; called again without, it computes the rest. None is no limit.
 
     Returns:
-        The folder's content; cells that failed are named in `failures`.
+        The folder's content; cells that failed are named in `failures`, those that `minutes` ended in `cut_short`.
 
     Raises:
         FileNotFoundError: no such config or data.
         ValueError: settings that are wrong or do not fit each other, or a folder that holds something else.
         RuntimeError: nothing could be finished; names the first cause.
     """
+    control = _control(minutes)
     if isinstance(experiment, str | Path):
         path = config_catalog.resolve(str(experiment))
         name, described = path.stem, yaml_config.load(path, overrides)
@@ -129,18 +138,27 @@ def run(
         described = experiment if isinstance(experiment, Experiment) else yaml_config.read(dict(experiment))
     folder = RunDir(Path("results") / name if out is None else Path(out))
     plan = prepare(described, device=device)
-    options = runner.Options(workers=choose_workers(workers, plan.device), name=name)
+    options = runner.Options(workers=choose_workers(workers, plan.device), name=name, control=control)
     with folder.locked(), folder.logged():
         failed = runner.run(plan, folder, options, progress)
         rows = results.assemble(plan, folder)
         if rows:
             results.publish(rows, failed, plan, folder)
+    cut = runner.unfinished_attacks(plan, folder, failed)
     failures = tuple(f"{failure.name}: {failure.reason}" for failure in failed)
     if not rows:
         raise RuntimeError(
-            f"nothing could be finished: {failures[0] if failures else 'the experiment asks for nothing'}"
+            f"nothing could be finished: {failures[0] if failures else 'the time limit came first' if cut else NOTHING}"
         )
-    return RunResult(folder.path, failures)
+    return RunResult(folder.path, failures, tuple(cut))
+
+
+def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:
+    """The limits of all searches."""
+    if minutes is not None and not 0 < minutes < math.inf:
+        raise ValueError(f"expected minutes > 0, or None for no limit, got {minutes}")
+    seconds = math.inf if minutes is None else 60 * minutes
+    return SearchControl(time_limit=seconds, keep_best_on_interrupt=keep_best_on_interrupt)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +176,8 @@ class AuditOptions:
         std: what each channel is divided by, likewise.
         seed: of all randomness.
         workers: processes that updates are spread over; their number changes no result.
+        minutes: how long all of it may take, about: searches then end with their best so far, and attacks that come
+            later are not tried; the report says so. None is no limit.
         out: folder for report, table and pictures; an audit that was stopped goes on there. Nothing is kept without.
     """
 
@@ -170,6 +190,7 @@ class AuditOptions:
     std: Sequence[float] = ()
     seed: int = 0
     workers: int = 1
+    minutes: float | None = None
     out: str | Path | None = None
 
     def client(self) -> ClientSettings:
@@ -213,6 +234,7 @@ def audit(
         FileNotFoundError: the update's file is not there.
     """
     chosen = options_or_settings(AuditOptions, options, settings)
+    control = _control(chosen.minutes, keep_best_on_interrupt=True)
     known = _batch(images, labels)
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
@@ -230,7 +252,7 @@ def audit(
         subjects,
         {attack_registry.label(attack): attack for attack in map(attack_registry.build, named)},
         seed=chosen.seed,
-        workers=chosen.workers,
+        options=runner.Options(workers=chosen.workers, control=control),
         out=None if chosen.out is None else Path(chosen.out),
         early_stop=not chosen.attacks,
     )

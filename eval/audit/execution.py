@@ -48,6 +48,7 @@ class Execution:
 def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
     """Run the plan of an audit, and read what came out; an attack that fails is among the findings.
 
+    Where the time limit of its options ends it, the findings say of each attack whether it was cut short or not tried.
     Where Ctrl-C ends it, the findings are those of the attacks that were done, and `stopped` names the one it came at.
 
     Args:
@@ -71,7 +72,10 @@ def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
             results.publish(rows, failures, remaining, folder)
         report = _report(remaining, folder, rows, options.name)
         report = replace(report, stopped=stopped)
-        report = _with_others(report, plan, left_out, _failed(plan, folder, failures, keep=execution.keep_outputs))
+        others = _failed(plan, folder, failures, keep=execution.keep_outputs)
+        if not stopped:
+            others += _not_begun(remaining, folder, failures)
+        report = _with_others(report, plan, left_out, others)
         if execution.keep_outputs:
             _write_findings(folder.path, report)
     return report
@@ -83,7 +87,7 @@ def audit_updates(
     attacks: Mapping[str, Attack],
     *,
     seed: int = 0,
-    workers: int = 1,
+    options: runner.Options | None = None,
     out: Path | None = None,
     early_stop: bool = False,
 ) -> AuditReport:
@@ -94,14 +98,14 @@ def audit_updates(
         subjects: the updates, at least one.
         attacks: by label.
         seed: of all randomness.
-        workers: processes that updates are spread over; their number changes no result.
+        options: of the run.
         out: folder for report, table and pictures; nothing is kept without.
         early_stop: whether an update that one attack settles is left out of those behind it.
     """
     source = {"model": name, **({"update": "captured"} if subjects[0].captured else {})}
     request = CaptureRequest(name=name, source=source, seed=seed, device=subjects[0].view.device.type)
     plan = plan_updates(subjects, attacks, request)
-    options = runner.Options(workers=workers, name=name)
+    options = replace(options or runner.Options(), name=name)
     with TemporaryDirectory() as temporary:
         folder = RunDir(Path(temporary) / "audit" if out is None else out)
         check_folder(folder, plan)
@@ -158,8 +162,9 @@ def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:
     """The labels that every attack recovered, update by update, whether or not the true ones are known."""
     found: dict[str, list[list[int]]] = {}
     for task in plan.attacks:
-        path = folder.file(task.cell, LABELS)
-        if folder.finished(task.cell) and path.is_file():
+        cell = folder.latest(task.cell)
+        path = None if cell is None else folder.file(cell, LABELS)
+        if path is not None and path.is_file():
             found.setdefault(task.attack.label, []).extend(row["labels"] for row in jsonl.read_rows(path))
     return found
 
@@ -177,13 +182,22 @@ def _failed(plan: Plan, folder: RunDir, failures: Sequence[Failure], *, keep: bo
     ]
 
 
+def _not_begun(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> list[AttackFinding]:
+    """The attacks that the time limit came before; where a training failed it was that."""
+    failed = {failure.id for failure in failures}
+    if any(training.cell.id in failed for training in plan.trainings):
+        return []
+    left = [task for task in plan.attacks if task.cell.id not in failed and folder.latest(task.cell) is None]
+    return [AttackFinding.of_not_begun(label) for label in dict.fromkeys(task.attack.label for task in left)]
+
+
 def _with_others(
-    report: AuditReport, plan: Plan, left_out: Mapping[str, str], failed: Sequence[AttackFinding]
+    report: AuditReport, plan: Plan, left_out: Mapping[str, str], others: Sequence[AttackFinding]
 ) -> AuditReport:
     """The report with attacks that failed or were left out, in the order of the plan; a training that failed: first."""
     order = [task.attack.label for task in plan.attacks]
     gone = [AttackFinding.of_left_out(label, reason) for label, reason in left_out.items()]
-    found = [*report.findings, *failed, *gone]
+    found = [*report.findings, *others, *gone]
     found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)
     return replace(report, findings=found)
 

@@ -18,6 +18,7 @@ from fl.view import ThreatModel
 
 PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
+NOT_BEGUN = "the time limit came before it"
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class AttackFinding:
         failed: the error that it ended with, or nothing.
         origin: the file and the line that raised it, where known.
         traceback: the file that has the traceback of that, where one was kept.
+        cut_short: what ended it before its time, or kept it from beginning, in words, or nothing.
     """
 
     attack: str
@@ -59,6 +61,12 @@ class AttackFinding:
     failed: str = ""
     origin: str = ""
     traceback: Path | None = None
+    cut_short: str = ""
+
+    @classmethod
+    def of_not_begun(cls, attack: str) -> AttackFinding:
+        """What is left of an attack that the time limit came before."""
+        return cls(attack, [], "", "not tried: the time limit came before it", cut_short=NOT_BEGUN)
 
     @classmethod
     def of_failure(cls, attack: str, reason: str, origin: str, kept: Path | None) -> AttackFinding:
@@ -120,6 +128,8 @@ class AuditReport:
         outcomes = [one for found in self.findings for one in found.outcomes]
         said = [undecided.contradicted(self.mismatch)] if self.mismatch else []
         said += undecided.opened(outcomes)
+        if late := [found.attack for found in self.findings if found.cut_short == NOT_BEGUN]:
+            said.append(undecided.not_begun(late))
         said += [undecided.without(figure, limits[figure]) for figure, value in figures.items() if value is None]
         if not (limits and undecided.answered(outcomes)):
             said += [
@@ -167,6 +177,7 @@ class AuditReport:
                     "failed": found.failed or None,
                     "origin": found.origin or None,
                     "traceback": None if found.traceback is None else str(found.traceback),
+                    "cut_short": found.cut_short or None,
                     "verdict": found.verdict,
                     "leaked": found.leaked,
                     "outcomes": [
@@ -250,6 +261,7 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
         leaked=leaked(judged, context.tests),
         few=few(judged, context.tests),
         doubtful=any(row.get("labels_doubtful") for row in scored),
+        cut_short=next((str(row["cut_short"]) for row in open_to if row.get("cut_short")), ""),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eval.commands.system_errors import stop_on_signals
+from eval.commands.system_errors import first_interrupt_ends_search, stop_on_signals
 from eval.commands.terminal import (
     FAILURE,
     LEAKED,
@@ -22,12 +23,14 @@ from eval.commands.terminal import (
     USAGE,
     Imports,
     Json,
+    Minutes,
     Workers,
     console,
     emit,
     errors,
     progress,
     say,
+    seconds_of,
     told,
     warnings_on,
 )
@@ -133,12 +136,14 @@ class Outcome:
         out: folder for the run, with table and report; nothing is kept without.
         limits: by figure, what no image may exceed.
         workers: processes; as many as there are cores where none is given.
+        time_limit: seconds that all of it may take.
         json: whether findings are printed as JSON.
     """
 
     out: Path | None = None
     limits: dict[str, float] = field(default_factory=dict)
     workers: int | None = None
+    time_limit: float = math.inf
     json: bool = False
 
 
@@ -163,6 +168,7 @@ def audit(
     device: Device = "auto",
     out: Out = None,
     workers: Workers = None,
+    minutes: Minutes = None,
     import_: Imports = None,
     json: Json = False,
 ) -> None:
@@ -189,6 +195,7 @@ def audit(
     with errors(USAGE):
         imports = import_plugins(import_ or ())
         allowed = limits(psnr=max_psnr, ssim=max_ssim)
+        time_limit = seconds_of(minutes)
     request = Request(
         target=target,
         method=method,
@@ -208,7 +215,7 @@ def audit(
         device=device,
         imports=imports,
     )
-    _audit(request, Outcome(out=out, limits=allowed, workers=workers, json=json))
+    _audit(request, Outcome(out=out, limits=allowed, workers=workers, time_limit=time_limit, json=json))
 
 
 def _check_names(kind: str, *words: str | None) -> None:
@@ -287,6 +294,8 @@ def _audit(request: Request, outcome: Outcome) -> None:
         say(f"above the limit: {report.above(figure, outcome.limits[figure])}")
     if report.stopped:
         stands = "what was found before it stands above" if report.findings else "nothing was found before it"
+        if any(finding.cut_short and finding.attack == report.stopped for finding in report.findings):
+            stands = "what was found by then stands above"
         again = f"the same command goes on from here ({outcome.out})" if outcome.out else _UNKEPT
         say(f"stopped at {report.stopped}; {stands}; {again}")
         raise typer.Exit(STOPPED)
@@ -315,6 +324,7 @@ def _interrupted() -> Iterator[None]:
 
 
 def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
+    from attacks.search_control import SearchControl
     from eval.audit.execution import Execution, check_folder, run_audit
     from eval.audit.request import make_folder
     from eval.run.resources import choose_workers
@@ -322,6 +332,7 @@ def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
     from eval.run.runner import Options
 
     screen = console(as_json=True)  # on stderr: stdout is for what was found
+    control = SearchControl(time_limit=outcome.time_limit)
     with ExitStack() as stack:
         folder = RunDir(outcome.out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
         with errors(USAGE):
@@ -332,11 +343,17 @@ def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
             make_folder(folder.path)
             # one update has all threads to itself
             processes = 1 if updates == 1 else choose_workers(outcome.workers, plan.device)
-        with errors(FAILURE), warnings_on(screen), progress(screen) as seen:
-            options = Options(workers=processes, name=request.name, command=told(sys.argv[1:]))
+        with errors(FAILURE), warnings_on(screen), progress(screen) as seen, first_interrupt_ends_search(control):
+            options = Options(
+                workers=processes,
+                name=request.name,
+                command=told(sys.argv[1:]),
+                control=control,
+                on_search=seen.search,
+            )
             keep, early_stop = outcome.out is not None, not request.attack
             report = run_audit(
-                plan, folder, Execution(options=options, progress=seen, keep_outputs=keep, early_stop=early_stop)
+                plan, folder, Execution(options=options, progress=seen.stage, keep_outputs=keep, early_stop=early_stop)
             )
     return replace(report, notes=(*report.notes, *_chosen(request)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from eval.commands.terminal import (
     USAGE,
     Imports,
     Json,
+    Minutes,
     Workers,
     console,
     emit,
@@ -25,6 +26,7 @@ from eval.commands.terminal import (
     line,
     progress,
     say,
+    seconds_of,
     show_table,
     told,
     warnings_on,
@@ -66,6 +68,7 @@ def run(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     seeds: Annotated[int | None, typer.Option(min=1, help="Repeat with the seeds 0 to N-1.")] = None,
     workers: Workers = None,
+    minutes: Minutes = None,
     keep_checkpoints: Annotated[
         bool, typer.Option("--keep-checkpoints", help="Keep trained states, so that later attacks need no training.")
     ] = False,
@@ -81,6 +84,7 @@ def run(
 
     with errors(USAGE):
         path = config_catalog.resolve(config)  # before what takes seconds to import
+    from attacks.search_control import SearchControl
     from eval.experiment import yaml_config as configs
     from eval.run import runner
     from eval.run.resources import choose_workers
@@ -98,6 +102,7 @@ def run(
         return True
 
     with errors(USAGE):
+        control = SearchControl(time_limit=seconds_of(minutes))
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
@@ -110,6 +115,7 @@ def run(
             keep_checkpoints=keep_checkpoints,
             name=_name(path, folder, experiment.title),
             command=told(sys.argv[1:], config),
+            control=control,
         )
         for words in notes:
             log.info(words)
@@ -125,6 +131,8 @@ def _tell(
     screen: Console, plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None, *, json: bool
 ) -> None:
     """What came out, where it is, and what failed."""
+    from eval.run.runner import unfinished_attacks
+
     if json:
         emit(_summary(plan, folder, failures, found))
     elif found is not None:
@@ -132,6 +140,8 @@ def _tell(
     if found is not None:
         screen.print()
         line(screen, f"Written to {folder.path}; open {folder.path / 'report.html'}", wrapped=False)
+    for name, begun in unfinished_attacks(plan, folder, failures).items():
+        say(f"{'cut short' if begun else 'not begun'} for --minutes: {name}; the same command without it computes it")
     for failure in failures:
         say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
     if found is None:
@@ -189,8 +199,8 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
     from fl.runtime.main_guard import UnguardedError
 
     try:
-        with warnings_on(screen), progress(screen) as told:
-            return runner.run(plan, folder, options, told)
+        with warnings_on(screen), progress(screen) as seen:
+            return runner.run(plan, folder, replace(options, on_search=seen.search), seen.stage)
     except UnguardedError as error:
         say(f"error: {error}")
         raise typer.Exit(USAGE) from error
@@ -215,11 +225,15 @@ def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | N
 
 def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None) -> dict[str, Any]:
     from eval.run.cache_keys import run_id
+    from eval.run.runner import unfinished_attacks
 
+    left = unfinished_attacks(plan, folder, failures)
     return {
         "id": run_id(plan.experiment),
         "folder": str(folder.path),
-        "status": "failed" if failures else "finished",
+        "status": "failed" if failures else "cut short" if left else "finished",
+        "cut_short": [name for name, begun in left.items() if begun],
+        "not_begun": [name for name, begun in left.items() if not begun],
         "failures": [asdict(failure) for failure in failures],
         "table": asdict(found) if found is not None else None,
     }

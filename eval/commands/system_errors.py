@@ -7,13 +7,18 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from attacks.search_control import SearchControl
 
 FAILURE, USAGE, STOPPED = 1, 2, 130
 _SPACE = "free some space or raise the limit, then start the same command again: what is finished is kept"
@@ -63,6 +68,28 @@ def stop_on_signals() -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _stop)
+
+
+@contextmanager
+def first_interrupt_ends_search(control: SearchControl) -> Iterator[None]:
+    """Have the first Ctrl-C end a search that runs with the best it has; any other stops the command at once."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if control.interrupted or not control.is_searching:
+            raise KeyboardInterrupt
+        control.interrupt()
+        # not by a stream, which may be in the middle of a line
+        os.write(2, b"\nending the search with the best so far; Ctrl-C again stops at once\n")
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _stop(number: int, _frame: object) -> NoReturn:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import shlex
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from attacks.search_control import SearchProgress
     from eval.report.results_table import Table
-    from eval.run.runner import Progress
+    from eval.run.runner import Progress, SearchListener
 
 FAILURE, USAGE, LEAKED, UNDECIDED, STOPPED = 1, 2, 3, 4, 130
 """Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed; nothing did, but the
@@ -44,7 +47,16 @@ Imports = Annotated[
 ]
 IMPORT_HINT = "names of your own are known with --import FILE"
 """What helps where a name is unknown and nothing of the user's own was imported."""
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        help="How long all of it may take, about: searches then end with their best so far, and what comes later is "
+        "left out. The same command without it computes the rest."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
+SEARCH_LINE_SECONDS = 30.0
+"""Between two lines on a search, where there is no terminal."""
 _ODD = re.compile(
     r"[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -133,36 +145,123 @@ def warnings_on(screen: Console) -> Iterator[None]:
             logger.removeHandler(handler)
 
 
+@dataclass(frozen=True)
+class ProgressDisplay:
+    """Who is told how far a command is.
+
+    Attributes:
+        stage: of parts of a stage.
+        search: of iterations of the search of a stage.
+    """
+
+    stage: Progress
+    search: SearchListener
+
+
 @contextmanager
-def progress(screen: Console) -> Iterator[Progress]:
-    """Bars on a terminal, a line for every stage that begins or ends elsewhere."""
+def progress(screen: Console) -> Iterator[ProgressDisplay]:
+    """Bars on a terminal; elsewhere a line for every stage that begins or ends, and now and then for a search."""
     if not screen.is_terminal:
-        yield _Lines(screen)
+        lines = _Lines(screen)
+        yield ProgressDisplay(lines, lines.search)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
 
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bars(SpinnerColumn(), *columns, console=screen) as bars:
+    searched = TextColumn("{task.fields[search]}", markup=False)
+    with Bars(SpinnerColumn(), *columns, searched, console=screen) as bars:
         known: dict[str, Any] = {}
+        totals: dict[str, int] = {}
+        estimates = _Estimates(screen)
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in known:
-                known[stage] = bars.add_task(visible(stage), total=total)
+                known[stage] = bars.add_task(visible(stage), total=total, search="")
+            totals[stage] = total
             bars.update(known[stage], completed=done, total=total)
+            if done == total:
+                bars.update(known[stage], search="")
 
-        yield show
+        def show_search(stage: str, progress: SearchProgress) -> None:
+            estimates.note(stage, totals.get(stage, 0), progress)
+            if stage in known:
+                share = progress.iteration / max(progress.iterations, 1)
+                bars.update(known[stage], completed=share * totals[stage], search=iterations_words(progress))
+
+        yield ProgressDisplay(show, show_search)
+
+
+class _Estimates:
+    """Says of every search, once its speed is known, how long it will take."""
+
+    def __init__(self, screen: Console) -> None:
+        self.screen = screen
+        self.noted: set[str] = set()
+
+    def note(self, stage: str, updates: int, found: SearchProgress) -> None:
+        """Take the progress of a search of so many updates."""
+        if stage in self.noted or found.seconds_left is None:
+            return
+        self.noted.add(stage)
+        if found.is_limited:
+            words = f"the time limit ends it in {duration(found.seconds_left)}, before all of"
+        else:
+            words = f"{duration(found.seconds_left)} for"
+        of = f" of {updates} update{'s' * (updates > 1)}" if updates else ""
+        line(self.screen, f"{stage}: {words} {found.iterations:,} iterations{of}", wrapped=False)
+
+
+def iterations_words(found: SearchProgress) -> str:
+    """Return how far a search is: `1,200 of 28,800 iterations, about 12 min left`."""
+    words = f"{found.iteration:,} of {found.iterations:,} iterations"
+    if found.seconds_left is None:
+        return words
+    limit = " to the time limit" if found.is_limited else " left"
+    return f"{words}, {duration(found.seconds_left)}{limit}"
+
+
+def duration(seconds: float) -> str:
+    """Return a span of time in words: `about 40 s`, `about 12 min`, `about 3.5 h`."""
+    if seconds < 90:
+        return f"about {max(round(seconds), 1)} s"
+    return f"about {round(seconds / 60)} min" if seconds < 90 * 60 else f"about {seconds / 3600:.1f} h"
+
+
+def seconds_of(minutes: float | None) -> float:
+    """Return the seconds of `--minutes`; infinity without.
+
+    Raises:
+        ValueError: not above 0.
+    """
+    if minutes is None:
+        return math.inf
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"expected --minutes as a number above 0, got {minutes:g}; leave it out for no limit")
+    return 60 * minutes
 
 
 class _Lines:
-    """A line when a stage begins and when it ends, with the seconds between."""
+    """A line when a stage begins and when it ends, with the seconds between, and every half minute for a search."""
 
     def __init__(self, screen: Console) -> None:
         self.screen = screen
         self.begun: dict[str, float] = {}
+        self.totals: dict[str, int] = {}
+        self.said: dict[str, float] = {}
+        self.estimates = _Estimates(screen)
+
+    def search(self, stage: str, progress: SearchProgress) -> None:
+        """As `eval.run.runner.SearchListener`."""
+        now = time.monotonic()
+        self.estimates.note(stage, self.totals.get(stage, 0), progress)
+        if now - self.said.setdefault(stage, now) >= SEARCH_LINE_SECONDS:
+            self.said[stage] = now
+            line(self.screen, f"{stage}: {iterations_words(progress)}", wrapped=False)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """As `eval.run.runner.Progress`."""
+        self.totals[stage] = total
         if stage in self.begun and done < total:
             return
         began = self.begun.setdefault(stage, time.monotonic())

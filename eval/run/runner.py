@@ -148,12 +148,13 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
 
 
 def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] = ()) -> dict[str, bool]:
-    """The attacks of a plan that are neither finished nor failed, by their names for people.
+    """The attacks of a plan that are neither finished nor failed, nor on a training that failed, by their names.
 
     Returns:
         Whether there is something of each: it was cut short; else it has not begun.
     """
     failed = {failure.id for failure in failures}
+    failed |= {watch.cell.id for one in plan.trainings if one.cell.id in failed for watch in one.watches}
     waiting = {
         name: cell
         for name, cell in plan.cells()

@@ -12,10 +12,14 @@ from eval.metrics import self_verification
 from eval.metrics.score import Row
 from eval.report.result_groups import MIN_IMAGES
 
-Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind"]
+Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind", "cut short"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
 and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
-it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images."""
+it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images; a time limit or an
+interrupt came before its end."""
+OPEN_KINDS = {"gave up", "contradicted", "cut short"}
+"""What leaves an update open whatever other attacks came to, unless one settles it."""
+MORE_TIME = "more time (--minutes), or the same command without a limit"
 COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
@@ -86,6 +90,8 @@ def _update(row: Row) -> Hashable:
 
 def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
     first = rows[0]
+    if first.get("cut_short") and (first.get("given_up") or "not_applicable" in first):
+        return Outcome(attack, update, "cut short", str(first.get("given_up") or first["not_applicable"]))
     if "not_applicable" in first:
         return Outcome(attack, update, "limit" if first.get("limit") else "fact", str(first["not_applicable"]))
     if first.get("given_up"):
@@ -122,7 +128,7 @@ def opened(outcomes: Sequence[Outcome]) -> list[Open]:
     for own in updates.values():
         if any(one.kind == "settled" for one in own):
             continue
-        for one in (*_limits(own), *(one for one in own if one.kind in {"gave up", "contradicted"})):
+        for one in (*_limits(own), *(one for one in own if one.kind in OPEN_KINDS)):
             stopped.setdefault(one.kind, []).append(one)
         if all(one.kind == "fact" for one in own):
             stopped.setdefault("fact", []).append(own[-1])
@@ -177,7 +183,14 @@ def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
             why,
             "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
         )
+    if kind == "cut short":
+        return Open(f"{join(names)} ran out of time{some}", why, MORE_TIME)
     return Open(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
+
+
+def not_begun(attacks: Sequence[str]) -> Open:
+    """That the time limit came before attacks."""
+    return Open(f"{join([*attacks])} could not be tried", "the time limit came before", MORE_TIME)
 
 
 def too_few(attack: str, images: int, *, captured: bool = False) -> Open:
