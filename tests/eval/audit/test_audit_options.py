@@ -56,6 +56,7 @@ OPTIONS = {
     "--device": "cpu",
     "--out": "out",
     "--workers": "2",
+    "--minutes": "0.0001",
     "--import": "json",
 }
 """Every option that takes a value."""
