@@ -152,7 +152,7 @@ def test_without_a_terminal_an_entry_is_a_line(path, monkeypatch):
         (["--set", "method.lr=-1"], "method.fedavg.lr: expected a number >= 0, got -1"),
         (
             ["--set", "method.fedavg.batch_size=0"],
-            "method.fedavg.batch_size: expected a whole number >= 1",
+            "method.fedavg.batch_size=0: expected a whole number >= 1",
         ),
         (["--set", "method.fedavg.epochs=0"], "expected epochs >= 1, got 0"),
         (["--set", "observe.method={steps: 0}"], "observe.method.steps: expected a whole number >= 1 or null, got 0"),
