@@ -324,16 +324,19 @@ class _JobProgress:
             self._slots.add(slot)
 
     def end(self, slot: int | None) -> None:
-        """A batch has ended; it counts in full, however early it succeeded."""
+        """A batch has ended; it counts in full, however early it succeeded, but for one of which nothing was heard."""
         last = self.here if slot is None else self.board.read(slot)
-        self._done.append(last.iterations)
+        if last.iterations:
+            self._done.append(last.iterations)
+        else:
+            self.batches -= 1
         self.begin(slot)
         self._slots.discard(-1 if slot is None else slot)
 
     def of_all(self, now: float, control: SearchControl) -> SearchProgress | None:
         """How far all are now; None where the last report was just now, or nothing has been heard of any search.
 
-        Batches of which nothing was heard are taken to be as long as the others are in the mean.
+        Batches that have not begun are taken to be as long as the others are in the mean.
         """
         running = [self.here, *(self.board.read(slot) for slot in tuple(self._slots))]
         totals = [total for total in (*self._done, *(one.iterations for one in running)) if total]
@@ -342,7 +345,7 @@ class _JobProgress:
         self._reported = now
         each = sum(totals) / len(totals)
         total = round(each * self.batches)
-        done = sum(one or each for one in self._done) + sum(one.iteration for one in running)
+        done = sum(self._done) + sum(one.iteration for one in running)
         left = self._pace.seconds_left(now, done, total)
         return control.progress(min(int(done), total), total, left)
 
