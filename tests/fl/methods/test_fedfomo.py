@@ -121,9 +121,9 @@ def test_the_first_round_is_local_training_on_what_is_not_held_out() -> None:
 def test_what_is_held_out() -> None:
     settings: dict[str, Any] = {"groups": (), "epochs": 1, "every": 5}
     held, rest = (SubsetPhase(**settings, held_out=h) for h in (True, False))
-    assert held.part(11).tolist() == [4, 9]
-    assert rest.part(11).tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10]
-    assert held.part(4).tolist() == rest.part(4).tolist() == [0, 1, 2, 3]
+    assert held.subset(11).tolist() == [4, 9]
+    assert rest.subset(11).tolist() == [0, 1, 2, 3, 5, 6, 7, 8, 10]
+    assert held.subset(4).tolist() == rest.subset(4).tolist() == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="expected every >= 2, got 1"):
         SubsetPhase(**{**settings, "every": 1}, held_out=True)
 
