@@ -128,6 +128,6 @@ def test_memory_that_is_not_there_is_said(tmp_path, monkeypatch):
     for kind in ("u.npz", "u.pt", "u.safetensors"):
         path = write(tmp_path / kind)
         with monkeypatch.context() as patch:
-            patch.setattr(tensor_archives.atomic_files, "step", full)
+            patch.setattr(tensor_archives.atomic_files, "before_disk_change", full)
             with pytest.raises(DamagedError, match="memory"):
                 read(path)
