@@ -68,7 +68,7 @@ def test_files_of_another_run_are_told(folder, tmp_path, name):
 
 def test_files_change_together_or_readers_are_told(folder, monkeypatch):
     """Stopped between two files that are put in place."""
-    swap, done = manifest.swap, []
+    swap, done = manifest.replace_path, []
 
     def stop(new, path):
         done.append(path.name)
@@ -76,7 +76,7 @@ def test_files_change_together_or_readers_are_told(folder, monkeypatch):
             raise KeyboardInterrupt
         swap(new, path)
 
-    monkeypatch.setattr(manifest, "swap", stop)
+    monkeypatch.setattr(manifest, "replace_path", stop)
     with Registered(), pytest.raises(KeyboardInterrupt):
         run(tiny("title=Another", "seeds=1"), folder)
     assert "config.yaml" in done
