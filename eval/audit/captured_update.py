@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
@@ -238,7 +238,6 @@ def of_update(
         ValueError: model, update and images do not fit each other; says which tensor.
     """
     count = classes(model, input_shape, "inputs" if source else "--input-shape of images", source)
-    method = client.method
 
     def view_of(size: int) -> ServerView:
         known = CapturedUpdateSettings(
@@ -247,24 +246,38 @@ def of_update(
             shared=_parameters(captured, model),
             buffers=_known_buffers(captured, model),
         )
-        with said_for_the_command(model, method):
+        with said_for_the_command(model, client.method):
             return from_update(model, captured.update, input_shape=input_shape, num_classes=count, options=known)
 
     if given is not None:
         _check_truth(given, batch_size, input_shape, count)
     view = _with_buffers(view_of(batch_size), captured.buffers)
     doubts = (_moved(view, captured.buffers), update_sanity.weights(view), update_sanity.doubt(view))
-    doubt = "; ".join(filter(None, doubts))
-    if given is None:
-        return Subject(view, None, doubt=doubt, captured=True)
-    truth = image_identity.first(given, batch_size)
+    subject = Subject(view, None, doubt="; ".join(filter(None, doubts)), captured=True)
     # without a method the step size is a guess
-    error = prediction_error(view, truth, scaled=method is None)
-    subject = Subject(view, truth, error, _tolerance(view, batch_size), len(given), captured=True)
-    if not subject.mismatched:
-        return subject
-    fits = image_identity.fits(view, given, view_of, tolerance=MISMATCH, scaled=method is None)
-    return replace(subject, doubt=fits or doubt)
+    return subject if given is None else _with_truth(subject, given, view_of, batch_size, scaled=client.method is None)
+
+
+def _with_truth(
+    subject: Subject, given: Batch, view_of: Callable[[int], ServerView], batch_size: int, *, scaled: bool
+) -> Subject:
+    """The update with its true images, and whether it is what the model makes of them.
+
+    Args:
+        subject: the update by itself.
+        given: images and labels, of which the first are the true ones.
+        view_of: the view of an update of so many images.
+        batch_size: how many images the update was made of.
+        scaled: whether the step size is unknown.
+    """
+    view = subject.view
+    truth = image_identity.first(given, batch_size)
+    error = prediction_error(view, truth, scaled=scaled)
+    known = replace(subject, truth=truth, error=error, tolerance=_tolerance(view, batch_size), given=len(given))
+    if not known.mismatched:
+        return replace(known, doubt="")
+    fits = image_identity.fits(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
+    return replace(known, doubt=fits or subject.doubt)
 
 
 def _parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor] | None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
+from torch import nn
+
 import attacks
 from attacks.base import Attack
 from defenses import defenses
@@ -238,35 +240,48 @@ class Request:
         built = subjects.call(target)
         model = built.model.to(where)
         data = built.data if self.images is None else self._images()
-        client = ClientSettings(
-            method=methods.build(yaml12.named(self.method)) if self.method else None,
-            defense=defenses.build(_defense(self.defense)),
-            mean=_numbers(self.mean, "mean"),
-            std=_numbers(self.std, "std"),
-        )
         if data is not None:
             data = Batch(subjects.fitting(model, data.inputs.to(where)), data.labels.to(where))
+        if self.update is not None:
+            return self._captured_subject(model, self.update, data, self.images or target)
+        if data is None:
+            raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
+        return self._model_subjects(model, data, target)
+
+    def _model_subjects(self, model: nn.Module, data: Batch, target: str) -> tuple[list[Subject], tuple[str, ...]]:
+        """The updates that a model sends of these images, and a note where it gives more than are taken."""
+        taken = data if self.images is not None else subjects.first(data, self.count or len(data), target)
+        note = f"the first {len(taken)} of {len(data)} images that {target} gives"
         source = self.images or target
-        if self.update is None:
-            if data is None:
-                raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
-            given = len(data)
-            data = data if self.images is not None else subjects.first(data, self.count or given, target)
-            note = (f"the first {len(data)} of {given} images that {target} gives",) if len(data) < given else ()
-            return subjects.of_batches(model, data, self.batch_size, client, source=source, seed=self.seed), note
+        updates = subjects.of_batches(model, taken, self.batch_size, self._client(), source=source, seed=self.seed)
+        return updates, (note,) if len(taken) < len(data) else ()
+
+    def _captured_subject(
+        self, model: nn.Module, path: Path, data: Batch | None, source: str
+    ) -> tuple[list[Subject], tuple[str, ...]]:
+        """The captured update, with its true images if `source` gives them, and how both were read."""
         if data is not None:
             subjects.first(data, self.batch_size, source, "--batch-size")
-        update = captured_update.fitted(captured_update.load(self.update), model)
+        update = captured_update.fitted(captured_update.load(path), model)
         subject = captured_update.of_update(
             model,
             update,
-            client,
+            self._client(),
             input_shape=_shape(self.input_shape, data),
             batch_size=self.batch_size,
             given=data,
             source="" if self.input_shape or data is None else source,
         )
         return [subject], (*update.notes, *_about(subject, source))
+
+    def _client(self) -> ClientSettings:
+        """How the client behind the updates trains."""
+        return ClientSettings(
+            method=methods.build(yaml12.named(self.method)) if self.method else None,
+            defense=defenses.build(_defense(self.defense)),
+            mean=_numbers(self.mean, "mean"),
+            std=_numbers(self.std, "std"),
+        )
 
     def _refuse_idle(self, source: str) -> None:
         """Refuse options that do nothing in an audit of `source`."""
