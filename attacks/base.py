@@ -238,10 +238,10 @@ def run_checked(
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     confirm = getattr(attack, "confirm", lambda view, result: result)
-    return [_note_unknown_labels(view, confirm(view, result)) for view, result in zip(views, results, strict=True)]
+    return [_note_unexpected_labels(view, confirm(view, result)) for view, result in zip(views, results, strict=True)]
 
 
-def _note_unknown_labels(view: ServerView, result: Result) -> Result:
+def _note_unexpected_labels(view: ServerView, result: Result) -> Result:
     """The result, with a note where its labels are not among those that the server knows, in whatever order."""
     known, found = view.labels, getattr(result, "labels", None)
     if not isinstance(result, Reconstruction) or known is None or found is None or not known.ndim == found.ndim == 1:

@@ -62,7 +62,7 @@ def confirm(view: ServerView, result: Result) -> Result:
         return result
     answer = explains_update(view, result)
     if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
-        answer = _best([explains_update(past, result) for past in earlier])
+        answer = _most_favorable([explains_update(past, result) for past in earlier])
     if answer or (answer is None and not unstated and explains_size(view, result) is not False):
         return result
     if answer is False:
@@ -118,10 +118,10 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
             return None
         errors = ObservedUpdate(view).relative_rounding
         signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
-        check = _Check(below, {name: errors.get(name, 0.0) + signal for name in below.update}, whole)
-        return check.passes(images, torch.zeros(1, dtype=torch.int64))
-    check = _Check(view, ObservedUpdate(view).relative_rounding, whole)
-    return _best([check.passes(images, labels) for labels in _labels(view, result)])
+        check = _UpdateComparison(below, {name: errors.get(name, 0.0) + signal for name in below.update}, whole)
+        return check.is_explained(images, torch.zeros(1, dtype=torch.int64))
+    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
+    return _most_favorable([check.is_explained(images, labels) for labels in _candidate_labels(view, result)])
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
@@ -132,18 +132,18 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     images = result.inputs
     if images is None or len(images) != view.batch_size or view.private or not can_replay(view):
         return None
-    check = _Check(view, ObservedUpdate(view).relative_rounding, result.verified is True)
-    return _best([check.as_large(images, labels) for labels in _labels(view, result)])
+    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, result.verified is True)
+    return _most_favorable([check.has_stated_size(images, labels) for labels in _candidate_labels(view, result)])
 
 
-def _best(answers: Sequence[bool | None]) -> bool | None:
+def _most_favorable(answers: Sequence[bool | None]) -> bool | None:
     """What the one of several guesses that fits best comes to; None of none."""
     if True in answers:
         return True
     return None if None in answers or not answers else False
 
 
-def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
+def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     """Labels that the images may have (N,), the likeliest first."""
     several = result.inputs is not None and len(result.inputs) > 1
     # the server knows the labels of several images in no order: those found stand in the order of the images
@@ -159,7 +159,7 @@ def _labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Check:
+class _UpdateComparison:
     """The comparison of an update with what one step on images makes.
 
     Attributes:
@@ -195,27 +195,33 @@ class _Check:
         computed = max(COMPUTED_SPACINGS * eps, MIN_RELATIVE_ERROR)
         return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
 
-    def passes(self, images: Tensor, labels: Tensor) -> bool | None:
+    def is_explained(self, images: Tensor, labels: Tensor) -> bool | None:
         """Whether these images make the update, and it tells how bright they are; None where it does not tell."""
-        made = self._made(images, labels)
-        factor = self._factor(made, self.rounding)
+        made = self._predicted_update(images, labels)
+        factor = self._best_factor(made, self.rounding)
         if not 0 < factor < math.inf:
             return False
-        allowed = self._allowed(images, labels, made, factor)
-        factor = self._factor(made, allowed)
+        allowed = self._error_bounds(images, labels, made, factor)
+        factor = self._best_factor(made, allowed)
         if any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items()):
             return False
         if not self.whole:
             return True
-        return True if all(self._shows(other, labels, allowed) for other in self._darker(images)) else None
+        return (
+            True
+            if all(self._contradicts(other, labels, allowed) for other in self._brightness_variants(images))
+            else None
+        )
 
-    def as_large(self, images: Tensor, labels: Tensor) -> bool:
+    def has_stated_size(self, images: Tensor, labels: Tensor) -> bool:
         """Whether these images make the update at the step size that the view has."""
-        made, factor = self._made(images, labels), 1 / self._unit
-        allowed = self._allowed(images, labels, made, factor)
+        made, factor = self._predicted_update(images, labels), 1 / self._unit
+        allowed = self._error_bounds(images, labels, made, factor)
         return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
-    def _allowed(self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float) -> dict[str, float]:
+    def _error_bounds(
+        self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float
+    ) -> dict[str, float]:
         """How far each tensor of a prediction for images that count as right may be from the observed one."""
         if not self.whole:
             return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(self.observed[n].norm()) for n in made}
@@ -223,13 +229,13 @@ class _Check:
         for number in range(BLUR_DRAWS):
             noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
             blurred = images + MAX_PIXEL_ERROR * noise.to(images)
-            for name, value in self._made(blurred, labels).items():
+            for name, value in self._predicted_update(blurred, labels).items():
                 squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
         return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
 
-    def _shows(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+    def _contradicts(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Whether some tensor tells, by its direction alone, that the update is not of these images."""
-        for name, value in self._made(images, labels).items():
+        for name, value in self._predicted_update(images, labels).items():
             observed = self.observed[name]
             size = float(value.square().sum())
             left = observed - value * (float((value * observed).sum()) / size) if size else observed
@@ -237,20 +243,20 @@ class _Check:
                 return True
         return False
 
-    def _darker(self, images: Tensor) -> Iterator[Tensor]:
+    def _brightness_variants(self, images: Tensor) -> Iterator[Tensor]:
         """The images darker and brighter: what another step size for a layer's bias makes of them."""
         mean, _ = self.view.task.normalization(images)
         for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
             for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
                 yield middle + (images - middle) * (1 + change)
 
-    def _made(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """What one step on images makes, without decay, in double precision."""
         with torch.no_grad():
             guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
             return self.update.in_double(predict(self.view, guess))
 
-    def _factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
+    def _best_factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
         """The one factor that brings what was made nearest to what was observed, each tensor by its precision."""
         top = bottom = 0.0
         for name, value in made.items():

@@ -56,20 +56,20 @@ class Analytic(Attack):
         if isinstance(layer, NotApplicable):
             return layer
         if view.batch_size == 1:
-            return self._single(view, layer)
+            return self._invert_single_image(view, layer)
         reason = _obstacle(view, layer)
         if reason is not None or view.batch_size is None or layer.scale is None:
             return NotApplicable(reason or "the size of the gradient is unknown, so no image could be checked")
-        return self._isolated(layer, view.batch_size, layer.scale / view.batch_size)
+        return self._images_of_single_neurons(layer, view.batch_size, layer.scale / view.batch_size)
 
-    def _single(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
-        if not layer.images and layer.steps != 1:
+    def _invert_single_image(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
+        if not layer.is_given_images and layer.steps != 1:
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
-        x, known, left = _rank_one(layer)
+        x, known, left = _fit_rank_one(layer)
         labels, note = single_label(view)
-        private: Tensors = {} if layer.images else {"features": x.to(view.dtype)}
+        private: Tensors = {} if layer.is_given_images else {"features": x.to(view.dtype)}
         return Reconstruction(
-            inputs=layer.pixels(x[None]) if layer.images else None,
+            inputs=layer.pixels(x[None]) if layer.is_given_images else None,
             labels=labels,
             objective=left,
             private=private,
@@ -78,11 +78,11 @@ class Analytic(Attack):
             note=note,
         )
 
-    def _isolated(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
+    def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
         """Images of `count` that one neuron sees alone; `unit` is what one's gradient of size 1 adds to the update."""
         rows = layer.bias_update.abs() > 1e-9 * layer.bias_update.abs().max()
         inputs = layer.update[rows] / layer.bias_update[rows, None]
-        inputs = inputs[_in_box(layer, inputs, self.fits)]
+        inputs = inputs[_within_pixel_range(layer, inputs, self.fits)]
         if not len(inputs):
             return NotApplicable("every neuron sees several images: no ratio of its gradients is a picture")
         whole = torch.cat([layer.update, layer.bias_update[:, None]], 1)
@@ -100,9 +100,11 @@ class Analytic(Attack):
             ratio = ((ones @ right.mT / singular) * inside).sum(1)
             miss = torch.maximum(off, (ratio - 1).abs())
             found += [(float(miss[i]), inputs[i], label) for i in (miss <= self.fits).nonzero().flatten().tolist()]
-        return self._distinct(layer, found)
+        return self._drop_duplicates(layer, found)
 
-    def _distinct(self, layer: LinearLayer, found: list[tuple[float, Tensor, int]]) -> Reconstruction | NotApplicable:
+    def _drop_duplicates(
+        self, layer: LinearLayer, found: list[tuple[float, Tensor, int]]
+    ) -> Reconstruction | NotApplicable:
         """Each image once, the neuron that fits best first."""
         kept: list[tuple[float, Tensor, int]] = []
         for entry in sorted(found, key=lambda item: item[0]):
@@ -118,7 +120,7 @@ class Analytic(Attack):
         )
 
 
-def _rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
+def _fit_rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
     """The input x (n,), whether every entry of it was sent, and the share of the update it leaves unexplained."""
     moved, bias = layer.update, layer.bias_update
     sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
@@ -126,20 +128,20 @@ def _rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
     heard = (bias != 0).double() * trust
     signal = bias
     for _ in range(ALTERNATIONS):
-        x = _over(signal @ moved, signal.square() @ sent)
-        signal = _over(moved @ x + heard * bias, sent @ x.square() + heard)
-    x, weight = _over(signal @ moved, signal.square() @ sent), signal.square() @ sent
+        x = _ratio_or_zero(signal @ moved, signal.square() @ sent)
+        signal = _ratio_or_zero(moved @ x + heard * bias, sent @ x.square() + heard)
+    x, weight = _ratio_or_zero(signal @ moved, signal.square() @ sent), signal.square() @ sent
     # the fit knows x up to a factor that the bias alone fixes; at the optimum it is right already
     left = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
     return x, bool((weight > 1e-6 * signal.square().sum()).all()), left
 
 
-def _over(top: Tensor, bottom: Tensor) -> Tensor:
+def _ratio_or_zero(top: Tensor, bottom: Tensor) -> Tensor:
     """`top / bottom`, zero where nothing was sent."""
     return torch.where(bottom > 0, top / bottom.where(bottom > 0, torch.ones_like(bottom)), torch.zeros_like(top))
 
 
-def _in_box(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
+def _within_pixel_range(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
     """Which of the inputs (N, n) are pixels in [0, 1]."""
     pixels = layer.to_pixels(inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
@@ -153,7 +155,7 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
         return "no image was fed"
     if layer.steps != 1:
         return "several images take one local step"
-    if not layer.images:
+    if not layer.is_given_images:
         return f"{layer.name!r} is not given the image"
     if view.private or not view.method.uses_labels:
         return "what flows back can't be computed: the network above the layer is private"

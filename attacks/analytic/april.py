@@ -31,13 +31,13 @@ from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
 
-LEVEL = 0.5 / 255
+HALF_LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""
-PEAK = 5.0
+WORST_PIXEL_FACTOR = 5.0
 """How far the worst pixel may be off, in root mean squares of all."""
-NOISE = 30.0
+MIN_SIGNAL_TO_ROUNDING = 30.0
 """How many times its rounding a direction of the signals must be, relative to the largest, to be told."""
-SMALLEST = 1e-9
+MIN_SINGULAR_VALUE = 1e-9
 """Share of the largest singular value below which an equation says nothing."""
 
 
@@ -84,7 +84,7 @@ class April(Attack):
         found = trace_view(view, view.device)
         if isinstance(found, NotApplicable):
             return found
-        tokens = Tokens.of(found[1])
+        tokens = TokenEmbedding.of(found[1])
         if isinstance(tokens, NotApplicable):
             return tokens
         for name in (tokens.position, tokens.weight):
@@ -98,24 +98,26 @@ class April(Attack):
         sent = {n: dense(gradient[n]).detach().double() for n in (tokens.position, tokens.weight)}
         if not all(bool(value.any()) for value in sent.values()):
             return NotApplicable(f"{tokens.position} or {tokens.weight} did not move by more than rounding")
-        signal, weight = tokens.signals(sent[tokens.position]), tokens.arrange(sent[tokens.weight])
+        signal, weight = tokens.patch_signals(sent[tokens.position]), tokens.patch_gradient(sent[tokens.weight])
         if signal.shape[1] > signal.shape[0]:
             equations = f"{signal.shape[0]} equations ({tokens.weight}) for {signal.shape[1]} patches"
             return NotApplicable(f"{equations} at each of {weight.shape[1]} places: too few", limit=True)
-        return self._solved(view, tokens, signal / signal.norm(), weight / signal.norm())
+        return self._solve_patches(view, tokens, signal / signal.norm(), weight / signal.norm())
 
-    def _solved(self, view: ServerView, tokens: Tokens, signal: Tensor, weight: Tensor) -> Reconstruction:
+    def _solve_patches(
+        self, view: ServerView, tokens: TokenEmbedding, signal: Tensor, weight: Tensor
+    ) -> Reconstruction:
         """The picture, from signals (D, T) and the patch layer's gradient (D, F)."""
         left, sizes, right = torch.linalg.svd(signal, full_matrices=False)
         doubt = sum(relative_rounding(view, name) for name in (tokens.position, tokens.weight))
-        told = sizes > max(SMALLEST, NOISE * doubt) * sizes[0]
+        told = sizes > max(MIN_SINGULAR_VALUE, MIN_SIGNAL_TO_ROUNDING * doubt) * sizes[0]
         patches = right[told].mT @ ((left[:, told].mT @ weight) / sizes[told, None])
         off = float((weight - signal @ patches).norm() / weight.norm())
         pixels = tokens.pixels(patches).view(1, *view.task.input_shape)
         again = tokens.patches(pixels)
         off = max(off, float((weight - signal @ again).norm() / weight.norm()))
         condition = float(sizes[0] / sizes[-1]) if bool(told.all()) else float("inf")
-        sharp = PEAK * max(doubt, off) * condition * float(pixels.square().mean().sqrt()) <= LEVEL
+        sharp = WORST_PIXEL_FACTOR * max(doubt, off) * condition * float(pixels.square().mean().sqrt()) <= HALF_LEVEL
         labels, note = single_label(view)
         if not bool(told.all()):
             few = f"what flows back into {len(told)} patches has {int(told.sum())} independent directions alone"
@@ -132,7 +134,7 @@ class April(Attack):
 
 
 @dataclass(frozen=True)
-class Tokens:
+class TokenEmbedding:
     """How a network makes tokens of an image.
 
     Attributes:
@@ -149,14 +151,14 @@ class Tokens:
     position: str
     weight: str
     graph: Graph
-    layer: int
+    layer_node: int
     between: Segment | None
-    added: Ref
+    added_ref: Ref
     places: Tensor | None
     origin: PixelOrigin
 
     @classmethod
-    def of(cls, graph: Graph) -> Tokens | NotApplicable:
+    def of(cls, graph: Graph) -> TokenEmbedding | NotApplicable:
         """From a recorded network, or why there are none."""
         below: list[Segment] = []
         above: list[Segment] = []
@@ -168,8 +170,8 @@ class Tokens:
                 layer = segment.nodes[0]
             elif layer is None:
                 below.append(segment)
-            elif alone and node.operation == "add" and (added := _position(graph, segment)) is not None:
-                return cls._found(graph, layer, below, above, *added)
+            elif alone and node.operation == "add" and (added := _position_embedding(graph, segment)) is not None:
+                return cls._with_weight(graph, layer, below, above, *added)
             elif not alone and any(has_trained_weight(graph, graph.nodes[n]) for n in segment.nodes):
                 break
             else:
@@ -177,7 +179,7 @@ class Tokens:
         return NotApplicable("no learned position embedding is added to tokens that one layer makes of the image")
 
     @classmethod
-    def _found(
+    def _with_weight(
         cls,
         graph: Graph,
         layer: int,
@@ -186,79 +188,79 @@ class Tokens:
         added: Ref,
         name: str,
         places: Tensor | None,
-    ) -> Tokens | NotApplicable:
+    ) -> TokenEmbedding | NotApplicable:
         node = graph.nodes[layer]
-        origin = _origin(graph, below)
+        origin = _pixel_origin(graph, below)
         if origin is None:
             return NotApplicable(f"what lies between the image and {node} is no new order and scaling", limit=True)
-        weight = graph.as_parameter(_weight(graph, layer))
+        weight = graph.as_parameter(_weight_ref(graph, layer))
         if weight is None:
             return NotApplicable(f"the weight of {node} is computed from other parameters", limit=True)
         if node.operation == "convolution" and (node.args[6] or node.args[8] != 1 or node.args[1] is None):
             return NotApplicable(f"{node}: groups and transposed convolutions are not handled", limit=True)
         between = merge_segments(above) if above else None
         found = cls(name, weight[0], graph, layer, between, added, places, origin)
-        if not found.affine():
+        if not found.is_affine():
             return NotApplicable(f"what lies between {node} and the sum with {name} is not affine", limit=True)
         return found
 
-    def _made(self, outputs: Tensor) -> Tensor:
+    def _add_input(self, outputs: Tensor) -> Tensor:
         """What the embedding is added to, from the patch layer's outputs."""
         if self.between is None:
             return outputs
         return self.graph.replay(self.between.nodes, self.between.end, {self.between.start: outputs})
 
-    def affine(self) -> bool:
+    def is_affine(self) -> bool:
         """Whether the tokens are that in the patch layer's outputs."""
-        like = self.graph.value(Ref(self.layer))
+        like = self.graph.value(Ref(self.layer_node))
         one, other = (torch.randn(like.shape, generator=stream(i, "april"), dtype=like.dtype).to(like) for i in (0, 1))
         with torch.no_grad():
-            none, first, second, both = (self._made(x) for x in (0 * one, one, other, 2 * one - 3 * other))
+            none, first, second, both = (self._add_input(x) for x in (0 * one, one, other, 2 * one - 3 * other))
         return torch.allclose(both - none, 2 * (first - none) - 3 * (second - none), rtol=1e-8, atol=1e-9)
 
-    def signals(self, sent: Tensor) -> Tensor:
+    def patch_signals(self, sent: Tensor) -> Tensor:
         """What flows back into the patch layer (D, T), from the position embedding's gradient."""
         placed = sent.flatten()[self.places] if self.places is not None else sent
-        like = self.graph.value(Ref(self.layer))
+        like = self.graph.value(Ref(self.layer_node))
         with torch.enable_grad():
             at = torch.zeros_like(like).requires_grad_()
-            tokens = self._made(at)
+            tokens = self._add_input(at)
             (back,) = torch.autograd.grad((tokens * placed.reshape(tokens.shape)).sum(), at)
-        if self.graph.nodes[self.layer].operation == "convolution":
+        if self.graph.nodes[self.layer_node].operation == "convolution":
             return back[0].flatten(1)
         return back.flatten(0, -2).mT if self._flows_first else back.flatten(0, -2)
 
     @property
     def _flows_first(self) -> bool:
-        return self.graph.depends_on_image(product_operands(self.graph.nodes[self.layer])[0])
+        return self.graph.depends_on_image(product_operands(self.graph.nodes[self.layer_node])[0])
 
-    def arrange(self, sent: Tensor) -> Tensor:
+    def patch_gradient(self, sent: Tensor) -> Tensor:
         """The patch layer's gradient (D, F)."""
-        ref = _weight(self.graph, self.layer)
+        ref = _weight_ref(self.graph, self.layer_node)
         found = self.graph.as_parameter(ref)
         assert found is not None
         value = self.graph.value(ref)
         placed = (sent if found[1] is None else sent.flatten()[found[1]]).reshape(value.shape)
-        if self.graph.nodes[self.layer].operation == "convolution":
+        if self.graph.nodes[self.layer_node].operation == "convolution":
             return placed.flatten(1)
         return placed.flatten(0, -2).mT if self._flows_first else placed.flatten(0, -2)
 
     def patches(self, images: Tensor) -> Tensor:
         """What the patch layer is given (T, F) of pixels (1, C, H, W)."""
         made = self.origin.offset + self.origin.slope * images.flatten()[self.origin.index]
-        given = made.view(self._given.shape)
-        if self.graph.nodes[self.layer].operation == "convolution":
-            return functional.unfold(given, **self._windows)[0].mT
+        given = made.view(self._layer_input.shape)
+        if self.graph.nodes[self.layer_node].operation == "convolution":
+            return functional.unfold(given, **self._unfold_settings)[0].mT
         return given.flatten(0, -2) if self._flows_first else given.flatten(0, -2).mT
 
     @property
-    def _given(self) -> Tensor:
-        node = self.graph.nodes[self.layer]
+    def _layer_input(self) -> Tensor:
+        node = self.graph.nodes[self.layer_node]
         return self.graph.value(next(ref for ref in node.refs if self.graph.depends_on_image(ref)))
 
     @property
-    def _windows(self) -> dict[str, tuple[int, int]]:
-        _, weight, _, stride, padding, dilation, *_ = self.graph.nodes[self.layer].args
+    def _unfold_settings(self) -> dict[str, tuple[int, int]]:
+        _, weight, _, stride, padding, dilation, *_ = self.graph.nodes[self.layer_node].args
         pair: Callable[[list[int]], tuple[int, int]] = lambda x: (x[0], x[-1])  # noqa: E731
         kernel = self.graph.value(weight).shape
         return {
@@ -270,10 +272,10 @@ class Tokens:
 
     def pixels(self, patches: Tensor) -> Tensor:
         """The pixels (1, n) behind patches (T, F); what no patch holds is gray, what several do their mean."""
-        if self.graph.nodes[self.layer].operation == "convolution":
-            columns, size = patches.mT[None], tuple(self._given.shape[2:])
+        if self.graph.nodes[self.layer_node].operation == "convolution":
+            columns, size = patches.mT[None], tuple(self._layer_input.shape[2:])
             whole, often = (
-                functional.fold(part, size, **self._windows) for part in (columns, torch.ones_like(columns))
+                functional.fold(part, size, **self._unfold_settings) for part in (columns, torch.ones_like(columns))
             )
             given = torch.where(often > 0, whole / often.clamp_min(1), 0.0)
             found = self.origin.pixels(given.flatten()[None])
@@ -284,13 +286,13 @@ class Tokens:
         return self.origin.pixels(given.reshape(1, -1))
 
 
-def _weight(graph: Graph, layer: int) -> Ref:
+def _weight_ref(graph: Graph, layer: int) -> Ref:
     node = graph.nodes[layer]
     pair = [node.args[1]] if node.operation == "convolution" else product_operands(node)
     return next(ref for ref in pair if isinstance(ref, Ref) and not graph.depends_on_image(ref))
 
 
-def _position(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] | None:
+def _position_embedding(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] | None:
     """What a sum adds to each number of each token, the parameter that it is made of, and where that lies."""
     node = graph.nodes[segment.nodes[0]]
     other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and parameters_behind(graph, arg)]
@@ -303,7 +305,7 @@ def _position(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] 
     return other[0], *found
 
 
-def _origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
+def _pixel_origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
     """How what the patch layer is given is made of pixels, or None where that is no new order and scaling."""
     image = graph.image
     offset, top = torch.zeros_like(image), torch.ones_like(image)
@@ -311,8 +313,8 @@ def _origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
     with torch.no_grad():
         for segment in below:
             taken = graph.value(segment.start)
-            run = _Run(graph, segment)
-            order = run.order(taken)
+            run = _SegmentReplay(graph, segment)
+            order = run.permutation(taken)
             if order is None and not isinstance(recognize(graph, segment), ElementwiseAffine):
                 return None
             index = index if order is None else index[order]
@@ -321,14 +323,14 @@ def _origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _SegmentReplay:
     graph: Graph
     segment: Segment
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.graph.replay(self.segment.nodes, self.segment.end, {self.segment.start: x})
 
-    def order(self, taken: Tensor) -> Tensor | None:
+    def permutation(self, taken: Tensor) -> Tensor | None:
         """Where each number that comes out stood, if all do once; the images' dimension may move."""
         numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
         noise = torch.randn(taken.shape, generator=stream(2, "april"), dtype=taken.dtype).to(taken)

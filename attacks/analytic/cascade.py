@@ -23,7 +23,7 @@ from attacks.analytic.recursive.relu_batch_separation import first_layer_with_si
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
-from attacks.network.layer_chain import Stage, gradients_by_layer, unroll
+from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.rescaling import rescale_to_unit
@@ -86,9 +86,9 @@ class Cascade(Attack):
             if isinstance(best, Reconstruction) and best.verified:
                 break
             other, tried = self._attack_round(earlier), True
-            if _rank(other) < _rank(best):
+            if _rank_result(other) < _rank_result(best):
                 best, taken = other, earlier
-        return _naming_round(best, taken.round, view.round) if tried else best
+        return _note_round(best, taken.round, view.round) if tried else best
 
     def _attack_round(self, view: ServerView) -> Result:
         """What one round gives away."""
@@ -96,7 +96,7 @@ class Cascade(Attack):
         if isinstance(gradient, NotApplicable):
             return gradient
         device = _solving_device(view)
-        stages = unroll(view, max_pooling=True, device=device)
+        stages = extract_layer_chain(view, max_pooling=True, device=device)
         if isinstance(stages, NotApplicable):
             return stages
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
@@ -124,7 +124,7 @@ class Cascade(Attack):
         )
         if isinstance(first, NotApplicable):
             return first
-        found = _descend(view, stages, gradients, top, first)
+        found = _invert_layers(view, stages, gradients, top, first)
         if count == 1:
             labels, note = single_label(view)
             return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
@@ -136,14 +136,14 @@ def _solving_device(view: ServerView) -> torch.device:
     return torch.device("cpu") if view.device.type == "mps" else view.device
 
 
-def _rank(result: Result) -> tuple[bool, bool, bool, bool, float]:
+def _rank_result(result: Result) -> tuple[bool, bool, bool, bool, float]:
     """Rounds compared without the truth, better ones first."""
     if isinstance(result, NotApplicable):
         return True, True, True, True, math.inf
     return False, result.inputs is None, not result.verified, bool(result.note), result.objective
 
 
-def _naming_round(result: Result, taken: int, last: int) -> Result:
+def _note_round(result: Result, taken: int, last: int) -> Result:
     """The result, of which earlier rounds were tried as well."""
     if isinstance(result, NotApplicable):
         return result
@@ -224,11 +224,11 @@ def _top_of_batch(
     return separate_images(stages, gradients, top, count)
 
 
-def _descend(
+def _invert_layers(
     view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
 ) -> Reconstruction:
     """Undo one stage after the other, from the top layer of the images in `first` down to the picture."""
-    descent = _Descent.begin(view, stages, gradients, top, first)
+    descent = _InversionState.begin(view, stages, gradients, top, first)
     for number in range(top, -1, -1):
         if number < top:
             descent.undo_activation(number)
@@ -240,7 +240,7 @@ def _descend(
 
 
 @dataclass
-class _Descent:
+class _InversionState:
     """Where a descent stands, from the top layer down; tensors of all images, one by one (B, ...).
 
     Attributes:
@@ -266,14 +266,14 @@ class _Descent:
     stages: Sequence[Stage]
     gradients: dict[str, Tensor]
     top: int
-    first: SeparatedBatch
+    separated: SeparatedBatch
     values: Tensor
     signal: Tensor
     std: Tensor
     signal_noise: float
     verified: bool
-    off: float = 0.0
-    returned: ActivationOutputs | None = None
+    relative_error: float = 0.0
+    activation_outputs: ActivationOutputs | None = None
     residuals: dict[str, Tensor] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     visible_cells: tuple[int, int] | None = None
@@ -282,7 +282,7 @@ class _Descent:
     @classmethod
     def begin(
         cls, view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
-    ) -> _Descent:
+    ) -> _InversionState:
         """At the stage `top`, with the signals and inputs of its layer."""
         return cls(
             view,
@@ -293,7 +293,7 @@ class _Descent:
             values=first.inputs,
             signal=first.signals,
             std=torch.zeros_like(first.inputs),
-            signal_noise=max(first.off, relative_rounding(view, stages[top].parameter_name("bias"))),
+            signal_noise=max(first.relative_error, relative_rounding(view, stages[top].parameter_name("bias"))),
             # an unknown defense may have shortened weight and bias apart, which only a second layer shows
             verified=view.threat.knows_defense or top > 0,
         )
@@ -301,9 +301,9 @@ class _Descent:
     def undo_activation(self, number: int) -> None:
         """From the input of the stage above to what this stage's layer returned."""
         stage, above = self.stages[number], self.stages[number + 1]
-        self.returned = ActivationOutputs.of(stage, above, self.values, self.signal, self.std)
-        self.signal = self.returned.signal
-        self.signal_noise = math.hypot(self.signal_noise, self.returned.signal_noise)
+        self.activation_outputs = ActivationOutputs.of(stage, above, self.values, self.signal, self.std)
+        self.signal = self.activation_outputs.signal
+        self.signal_noise = math.hypot(self.signal_noise, self.activation_outputs.signal_noise)
 
     def undo_linear(self, number: int) -> None:
         """The input of a linear layer: known at the top, and below the least squares of its gradient."""
@@ -314,38 +314,38 @@ class _Descent:
             self.values = torch.linalg.solve(self.signal @ self.signal.mT, self.signal @ weight)
         left = weight - self.signal.mT @ self.values
         share = float(left.norm() / weight.norm())
-        self.residuals[stage.name] = torch.tensor([share, self.first.left * is_top], dtype=weight.dtype)
-        self.off = max(share, RMS_ROUNDING * torch.finfo(self.view.dtype).eps, self.first.off)
-        if not self.off < MAX_UNEXPLAINED:
+        self.residuals[stage.name] = torch.tensor([share, self.separated.unexplained * is_top], dtype=weight.dtype)
+        self.relative_error = max(share, RMS_ROUNDING * torch.finfo(self.view.dtype).eps, self.separated.relative_error)
+        if not self.relative_error < MAX_UNEXPLAINED:
             self.verified = False
-            self.notes.append(f"{stage.name}: its gradient explained up to {self.off:.1e}")
+            self.notes.append(f"{stage.name}: its gradient explained up to {self.relative_error:.1e}")
         self.signal = self.signal @ stage.layer.weight.detach()
-        self.std = torch.full_like(self.values, self.off)
+        self.std = torch.full_like(self.values, self.relative_error)
 
     def undo_convolution(self, number: int) -> Reconstruction | None:
         """The input of a convolution (`attacks.analytic.maxpool`); a result where the descent ends there."""
         stage = self.stages[number]
-        assert self.returned is not None
-        self.off = max(self.off, relative_rounding(self.view, stage.parameter_name("weight")))
+        assert self.activation_outputs is not None
+        self.relative_error = max(self.relative_error, relative_rounding(self.view, stage.parameter_name("weight")))
         equations = conv_equations(
-            self.view, stage, self.stages[number + 1], self.gradients, self.returned, self.visible_cells
+            self.view, stage, self.stages[number + 1], self.gradients, self.activation_outputs, self.visible_cells
         )
-        equations = replace(equations, gradient_noise=self.off, signal_noise=self.signal_noise)
+        equations = replace(equations, gradient_noise=self.relative_error, signal_noise=self.signal_noise)
         layer, scale = equations.layer, input_statistics(stage) if number == 0 else None
         solution = solve_layer(equations, scale)
         fit = solution.fit
         self.residuals[stage.name] = torch.tensor([fit.gradient_error, fit.output_error])
-        self.verified = self.verified and solution.satisfied
-        if not solution.satisfied:
-            self.notes.append(f"{stage.name}: {solution.progress}")
+        self.verified = self.verified and solution.is_satisfied
+        if not solution.is_satisfied:
+            self.notes.append(f"{stage.name}: {solution.progress_description}")
         if len(self.values) > 1 and number > 0 and not fit.error < BATCH_NEARLY_SOLVED:
-            return _stopped(self.residuals, stage.name, layer.split_images(fit.x), self.notes)
+            return _partial_result(self.residuals, stage.name, layer.split_images(fit.x), self.notes)
         if number == 0 and self.verified:
             assert scale is not None
             self.fixed = layer.split_images(find_determined_pixels(solution, *scale))
             self.verified = bool(self.fixed.all())
         self.values, self.signal = layer.split_images(fit.x), layer.split_images(solution.input_signal)
-        self.off, self.visible_cells = max(fit.gradient_error, self.off), layer.visible_input_size
+        self.relative_error, self.visible_cells = max(fit.gradient_error, self.relative_error), layer.visible_input_size
         if number > 0:
             self.std = layer.split_images(solution.relative_deviations())
         return None
@@ -359,7 +359,7 @@ class _Descent:
         return Reconstruction(
             inputs=image.clamp(0, 1).to(view.device, view.dtype),
             knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),
-            objective=_worst(self.residuals),
+            objective=_largest_residual(self.residuals),
             private={f"residual/{name}": value for name, value in self.residuals.items()},
             verified=self.verified,
             fixed=None if self.fixed is None else self.fixed.to(view.device),
@@ -367,16 +367,16 @@ class _Descent:
         )
 
 
-def _worst(residuals: dict[str, Tensor]) -> float:
+def _largest_residual(residuals: dict[str, Tensor]) -> float:
     """The largest of all; what is not a number is worse than any."""
     return float(torch.cat(list(residuals.values())).nan_to_num(nan=math.inf).max())
 
 
-def _stopped(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
+def _partial_result(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
     """What there is of a batch whose images could not be followed below the layer `name`."""
     return Reconstruction(
         inputs=None,
-        objective=_worst(residuals),
+        objective=_largest_residual(residuals),
         private={**{f"residual/{n}": value for n, value in residuals.items()}, f"features/{name}": features},
         verified=False,
         note="; ".join([*notes, "the layers below it were not tried"]),

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 import torch
 
-from attacks.analytic.recursive.base import LayerwiseInversion, descend, layer_gradients, layer_output_shape
+from attacks.analytic.recursive.base import LayerwiseInversion, invert_layers, layer_gradients, layer_output_shape
 from attacks.analytic.recursive.top_signal import TopSignal
 from attacks.base import NotApplicable, attacks
-from attacks.network.layer_chain import unroll
+from attacks.network.layer_chain import extract_layer_chain
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -60,15 +60,15 @@ class LayerRank:
     """
 
     name: str
-    unknowns: int
-    gradient: int
+    unknown_count: int
+    gradient_rank: int
     rank: int
     condition: float
 
     @property
-    def missing(self) -> int:
+    def undetermined(self) -> int:
         """Numbers left open: none where the layer gives its input away."""
-        return self.unknowns - self.rank
+        return self.unknown_count - self.rank
 
 
 def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> tuple[LayerRank, ...] | NotApplicable:
@@ -81,7 +81,7 @@ def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> 
         seed: of the noise.
         cutoff: singular values below this share of the largest count as zero.
     """
-    stages = unroll(view)
+    stages = extract_layer_chain(view)
     if isinstance(stages, NotApplicable):
         return stages
     draw = stream(seed, "rank")
@@ -89,8 +89,8 @@ def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> 
     top = len(stages) - 1
     signal = torch.randn(1, *layer_output_shape(stages[top]), generator=draw, dtype=torch.float64)
     start = TopSignal(top, signal)
-    solved = descend(stages, layer_gradients(stages, start, pixels), start, None, cutoff, math.inf)
+    solved = invert_layers(stages, layer_gradients(stages, start, pixels), start, None, cutoff, math.inf)
     return tuple(
-        LayerRank(stage.name, s.unknowns, s.gradient, s.rank, s.condition)
+        LayerRank(stage.name, s.unknown_count, s.gradient_rank, s.rank, s.condition)
         for stage, s in zip(stages, solved, strict=True)
     )

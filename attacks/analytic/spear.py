@@ -19,15 +19,15 @@ from fl.seeds import stream
 from fl.view import ServerView
 
 SAMPLES_AT_ONCE = 4096
-LOOSE, TIGHT = 100.0, 8.0
+LOOSE_DEVIATIONS, TIGHT_DEVIATIONS = 100.0, 8.0
 """Standard deviations of its noise up to which an entry counts as zero: solving from few rows amplifies noise."""
-EXTRA = 2
+SPARE_ROWS = 2
 """Zeros a direction must have beyond those it was solved for: chance gives it none, a column gives it many."""
-AT_A_TIME = 256
+DIRECTIONS_AT_ONCE = 256
 """New directions looked at per draw, the sparsest first, and choices scored together."""
-REPLACEMENTS = 300
+MAX_REPLACEMENTS = 300
 """Directions, the sparsest first, that are tried in place of a chosen one."""
-SHARP = 5e-3
+MAX_VERIFIED_ERROR = 5e-3
 """Error that noise may put on an input, root mean square and relative to it, if it is to count as recovered."""
 
 
@@ -83,10 +83,10 @@ class Spear(Attack):
             return Analytic().one(view, seed)
         if layer.steps != 1:
             return NotApplicable("it takes one local step: later ones see other weights")
-        if not layer.rectified():
+        if not layer.is_rectified():
             zeros = f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)"
             return NotApplicable(zeros, limit=True)
-        factors = Factors.of(layer, view.batch_size)
+        factors = GradientFactors.of(layer, view.batch_size)
         if isinstance(factors, NotApplicable):
             return factors
         found = self._search(factors, stream(seed, "spear"))
@@ -95,16 +95,16 @@ class Spear(Attack):
             return NotApplicable(few, limit=True)
         return _result(layer, found)
 
-    def _search(self, factors: Factors, draw: torch.Generator) -> Found | None:
-        pool, best = Pool(factors), None
+    def _search(self, factors: GradientFactors, draw: torch.Generator) -> DirectionChoice | None:
+        pool, best = DirectionPool(factors), None
         drawn = due = 0
-        while drawn < self.samples and not (best is not None and best.sure):
+        while drawn < self.samples and not (best is not None and best.is_confirmed):
             count = min(self.samples - drawn, SAMPLES_AT_ONCE)
-            pool.add(factors.kernels(count, draw))
+            pool.add(factors.draw_directions(count, draw))
             drawn += count
             if drawn >= due or drawn == self.samples:  # choosing costs more than drawing: each time a fifth later
                 due = drawn * 6 // 5
-                found = pool.choose()
+                found = pool.choose_best()
                 if found is not None and (best is None or found.score > best.score):
                     labels = factors.layer.labels(found.inputs, found.signals, self.fits)
                     best = replace(found, labels=labels)
@@ -112,31 +112,32 @@ class Spear(Attack):
 
 
 @dataclass(frozen=True)
-class Found:
+class DirectionChoice:
     """A choice of directions.
 
     Attributes:
         score: share of neurons and images with a signal exactly where the neuron is active.
         inputs: of the layer (b, n).
         signals: flowing back (b, m).
-        error: largest root mean square error that the gradient's noise puts on an input, relative to the input's own.
+        relative_error: largest root mean square error that the gradient's noise puts on an input, relative to the
+            input's own.
         labels: for which the network sends back just these (b,), or None.
     """
 
     score: float
     inputs: Tensor
     signals: Tensor
-    error: float
+    relative_error: float
     labels: Tensor | None = None
 
     @property
-    def sure(self) -> bool:
+    def is_confirmed(self) -> bool:
         """Whether the layer's zeros are explained, or all that the network sends back is."""
         return self.score == 1 or (self.labels is not None and self.score > 0.9)
 
 
 @dataclass(frozen=True)
-class Factors:
+class GradientFactors:
     """A layer's gradient L R of rank b, and its noise.
 
     Attributes:
@@ -155,15 +156,15 @@ class Factors:
     layer: LinearLayer
     left: Tensor
     right: Tensor
-    heard: Tensor
-    inverse: Tensor
+    active_rows: Tensor
+    inverse_singular_values: Tensor
     noise: Tensor
     rounding: Tensor
-    reach: Tensor
-    bias: Tensor
+    weight_products: Tensor
+    bias_products: Tensor
 
     @classmethod
-    def of(cls, layer: LinearLayer, count: int | None) -> Factors | NotApplicable:
+    def of(cls, layer: LinearLayer, count: int | None) -> GradientFactors | NotApplicable:
         """From the layer and the number of images, if known."""
         moved = layer.update
         m, n = moved.shape
@@ -179,7 +180,7 @@ class Factors:
             return NotApplicable("the gradient is no larger than its noise")
         left, right = left[:, :rank], singular[:rank, None] * right[:rank]
         heard = moved.norm(dim=1) > 3 * noise * n**0.5
-        if int(heard.sum()) <= rank + EXTRA:
+        if int(heard.sum()) <= rank + SPARE_ROWS:
             return NotApplicable(f"{int(heard.sum())} active neurons are too few for {rank} images")
         reach, bias = right @ layer.weight.mT, left.mT @ layer.bias_update
         rounding = torch.finfo(layer.view.dtype).eps * moved.norm(dim=1)
@@ -190,9 +191,9 @@ class Factors:
         """Number of images that leave a trace."""
         return self.left.shape[1]
 
-    def kernels(self, count: int, draw: torch.Generator) -> Tensor:
+    def draw_directions(self, count: int, draw: torch.Generator) -> Tensor:
         """Unit kernels (N, b) of `count` random submatrices of b - 1 heard rows, those with zeros elsewhere too."""
-        rows = self.left[self.heard]
+        rows = self.left[self.active_rows]
         rank, device = self.rank, rows.device
         if rank == 1:
             return torch.ones(1, 1, dtype=rows.dtype, device=device)
@@ -203,28 +204,30 @@ class Factors:
         solved, failed = torch.linalg.solve_ex(torch.cat([rows[picked], closing], 1), target.expand(count, -1, -1))
         solved = solved.squeeze(-1)[failed == 0]
         solved = torch.nn.functional.normalize(solved[solved.isfinite().all(1)])
-        zeros = self.zeros(solved, LOOSE)[:, self.heard].sum(1)
-        return solved[zeros >= rank - 1 + EXTRA]
+        zeros = self.zeros(solved, LOOSE_DEVIATIONS)[:, self.active_rows].sum(1)
+        return solved[zeros >= rank - 1 + SPARE_ROWS]
 
     def zeros(self, directions: Tensor, slack: float) -> Tensor:
         """Where L q is zero up to its rounding and `slack` standard deviations of its noise (N, m) bool."""
-        size = (directions * self.inverse).norm(dim=1, keepdim=True)
-        return (directions @ self.left.mT).abs() <= size * (slack * self.noise + slack / TIGHT * self.rounding)
+        size = (directions * self.inverse_singular_values).norm(dim=1, keepdim=True)
+        return (directions @ self.left.mT).abs() <= size * (
+            slack * self.noise + slack / TIGHT_DEVIATIONS * self.rounding
+        )
 
-    def refined(self, direction: Tensor) -> Tensor | None:
+    def refine(self, direction: Tensor) -> Tensor | None:
         """The direction (b,) solved for from all zeros it has, or None where they do not hold."""
-        for slack in (LOOSE, 20.0, TIGHT):
-            zeros = self.zeros(direction[None], slack)[0] & self.heard
-            if int(zeros.sum()) < self.rank - 1 + EXTRA:
+        for slack in (LOOSE_DEVIATIONS, 20.0, TIGHT_DEVIATIONS):
+            zeros = self.zeros(direction[None], slack)[0] & self.active_rows
+            if int(zeros.sum()) < self.rank - 1 + SPARE_ROWS:
                 return None
             direction = torch.linalg.svd(self.left[zeros])[2][-1]
         return direction
 
 
-class Pool:
+class DirectionPool:
     """Directions found so far, each once, and the best choice among them."""
 
-    def __init__(self, factors: Factors) -> None:
+    def __init__(self, factors: GradientFactors) -> None:
         self.factors = factors
         self.rows: list[Tensor] = []
         self.silent: dict[bytes, Tensor] = {}
@@ -232,88 +235,88 @@ class Pool:
 
     def add(self, directions: Tensor) -> None:
         """Take the sparsest new ones in."""
-        loose = self.factors.zeros(directions, LOOSE)
+        loose = self.factors.zeros(directions, LOOSE_DEVIATIONS)
         fresh = 0
         for i in loose.sum(1).argsort(descending=True, stable=True).tolist():
-            if (raw := _key(loose[i])) in self.seen:
+            if (raw := _zero_pattern(loose[i])) in self.seen:
                 continue
-            if fresh == AT_A_TIME:
+            if fresh == DIRECTIONS_AT_ONCE:
                 break
             fresh += 1
             self.seen.add(raw)
             direction = directions[i]
-            refined = self.factors.refined(direction) if self.factors.rank > 1 else direction
+            refined = self.factors.refine(direction) if self.factors.rank > 1 else direction
             if refined is None:
                 continue
-            zeros = self.factors.zeros(refined[None], TIGHT)[0]
-            if (key := _key(zeros)) not in self.silent:
+            zeros = self.factors.zeros(refined[None], TIGHT_DEVIATIONS)[0]
+            if (key := _zero_pattern(zeros)) not in self.silent:
                 self.silent[key] = zeros
                 self.rows.append(refined)
 
-    def choose(self) -> Found | None:
+    def choose_best(self) -> DirectionChoice | None:
         """The sparsest independent directions, replaced one by one while the score rises; None if they do not span."""
         if len(self.rows) < self.factors.rank:
             return None
         silent = torch.stack(list(self.silent.values()))
         order = silent.sum(1).argsort(descending=True, stable=True)
         rows, silent = torch.stack(self.rows)[order], silent[order]
-        chosen = torch.tensor(list(islice(_independent(rows), self.factors.rank)), device=rows.device)
+        chosen = torch.tensor(list(islice(_independent_rows(rows), self.factors.rank)), device=rows.device)
         if len(chosen) < self.factors.rank:
             return None
         rows, silent = (
-            torch.cat([rows[chosen], rows[:REPLACEMENTS]]),
-            torch.cat([silent[chosen], silent[:REPLACEMENTS]]),
+            torch.cat([rows[chosen], rows[:MAX_REPLACEMENTS]]),
+            torch.cat([silent[chosen], silent[:MAX_REPLACEMENTS]]),
         )
         rank = self.factors.rank
         chosen = torch.arange(rank, device=rows.device)
         swaps = torch.cartesian_prod(torch.arange(rank), torch.arange(rank, len(rows))).to(rows.device)
-        best = float(self._scores(rows[chosen][None], silent[chosen][None])[0])
+        best = float(self._score_choices(rows[chosen][None], silent[chosen][None])[0])
         while best < 1 and len(swaps):
             trials = chosen.repeat(len(swaps), 1)
             trials[torch.arange(len(swaps)), swaps[:, 0]] = swaps[:, 1]
-            scores = torch.cat([self._scores(rows[t], silent[t]) for t in trials.split(AT_A_TIME)])
+            scores = torch.cat([self._score_choices(rows[t], silent[t]) for t in trials.split(DIRECTIONS_AT_ONCE)])
             if float(scores.max()) <= best:
                 break
             best, chosen = float(scores.max()), trials[int(scores.argmax())]
-        return self._found(best, rows[chosen])
+        return self._evaluate_choice(best, rows[chosen])
 
-    def _scores(self, directions: Tensor, silent: Tensor) -> Tensor:
+    def _score_choices(self, directions: Tensor, silent: Tensor) -> Tensor:
         """How well choices of directions (N, b, b) agree with their own zeros (N, b, m): in [0, 1] (N,)."""
         f = self.factors
-        known = torch.cat([f.bias[:, None], f.reach], 1).expand(len(directions), -1, -1)
+        known = torch.cat([f.bias_products[:, None], f.weight_products], 1).expand(len(directions), -1, -1)
         solved, failed = torch.linalg.solve_ex(directions.mT, known)
         active = solved[..., 1:] / solved[..., :1] + f.layer.bias > 0
         scores = (active != silent).double().mean((1, 2))
         return torch.where(failed == 0, scores, torch.zeros_like(scores))
 
-    def _found(self, score: float, directions: Tensor) -> Found:
+    def _evaluate_choice(self, score: float, directions: Tensor) -> DirectionChoice:
         """The inputs that the directions (b, b) stand for."""
         f = self.factors
-        scales = torch.linalg.solve(directions.mT, f.bias)
+        scales = torch.linalg.solve(directions.mT, f.bias_products)
         inputs = torch.linalg.solve(directions.mT, f.right) / scales[:, None]
-        error = self._error(directions, scales, inputs)
-        return Found(score, inputs, scales[:, None] * (directions @ f.left.mT), error)
+        error = self._first_order_error(directions, scales, inputs)
+        return DirectionChoice(score, inputs, scales[:, None] * (directions @ f.left.mT), error)
 
-    def _error(self, directions: Tensor, scales: Tensor, inputs: Tensor) -> float:
-        """`Found.error`, to first order: what noise does to X^T = Q^-1 R by way of R, the scales and the directions."""
+    def _first_order_error(self, directions: Tensor, scales: Tensor, inputs: Tensor) -> float:
+        """Compute `relative_error` to first order: noise moves X^T = Q^-1 R by way of R, scales and directions."""
         f = self.factors
         back = torch.linalg.inv(directions.mT) / scales[:, None]  # Q^-1
         size = inputs.square().mean(1).sqrt()
         variance = (f.noise * back.norm(dim=1)).square() * (1 + size.square())
-        for q, zeros, part in zip(directions, f.zeros(directions, TIGHT), scales.abs() * size, strict=True):
-            _, singular, v = torch.linalg.svd(f.left[zeros & f.heard], full_matrices=False)
+        for q, zeros, part in zip(directions, f.zeros(directions, TIGHT_DEVIATIONS), scales.abs() * size, strict=True):
+            _, singular, v = torch.linalg.svd(f.left[zeros & f.active_rows], full_matrices=False)
             fixed = slice(f.rank - 1)  # the last one is q itself
             turned = (back @ v[fixed].mT / singular[fixed]).norm(dim=1)  # by noise of size 1 in the rows
-            variance = variance + (turned * f.noise * (q * f.inverse).norm() * part).square()
+            variance = variance + (turned * f.noise * (q * f.inverse_singular_values).norm() * part).square()
         error = float((variance.sqrt() / size).max())
         return error if math.isfinite(error) else math.inf
 
 
-def _key(zeros: Tensor) -> bytes:
+def _zero_pattern(zeros: Tensor) -> bytes:
     return zeros.cpu().numpy().tobytes()
 
 
-def _independent(rows: Tensor) -> Iterator[int]:
+def _independent_rows(rows: Tensor) -> Iterator[int]:
     """Indices of rows, in order, each with a part outside the span of those before."""
     left = rows.clone()
     for i in range(len(rows)):
@@ -324,13 +327,16 @@ def _independent(rows: Tensor) -> Iterator[int]:
             yield i
 
 
-def _result(layer: LinearLayer, found: Found) -> Reconstruction:
+def _result(layer: LinearLayer, found: DirectionChoice) -> Reconstruction:
     complete = layer.view.batch_size in {None, len(found.inputs)}  # noise may have drowned an image
-    features = {} if layer.images else {"features": found.inputs.to(layer.view.dtype)}
+    features = {} if layer.is_given_images else {"features": found.inputs.to(layer.view.dtype)}
     return Reconstruction(
-        inputs=layer.pixels(found.inputs) if layer.images else None,
+        inputs=layer.pixels(found.inputs) if layer.is_given_images else None,
         labels=found.labels,
         objective=1 - found.score,
         private=features,  # type: ignore[arg-type]
-        verified=found.sure and found.error <= SHARP and complete and layer.has_true_size(found.inputs, found.signals),
+        verified=found.is_confirmed
+        and found.relative_error <= MAX_VERIFIED_ERROR
+        and complete
+        and layer.has_true_size(found.inputs, found.signals),
     )

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from attacks.base import Preset, Reconstruction, attacks
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from attacks.gradient_matching.engine.problem import INPUTS, Problem, Variables
+from attacks.gradient_matching.engine.problem import INPUTS, MatchingProblem, Variables
 from attacks.gradient_matching.engine.regularizers import Regularizer
 from attacks.update.training_phases import training_phases
 from fl.client import Client
@@ -121,7 +121,7 @@ class GradInversion(GradientMatching):
 
     def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
         """Return the images' energy, and the batch-norm statistics where the server knows any."""
-        terms: list[Regularizer] = [Energy(weight=self.energy_weight)] if self.energy_weight else []
+        terms: list[Regularizer] = [ImageEnergy(weight=self.energy_weight)] if self.energy_weight else []
         if self.statistics_weight and known_moments(view):
             terms.append(BatchNormStatistics(weight=self.statistics_weight, first=self.first_layer_factor))
         return tuple(terms)
@@ -137,7 +137,7 @@ class GradInversion(GradientMatching):
             return values, grads
         rows: dict[int, list[int]] = {}
         for row, problem in enumerate(batch.problems):
-            assert isinstance(problem, Problem)
+            assert isinstance(problem, MatchingProblem)
             if problem.labels is not None or variables[INPUTS].shape[1] == 1:
                 rows.setdefault(id(problem), []).append(row)
         for mine in rows.values():
@@ -148,7 +148,7 @@ class GradInversion(GradientMatching):
         return values, grads
 
     def build_result(
-        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+        self, problem: MatchingProblem, row: Variables, objective: float, history: tuple[float, ...]
     ) -> Reconstruction:
         """Return the result of one trial; says which statistics it used."""
         result = super().build_result(problem, row, objective, history)
@@ -182,7 +182,7 @@ def consensus(guesses: Tensor, reach: int) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Energy:
+class ImageEnergy:
     """The mean square of the images in normalized units."""
 
     weight: float
@@ -252,7 +252,7 @@ def known_moments(view: ServerView) -> Moments:
     for name, module in batch_norms(view).items():
         keys = [f"{name}.running_{which}" for which in ("mean", "var")]
         before = [view.buffers[key] for key in keys]
-        new = sum(_new(view, name, module))
+        new = sum(_new_statistics_shares(view, name, module))
         if view.buffers_after is None or new == 0:
             if bool(before[0].any()) or bool((before[1] != 1).any()):
                 found[name] = (before[0], before[1])
@@ -267,7 +267,7 @@ def client_shares(view: ServerView) -> dict[str, Tensor]:
     """How much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
     found: dict[str, Tensor] = {}
     for name, module in batch_norms(view).items():
-        new = _new(view, name, module)
+        new = _new_statistics_shares(view, name, module)
         if sum(new) == 0:  # running statistics: those of a mean client, of whom Poisson sampling may have no image
             new = [part.weight if part.batch_size else 0.0 for part in view.parts] or [1.0]
         each = torch.tensor(new, dtype=view.dtype, device=view.device)
@@ -275,17 +275,17 @@ def client_shares(view: ServerView) -> dict[str, Tensor]:
     return found
 
 
-def _new(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
+def _new_statistics_shares(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
     """The share of a layer's running statistics that each client put there in the round; what lacks to 1 is older."""
     if not has_batch_statistics(view):
         return [0.0]
     if not view.parts:
-        return [_moved(view, name, module, _batches(view, name))]
+        return [_replaced_share(view, name, module, _count_batches(view, name))]
     fed = [sum(size > 0 for phase in p.schedule or () for step in phase for size in step) for p in view.parts]
-    return [p.weight * _moved(view, name, module, count) for p, count in zip(view.parts, fed, strict=True)]
+    return [p.weight * _replaced_share(view, name, module, count) for p, count in zip(view.parts, fed, strict=True)]
 
 
-def _moved(view: ServerView, name: str, module: _BatchNorm, batches: int) -> float:
+def _replaced_share(view: ServerView, name: str, module: _BatchNorm, batches: int) -> float:
     """The share that so many batches of one client make of its running statistics."""
     if module.momentum is not None:
         return float(1 - (1 - module.momentum) ** batches)
@@ -293,7 +293,7 @@ def _moved(view: ServerView, name: str, module: _BatchNorm, batches: int) -> flo
     return batches / max(old + batches, 1)
 
 
-def _batches(view: ServerView, name: str) -> int:
+def _count_batches(view: ServerView, name: str) -> int:
     """How many batches a layer has counted, or how many steps there were where it does not count."""
     counter = f"{name}.num_batches_tracked"
     if view.buffers_after is not None and counter in view.buffers_after and counter in view.buffers:
@@ -309,7 +309,7 @@ def candidate_moments(view: ServerView, candidate: Candidate, client: Client, we
     Of a group of clients, the mean of theirs, weighed by layer as in `shares`.
     """
     if not view.parts:
-        return _moments(view, candidate.inputs, candidate.private, client, weights)
+        return _client_moments(view, candidate.inputs, candidate.private, client, weights)
     images = candidate.inputs.split([part.batch_size or 0 for part in view.parts], dim=-4)
     found: dict[str, list[Tensor]] = {name: [] for name in weights}
     for i, (part, mine) in enumerate(zip(view.parts, images, strict=True)):
@@ -317,12 +317,12 @@ def candidate_moments(view: ServerView, candidate: Candidate, client: Client, we
             continue
         prefix = f"part/{i}/"
         private = {n.removeprefix(prefix): v for n, v in candidate.private.items() if n.startswith(prefix)}
-        for name, pair in _moments(view, mine, private, client, weights).items():
+        for name, pair in _client_moments(view, mine, private, client, weights).items():
             found[name].append(weights[name][i] * torch.stack(pair))
     return {name: tuple(torch.stack(each).sum(0)) for name, each in found.items()}
 
 
-def _moments(
+def _client_moments(
     view: ServerView, images: Tensor, private: Tensors, client: Client, names: Mapping[str, object]
 ) -> Moments:
     """Those of one client's images (N, C, H, W), given its private tensors."""

@@ -15,7 +15,7 @@ from fl.view import ServerView
 
 @attacks.register("joint")
 @dataclass(frozen=True, kw_only=True)
-class Joint(InvertingGradients):
+class JointGradientMatching(InvertingGradients):
     """IG with embedding, classifier and labels searched for together with the image (HyperFL, appendix D.1).
 
     The paper's settings, by the name `published`: 10,000 iterations, total variation 1e-6, step size 0.1 for images.

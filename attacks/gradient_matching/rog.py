@@ -12,8 +12,8 @@ from attacks.base import NotApplicable, Preset, Reconstruction, attacks
 from attacks.gradient_matching.engine import image_networks
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.objectives import Objective
-from attacks.gradient_matching.engine.problem import Problem, Variables
-from attacks.gradient_matching.engine.search_space import Decoded, Space, Upsampled
+from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
+from attacks.gradient_matching.engine.search_space import DecodedSpace, SearchSpace, UpsampledSpace
 from fl.ranges import Count, Share, StepSize, Weight
 from fl.view import ServerView
 
@@ -103,20 +103,20 @@ class ROG(GradientMatching):
         if reason is not None:
             return reason
         for kind, path in (("decoder", self.decoder), ("enhancer", self.enhancer)):
-            if path is not None and (misfit := image_networks.load(path, kind).misfit(view.task.input_shape)):
-                return NotApplicable(f"the {kind} {path} does not fit: {misfit}")
+            if path is not None and (obstacle := image_networks.load(path, kind).shape_obstacle(view.task.input_shape)):
+                return NotApplicable(f"the {kind} {path} does not fit: {obstacle}")
         return None
 
-    def search_space(self, view: ServerView) -> Space:
+    def search_space(self, view: ServerView) -> SearchSpace:
         """Return the codes that images are made from."""
         shape = view.task.input_shape
         if self.decoder is None:
-            return Upsampled(self.factor, shape[1:], self.clamp_upsampled)
+            return UpsampledSpace(self.factor, shape[1:], self.clamp_upsampled)
         decoder = image_networks.load(self.decoder, "decoder", view.dtype, view.device)
-        return Decoded(decoder, decoder.code(shape))
+        return DecodedSpace(decoder, decoder.code_shape(shape))
 
     def build_result(
-        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+        self, problem: MatchingProblem, row: Variables, objective: float, history: tuple[float, ...]
     ) -> Reconstruction:
         """Return the result of one trial, sharpened by the enhancer where there is one."""
         result = super().build_result(problem, row, objective, history)

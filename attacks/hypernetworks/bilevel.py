@@ -17,9 +17,9 @@ from attacks.gradient_matching.engine.memory_estimate import GIB, saved_bytes, s
 from attacks.gradient_matching.engine.minimization import describe_cut, pixel_bounds
 from attacks.gradient_matching.engine.optimizers import Adam
 from attacks.gradient_matching.engine.problem import INPUTS, Variables, batching_key, private_key, tensor_form
-from attacks.hypernetworks.bilevel_problems import Lower, Upper
+from attacks.hypernetworks.bilevel_problems import EmbeddingProblem, ImageProblem
 from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_view
-from attacks.hypernetworks.peel import Peeled
+from attacks.hypernetworks.peel import SolvedHypernet
 from attacks.search_control import SearchControl, SearchMonitor
 from fl.models.hypernetworks.hypernetwork import EMBEDDING
 from fl.ranges import Count, Limit, StepSize, Weight
@@ -27,7 +27,7 @@ from fl.seeds import stream
 from fl.tensors import leaf_tensors
 from fl.view import ServerView
 
-Level = TypeVar("Level", Lower, Upper)
+LevelProblem = TypeVar("LevelProblem", EmbeddingProblem, ImageProblem)
 
 
 @attacks.register("bilevel")
@@ -131,11 +131,11 @@ class Bilevel(Attack):
         """As `run`, within what `control` allows; the two levels share the time equally."""
         found = [self._parse(view) for view in views]
         hypernet = {i: o for i, o in enumerate(found) if isinstance(o, HypernetView)}
-        lower = [trial for i, o in hypernet.items() for trial in self._lower(i, o, seeds[i])]
-        embeddings = self._best(lower, self._search_embeddings, SearchMonitor(control, levels_left=2))
-        peeled = {i: _peeled(hypernet[i], row) for i, (row, *_) in embeddings.items()}
-        upper = [trial for i, one in peeled.items() for trial in self._upper(i, one, seeds[i])]
-        images = self._best(upper, self._search_images, SearchMonitor(control))
+        lower = [trial for i, o in hypernet.items() for trial in self._embedding_trials(i, o, seeds[i])]
+        embeddings = self._run_trials(lower, self._search_embeddings, SearchMonitor(control, levels_left=2))
+        peeled = {i: _peel_with(hypernet[i], row) for i, (row, *_) in embeddings.items()}
+        upper = [trial for i, one in peeled.items() for trial in self._image_trials(i, one, seeds[i])]
+        images = self._run_trials(upper, self._search_images, SearchMonitor(control))
         unsearched = NotApplicable("no trial was run")
         if stopped := control.stop_reason():
             reason = f"no trial was run before {stopped}"
@@ -172,14 +172,14 @@ class Bilevel(Attack):
         return hypernet
 
     # ---- the trials --------------------------------------------------------------------------------------------------
-    def _lower(self, index: int, hypernet: HypernetView, seed: int) -> Iterator[_Trial[Lower]]:
+    def _embedding_trials(self, index: int, hypernet: HypernetView, seed: int) -> Iterator[_Trial[EmbeddingProblem]]:
         """The searches for one view's embedding."""
-        level = Lower.of(hypernet, self.inner)
+        level = EmbeddingProblem.of(hypernet, self.inner)
         for restart in range(self.restarts):
             draw = stream(seed, "bilevel", "lower", restart)
-            yield _Trial(index, level, level.start(draw, normal=self.lower_init == "normal"))
+            yield _Trial(index, level, level.initial_variables(draw, normal=self.lower_init == "normal"))
 
-    def _upper(self, index: int, peeled: Peeled, seed: int) -> Iterator[_Trial[Upper]]:
+    def _image_trials(self, index: int, peeled: SolvedHypernet, seed: int) -> Iterator[_Trial[ImageProblem]]:
         """The searches for one view's images."""
         view = peeled.view
         count, classes = view.batch_size or 1, view.client.task.num_classes
@@ -188,19 +188,19 @@ class Bilevel(Attack):
             labels = view.labels
             if labels is None:  # nothing tells them: a class is inverted, whichever it is
                 labels = torch.randint(classes, (count,), generator=draw).to(view.device)
-            level = Upper(view, peeled.extractor, labels, self.tv_weight)
-            yield _Trial(index, level, level.start(draw))
+            level = ImageProblem(view, peeled.extractor, labels, self.tv_weight)
+            yield _Trial(index, level, level.initial_variables(draw))
 
-    def _best(
+    def _run_trials(
         self,
-        trials: Sequence[_Trial[Level]],
-        search: Callable[[list[Level], Variables, SearchMonitor], list[TrialResult]],
+        trials: Sequence[_Trial[LevelProblem]],
+        search: Callable[[list[LevelProblem], Variables, SearchMonitor], list[TrialResult]],
         monitor: SearchMonitor,
     ) -> dict[int, TrialResult]:
         """What the best trial of every view found; those of equal form share stacks."""
-        groups: dict[object, list[_Trial[Level]]] = {}
+        groups: dict[object, list[_Trial[LevelProblem]]] = {}
         for trial in trials:
-            key: object = (batching_key(trial.level.view), tensor_form(trial.level.constants))
+            key: object = (batching_key(trial.problem.view), tensor_form(trial.problem.constants))
             groups.setdefault(key, []).append(trial)
         best: dict[int, TrialResult] = {}
         sizes = {key: self._batch_size(members[0]) for key, members in groups.items()}
@@ -212,36 +212,40 @@ class Bilevel(Attack):
                 if monitor.begin_batch():
                     break
                 start = stack_variables(trial.start for trial in chunk)
-                found = search([trial.level for trial in chunk], start, monitor)
+                found = search([trial.problem for trial in chunk], start, monitor)
                 for trial, one in zip(chunk, found, strict=True):
-                    if trial.index not in best or _objective(one) < _objective(best[trial.index]):
+                    if trial.index not in best or _final_objective(one) < _final_objective(best[trial.index]):
                         best[trial.index] = one
         return best
 
-    def _batch_size(self, trial: _Trial[Level]) -> int:
+    def _batch_size(self, trial: _Trial[LevelProblem]) -> int:
         """How many trials share a batch."""
-        each = saved_bytes(trial.level, trial.start) / GIB
+        each = saved_bytes(trial.problem, trial.start) / GIB
         return max(
             1,
             int(
                 min(
                     self.max_parallel_trials,
-                    trials_in_cache(trial.level.view),
+                    trials_in_cache(trial.problem.view),
                     self.memory_limit_gib / max(each, 1 / GIB),
                 )
             ),
         )
 
     # ---- the searches ------------------------------------------------------------------------------------------------
-    def _search_embeddings(self, levels: list[Lower], start: Variables, monitor: SearchMonitor) -> list[TrialResult]:
+    def _search_embeddings(
+        self, levels: list[EmbeddingProblem], start: Variables, monitor: SearchMonitor
+    ) -> list[TrialResult]:
         """Embedding and output move together (Adam)."""
         settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, clamp_pixels=False)
         return settings.search(ProblemBatch(levels, compiled=self.compile), start, [], monitor)
 
-    def _search_images(self, levels: list[Upper], variables: Variables, monitor: SearchMonitor) -> list[TrialResult]:
+    def _search_images(
+        self, levels: list[ImageProblem], variables: Variables, monitor: SearchMonitor
+    ) -> list[TrialResult]:
         """Images (by sign) and classifier move in turn."""
         pictures = ProblemBatch(levels, compiled=self.compile)
-        heads = ProblemBatch([replace(level, moves="classifier") for level in levels], compiled=self.compile)
+        heads = ProblemBatch([replace(level, optimized="classifier") for level in levels], compiled=self.compile)
         settings = GradientMatching(iterations=self.iterations, lr=self.lr, private_lr=self.head_lr)
         image, classifier = Adam(settings, []), Adam(replace(settings, schedule="none"), [])
         limits = pixel_bounds(levels[0])
@@ -254,7 +258,7 @@ class Bilevel(Attack):
             if iteration == self.iterations:
                 break
             if reason := monitor.after(iteration):
-                best.cut(describe_cut(iteration, self.iterations, reason))
+                best.mark_cut_short(describe_cut(iteration, self.iterations, reason))
                 break
             moved = image.step(variables, {INPUTS: grads[INPUTS]})
             variables = variables | {INPUTS: moved[INPUTS].clamp(*limits)}
@@ -265,20 +269,20 @@ class Bilevel(Attack):
 
 
 @dataclass(frozen=True)
-class _Trial(Generic[Level]):
+class _Trial(Generic[LevelProblem]):
     """A search of one level for the view of that index, and where it starts."""
 
     index: int
-    level: Level
+    problem: LevelProblem
     start: Variables
 
 
-def _objective(found: TrialResult) -> float:
+def _final_objective(found: TrialResult) -> float:
     """Of the best iterate, not relative to the start."""
     return found.objective * found.start_objective
 
 
-def _peeled(hypernet: HypernetView, row: Variables) -> Peeled:
+def _peel_with(hypernet: HypernetView, row: Variables) -> SolvedHypernet:
     """What follows from the embedding that was found."""
     v = row[private_key(EMBEDDING)].double()
-    return Peeled(hypernet, hypernet.update.hidden(v), v, "search", float("nan"))
+    return SolvedHypernet(hypernet, hypernet.update.hidden(v), v, "search", float("nan"))

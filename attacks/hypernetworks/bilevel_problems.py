@@ -20,12 +20,12 @@ from fl.network import Network
 from fl.tensors import Tensors, compress, dense
 from fl.view import ServerView
 
-RANK = 8
+MAX_RANK = 8
 """Outer products kept of a dense upload of many steps."""
 
 
 @dataclass(frozen=True)
-class Lower:
+class EmbeddingProblem:
     """The lower level: what a guess of embedding and output would have sent, compared with what was sent.
 
     The gradient of the inner loss is outer products, and so is the observed one (a dense upload is cut down to as many
@@ -42,9 +42,9 @@ class Lower:
     inner: str
 
     @classmethod
-    def of(cls, hypernet: HypernetView, inner: str) -> Lower:
+    def of(cls, hypernet: HypernetView, inner: str) -> EmbeddingProblem:
         """From a view whose decay is known."""
-        rank = min(hypernet.steps or RANK, RANK)
+        rank = min(hypernet.steps or MAX_RANK, MAX_RANK)
         observed: Tensors = {}
         for name in hypernet.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
             value = hypernet.change[name]
@@ -60,7 +60,7 @@ class Lower:
         observed, size = normalize(self.observed)
         return {"shared": self.view.shared, "update": self.view.update, "observed": observed, "size": size}
 
-    def start(self, draw: torch.Generator, *, normal: bool) -> Variables:
+    def initial_variables(self, draw: torch.Generator, *, normal: bool) -> Variables:
         """An embedding and an output to begin with: that of the embedding, or N(0, 1)."""
         like = dense(self.view.shared[TRUNK_WEIGHT])
         v = torch.randn(like.shape[1], generator=draw).to(like)
@@ -71,7 +71,7 @@ class Lower:
 
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
         """h(v), by the network's names."""
-        return self._generator.generate(_params(self.view, embedding), self.view.client.task)
+        return self._generator.generate(_hypernet_parameters(self.view, embedding), self.view.client.task)
 
     def objective(self, embedding: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
         """Squared distance of the inner loss's gradient and the observed one, relative to the latter."""
@@ -81,7 +81,7 @@ class Lower:
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """The same of variables, with the tensors of `constants`."""
         view = replace(self.view, shared=constants["shared"], update=constants["update"])
-        params, generator = _params(view, variables[private_key(EMBEDDING)]), self._generator
+        params, generator = _hypernet_parameters(view, variables[private_key(EMBEDDING)]), self._generator
         made = generator.generate(params, client.task)
         residuals = {n: w - variables[private_key(n)] for n, w in made.items()}
         if self.inner == "logcosh":
@@ -98,12 +98,12 @@ class Lower:
         return generator
 
 
-def _params(view: ServerView, embedding: Tensor) -> Tensors:
+def _hypernet_parameters(view: ServerView, embedding: Tensor) -> Tensors:
     return view.method.parametrization.lift({**view.shared, EMBEDDING: embedding})
 
 
 @dataclass(frozen=True)
-class Upper:
+class ImageProblem:
     """The upper level: images whose labels a classifier of any start finds behind the extractor that was recovered.
 
     Attributes:
@@ -117,8 +117,8 @@ class Upper:
     view: ServerView
     extractor: dict[str, Tensor]
     labels: Tensor
-    tv: float
-    moves: str = "images"
+    tv_weight: float
+    optimized: str = "images"
 
     @cached_property
     def constants(self) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Upper:
             "scale": scale,
         }
 
-    def start(self, draw: torch.Generator) -> Variables:
+    def initial_variables(self, draw: torch.Generator) -> Variables:
         """Images from N(0, 1) in normalized units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
         task = self.view.client.task
         made = {INPUTS: torch.randn(len(self.labels), *task.input_shape, generator=draw)}
@@ -150,11 +150,11 @@ class Upper:
         """Cross-entropy plus total variation."""
         classifier = {n: variables[private_key(n)] for n in client.task.parameters if private_key(n) in variables}
         inputs = variables[INPUTS]
-        if self.moves == "images":
+        if self.optimized == "images":
             classifier = {name: value.detach() for name, value in classifier.items()}
         else:
             inputs = inputs.detach()
         pixels = inputs * constants["scale"] + constants["offset"]
         network = Network(client.predictor, {**constants["extractor"], **classifier}, constants["buffers"])
         loss = nn.functional.cross_entropy(network(pixels), constants["labels"])
-        return loss + self.tv * total_variation(pixels, constants["scale"].flatten())
+        return loss + self.tv_weight * total_variation(pixels, constants["scale"].flatten())

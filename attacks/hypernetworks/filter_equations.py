@@ -59,13 +59,13 @@ class FilterUpdate:
         return cls(shape, filters, (first, second, third, fourth), (moved[0], moved[1], moved[2], moved[3]), rounding)
 
     @property
-    def inactive(self) -> bool:
+    def is_inactive(self) -> bool:
         """Whether the first layer did not move by more than rounding."""
         moved = zip(self.change[:2], self.layers[:2], strict=True)
         return any(float(change.norm()) <= self.rounding * float(layer.norm()) for change, layer in moved)
 
     @cached_property
-    def received(self) -> int:
+    def independent_numbers(self) -> int:
         """How many of the numbers received are independent of each other, at most.
 
         The layers' changes agree on sum_i dB_i and on sum_ji delta_ji a_ji^T: d + d^2 relations. Few filters make no
@@ -73,17 +73,17 @@ class FilterUpdate:
         """
         sent = sum(part.numel() for part in self.change)
         inside, d, v = self.layers[0].shape
-        made = self.filters * (v + inside * len(self.layers[3])) - self.ambiguity
+        made = self.filters * (v + inside * len(self.layers[3])) - self.undetermined_numbers
         return min(sent - d - d * d, made)
 
     @property
-    def ambiguity(self) -> int:
+    def undetermined_numbers(self) -> int:
         """How many numbers of the embeddings no update tells: those of M, or all of them."""
         size = self.layers[0].shape[2]
         return self.filters * min(self.filters - 1, size)
 
     @cached_property
-    def _first(self) -> Tensor:
+    def _first_layer_rows(self) -> Tensor:
         """[dW_i, dB_i], row by row (in * d, v + 1), in a unit of its own."""
         weight, bias = self.change[0], self.change[1]
         rows = torch.cat([weight.flatten(0, 1), bias.flatten()[:, None]], 1)
@@ -91,7 +91,7 @@ class FilterUpdate:
 
     def single_embedding(self) -> Tensor:
         """The embedding (1, v) of a single filter: v = sum_i dW_i^T dB_i / sum_i |dB_i|^2."""
-        rows = self._first
+        rows = self._first_layer_rows
         delta = rows[:, -1]
         return (delta @ rows[:, :-1] / (delta @ delta))[None]
 
@@ -100,7 +100,7 @@ class FilterUpdate:
 
         The rows [v_j, 1] span the rows of [dW_i, dB_i]; with more filters than v the hull is the whole space.
         """
-        _, sizes, right = torch.linalg.svd(self._first, full_matrices=False)
+        _, sizes, right = torch.linalg.svd(self._first_layer_rows, full_matrices=False)
         rank = min(self.filters, int((sizes > MIN_SINGULAR_VALUE * sizes[0]).sum()))
         if rank > guesses.shape[1]:
             return guesses
@@ -113,8 +113,8 @@ class FilterUpdate:
     def misfit(self, embeddings: Tensor) -> float:
         """What the first layer's equations leave of its change with these embeddings (J, v), relative to it."""
         known = torch.cat([embeddings, embeddings.new_ones(len(embeddings), 1)], 1)
-        solved = self._first @ torch.linalg.pinv(known, rtol=MIN_SINGULAR_VALUE)
-        return float((solved @ known - self._first).norm() / self._first.norm())
+        solved = self._first_layer_rows @ torch.linalg.pinv(known, rtol=MIN_SINGULAR_VALUE)
+        return float((solved @ known - self._first_layer_rows).norm() / self._first_layer_rows.norm())
 
     def gradient(self, embeddings: Tensor) -> Tensor | None:
         """The gradient (J, *shape) of every basic filter, in the change's own factor; None where it is not determined.

@@ -71,7 +71,7 @@ class FilterSolution:
     weights: dict[str, Tensor]
     gradient: Tensors | None
     verified: bool
-    started: bool
+    used_initial_values: bool
     counts: str
 
     def private(self) -> Tensors:
@@ -80,7 +80,7 @@ class FilterSolution:
 
     def knowledge(self) -> tuple[str, ...]:
         """As in `Reconstruction.knowledge`."""
-        return (*(("private_init",) if self.started else ()), self.counts)
+        return (*(("private_init",) if self.used_initial_values else ()), self.counts)
 
 
 @attacks.register("filters")
@@ -141,7 +141,7 @@ class HyperFedNetPeel(ViewRewriter):
         used = _starts_known(view) or ("private_init" in result.knowledge and bool(view.private_init))
         mine = tuple(name for name in solved.knowledge() if name != "private_init")
         others = tuple(name for name in result.knowledge if name != "private_init")
-        known = (*others, *(("private_init",) if used or solved.started else ()), *mine)
+        known = (*others, *(("private_init",) if used or solved.used_initial_values else ()), *mine)
         return replace(result, private={**rewritten.received[RECOVERED_FILTERS], **result.private}, knowledge=known)
 
     def solve(self, view: ServerView) -> FilterSolution | NotApplicable:
@@ -153,7 +153,7 @@ class HyperFedNetPeel(ViewRewriter):
         if isinstance(change, NotApplicable):
             return change
         updates = _filter_updates(view, change)
-        if any(update.inactive for update in updates.values()):
+        if any(update.is_inactive for update in updates.values()):
             return NotApplicable("no gradient reached the hypernetwork: its update is its decay and rounding")
         counts = _equation_counts(view, list(updates.values()))
         made = embedded_weights(view.private)
@@ -165,8 +165,8 @@ class HyperFedNetPeel(ViewRewriter):
             update = updates[open_[0]]
             return NotApplicable(
                 f"{update.filters} filters share one hypernetwork without activation: its update leaves "
-                f"{update.ambiguity:,} numbers of their embeddings open, and their starting values are unknown "
-                f"({counts})"
+                f"{update.undetermined_numbers:,} numbers of their embeddings open, and their starting values are "
+                f"unknown ({counts})"
             )
         return _solve_filters(view, change, updates, counts)
 
@@ -266,7 +266,7 @@ def _filter_updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpda
 
 def _equation_counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
     """Numbers received against unknowns."""
-    received = sum(update.received for update in updates)
+    received = sum(update.independent_numbers for update in updates)
     images = view.batch_size or 1
     pixels = images * math.prod(view.task.input_shape)
     labels = 0 if view.labels is not None else images

@@ -52,7 +52,7 @@ class HypernetView:
         """How the hypernetwork is trained."""
         return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
 
-    def moving(self, names: Iterable[str]) -> list[str]:
+    def moving_names(self, names: Iterable[str]) -> list[str]:
         """Which of `names` move together with the hypernetwork."""
         return list(self.phases[self.phase].assign(dict.fromkeys(names)))
 
@@ -69,7 +69,7 @@ def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
     observed = ObservedUpdate(view)
     if missing := observed.unknown_decay:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes SGD and a known schedule")
-    (phase,) = _training(view)
+    (phase,) = _hypernet_phases(view)
     steps = len(view.schedule[phase]) if view.schedule is not None else 1
     defense = view.client.defense
     cuts = overrides(defense, "surrogate")
@@ -89,7 +89,7 @@ def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
     return HypernetView(view, phase, change, update)
 
 
-def _training(view: ServerView) -> list[int]:
+def _hypernet_phases(view: ServerView) -> list[int]:
     """The phases that train the hypernetwork, empty ones left out."""
     method, phases = view.method, view.method.phases(view.client.task, view.round)
     counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
@@ -97,7 +97,7 @@ def _training(view: ServerView) -> list[int]:
     return [p for p in chosen if any(group.covers(TRUNK_WEIGHT) for group in phases[p].groups)]
 
 
-def _noise_before(view: ServerView) -> bool:
+def _has_weight_noise(view: ServerView) -> bool:
     """Whether steps are astray by noise on the generated weights' gradient alone, before it is pulled back.
 
     However noisy that gradient is, what the hypernetwork gets of it is outer products with the same factors.
@@ -123,10 +123,10 @@ def _obstacle(view: ServerView) -> str | None:
     ]
     if kept:
         return f"the hypernetwork is not sent, or not all of it: {kept[0]!r} is missing"
-    if (reason := deviation_from_loss_gradient(view)) is not None and not _noise_before(view):
+    if (reason := deviation_from_loss_gradient(view)) is not None and not _has_weight_noise(view):
         return reason
     phases = method.phases(view.client.task, view.round)
-    owners = _training(view)
+    owners = _hypernet_phases(view)
     if len(owners) != 1:
         return f"expected one phase that trains the hypernetwork, got {len(owners)}"
     if (reason := adaptive_optimizer_obstacle([phases[owners[0]]])) is not None:

@@ -82,9 +82,9 @@ class LatentPayload(Attack):
             return NotApplicable("the client sends no latent vector of its images")
         if view.scale_unknown:
             return NotApplicable("the unit of the latent vector is lost")
-        if not _sent(view):
+        if not _latent_moves(view):
             return NotApplicable("no latent vector is sent while the autoencoder is trained")
-        if (reason := _altered(view)) is not None:
+        if (reason := _defense_obstacle(view)) is not None:
             return NotApplicable(reason)
         wanted = dense(view.shared[LATENT]) - dense(view.update[LATENT])
         encoder = _encoder(view, len(wanted))
@@ -134,12 +134,12 @@ class LatentPayload(Attack):
         return found, [*history, best], stopped
 
 
-def _sent(view: ServerView) -> bool:
+def _latent_moves(view: ServerView) -> bool:
     """Whether the latent vector moves in this round."""
     return any(LATENT in phase.assign(view.shared) for phase in view.method.phases(view.client.task, view.round))
 
 
-def _altered(view: ServerView) -> str | None:
+def _defense_obstacle(view: ServerView) -> str | None:
     """Why a known defense does not let the latent vector through as it is, up to noise and rounding; or None."""
     defense, sent = view.client.defense, dense(view.update[LATENT])
     if overrides(defense, "gradient"):

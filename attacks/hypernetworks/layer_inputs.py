@@ -57,15 +57,15 @@ def _adapter_input(
     matrix = f"{name}.conv.weight"
     if not {matrix, f"{last}.bias"} <= gradient.keys():
         return None
-    slope, offset = _affine(module.after, last, known)[0], gradient[f"{last}.bias"].double()
+    slope, offset = _batch_norm_affine(module.after, last, known)[0], gradient[f"{last}.bias"].double()
     x = _rank_one_input(gradient[matrix].flatten(1), slope * offset)
     if x is None:
         return None
-    slope, offset = _affine(module.before, first, known)
+    slope, offset = _batch_norm_affine(module.before, first, known)
     return (x - offset) / slope
 
 
-def _affine(norm: nn.BatchNorm2d, name: str, known: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _batch_norm_affine(norm: nn.BatchNorm2d, name: str, known: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Slope and offset (C,) of batch norm with fixed statistics."""
     kinds = ("weight", "bias", "running_mean", "running_var")
     weight, bias, mean, variance = (dense(known[f"{name}.{kind}"]).double() for kind in kinds)

@@ -43,7 +43,7 @@ PEELED = "peeled"
 
 
 @dataclass(frozen=True)
-class Peeled:
+class SolvedHypernet:
     """A view whose hypernetwork is solved for: what it generated, and the gradient that came back.
 
     Attributes:
@@ -77,12 +77,12 @@ class Peeled:
     @cached_property
     def extractor(self) -> dict[str, Tensor]:
         """The generated weights at the start of the round, by the network's names."""
-        return self._shaped(self.update.extractor(self.hidden))
+        return self._in_shape(self.update.extractor(self.hidden))
 
     @cached_property
     def gradient(self) -> dict[str, Tensor]:
         """Their gradient times step size (summed over the steps, with momentum) and clip factor."""
-        return self._shaped(self.update.gradient(self.hidden))
+        return self._in_shape(self.update.gradient(self.hidden))
 
     @property
     def verified(self) -> bool:
@@ -96,20 +96,20 @@ class Peeled:
             found[EMBEDDING] = self.embedding.to(self.view.dtype)
         return found
 
-    def read(self) -> Tensors:
+    def with_layer_inputs(self) -> Tensors:
         """The same with what layers were given, where one step without noise tells (`layer_inputs`)."""
         if self.hypernet_view.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
             return self.private()
         return {**self.private(), **layer_inputs(self.view, self.extractor, self.gradient)}
 
-    def _shaped(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _in_shape(self, flat: dict[str, Tensor]) -> dict[str, Tensor]:
         like = self.view.client.task.parameters
         return {n: value.to(self.view.dtype).view(like[n].shape) for n, value in flat.items()}
 
 
 @attacks.register("peel")
 @dataclass(frozen=True, kw_only=True)
-class Peel(ViewRewriter):
+class HypernetPeel(ViewRewriter):
     """Reads embedding, extractor and its gradient off the update of a hypernetwork that sees one embedding.
 
     A linear layer with one input x and bias sends (delta x^T, delta), so x = dW^T db / |db|^2. HyperFL's hypernetwork
@@ -153,7 +153,7 @@ class Peel(ViewRewriter):
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):
             return peeled
-        return Reconstruction(inputs=None, private=peeled.read(), verified=peeled.verified)
+        return Reconstruction(inputs=None, private=peeled.with_layer_inputs(), verified=peeled.verified)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
         """The view of the generated network, its classifier private or cut off; where it is, with earlier rounds."""
@@ -171,7 +171,7 @@ class Peel(ViewRewriter):
         chosen = plain if isinstance(cut, NotApplicable) and self.classifier == "auto" else cut
         if isinstance(chosen, NotApplicable):
             return chosen
-        return replace(chosen, received={**chosen.received, PEELED: peeled.read()})
+        return replace(chosen, received={**chosen.received, PEELED: peeled.with_layer_inputs()})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
         """The result, with the recovered embedding and extractor."""
@@ -183,20 +183,20 @@ class Peel(ViewRewriter):
         """The result as it is: where sizes between tensors are open, `_route_disagreement` has asked both layers."""
         return result
 
-    def solve(self, view: ServerView) -> Peeled | NotApplicable:
+    def solve(self, view: ServerView) -> SolvedHypernet | NotApplicable:
         """Activations, extractor and its gradient, or why they can't be had."""
         hypernet = parse_hypernet_view(view)
         return hypernet if isinstance(hypernet, NotApplicable) else self._solve(hypernet)
 
-    def _solve(self, hypernet: HypernetView) -> Peeled | NotApplicable:
+    def _solve(self, hypernet: HypernetView) -> SolvedHypernet | NotApplicable:
         update = hypernet.update
-        embedding = None if update.trunk_inactive else update.embedding()
-        drowned = embedding is None and (update.biases_inactive if update.bias else update.heads_inactive)
-        if drowned and update.heads_inactive:
+        embedding = None if update.is_trunk_inactive else update.embedding()
+        drowned = embedding is None and (update.are_biases_inactive if update.bias else update.are_heads_inactive)
+        if drowned and update.are_heads_inactive:
             return NotApplicable(INACTIVE)
-        if embedding is None and update.heads_inactive:
+        if embedding is None and update.are_heads_inactive:
             nothing = torch.zeros_like(dense(update.change[TRUNK_BIAS]))
-            return Peeled(hypernet, nothing, None, "biases", update.rounding_bound())
+            return SolvedHypernet(hypernet, nothing, None, "biases", update.rounding_bound())
         if embedding is None and (self.route == "trunk" or not update.bias):
             return NotApplicable("the first layer did not move, and this route reads it")
         heads = update.hidden_from_head_gradients()
@@ -217,11 +217,13 @@ class Peel(ViewRewriter):
         if embedding is not None:
             trunk, misfit = update.hidden(embedding), update.trunk_residual(embedding)
             if self.route == "trunk" or (self.route == "auto" and misfit <= residual and bool(trunk.any())):
-                return Peeled(hypernet, trunk, embedding, "trunk", max(misfit, apart), update.complete("trunk"))
+                return SolvedHypernet(
+                    hypernet, trunk, embedding, "trunk", max(misfit, apart), update.is_complete("trunk")
+                )
         if not usable:
             return NotApplicable("the heads' equations have no solution: what they pull back runs against db0")
-        complete = update.complete("heads") and (embedding is None or update.complete("trunk"))
-        return Peeled(hypernet, heads, embedding, "heads", max(residual, apart), complete)
+        complete = update.is_complete("heads") and (embedding is None or update.is_complete("trunk"))
+        return SolvedHypernet(hypernet, heads, embedding, "heads", max(residual, apart), complete)
 
 
 def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
@@ -235,7 +237,7 @@ def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads:
     return float((trunk - heads).norm() / torch.maximum(trunk.norm(), heads.norm()))
 
 
-def network_view(peeled: Peeled) -> ServerView | NotApplicable:
+def network_view(peeled: SolvedHypernet) -> ServerView | NotApplicable:
     """The view of the generated network, its classifier private unless it is shared."""
     view, hypernet = peeled.view, peeled.hypernet_view
     if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
@@ -245,7 +247,7 @@ def network_view(peeled: Peeled) -> ServerView | NotApplicable:
     if direct and hypernet.steps != 1:
         return NotApplicable("a shared classifier moves at another rate than the generated weights: one step only")
     noisy = deviation_from_loss_gradient(view) is not None
-    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in hypernet.moving(names)):
+    if noisy and any(view.method.scope(n, view.client.task) is Scope.PRIVATE for n in hypernet.moving_names(names)):
         return NotApplicable("each image's gradient is clipped together with that of the private classifier")
     method, update = _one_step_rule(peeled, direct) if hypernet.steps == 1 else _several_steps_rule(peeled)
     kept = [n for n in view.private if n in names or n in view.client.task.buffers]
@@ -281,7 +283,7 @@ def _may_be_clipped(hypernet: HypernetView) -> bool:
     return float(length) >= 0.999 * group.max_norm * phase.first_step_size(group)
 
 
-def _one_step_rule(peeled: Peeled, direct: list[str]) -> tuple[Method, Tensors]:
+def _one_step_rule(peeled: SolvedHypernet, direct: list[str]) -> tuple[Method, Tensors]:
     """The gradient itself: a step of size 1 without momentum, decay and clipping."""
     hypernet, view = peeled.hypernet_view, peeled.view
     phase = hypernet.phases[hypernet.phase]
@@ -301,7 +303,7 @@ def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]
     return DPFedAvg(**kept) if kind is FedAvg else Centaur(**{**kept, "head_epochs": 0})
 
 
-def _several_steps_rule(peeled: Peeled) -> tuple[Method, Tensors]:
+def _several_steps_rule(peeled: SolvedHypernet) -> tuple[Method, Tensors]:
     """The same local training on the extractor itself, with its classifier at rest.
 
     With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves

@@ -105,7 +105,7 @@ class HypernetUpdate:
         sent = None if passed is None else _sent_masks(moved, passed)
         return cls(mine, moved, names, bias, precision, sent)
 
-    def complete(self, layer: str) -> bool:
+    def is_complete(self, layer: str) -> bool:
         """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
         seen = self.sent
         if seen is None:
@@ -117,7 +117,7 @@ class HypernetUpdate:
 
     # ---- first layer -------------------------------------------------------------------------------------------------
     @property
-    def trunk_inactive(self) -> bool:
+    def is_trunk_inactive(self) -> bool:
         """Whether the first layer's update is no more than rounding."""
         return self._is_inactive([TRUNK_WEIGHT]) or self._is_inactive([TRUNK_BIAS])
 
@@ -129,7 +129,7 @@ class HypernetUpdate:
 
     def trunk_residual(self, embedding: Tensor) -> float:
         """What the fit leaves of dW0, relative to it; 1 if it doesn't reach every number of the embedding."""
-        if not self.complete("trunk"):
+        if not self.is_complete("trunk"):
             return 1.0
         weight, back = dense(self.change[TRUNK_WEIGHT]), dense(self.change[TRUNK_BIAS])
         fitted = back[:, None] * embedding
@@ -181,12 +181,12 @@ class HypernetUpdate:
 
     # ---- heads -------------------------------------------------------------------------------------------------------
     @property
-    def heads_inactive(self) -> bool:
+    def are_heads_inactive(self) -> bool:
         """Whether the head weights' update is no more than rounding."""
         return self._is_inactive([head_weight(n) for n in self.names])
 
     @property
-    def biases_inactive(self) -> bool:
+    def are_biases_inactive(self) -> bool:
         """Whether the head biases' update is no more than rounding."""
         return self._is_inactive([head_bias(n) for n in self.names])
 

@@ -59,9 +59,9 @@ def label_counts(observed: ObservedUpdate) -> Tensor | None:
         if remembers and deviation_from_loss_gradient(view) is not None:
             return None  # what is remembered may outweigh the loss in the bias
         label = None if is_update_sign_flipped(view, observed.change) else idlg_label(observed)
-        return _counts_of(view, label)
+        return _count_classes(view, label)
     if adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
-        return _counts_of(view, _labels_by_signs(observed))
+        return _count_classes(view, _labels_by_signs(observed))
     gradient = ClassifierGradient.of(observed)
     if gradient is None or view.batch_size is None:
         return None
@@ -125,7 +125,7 @@ def single_label(view: ServerView) -> tuple[Tensor | None, str]:
     return fixed_labels(view, "auto") if view.method.uses_labels else None, ""
 
 
-def _counts_of(view: ServerView, labels: Tensor | None) -> Tensor | None:
+def _count_classes(view: ServerView, labels: Tensor | None) -> Tensor | None:
     return None if labels is None else torch.bincount(labels, minlength=view.task.num_classes)
 
 

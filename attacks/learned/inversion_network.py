@@ -22,11 +22,11 @@ from fl.tensors import Tensors, dense
 from fl.types import Batch, Candidate, frozen
 from fl.view import ServerView
 
-ROOM = 2**25
+MAX_NUMBERS_AT_ONCE = 2**25
 """Numbers of imitated updates that are held at once."""
-TRIAL = 512
+SCALING_UPDATES = 512
 """Imitated updates that tell how large the numbers are."""
-FAR = 10.0
+MAX_STANDARDIZED = 10.0
 """So many standard deviations from the mean an input counts as no further."""
 
 
@@ -45,7 +45,7 @@ class SimulatedClient:
     public: Batch
 
     @cached_property
-    def numbers(self) -> int:
+    def update_size(self) -> int:
         """How many numbers one update has."""
         return sum(value.numel() for value in self.view.update.values())
 
@@ -70,12 +70,12 @@ class SimulatedClient:
             sent = predict(view, candidate, derivative=func_derivative, client=client, defended=False)
             return {name: dense(sent[name]) for name in view.update}
 
-        private = {name: self._private(name, len(images), draw) for name in view.private}
+        private = {name: self._draw_private(name, len(images), draw) for name in view.private}
         with torch.no_grad():
             rows: dict[str, Tensor] = vmap(one)(images.inputs, images.labels, private)
-            return self._defended(rows, len(images), draw)
+            return self._apply_defense(rows, len(images), draw)
 
-    def _private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
+    def _draw_private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
         """Guesses (count, *shape) of a private tensor: as layers are initialized, 0 for memory, N(0, 1) for noise."""
         shape, known = self.view.private[name], (self.view.private_init or {}).get(name)
         if known is not None:
@@ -87,7 +87,7 @@ class SimulatedClient:
             made = torch.randn(count, *shape, generator=draw) * (shape[1:].numel() ** -0.5 if weight else 1.0)
         return made.to(dtype=self.view.dtype, device=self.view.device)
 
-    def _defended(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:
+    def _apply_defense(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:
         """The rows as a known defense sends them, with its noise."""
         defense = self.view.defense
         if not (self.view.threat.knows_defense and overrides(defense, "transform_update")):
@@ -121,12 +121,12 @@ class FeatureHash:
         flat = nn.functional.normalize(flat, dim=1)
         if self.numbers <= self.size:
             return flat
-        order, signs = self._dealt
+        order, signs = self._permutation_and_signs
         mixed = flat[:, order.to(flat.device)] * signs.to(flat)
         return nn.functional.pad(mixed, (0, -mixed.shape[1] % self.size)).unflatten(1, (-1, self.size)).sum(1)
 
     @cached_property
-    def _dealt(self) -> tuple[Tensor, Tensor]:
+    def _permutation_and_signs(self) -> tuple[Tensor, Tensor]:
         draw = stream(self.seed, "hash")
         order = torch.randperm(self.numbers, generator=draw)
         return order, torch.randint(0, 2, (self.numbers,), generator=draw) * 2 - 1
@@ -164,7 +164,7 @@ class InversionNetwork:
 
 def standardize(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
     """Hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits."""
-    return ((rows - mean) * scale).clamp(-FAR, FAR).float()
+    return ((rows - mean) * scale).clamp(-MAX_STANDARDIZED, MAX_STANDARDIZED).float()
 
 
 def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
@@ -216,11 +216,13 @@ def train(
     view = imitation.view
     shape = (view.batch_size or 1, *view.task.input_shape)
     draw = stream(seed, "trial")
-    trial = imitation.updates(imitation.images(min(TRIAL, max(2, ROOM // imitation.numbers)), draw), draw)
+    trial = imitation.updates(
+        imitation.images(min(SCALING_UPDATES, max(2, MAX_NUMBERS_AT_ONCE // imitation.update_size)), draw), draw
+    )
     scales = {name: _inverse(rows.double().square().mean().sqrt()) for name, rows in trial.items()}
-    made = FeatureHash(scales, imitation.numbers, settings.hash_size, seed)
+    made = FeatureHash(scales, imitation.update_size, settings.hash_size, seed)
     lessons = _training_batches(imitation, made, batch, seed)
-    rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-TRIAL // batch)))]).double()
+    rows = torch.cat([made(trial), *(lessons()[0] for _ in range(-(-SCALING_UPDATES // batch)))]).double()
     mean, spread = rows.mean(0), rows.std(0)
     scale = torch.where(spread > 0, 1 / spread, 0.0)
     mean, scale = mean.to(view.dtype), scale.to(view.dtype)
@@ -249,7 +251,7 @@ def _training_batches(
 ) -> Callable[[], tuple[Tensor, Tensor]]:
     """A function that imitates `batch` clients anew: hashed updates (batch, F), pixels (batch, B, P) in float32."""
     draw = stream(seed, "lessons")
-    room = max(1, min(batch, ROOM // imitation.numbers))
+    room = max(1, min(batch, MAX_NUMBERS_AT_ONCE // imitation.update_size))
 
     def lesson() -> tuple[Tensor, Tensor]:
         hashes, pixels = [], []

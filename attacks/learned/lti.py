@@ -23,7 +23,7 @@ from fl.tensors import dense
 from fl.types import Batch
 from fl.view import ServerView
 
-KEPT = 4
+MAX_CACHED_NETWORKS = 4
 """Networks kept for further calls."""
 _Key = tuple[Attack, str, str]
 """Of a network: the attack's settings, the public images, and whatever the client is imitated by."""
@@ -133,7 +133,7 @@ class LearningToInvert(Attack):
             if key not in networks:
                 networks[key] = self._network(key, view, data, public, monitor)
             inverter = networks[key]
-            results.append(inverter if isinstance(inverter, NotApplicable) else self._read(view, data, inverter))
+            results.append(inverter if isinstance(inverter, NotApplicable) else self._reconstruct(view, data, inverter))
         return results
 
     def auxiliary_images(self) -> Batch | None:
@@ -175,14 +175,14 @@ class LearningToInvert(Attack):
             draw = stream(self.seed, "labels")
             labels = torch.randint(view.task.num_classes, public.labels.shape, generator=draw)
             public = Batch(public.inputs, labels)
-        trained = self._trained(SimulatedClient(view, public), monitor)
+        trained = self._train(SimulatedClient(view, public), monitor)
         if not trained.cut_short:
             _TRAINED[key] = trained
-            while len(_TRAINED) > KEPT:
+            while len(_TRAINED) > MAX_CACHED_NETWORKS:
                 del _TRAINED[next(iter(_TRAINED))]
         return trained
 
-    def _read(self, view: ServerView, data: Dataset, inverter: InversionNetwork) -> Reconstruction:
+    def _reconstruct(self, view: ServerView, data: Dataset, inverter: InversionNetwork) -> Reconstruction:
         """What a network makes of a view."""
         told, note = single_label(view) if view.batch_size == 1 else (None, "")
         used = {
@@ -201,7 +201,7 @@ class LearningToInvert(Attack):
             knowledge=tuple(name for name, known in used.items() if known),
         )
 
-    def _trained(self, imitation: SimulatedClient, monitor: SearchMonitor) -> InversionNetwork:
+    def _train(self, imitation: SimulatedClient, monitor: SearchMonitor) -> InversionNetwork:
         settings = TrainingSettings(
             iterations=self.iterations,
             batch_size=self.batch_size,

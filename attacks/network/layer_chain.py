@@ -96,7 +96,7 @@ class Stage:
         offset, slope = self.input_affine(given.dtype)
         return ((given - offset) / slope).view(-1, *self.shape)
 
-    def linear(self, given: Tensor) -> Tensor:
+    def activation_input(self, given: Tensor) -> Tensor:
         """What the activation is given, from what the layer is given."""
         result: Tensor = self.after(self.layer(given))
         return result
@@ -142,7 +142,7 @@ def trace_view(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn
     return model, graphs[0]
 
 
-def unroll(
+def extract_layer_chain(
     view: ServerView, *, max_pooling: bool = False, device: torch.device | str = "cpu"
 ) -> tuple[Stage, ...] | NotApplicable:
     """The network of `view` as stages on `device`, bottom first, or why it is no such chain.
@@ -160,7 +160,7 @@ def unroll(
         return found
     model, graph = found
     pieces: list[Piece] = []  # those that the chain reaches to
-    stages = _build_stages(view, _recording(read_pieces(graph), pieces), max_pooling)
+    stages = _build_stages(view, _record_pieces(read_pieces(graph), pieces), max_pooling)
     if isinstance(stages, NotApplicable):
         return stages
     if apart := _forward_mismatch(stages, pieces, graph.image) or _gradient_mismatch(
@@ -179,7 +179,7 @@ def _forward_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], probe: T
             returned, expected = stage.layer(given), right[stage.name]
             if returned.numel() != expected.numel() or not torch.allclose(returned, expected.view_as(returned)):
                 return f"the network is no plain chain of layers: {stage.name} is given something else than it seems"
-            values = stage.activation(stage.linear(given))
+            values = stage.activation(stage.activation_input(given))
     return None
 
 
@@ -195,7 +195,7 @@ def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: 
         grads = torch.autograd.grad((returned * draw).sum(), list(trained.values()), allow_unused=True)
         right, values = dict(zip(trained, grads, strict=True)), probe
         for stage in stages:
-            values = stage.activation(stage.linear(stage.layer_input(values)))
+            values = stage.activation(stage.activation_input(stage.layer_input(values)))
         flows = draw
         if stages[-1].end_reason:
             signal = right.get(stages[-1].parameter_name("bias"))
@@ -222,7 +222,7 @@ def _network_output(pieces: Sequence[Piece], values: Tensor) -> Tensor:
     return values.log_softmax(1) if pieces and pieces[-1].normalizes else values
 
 
-def _recording(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece]:
+def _record_pieces(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece]:
     for piece in pieces:
         kept.append(piece)
         yield piece
@@ -305,7 +305,9 @@ def _build_stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) 
         if order is not None:
             layer, places["weight"] = _permute_inputs(layer, order, places.get("weight"))
             maps[at:] = (
-                [turned.back(maps[at + 1 :])] if any(isinstance(m, ElementwiseAffine) for m in maps[at:]) else []
+                [turned.undo_scalings(maps[at + 1 :])]
+                if any(isinstance(m, ElementwiseAffine) for m in maps[at:])
+                else []
             )
             maps += [nn.Flatten()] if isinstance(layer, nn.Linear) and len(turned.shape) > 1 else []
     return Stage(piece.name, layer, shape, nn.Sequential(*maps), names=piece.names, places=places)

@@ -143,15 +143,15 @@ def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
         return parameters
     matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
     (name, places), rest = parameters[0], parameters[1]
-    places = _numbers(value) if places is None else places
+    places = _element_indices(value) if places is None else places
     places = places.flatten(0, -2).T if flows_first else places.flatten(0, -2)
     sent = graph.tensors[name]
-    same = sent.shape == matrix.shape and torch.equal(places, _numbers(matrix))
+    same = sent.shape == matrix.shape and torch.equal(places, _element_indices(matrix))
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
     return _with_parameters(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
 
 
-def _numbers(value: Tensor) -> Tensor:
+def _element_indices(value: Tensor) -> Tensor:
     return torch.arange(value.numel(), device=value.device).view(value.shape)
 
 
@@ -241,7 +241,7 @@ def _with_added_bias(
     layer.bias = _parameter(value.flatten(), sent)
     where = dict(piece.places)
     if places is not None or sent.ndim != 1:
-        where["bias"] = _numbers(layer.bias) if places is None else places.flatten()
+        where["bias"] = _element_indices(layer.bias) if places is None else places.flatten()
     return replace(piece, names={**piece.names, "bias": name}, places=where)
 
 

@@ -86,14 +86,14 @@ def _first_piece(graph: Graph) -> tuple[Piece, PixelOrigin] | None:
     below: list[nn.Module] = []
     for piece in read_pieces(graph):
         if isinstance(piece.module, nn.Linear):
-            return piece, _origin(graph.image, below)
+            return piece, _pixel_origin(graph.image, below)
         if not isinstance(piece.module, nn.Identity | nn.Flatten | Reshape | ElementwiseAffine | Permutation):
             return None
         below.append(piece.module)
     return None
 
 
-def _origin(image: Tensor, below: list[nn.Module]) -> PixelOrigin:
+def _pixel_origin(image: Tensor, below: list[nn.Module]) -> PixelOrigin:
     zero, index = torch.zeros_like(image), torch.arange(image.numel(), device=image.device)
     offset, top = zero, zero + 1
     with torch.no_grad():

@@ -36,7 +36,7 @@ class Permutation(LinearMap):
         super().__init__(run, shape)
         self.index = index
 
-    def back(self, scalings: Sequence[nn.Module]) -> ElementwiseAffine:
+    def undo_scalings(self, scalings: Sequence[nn.Module]) -> ElementwiseAffine:
         """What `scalings` behind the new order do, in the old one."""
         places = self.index.argsort()
 
@@ -102,11 +102,11 @@ def _as_torch_module(graph: Graph, segment: Segment) -> nn.Module | None:
         pads = [*args[1], *[0] * (4 - len(args[1]))]
         return nn.ZeroPad2d((pads[0], pads[1], pads[2], pads[3]))
     if name in {"mean", "amax", "adaptive_max_pool2d"}:
-        return _as_pooling(lambda x: _run(graph, segment, x), taken, given)
+        return _as_pooling(lambda x: _replay_segment(graph, segment, x), taken, given)
     return None
 
 
-def _run(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
+def _replay_segment(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
     return graph.replay(segment.nodes, segment.end, {segment.start: x})
 
 

@@ -137,7 +137,7 @@ class Graph:
             leaves = [found.get(leaf, self.value(leaf)) if isinstance(leaf, Ref) else leaf for leaf in node.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, node.spec)
             if node.op._schema.is_mutable:
-                written = [i for i, a in enumerate(node.op._schema.arguments[: len(args)]) if _written(a)]
+                written = [i for i, a in enumerate(node.op._schema.arguments[: len(args)]) if _is_written(a)]
                 args = [a.clone() if i in written and isinstance(a, Tensor) else a for i, a in enumerate(args)]
             returned = [r for r in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(r, Tensor)]
             found |= {Ref(number, k): value for k, value in enumerate(returned)}
@@ -213,7 +213,7 @@ def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
     The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
     """
     recorder = _Recorder(model, image)
-    with torch.no_grad(), _places(model, recorder), recorder:
+    with torch.no_grad(), _track_modules(model, recorder), recorder:
         try:
             returned = model(recorder.graph.image)
         except _UnreadableError as error:
@@ -235,14 +235,14 @@ def first_difference(one: Graph, other: Graph) -> str | None:
     """The first operation that two runs of a network on two images do not share, or None."""
     for mine, theirs in zip(one.nodes, other.nodes, strict=False):
         same = mine.op is theirs.op and len(mine.leaves) == len(theirs.leaves) and mine.place == theirs.place
-        if not same or not all(map(_alike, mine.leaves, theirs.leaves)):
+        if not same or not all(map(_same_operation, mine.leaves, theirs.leaves)):
             return str(mine)
     if len(one.nodes) != len(other.nodes) or one.returned != other.returned:
         return "the end of the network"
     return None
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _same_operation(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     return type(one) is type(other) and bool(one == other)
@@ -300,15 +300,15 @@ class _Recorder(TorchDispatchMode):
                 self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
             return func(*args, **(kwargs or {}))
         flows = any(self.graph.depends_on_image(ref) for ref in taken)
-        if flows and torch.Tag.nondeterministic_seeded in func.tags and not _at_rest(func, args):
+        if flows and torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
             self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
         if func is torch.ops.aten._to_copy.default:
-            kwargs, leaves, refs, spec = self._precise(args, dict(kwargs or {}))
+            kwargs, leaves, refs, spec = self._keep_precision(args, dict(kwargs or {}))
         written = [
-            v for a, v in zip(func._schema.arguments, args, strict=False) if _written(a) and isinstance(v, Tensor)
+            v for a, v in zip(func._schema.arguments, args, strict=False) if _is_written(a) and isinstance(v, Tensor)
         ]
         for value in written:
-            self._save(value)
+            self._save_before_write(value)
         result = func(*args, **(kwargs or {}))
         outputs = [r for r in pytree.tree_leaves(result) if isinstance(r, Tensor)]
         if not written and len(outputs) == 1 and self._refs.get(_key(outputs[0])) in taken:
@@ -316,12 +316,12 @@ class _Recorder(TorchDispatchMode):
         origins = [self.graph.origins(ref) for ref in taken if not self.graph.depends_on_image(ref)]
         self.graph.nodes.append(Node(func, refs, spec, outputs, flows, frozenset().union(*origins), *self.stack[-1]))
         for value in written:
-            self._stale(value)
+            self._invalidate_aliases(value)
         for k, output in enumerate(outputs):
             self._bind(output, Ref(len(self.graph.nodes) - 1, k))
         return result
 
-    def _precise(
+    def _keep_precision(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[dict[str, Any], list[Any], list[Any], Any]:
         dtype = kwargs.get("dtype")
@@ -335,7 +335,7 @@ class _Recorder(TorchDispatchMode):
         self._kept.setdefault(key[0], []).append(value)
         self._refs[key] = ref
 
-    def _save(self, value: Tensor) -> None:
+    def _save_before_write(self, value: Tensor) -> None:
         """Keep a copy of what is about to be overwritten."""
         ref = self._refs.get(_key(value))
         if ref is None:
@@ -347,7 +347,7 @@ class _Recorder(TorchDispatchMode):
         else:
             self.graph.tensors[self.graph.sources[ref.node]] = value.clone()
 
-    def _stale(self, value: Tensor) -> None:
+    def _invalidate_aliases(self, value: Tensor) -> None:
         """Whatever else lies in the same memory is no longer what it was."""
         storage = _key(value)[0]
         self._written.add(storage)
@@ -370,18 +370,18 @@ def _extent(value: Tensor) -> tuple[int, int]:
     return start, start + sum((int(n) - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
 
 
-def _written(argument: Any) -> bool:
+def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _at_rest(func: OpOverload, args: tuple[Any, ...]) -> bool:
+def _draws_nothing(func: OpOverload, args: tuple[Any, ...]) -> bool:
     """Whether an operation that could draw random numbers is told not to (`training=False`)."""
     given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
     return given.get("training", given.get("train")) is False or given.get("dropout_p", given.get("dropout")) == 0.0
 
 
 @contextmanager
-def _places(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
+def _track_modules(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
     """Tell the recorder in which module each operation runs."""
 
     def enter(name: str, kind: str) -> Callable[..., None]:

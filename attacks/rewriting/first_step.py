@@ -82,7 +82,7 @@ class FirstStep(ViewRewriter):
         fed = {size for phase in training_phases(view)[1] or () for step in phase for size in step if size}
         if view.order is None and fed != {view.batch_size}:
             return NotApplicable("batches are smaller than all images and their order is unknown")
-        size = _size(view)
+        size = _round_step_size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
         return replace(easier, method=method, update=scale_tensors(easier.update, size), history=())
 
@@ -96,17 +96,17 @@ class FirstStep(ViewRewriter):
         self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
     ) -> list[Result]:
         """Reconstruct and correct in turns, those still open in one batch."""
-        searches = [self._opened(view, seed) for view, seed in zip(views, seeds, strict=True)]
+        searches = [self._begin(view, seed) for view, seed in zip(views, seeds, strict=True)]
         for _ in range(1 + self.corrections):
-            active = [search for search in searches if isinstance(search, _Search) and search.open]
+            active = [search for search in searches if isinstance(search, _DefectCorrection) and search.is_open]
             if not active:
                 break
             found = runner(then, control)([search.easier for search in active], [search.seed for search in active])
             for search, result in zip(active, found, strict=True):
-                search.take(result)
-        return [search.result() if isinstance(search, _Search) else search for search in searches]
+                search.correct_by(result)
+        return [search.result() if isinstance(search, _DefectCorrection) else search for search in searches]
 
-    def _opened(self, view: ServerView, seed: int) -> _Search | NotApplicable:
+    def _begin(self, view: ServerView, seed: int) -> _DefectCorrection | NotApplicable:
         single = self.single_client_view(view)
         easier = self.rewrite(single) if isinstance(single, ServerView) else single
         if isinstance(easier, NotApplicable):
@@ -115,11 +115,11 @@ class FirstStep(ViewRewriter):
         labels = None if count_local_steps(single) == 1 else fixed_labels(single, "auto")
         if labels is None and count_local_steps(single) != 1:
             return NotApplicable("the labels are unknown and not in the update: later steps can't be simulated")
-        return _Search(single, seed, easier, labels)
+        return _DefectCorrection(single, seed, easier, labels)
 
 
 @dataclass
-class _Search:
+class _DefectCorrection:
     """One view under attack.
 
     Attributes:
@@ -139,9 +139,9 @@ class _Search:
     easier: ServerView
     labels: Tensor | None
     best: Result | None = None
-    left: float = math.inf
-    idle: int = 0
-    over: bool = False
+    unexplained: float = math.inf
+    futile_corrections: int = 0
+    is_over: bool = False
     history: list[float] = field(default_factory=list)
     sent: Tensors = field(init=False)
 
@@ -149,27 +149,27 @@ class _Search:
         self.sent = self.easier.update
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         """Whether another reconstruction may help."""
-        return not self.over and self.idle <= PATIENCE and self.left > 0.1 * MAX_UNEXPLAINED
+        return not self.is_over and self.futile_corrections <= PATIENCE and self.unexplained > 0.1 * MAX_UNEXPLAINED
 
-    def take(self, result: Result) -> None:
+    def correct_by(self, result: Result) -> None:
         """Compare a result with the update, and correct the view by it."""
         self.best = self.best or result
         if isinstance(result, NotApplicable) or result.inputs is None or self.labels is None:
-            self.over = True  # nothing to simulate by, or nothing to correct
+            self.is_over = True  # nothing to simulate by, or nothing to correct
             return
         if len(result.inputs) != len(self.labels):
-            self.over = True  # a round can't be simulated on some of its images
+            self.is_over = True  # a round can't be simulated on some of its images
             return
-        found = [(arranged, *self._simulated(arranged)) for arranged in self._arranged(result)]
+        found = [(arranged, *self._simulate(arranged)) for arranged in self._arrangements(result)]
         arranged, mean, unit, left, guess = min(found, key=lambda one: (not one[2] > 0, one[3]))
         self.history.append(left)
-        self.idle = 0 if left < PROGRESS_FACTOR * self.left else self.idle + 1
-        if left < self.left:
-            self.best, self.left = arranged, left
-        self.over = not unit > 0  # it would point back, or nowhere
-        if not self.over:
+        self.futile_corrections = 0 if left < PROGRESS_FACTOR * self.unexplained else self.futile_corrections + 1
+        if left < self.unexplained:
+            self.best, self.unexplained = arranged, left
+        self.is_over = not unit > 0  # it would point back, or nowhere
+        if not self.is_over:
             with torch.no_grad():
                 first = predict(self.easier, replace(guess, order=None), defended=False)
             # at equal sizes: that gradients shrink along the round is no error of the image
@@ -177,7 +177,7 @@ class _Search:
             corrected = add_scaled(scale_tensors(self.sent, like / unit), add_scaled(first, mean, -like))
             self.easier = replace(self.easier, update=corrected)
 
-    def _arranged(self, result: Reconstruction) -> list[Reconstruction]:
+    def _arrangements(self, result: Reconstruction) -> list[Reconstruction]:
         """The result with labels, its images in every arrangement that an attack may leave open, if they are few."""
         assert result.inputs is not None
         assert self.labels is not None
@@ -194,14 +194,14 @@ class _Search:
             made.append(replace(result, inputs=result.inputs[index], labels=mine, fixed=fixed))
         return made
 
-    def _simulated(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
+    def _simulate(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
         """A result's mean gradient, the observed one's length over it, what it leaves, and the guess it stands for."""
         assert result.inputs is not None
         assert result.labels is not None
         order = self.view.order or sequential_order(self.view, len(result.labels))
         guess = Candidate(result.inputs, result.labels, order=order)
         with torch.no_grad():
-            mean = _mean(self.view, predict(self.view, guess, defended=False))
+            mean = _simulated_mean_gradient(self.view, predict(self.view, guess, defended=False))
         unit = float(dot(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
         return mean, unit, float(norm(add_scaled(self.sent, mean, -unit)) / norm(self.sent)), guess
 
@@ -214,10 +214,10 @@ class _Search:
         known = tuple(name for name, was in used.items() if was and self.history and name not in self.best.knowledge)
         if not self.history:
             return replace(self.best, knowledge=(*self.best.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
-        done = self.left < MAX_UNEXPLAINED
+        done = self.unexplained < MAX_UNEXPLAINED
         return replace(
             self.best,
-            objective=self.left,
+            objective=self.unexplained,
             history=tuple(self.history),
             knowledge=(*self.best.knowledge, *known, *(() if done else (ONE_STEP_SURROGATE,))),
             verified=self.best.verified if done else False,
@@ -225,15 +225,15 @@ class _Search:
         )
 
 
-def _size(view: ServerView) -> float:
+def _round_step_size(view: ServerView) -> float:
     """How far the round's steps move a parameter together: one step of that size hides no rounding of the update."""
     phases, schedule = training_phases(view)
     owners = {tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in view.update}
     return max(total_step_size(phases, schedule, mine) for mine in owners)
 
 
-def _mean(view: ServerView, predicted: Tensors) -> Tensors:
-    """The mean gradient of a simulated round, times `_size`; nothing was done to its update."""
+def _simulated_mean_gradient(view: ServerView, predicted: Tensors) -> Tensors:
+    """The mean gradient of a simulated round, times `_round_step_size`; nothing was done to its update."""
     mean = mean_gradient(replace(view, update=predicted, defense=Defense()))
     assert not isinstance(mean, NotApplicable)
-    return scale_tensors(mean, _size(view))
+    return scale_tensors(mean, _round_step_size(view))

@@ -100,13 +100,13 @@ def view_below_classifier(view: ServerView, layer: str | None = None) -> ServerV
     """
 
     def below(view: ServerView) -> ServerView | NotApplicable:
-        return _below_classifier(view, layer)
+        return _cut_below_classifier(view, layer)
 
     cut = below(view)
     return with_history(view, cut, below) if isinstance(cut, ServerView) else cut
 
 
-def _below_classifier(view: ServerView, layer: str | None) -> ServerView | NotApplicable:
+def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | NotApplicable:
     reason = single_step_obstacle(view)
     if reason is not None:
         return NotApplicable(reason)

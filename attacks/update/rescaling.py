@@ -12,15 +12,15 @@ def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
 
     A power of two changes no digit of them; where all are zero, or one is not finite, it is 1.
     """
-    largest = max(map(_largest, values.values()), default=0.0)
+    largest = max(map(_largest_entry, values.values()), default=0.0)
     power = math.frexp(largest if 0 < largest < math.inf else 1.0)[1] - 1
     half = power // 2  # by two factors: the inverse of the smallest numbers is more than their type holds
     return scale_tensors(scale_tensors(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
 
 
-def _largest(value: Value) -> float:
+def _largest_entry(value: Value) -> float:
     if not isinstance(value, LowRank):
         return float(value.abs().max()) if value.numel() else 0.0
-    terms = [float(term.coef) * _largest(term.left) * _largest(term.right) for term in value.terms]
-    base = 0.0 if value.base is None or value.scale == 0 else value.scale * _largest(value.base)
+    terms = [float(term.coef) * _largest_entry(term.left) * _largest_entry(term.right) for term in value.terms]
+    base = 0.0 if value.base is None or value.scale == 0 else value.scale * _largest_entry(value.base)
     return max(map(abs, (*terms, base)))

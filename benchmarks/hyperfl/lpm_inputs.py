@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fl.data
 from attacks.base import NotApplicable, Reconstruction
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
 from benchmarks.hyperfl.peel import error, uploaded
 from fl.client import Client
@@ -56,7 +56,7 @@ def given(view: ServerView, truth: Truth) -> Tensor:
 
 def measure(view: ServerView, truth: Truth) -> float | None:
     """Relative error of what the peel reads, or None where it reads nothing."""
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     if isinstance(found, NotApplicable) or f"features/{LAYER}" not in found.private:
         return None
     assert isinstance(found, Reconstruction)

@@ -18,7 +18,7 @@ from torch import Tensor
 import fl.data
 import fl.models
 from attacks.base import NotApplicable
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
 from fl.client import Client
 from fl.data.partitions.partition import DominantGroups
@@ -86,7 +86,7 @@ def error(found: Tensor, truth: Tensor) -> float:
 
 def measure(view: ServerView, truth: Truth, route: str) -> dict[str, object]:
     """What one route finds."""
-    peeled = Peel(route=route).solve(view)  # type: ignore[arg-type]
+    peeled = HypernetPeel(route=route).solve(view)  # type: ignore[arg-type]
     if isinstance(peeled, NotApplicable):
         return {"chosen": peeled.reason, "extractor": None, "embedding": None, "residual": None, "verified": False}
     found, true = (torch.cat([w[n].flatten() for n in truth.extractor]) for w in (peeled.extractor, truth.extractor))

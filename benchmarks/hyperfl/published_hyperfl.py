@@ -23,7 +23,7 @@ import torch
 import fl.data
 import fl.models
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
 from benchmarks.exact.cascade import FIRST, SETS, scored
 from benchmarks.hyperfl.peel import error, uploaded
@@ -111,7 +111,7 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
         assert isinstance(method.parametrization, Hypernetwork)
         params = {**federation.download(0).shared, **federation.clients[0].private}
         row["active"] = int((method.parametrization.preactivation(params) > 0).sum())
-        peeled = Peel().solve(view)
+        peeled = HypernetPeel().solve(view)
         row["signal"] = not isinstance(peeled, NotApplicable)
         if isinstance(peeled, NotApplicable):
             row["peel"] = peeled.reason

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 import fl.data
 import fl.models
 from attacks.base import NotApplicable
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from benchmarks.hyperfl.peel import error
@@ -103,7 +103,7 @@ def peeled() -> list[Row]:
 
 def off(view: ServerView, truth: Truth, task: Task, mean: Tensor) -> Row:
     """Errors of one client's embedding, extractor, and its gradient: the mean along the round, that at its start."""
-    found = Peel().solve(view)
+    found = HypernetPeel().solve(view)
     if isinstance(found, NotApplicable):
         raise ValueError(f"expected the update of a hypernetwork that can be peeled, got: {found.reason}")
     names = list(truth.extractor)

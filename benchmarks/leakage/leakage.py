@@ -27,7 +27,7 @@ import fl.models
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
-from attacks.gradient_matching.engine.problem import Problem, Variables
+from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
 from attacks.gradient_matching.ig import InvertingGradients
 from benchmarks.common import RESULTS, hyperfl_conditions, publish, rewrite, table
 from eval.metrics.score import Row, score
@@ -237,7 +237,7 @@ class Measured(InvertingGradients):
     """IG whose results have the objective itself, not its share of each start's: several can be compared."""
 
     def build_result(
-        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+        self, problem: MatchingProblem, row: Variables, objective: float, history: tuple[float, ...]
     ) -> Reconstruction:
         """Return the result with the objective in its own unit."""
         value, _ = ProblemBatch([problem]).evaluate(stack_variables([row]))

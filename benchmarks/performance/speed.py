@@ -21,8 +21,12 @@ import fl.data
 import fl.models
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from attacks.gradient_matching.engine.problem import Problem
-from attacks.gradient_matching.engine.traced_objective import MIN_EVALUATIONS_TO_COMPILE, STEADY_EVALUATIONS, _Compiled
+from attacks.gradient_matching.engine.problem import MatchingProblem
+from attacks.gradient_matching.engine.traced_objective import (
+    MIN_EVALUATIONS_TO_COMPILE,
+    STEADY_EVALUATIONS,
+    _CompiledWithFallback,
+)
 from benchmarks.common import publish, table
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -76,7 +80,7 @@ def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
 
 def ours(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], None], float]:
     """A function that makes so many iterations on a stack of `count` trials, and the seconds it took to record them."""
-    problem = Problem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
+    problem = MatchingProblem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
     attack = attacks.build("ig")
     assert isinstance(attack, GradientMatching)
     starts = [attack.initial_variables(problem, 0, r) for r in range(count)]
@@ -87,7 +91,7 @@ def ours(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], 
     for _ in range(STEADY_EVALUATIONS):  # as a search of thousands of iterations tells it
         stack.expect_iterations(MIN_EVALUATIONS_TO_COMPILE, rows)
     recording = time.perf_counter() - begin
-    if compiled and not isinstance(stack.traced, _Compiled):
+    if compiled and not isinstance(stack.traced, _CompiledWithFallback):
         raise RuntimeError("nothing was compiled: install a C++ compiler")
 
     def run(iterations: int) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, Chain
-from attacks.gradient_matching.engine.search_space import Upsampled
+from attacks.gradient_matching.engine.search_space import UpsampledSpace
 from attacks.gradient_matching.rog import ROG
 from fl.seeds import stream
 
@@ -78,8 +78,8 @@ def nearest_reference(truth: Tensor, reference: Tensor) -> Tensor:
 def best_decodable(truth: Tensor, factor: int) -> Tensor:
     """What bounds `rog` with bicubic codes: the closest image that a descent from least squares finds of any code.
 
-    An oracle, never part of an attack. Codes may leave [0, 1], only images are clamped; see `Upsampled.closest` for why
-    a closer one is not ruled out.
+    An oracle, never part of an attack. Codes may leave [0, 1], only images are clamped; see `UpsampledSpace.project`
+    for why a closer one is not ruled out.
 
     Args:
         truth: (N, C, H, W) in [0, 1].
@@ -89,7 +89,7 @@ def best_decodable(truth: Tensor, factor: int) -> Tensor:
         Images of the truth's shape, clamped to [0, 1].
     """
     height, width = truth.shape[-2:]
-    return Upsampled(factor, (height, width)).closest(truth).clamp(0, 1).to(truth)
+    return UpsampledSpace(factor, (height, width)).project(truth).clamp(0, 1).to(truth)
 
 
 def representable_bound(attack: Attack, truth: Tensor) -> Tensor | None:

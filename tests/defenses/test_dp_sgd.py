@@ -11,7 +11,7 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 import defenses.dp_sgd as module
-from attacks.gradient_matching.engine.problem import Problem
+from attacks.gradient_matching.engine.problem import MatchingProblem
 from defenses.clip import ClipOfUnknownNorm
 from defenses.compose import Chain
 from defenses.dp_sgd import DPSGD
@@ -115,7 +115,7 @@ def test_the_search_knows_the_clipping() -> None:
     view, truth = worlds.federation(STEP, DPSGD(clip=0.1, noise_multiplier=0.0)).observe(1)
     for known, at_truth in ((True, 1e-12), (False, 0.5)):
         seen = replace(view, threat=replace(view.threat, knows_defense=known))
-        problem = Problem(seen, truth.labels, "l2")
+        problem = MatchingProblem(seen, truth.labels, "l2")
         with torch.no_grad():
             off = problem.value({"inputs": truth.inputs}, problem.constants, seen.client, vmapped=False)
         assert (float(off) < at_truth) == known

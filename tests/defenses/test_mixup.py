@@ -10,7 +10,7 @@ from support.compare import assert_near, assert_same
 from torch import Tensor
 
 from attacks.base import Reconstruction, build
-from attacks.gradient_matching.engine.problem import INPUTS, Problem
+from attacks.gradient_matching.engine.problem import INPUTS, MatchingProblem
 from attacks.labels.recovery import fixed_labels
 from defenses.compose import Chain
 from defenses.instahide import InstaHide
@@ -123,7 +123,7 @@ def test_whole_labels_do_not_explain_an_update_of_blends() -> None:
     index = truth.trace.order[0][0][0]
     left = []
     for labels in (truth.labels, truth.labels.argmax(1)):
-        problem = Problem(view, labels[index], "l2")
+        problem = MatchingProblem(view, labels[index], "l2")
         with torch.no_grad():
             value = problem.value({INPUTS: truth.inputs[index]}, problem.constants, view.client, vmapped=False)
         left.append(float(value))

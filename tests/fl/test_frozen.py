@@ -8,7 +8,7 @@ from support import worlds
 from support.compare import assert_near, assert_same
 
 import attacks
-from attacks.network.layer_chain import unroll
+from attacks.network.layer_chain import extract_layer_chain
 from fl.client import Client, LossGradient
 from fl.federation import ClientData, Federation
 from fl.gradient import autograd_derivative
@@ -113,6 +113,6 @@ def test_attacks_see_through_them() -> None:
     torch.testing.assert_close(dense(found.private["features"]), given[0], rtol=1e-9, atol=1e-12)
     linear = attacks.build({"name": "ig", "iterations": 2})(view)
     assert isinstance(linear, attacks.Reconstruction)
-    stages = unroll(view, max_pooling=True)
+    stages = extract_layer_chain(view, max_pooling=True)
     assert not isinstance(stages, attacks.NotApplicable)
     assert torch.equal(stages[0].layer.weight, task().model.get_submodule("body.conv1").weight)

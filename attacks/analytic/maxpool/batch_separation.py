@@ -113,8 +113,8 @@ class SeparatedBatch:
 
     signals: Tensor
     inputs: Tensor
-    off: float
-    left: float
+    relative_error: float
+    unexplained: float
 
     def to(self, device: torch.device) -> SeparatedBatch:
         """Return the same on `device`."""
@@ -139,7 +139,7 @@ def separate_batch(summed: SummedGradient, count: int) -> SeparatedBatch | None:
         return None
     for start in islice(problem.rough_inverses(), MAX_REFINED):
         found = problem.refine(start)
-        if found is not None and found.left < MAX_UNEXPLAINED and found.off < MAX_DEVIATION:
+        if found is not None and found.unexplained < MAX_UNEXPLAINED and found.relative_error < MAX_DEVIATION:
             return found
     return None
 
@@ -177,12 +177,12 @@ class MixingProblem:
         return len(self.total)
 
     @cached_property
-    def returned(self) -> Tensor:
+    def activation_output_map(self) -> Tensor:
         """What a row of A^-1, whose product with `total` is 1, is multiplied by for what the activation returned."""
         return (self.r - self.total[:, None] * self.summed.offset) / self.summed.scale
 
     @cached_property
-    def back(self) -> Tensor:
+    def backward_map(self) -> Tensor:
         """What A is multiplied by for what flows back below, but for its slope (C, n / C, B)."""
         summed = self.summed
         units = len(summed.scale) // len(summed.lower_scale)
@@ -190,7 +190,7 @@ class MixingProblem:
         return ((summed.weight.mT @ self.u) * factor[:, None]).view(len(summed.lower_bias_gradient), -1, self.count)
 
     @cached_property
-    def free(self) -> Tensor:
+    def sum_preserving_directions(self) -> Tensor:
         """Directions in which the columns of A, one after the other, leave their sum as it is (B B, B (B - 1))."""
         fixed = torch.eye(self.count).to(self.total).repeat(1, self.count)
         return torch.linalg.svd(fixed)[2][self.count :].mT
@@ -224,25 +224,25 @@ class MixingProblem:
         Drawn from random units that are taken to be at rest, then moved to what all inputs at rest tell.
         """
         draw, count = stream(0, "separate"), self.count
-        norms = self.returned.norm(dim=0)
-        columns = self.returned[:, norms > 0.05 * norms.mean()].mT
+        norms = self.activation_output_map.norm(dim=0)
+        columns = self.activation_output_map[:, norms > 0.05 * norms.mean()].mT
         picked = torch.randint(len(columns), (DRAWS, count - 1), generator=draw).to(columns.device)
         system = torch.cat([columns[picked], self.total.expand(DRAWS, 1, -1)], 1)
         unit = torch.zeros(count, 1).to(columns)
         unit[-1] = 1
         solved, failed = torch.linalg.solve_ex(system, unit.expand(DRAWS, -1, -1))
         solved = solved[(failed == 0) & solved.isfinite().all(1).all(1)][..., 0]
-        rows = self._distinct(solved, DISTINCT_ROWS)
+        rows = self._distinct_rows(solved, DISTINCT_ROWS)
         for _ in range(3):
             precision = self._row_precision(rows)
             pulled = torch.linalg.solve_ex(precision, self.total.expand(len(rows), -1)[..., None])[0][..., 0]
             rows = pulled / (pulled @ self.total)[:, None]
             rows = rows[rows.isfinite().all(1)]
-        return self._distinct(rows, COMBINED_ROWS)
+        return self._distinct_rows(rows, COMBINED_ROWS)
 
     def _relative_to_rest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """What the activation would return (N, n), in units of what it typically lets through at rest, and its size."""
-        values = rows @ self.returned
+        values = rows @ self.activation_output_map
         size = values.square().mean(1, keepdim=True).sqrt() * max(self.summed.slope_below, 1e-3)
         return values / size, size
 
@@ -250,8 +250,10 @@ class MixingProblem:
         """Precision of each row, as the inputs at rest tell (N, B, B)."""
         values, size = self._relative_to_rest(rows)
         weights = (values.abs() < AT_REST).to(values) / (REST_STD * size).square()
-        mean = torch.einsum("nr,ir->ni", weights, self.returned) / weights.sum(1, keepdim=True).sqrt().clamp_min(1e-300)
-        form = torch.einsum("nr,ir,jr->nij", weights, self.returned, self.returned)
+        mean = torch.einsum("nr,ir->ni", weights, self.activation_output_map) / weights.sum(
+            1, keepdim=True
+        ).sqrt().clamp_min(1e-300)
+        form = torch.einsum("nr,ir,jr->nij", weights, self.activation_output_map, self.activation_output_map)
         form = form - COMMON_SHARE * mean[:, :, None] * mean[:, None, :]  # what they have in common is hardly told
         return form + 1e-9 * form.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(self.count).to(form)
 
@@ -260,9 +262,9 @@ class MixingProblem:
         values, _ = self._relative_to_rest(rows)
         return (values.abs() < AT_REST).sum(1) - 2 * (values < -AT_REST).sum(1)
 
-    def _distinct(self, rows: Tensor, limit: int) -> Tensor:
+    def _distinct_rows(self, rows: Tensor, limit: int) -> Tensor:
         """The most plausible rows that differ from each other."""
-        parts = rows.split(max(1, CHUNK // self.returned.shape[1]))
+        parts = rows.split(max(1, CHUNK // self.activation_output_map.shape[1]))
         plausibility = torch.cat([self._plausibility(part) for part in parts])
         rows = rows[plausibility.argsort(descending=True, stable=True)]
         triangle = torch.linalg.cholesky(self.r @ self.r.mT)
@@ -286,19 +288,19 @@ class MixingProblem:
         draw = stream(1, "separate")
         best, least = particles[0], float("inf")
         for _ in range(MAX_ROUNDS):
-            particles, scores = self._step(particles)
+            particles, scores = self._robust_step(particles)
             order = scores.argsort()
             if scores[order[0]] < least:
                 best, least = particles[order[0]], float(scores[order[0]])
             if least < ENOUGH_CHANNELS * math.log(EXPLAINED):
                 break
-            fresh = self._redraw(particles, order, center, draw)
+            fresh = self._resample(particles, order, center, draw)
             if fresh is None:
                 break
             particles = fresh
-        return self._separated(best)
+        return self._separate(best)
 
-    def _step(self, particles: Tensor) -> tuple[Tensor, Tensor]:
+    def _robust_step(self, particles: Tensor) -> tuple[Tensor, Tensor]:
         """Each A (N, B, B) after a robust step, where that explains more, and its score (N,)."""
         rows, residual = self._linearize(particles)
         moved = self._least_deviations(rows, particles)
@@ -307,9 +309,9 @@ class MixingProblem:
         particles = torch.where((moved_scores < scores)[:, None, None], moved, particles)
         return particles, torch.minimum(scores, moved_scores)
 
-    def _redraw(self, particles: Tensor, order: Tensor, center: Tensor, draw: torch.Generator) -> Tensor | None:
+    def _resample(self, particles: Tensor, order: Tensor, center: Tensor, draw: torch.Generator) -> Tensor | None:
         """New A (N, B, B) from a Gaussian of the best ones, half of which stay; None where that is no Gaussian."""
-        steps = (particles.mT.flatten(1) - center) @ self.free
+        steps = (particles.mT.flatten(1) - center) @ self.sum_preserving_directions
         elite = steps[order[: max(int(ELITE * len(steps)), 2 * steps.shape[1])]]
         covariance = torch.cov(elite.mT).view(steps.shape[1], -1)
         covariance = covariance + 1e-3 * covariance.diagonal().diag()
@@ -319,7 +321,7 @@ class MixingProblem:
         fresh = torch.randn(steps.shape, generator=draw, dtype=torch.float64).to(steps)
         steps = elite.mean(0) + fresh @ factor.mT
         steps[: len(elite) // 2] = elite[: len(elite) // 2]
-        return (center + steps @ self.free.mT).view(-1, self.count, self.count).mT
+        return (center + steps @ self.sum_preserving_directions.mT).view(-1, self.count, self.count).mT
 
     def _inverses_around(self, start: Tensor) -> Tensor | None:
         """A^-1 drawn around `start`, as far as the inputs at rest tell it (N, B, B); the first is itself."""
@@ -339,12 +341,12 @@ class MixingProblem:
 
         What a ReLU returned counts as zero up to `margin` of its root mean square.
         """
-        returned, _ = torch.linalg.solve_ex(a, self.returned.expand(len(a), -1, -1))
+        returned, _ = torch.linalg.solve_ex(a, self.activation_output_map.expand(len(a), -1, -1))
         slope, target = self.summed.slope_below, self.summed.lower_bias_gradient
         least = margin * returned.square().mean(2, keepdim=True).sqrt() if slope == 0 else 0.0
         slopes = torch.where(returned > least, 1.0, slope).to(a)
         slopes = slopes.view(len(a), self.count, len(target), -1)
-        rows = torch.einsum("nbck,ckj->ncbj", slopes, self.back).flatten(2)
+        rows = torch.einsum("nbck,ckj->ncbj", slopes, self.backward_map).flatten(2)
         return rows, (rows @ a.mT.flatten(1)[..., None])[..., 0] - target
 
     def _score(self, residual: Tensor) -> Tensor:
@@ -357,17 +359,17 @@ class MixingProblem:
         target, columns = self.summed.lower_bias_gradient, a.mT.flatten(1)
         size = target.abs().mean()
         first = (rows @ columns[..., None])[..., 0] - target
-        along, residual, moved = rows @ self.free, first, columns
+        along, residual, moved = rows @ self.sum_preserving_directions, first, columns
         for i in range(8):
             weights = 1 / (residual.abs() + 10 ** (-3 - 0.6 * max(i - 1, 0)) * size)
             form = (along * weights[..., None]).mT @ along
             ridge = 1e-12 * form.diagonal(dim1=1, dim2=2).mean(1)[:, None, None]
             form = form + ridge * torch.eye(form.shape[-1]).to(form)
             step, _ = torch.linalg.solve_ex(form, -(along * weights[..., None]).mT @ first[..., None])
-            residual, moved = first + (along @ step)[..., 0], columns + (self.free @ step)[..., 0]
+            residual, moved = first + (along @ step)[..., 0], columns + (self.sum_preserving_directions @ step)[..., 0]
         return moved.view(-1, self.count, self.count).mT
 
-    def _separated(self, a: Tensor) -> SeparatedBatch | None:
+    def _separate(self, a: Tensor) -> SeparatedBatch | None:
         """Signals and inputs by the least squares of the channels that are explained, and what the others leave.
 
         An input so near the bend that its side is open may be on either.
@@ -375,18 +377,23 @@ class MixingProblem:
         size = self.summed.lower_bias_gradient.abs().mean()
         for margin in (ROUGH_ZERO, *[ROUNDING] * 3):
             rows, residual = self._linearize(a[None], margin)
-            along, sure = rows[0] @ self.free, residual[0].abs() < TRUSTED_CHANNEL * size
+            along, sure = rows[0] @ self.sum_preserving_directions, residual[0].abs() < TRUSTED_CHANNEL * size
             if not bool(a.isfinite().all()) or int(sure.sum()) < along.shape[1] + SPARE_EQUATIONS // 2:
                 return None
             step = torch.linalg.lstsq(along[sure], -residual[0, sure, None], driver="gelsd").solution
-            a = (a.mT.flatten() + (self.free @ step)[:, 0]).view_as(a).mT
+            a = (a.mT.flatten() + (self.sum_preserving_directions @ step)[:, 0]).view_as(a).mT
         _, residual = self._linearize(a[None], ROUNDING)
         inverse, singular = torch.linalg.inv_ex(a)
         if bool(singular) or not bool(inverse.isfinite().all()):  # of noise, least squares may mix images into one
             return None
         inputs = inverse @ self.r
         noise = residual[0, sure].norm() / (int(sure.sum()) - along.shape[1]) ** 0.5
-        covariance = noise**2 * self.free @ torch.linalg.pinv(along[sure].mT @ along[sure]) @ self.free.mT
+        covariance = (
+            noise**2
+            * self.sum_preserving_directions
+            @ torch.linalg.pinv(along[sure].mT @ along[sure])
+            @ self.sum_preserving_directions.mT
+        )
         moved = torch.einsum("bi,jn->bnji", inverse, inputs).flatten(2)  # d inputs = -A^-1 dA inputs
         deviation = ((moved @ covariance) * moved).sum(-1).clamp_min(0).sqrt()
         left = self._unexplained(a, inverse, residual[0], inputs, deviation)
@@ -396,7 +403,7 @@ class MixingProblem:
     def _unexplained(self, a: Tensor, inverse: Tensor, residual: Tensor, inputs: Tensor, deviation: Tensor) -> float:
         """Share of the bias gradient below that inputs (B, n) near the bend do not explain on either side of it."""
         size = inputs.square().mean(1, keepdim=True).sqrt()
-        near = (inverse @ self.returned).abs() * self.summed.scale.abs() < 5 * deviation + ROUNDING * size
-        either = torch.einsum("ckj,jb->bck", self.back, a).abs() * near.view(self.count, len(residual), -1)
+        near = (inverse @ self.activation_output_map).abs() * self.summed.scale.abs() < 5 * deviation + ROUNDING * size
+        either = torch.einsum("ckj,jb->bck", self.backward_map, a).abs() * near.view(self.count, len(residual), -1)
         excess = (residual.abs() - either.sum((0, 2))).clamp_min(0)
         return float(excess.norm() / self.summed.lower_bias_gradient.norm())

@@ -176,7 +176,7 @@ class LeaveOneFilterOut:
         return cls(equations, mean, covariance, tc, tct, inner, residual, state.variance, geometry)
 
     @cached_property
-    def cells(self) -> Tensor:
+    def cell_patches(self) -> Tensor:
         """The patches of every cell in x_-o, the input without the filter's own gradient (O, K, P, M)."""
         layer, count = self.equations.layer, len(self.tc)
         shift = (self.tc.mT @ (self.inner @ self.residual)).mT  # C T^T J r (O, I, H W)
@@ -185,15 +185,15 @@ class LeaveOneFilterOut:
         return patches.transpose(0, 1)[:, layer.cells].contiguous()
 
     @cached_property
-    def spread(self) -> Tensor:
+    def residual_covariance(self) -> Tensor:
         """S, the covariance of what x_-o leaves of each filter's gradient (O, kh kw, kh kw), by the input's alone."""
         return self.tct + self.tct @ self.inner @ self.tct
 
     @cached_property
-    def outputs(self) -> tuple[Tensor, Tensor]:
+    def output_moments(self) -> tuple[Tensor, Tensor]:
         """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias, by x_-o and C_-o."""
         layer, (count, equations, _), geometry = self.equations.layer, self.tc.shape, self.geometry
-        mean = torch.einsum("okpm,om->okp", self.cells, layer.filters)
+        mean = torch.einsum("okpm,om->okp", self.cell_patches, layer.filters)
         common = geometry.all_pixels.patch_covariances(self.covariance)  # of C (K, m, m)
         planes = self.tc.reshape(-1, *layer.shape[1:])
         patches = replace(geometry.plane, shape=planes.shape).patches(planes)  # type: ignore[arg-type]
@@ -207,8 +207,8 @@ class LeaveOneFilterOut:
         """Return v, of each filter's equations (O,): what open cells may add, and no less than what is left of them."""
         _, equations, channels = self.residual.shape
         size = equations * channels
-        mean = torch.einsum("okp,okpm->okm", selection, self.cells).square().sum(-1)
-        spread = torch.einsum("okp,okp->ok", selection, self.cells.square().sum(-1)) - mean
+        mean = torch.einsum("okp,okpm->okm", selection, self.cell_patches).square().sum(-1)
+        spread = torch.einsum("okp,okp->ok", selection, self.cell_patches.square().sum(-1)) - mean
         spread = spread.clamp_min(0) + size * self.covariance.diagonal().mean() * (1 - selection.square().sum(-1))
         own_share = self.tct.diagonal(dim1=1, dim2=2).mean(1) / self.variance
         left = self.residual.square().sum((1, 2)) / (size * (1 - own_share).clamp_min(MIN_FREE_SHARE))
@@ -217,9 +217,9 @@ class LeaveOneFilterOut:
 
     def update_selection(self, selection: Tensor) -> Tensor:
         """Return new probabilities (O, K, P), cell after cell, each given the others'."""
-        equations, cells = self.equations, self.cells
+        equations, cells = self.equations, self.cell_patches
         from_outputs = self._output_evidence()
-        whitened, products = self._whitened(selection)
+        whitened, products = self._whiten(selection)
         square = 0.5 * products.diagonal(dim1=2, dim2=3)
         residual = self.residual + self.tct @ (self.inner @ self.residual)  # G - T x_-o
         left = residual.mT.flatten(1)[..., None]  # (O, M, 1)
@@ -236,12 +236,14 @@ class LeaveOneFilterOut:
         """Log-probability of each position by the outputs (O, K, P)."""
         equations = self.equations
         variance = (OUTPUT_VARIANCE * equations.output_scale.square() + equations.target_std**2)[..., None]
-        return condition_on_maximum(equations, *self.outputs, variance)[0].clamp_min(1e-300).log()
+        return condition_on_maximum(equations, *self.output_moments, variance)[0].clamp_min(1e-300).log()
 
-    def _whitened(self, selection: Tensor) -> tuple[Tensor, Tensor]:
+    def _whiten(self, selection: Tensor) -> tuple[Tensor, Tensor]:
         """The cells' patches times the gradient's precision (O, K, P, M), and s^2 times their products (O, K, P, P)."""
-        cells, (count, size, _) = self.cells, self.residual.shape
-        covariance = self.gradient_variance(selection)[:, None, None] * torch.eye(size).to(cells) + self.spread
+        cells, (count, size, _) = self.cell_patches, self.residual.shape
+        covariance = (
+            self.gradient_variance(selection)[:, None, None] * torch.eye(size).to(cells) + self.residual_covariance
+        )
         inverse = torch.linalg.inv(covariance)
         whitened = (cells.view(count, -1, size) @ inverse.mT).view_as(cells)
         return whitened, self.equations.signal[..., None, None].square() * (whitened @ cells.mT)

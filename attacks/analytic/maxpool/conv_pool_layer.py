@@ -38,7 +38,7 @@ class ConvPoolLayer:
     padding: tuple[int, int] = (0, 0)
     stride: tuple[int, int] = (1, 1)
     window: tuple[int, int] = (1, 1)
-    average: bool = False
+    is_average: bool = False
     images: int = 1
     visible_cells: tuple[int, int] | None = None
 
@@ -114,13 +114,13 @@ class ConvPoolLayer:
     @cached_property
     def positions_unknown(self) -> bool:
         """Whether it is unknown which position of a cell was passed on."""
-        return self.cells.shape[1] > 1 and not self.average
+        return self.cells.shape[1] > 1 and not self.is_average
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def patches(self, x: Tensor) -> Tensor:
         """Return the patch U_l that each position sees (L, M)."""
         seen = F.unfold(self.split_images(x), self.kernel, padding=self.padding, stride=self.stride)
-        return self._counted(seen).mT.flatten(0, 1)
+        return self._drop_uncounted(seen).mT.flatten(0, 1)
 
     def patch_changes(self, entries: Tensor, step: Tensor) -> Tensor:
         """Return what a step (n,) of each of some numbers of X (n,), counted along X, adds to the patches (L, M, n)."""
@@ -130,16 +130,16 @@ class ConvPoolLayer:
 
     def outputs(self, x: Tensor) -> Tensor:
         """Return the outputs by cell (O, K, P)."""
-        return self._convolved(x, self.bias)[:, self.cells]
+        return self._convolve(x, self.bias)[:, self.cells]
 
     def linear_outputs(self, x: Tensor) -> Tensor:
         """Return the outputs without the bias at every position (O, L)."""
-        return self._convolved(x, None)
+        return self._convolve(x, None)
 
     def pooled_outputs(self, x: Tensor) -> Tensor:
         """Return the outputs after pooling (O, K)."""
         made = self.outputs(x)
-        return made.mean(-1) if self.average else made.amax(-1)
+        return made.mean(-1) if self.is_average else made.amax(-1)
 
     # ---- backward ----------------------------------------------------------------------------------------------------
     def scatter(self, values: Tensor) -> Tensor:
@@ -169,23 +169,23 @@ class ConvPoolLayer:
         """
         (height, width), (rows, columns), (down, right) = self.output_size, self.kernel, self.stride
         planes = signal.view(-1, self.images, height, width)
-        result = signal.new_zeros(len(planes), rows, columns, self.images, *self._padded)
+        result = signal.new_zeros(len(planes), rows, columns, self.images, *self._padded_size)
         for a in range(rows):
             for b in range(columns):
                 result[:, a, b, :, a : a + down * height : down, b : b + right * width : right] = planes
-        return self._cropped(result).reshape(len(planes) * rows * columns, -1)
+        return self._crop(result).reshape(len(planes) * rows * columns, -1)
 
     def channel_blocks(self, weights: Tensor) -> Tensor:
         """Return each channel's own block (I, H W, H W) of sum_ol weights[o, l] (w_o . U_l)^2 as a form in X."""
         filters = self.weight.flatten(2).transpose(0, 1)  # (I, O, kh * kw)
         squares = torch.einsum("iom,ion->imno", filters, filters)
-        return self._summed(squares @ weights)
+        return self._sum_patch_forms(squares @ weights)
 
     def mean_block(self, weights: Tensor) -> Tensor:
         """Return the mean of `channel_blocks` over the channels (H W, H W)."""
         filters = self.weight.flatten(2)  # (O, I, kh * kw)
         squares = (filters.mT @ filters / filters.shape[1]).permute(1, 2, 0)
-        return self._summed((squares @ weights)[None])[0]
+        return self._sum_patch_forms((squares @ weights)[None])[0]
 
     def quadratic_form(self, kernels: Tensor) -> Tensor:
         """Return the matrix (N, N), N = I * H * W, of sum_l U_l^T kernels_l U_l as a form in X.
@@ -195,7 +195,7 @@ class ConvPoolLayer:
         channels, (height, width), positions = self.shape[0], self.kernel, self.positions
         kernels = kernels.expand(positions, -1, -1).flatten(1).mT.contiguous()
         apart = kernels.view(channels, height * width, channels, height * width, positions)
-        summed = self._summed(apart.transpose(1, 2).flatten(0, 1))
+        summed = self._sum_patch_forms(apart.transpose(1, 2).flatten(0, 1))
         return join_blocks(summed.unflatten(0, (channels, channels)))
 
     @cached_property
@@ -214,10 +214,10 @@ class ConvPoolLayer:
         stride = (down * rows, right * columns)
         return self._with_filters(weight.flatten(0, 1), bias, stride)
 
-    def _summed(self, forms: Tensor) -> Tensor:
+    def _sum_patch_forms(self, forms: Tensor) -> Tensor:
         """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel, of (count, m, m, L)."""
         (rows, columns), (down, right) = self.kernel, self.stride
-        full = forms.new_zeros(len(forms), self.images, *self._padded, *self._padded)
+        full = forms.new_zeros(len(forms), self.images, *self._padded_size, *self._padded_size)
         steps = full.stride()
         placed = forms.view(len(forms), rows, columns, rows, columns, self.images, *self.output_size)
         view = (len(forms), columns, self.images, *self.output_size)
@@ -225,20 +225,20 @@ class ConvPoolLayer:
         for a, b, c in itertools.product(range(rows), range(columns), range(rows)):
             # with these three given no two positions write to the same place
             full.as_strided(view, strides, a * steps[2] + b * steps[3] + c * steps[4]).add_(placed[:, a, b, c])
-        return self._diagonal(self._both_cropped(full))
+        return self._block_diagonal(self._crop_forms(full))
 
     def within_cell_form(self, weights: Tensor) -> Tensor:
         """Return the matrix (H W, H W) of sum_kpr weights[k, p, r] U_l(k,p) . U_l(k,r), of one channel."""
-        rows, columns = self._padded
+        rows, columns = self._padded_size
         cells = self.cells[: len(self.cells) // self.images]
-        reach = self._reach[cells]  # (K, P, kh * kw), of one image
+        reach = self._patch_indices[cells]  # (K, P, kh * kw), of one image
         left = reach[:, :, None].expand(-1, -1, reach.shape[1], -1)
         right = reach[:, None].expand(-1, reach.shape[1], -1, -1)
         place = (left * (rows * columns) + right).flatten()
         flat = weights.new_zeros(self.images, rows * columns * rows * columns)
         values = weights[..., None].expand(*weights.shape, reach.shape[-1])
         flat.index_add_(1, place, values.reshape(self.images, -1))
-        return self._diagonal(self._both_cropped(flat.view(1, self.images, rows, columns, rows, columns)))[0]
+        return self._block_diagonal(self._crop_forms(flat.view(1, self.images, rows, columns, rows, columns)))[0]
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _with_filters(self, weight: Tensor, bias: Tensor, stride: tuple[int, int]) -> ConvPoolLayer:
@@ -246,34 +246,34 @@ class ConvPoolLayer:
         visible = self.visible_cells
         return ConvPoolLayer(weight, bias, self.shape, self.padding, stride, images=self.images, visible_cells=visible)
 
-    def _convolved(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Outputs at every position (O, L)."""
         made = F.conv2d(self.split_images(x), self.weight, bias, padding=self.padding, stride=self.stride)
-        return self._counted(made.flatten(2)).transpose(0, 1).flatten(1)
+        return self._drop_uncounted(made.flatten(2)).transpose(0, 1).flatten(1)
 
     @property
-    def _padded(self) -> tuple[int, int]:
+    def _padded_size(self) -> tuple[int, int]:
         (_, height, width), (top, left) = self.image_shape, self.padding
         return height + 2 * top, width + 2 * left
 
     @cached_property
-    def _reach(self) -> Tensor:
+    def _patch_indices(self) -> Tensor:
         """Where in its image's padded plane the patch of every position of an image lies (L / images, kh * kw)."""
-        rows, columns = self._padded
+        rows, columns = self._padded_size
         plane = torch.arange(rows * columns, dtype=torch.float64, device=self.weight.device).view(1, 1, rows, columns)
-        return self._counted(F.unfold(plane, self.kernel, stride=self.stride))[0].mT.round().long()
+        return self._drop_uncounted(F.unfold(plane, self.kernel, stride=self.stride))[0].mT.round().long()
 
-    def _counted(self, values: Tensor) -> Tensor:
+    def _drop_uncounted(self, values: Tensor) -> Tensor:
         """Of values (., ., outputs of an image) those at the positions counted."""
         return values.unflatten(2, self.full_output_size)[..., : self.output_size[0], : self.output_size[1]].flatten(2)
 
-    def _both_cropped(self, forms: Tensor) -> Tensor:
+    def _crop_forms(self, forms: Tensor) -> Tensor:
         """Forms over padded planes (., ., rows, columns, rows, columns) as matrices over the planes (., ., n, n)."""
         (top, left), (_, height, width) = self.padding, self.image_shape
         part = forms[..., top : top + height, left : left + width, top : top + height, left : left + width]
         return part.reshape(*forms.shape[:2], height * width, height * width)
 
-    def _diagonal(self, blocks: Tensor) -> Tensor:
+    def _block_diagonal(self, blocks: Tensor) -> Tensor:
         """Matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
         return blocks[:, 0] if self.images == 1 else torch.stack([torch.block_diag(*own) for own in blocks])
 
@@ -281,7 +281,7 @@ class ConvPoolLayer:
         """Return X (I, H, W) as its images (images, I, ., W)."""
         return x.view(self.shape[0], self.images, -1, self.shape[2]).transpose(0, 1)
 
-    def _cropped(self, planes: Tensor) -> Tensor:
+    def _crop(self, planes: Tensor) -> Tensor:
         """The last two axes without the padding."""
         (top, left), (_, height, width) = self.padding, self.image_shape
         return planes[..., top : top + height, left : left + width]

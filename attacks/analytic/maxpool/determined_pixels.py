@@ -19,13 +19,13 @@ from attacks.analytic.maxpool.pixel_levels import PixelLevels
 from attacks.analytic.maxpool.refinement import Fit
 from attacks.analytic.maxpool.solution import LayerSolution
 
-KNOWN_WITHIN = 0.5 / 255
+MAX_DETERMINED_RANGE = 0.5 / 255
 """How far a pixel in [0, 1] may move and still counts as known."""
-ON_LEVELS = 0.05
+MAX_LEVEL_DISTANCE = 0.05
 """Median distance to the nearest level, in steps, below which pixels are on levels: of any others it is a quarter."""
 MAX_FREE = 64
 """Open numbers up to which linear programs are solved for them."""
-PRECISE = 2e-4
+MAX_PRECISE_TOLERANCE = 2e-4
 """Uncertainty of a target, relative to the outputs, up to which it tells one level from the next."""
 HOLDING_SHARE, MIN_HOLDING = 0.3, 2
 """Share and number of the precise equations that see a pixel that have to hold: one in fifty holds by chance."""
@@ -42,7 +42,7 @@ def find_determined_pixels(solution: LayerSolution, mean: Tensor, std: Tensor) -
     levels, fit = PixelLevels.of(mean, std), solution.fit
     mean, std = mean[:, None, None], std[:, None, None]
     if solution.determined is None:
-        deviations, on_levels = solution.deviations(), _moved_onto_levels(solution, levels)
+        deviations, on_levels = solution.deviations(), _snap_to_levels(solution, levels)
         if on_levels is not None:
             deviations = deviations.maximum(on_levels.deviations())
             fit = replace(fit, gradient_error=on_levels.fit.gradient_error, output_error=on_levels.fit.output_error)
@@ -53,17 +53,17 @@ def find_determined_pixels(solution: LayerSolution, mean: Tensor, std: Tensor) -
     if bool(free.any()):
         low, high = -mean / std, (1 - mean) / std
         ranges = movable_ranges(solution.equations, fit, free, low, high)
-        determined[free] = ranges * std.expand_as(determined)[free] < KNOWN_WITHIN
+        determined[free] = ranges * std.expand_as(determined)[free] < MAX_DETERMINED_RANGE
     if solution.disputed is not None:
         # inequalities hold at the positions found, and rule out nothing that selects others
         determined &= ~solution.disputed
-    if levels.contain(fit.x) and not solution.equations.layer.average and not bool(determined.all()):
+    if levels.contain(fit.x) and not solution.equations.layer.is_average and not bool(determined.all()):
         # what is open may also move the positions by which others are determined
         determined &= confirm_pixels(solution.equations, fit.x, levels.step)
     return determined
 
 
-def _moved_onto_levels(solution: LayerSolution, levels: PixelLevels) -> LayerSolution | None:
+def _snap_to_levels(solution: LayerSolution, levels: PixelLevels) -> LayerSolution | None:
     """The nearest levels, where the picture is taken to be on them although the solution isn't; else None.
 
     Real numbers follow whatever equations are off by, and leave less of it. Where most of them are next to levels
@@ -76,7 +76,7 @@ def _moved_onto_levels(solution: LayerSolution, levels: PixelLevels) -> LayerSol
         return None
     nearest = levels.values(indices)
     median = ((x - nearest) / levels.step).abs()[inside].median()
-    return solution.at(nearest) if bool(median < ON_LEVELS) else None
+    return solution.with_input(nearest) if bool(median < MAX_LEVEL_DISTANCE) else None
 
 
 # ---- inequalities ----------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def movable_ranges(equations: Equations, fit: Fit, free: Tensor, low: Tensor, hi
     """
     entries = free.flatten().nonzero().flatten()
     ranges = torch.full((len(entries),), float("inf")).to(fit.x)
-    if not 0 < len(entries) <= MAX_FREE or equations.layer.average:
+    if not 0 < len(entries) <= MAX_FREE or equations.layer.is_average:
         return ranges
     matrix, bounds = _output_inequalities(equations, fit, entries)
     now = fit.x.flatten()[entries]
@@ -151,7 +151,7 @@ def confirm_pixels(equations: Equations, x: Tensor, step: Tensor) -> Tensor:
 
 def precise_targets(equations: Equations) -> Tensor:
     """Return which outputs (O, K) tell one level from the next."""
-    return equations.target_known & (_target_tolerance(equations) < PRECISE * equations.output_scale)
+    return equations.target_known & (_target_tolerance(equations) < MAX_PRECISE_TOLERANCE * equations.output_scale)
 
 
 def count_precise_equations(equations: Equations, x: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:

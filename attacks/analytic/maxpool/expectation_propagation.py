@@ -205,13 +205,13 @@ class GradientPrecision:
     @property
     def shift(self) -> Tensor:
         """Precision times mean (I, H W)."""
-        return self._pull(self.gradient)
+        return self._pull_back(self.gradient)
 
     def __matmul__(self, x: Tensor) -> Tensor:
         """Return the precision times X (I, H W)."""
-        return self._pull(torch.einsum("oin,an->oai", self.maps, x).flatten(1))
+        return self._pull_back(torch.einsum("oin,an->oai", self.maps, x).flatten(1))
 
-    def _pull(self, gradient: Tensor) -> Tensor:
+    def _pull_back(self, gradient: Tensor) -> Tensor:
         weighted = (self.inverse @ gradient[..., None]).view(len(gradient), -1, self.maps.shape[1])
         return torch.einsum("oin,oai->an", self.maps, weighted)
 
@@ -292,7 +292,7 @@ class PosteriorPrecision:
         filters = self.equations.layer.cell_layer.filters.to(dtype).unflatten(0, (-1, positions))  # (O, P, M)
         raised = torch.einsum("okpr,orm->kopm", self.state.site_precision.to(dtype), filters).flatten(1, 2)
         matrix = self.open_pixels.quadratic_form(filters.flatten(0, 1).mT @ raised)
-        matrix += self.prior.to(dtype).at(pixels).dense
+        matrix += self.prior.to(dtype).restrict_to(pixels).dense
         return matrix if self.from_gradient is None else matrix.add_(self.from_gradient.dense(dtype, pixels))
 
     def moments(self, *, single: bool) -> tuple[Tensor, Tensor] | None:

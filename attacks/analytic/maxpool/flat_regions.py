@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.maxpool.integer_decoding import MAX_ERROR_RATIO, mark_determined
-from attacks.analytic.maxpool.lattice import RULED_OUT
+from attacks.analytic.maxpool.lattice import RULED_OUT_DEVIATIONS
 from attacks.analytic.maxpool.likelihood import misfit, typical_deviation
 from attacks.analytic.maxpool.pixel_levels import PixelLevels
 from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
@@ -17,7 +17,7 @@ MIN_STD = 0.02
 """Standard deviation, in steps between two levels, from which a pixel is tried: with less, equations alone tell it."""
 INFORMATIVE_STD = 1 / 6
 """Standard deviation up to which a pixel says of others what region they are in."""
-SURE = 3.0
+CONFIDENT_DEVIATIONS = 3.0
 """Standard deviations by which a flat region may explain less than what explained most."""
 ON_LEVELS_ERROR = 10.0
 """How much more the levels nearest to the input may leave than they may in the end: with more, it is on no levels."""
@@ -46,7 +46,7 @@ def snap_flat_regions(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
     entries = [entry for entry in order[: int((std > MIN_STD).sum())] if region(indices, entry) is not None][:MAX_MOVES]
     if not entries:
         return now
-    best, moved = now.at(levels.values(indices)), False
+    best, moved = now.with_input(levels.values(indices)), False
     allowed = MAX_ERROR_RATIO * max(now.fit.error, now.equations.gradient_noise)
     if not best.fit.error < ON_LEVELS_ERROR * allowed:  # on no levels: a few moves would not change that
         return now
@@ -61,12 +61,12 @@ def snap_flat_regions(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
                 continue
             other = indices.clone()
             other.view(-1)[entry] = level
-            found = now.at(levels.values(other))
+            found = now.with_input(levels.values(other))
             moves_left -= 1
             more = misfit(found.equations, found.fit, scale) - least
-            if abs(more) < RULED_OUT**2:
+            if abs(more) < RULED_OUT_DEVIATIONS**2:
                 ambiguity |= Ambiguity.between(best, found)
-            if more < SURE**2:
+            if more < CONFIDENT_DEVIATIONS**2:
                 indices, best, least, moved = other, found, least + min(more, 0.0), True
         if torch.equal(indices, before):
             break

@@ -61,7 +61,7 @@ class GaussianPrior:
         x = x.flatten(1)
         return float((x * (self @ x - 2 * self.shift)).sum())
 
-    def in_steps(self, x: Tensor, entries: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+    def step_moments(self, x: Tensor, entries: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
         """Return what is expected of some numbers of X as steps away from their values, all others staying.
 
         Args:
@@ -84,7 +84,7 @@ class GaussianPrior:
         sites = None if self.sites is None else self.sites.to(dtype)
         return GaussianPrior(self.channels.to(dtype), self.pixels.to(dtype), self.mean.to(dtype), sites)
 
-    def at(self, pixels: Tensor) -> GaussianPrior:
+    def restrict_to(self, pixels: Tensor) -> GaussianPrior:
         """Return the prior whose precision is that of some pixels of the plane (n,), the others being known."""
         sites = None if self.sites is None else self.sites.flatten(2)[..., pixels]
         return GaussianPrior(self.channels, self.pixels[pixels[:, None], pixels], self.mean, sites)
@@ -100,7 +100,7 @@ class GaussianPrior:
             return None
         return self.mean[:, None].expand(-1, len(self.pixels)), torch.kron(channels.inverse(), pixels.inverse())
 
-    def scaled(self, factor: float) -> GaussianPrior:
+    def with_smoothness(self, factor: float) -> GaussianPrior:
         """Return the same prior with its smoothness times `factor`."""
         return replace(self, channels=self.channels * factor)
 

@@ -51,7 +51,7 @@ def decode_levels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels)
         least = min(least, best.fit.error)
         allowed = MAX_ERROR_RATIO * max(least, now.equations.gradient_noise)
         found = next((other for other in _candidates(best, prior, levels) if other.fit.error < allowed), None)
-        if found is None or (best.satisfied and not found.satisfied):
+        if found is None or (best.is_satisfied and not found.is_satisfied):
             break
         same = torch.equal(found.fit.selection, best.fit.selection) and found.equations is best.equations
         if not same and found.determined is not None:  # it was looked at, at positions that are given up
@@ -140,7 +140,7 @@ def _candidates(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -
             indices, determined = _nearest_indices(system, matrix, mean, levels)
         except np.linalg.LinAlgError:
             return
-        fit = now.at(levels.values(indices.clamp(0, levels.count - 1).view(shape))).fit
+        fit = now.with_input(levels.values(indices.clamp(0, levels.count - 1).view(shape))).fit
         solution = LayerSolution.of(now.equations, fit)
         yield replace(solution, determined=determined.view(shape), entry_std=system.deviations.view(shape))
 

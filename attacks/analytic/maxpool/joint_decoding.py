@@ -43,7 +43,7 @@ from attacks.analytic.maxpool.pixel_levels import PixelLevels
 from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 from attacks.analytic.maxpool.spd_linalg import Factor
 
-MIN_STD, UNTOLD_STD = 0.01, 30.0
+MIN_STD, UNDETERMINED_STD = 0.01, 30.0
 """Standard deviation of a pixel, in steps between two levels: with less it is certain even beside wrong ones, with more
 nothing tells which level it is on."""
 PIXELS = (80, 250)
@@ -67,12 +67,12 @@ def decode_jointly(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels
         `now` itself where its input is on no levels, or nothing is explained better. A pixel that is on another level
         where about as much is explained is not determined.
     """
-    start = now.at(levels.nearest(now.fit.x))
+    start = now.with_input(levels.nearest(now.fit.x))
     allowed = MAX_ERROR_RATIO * max(now.fit.error, now.equations.gradient_noise)
     if now.fit.x.numel() > MAX_DENSE_UNKNOWNS or not start.fit.error < ON_LEVELS_ERROR * allowed:
         return now
-    best, ambiguity = _climb(start, prior, levels, allowed if now.satisfied else math.inf)
-    if not best.satisfied and best.fit.error > now.fit.error:  # likelier, but led astray
+    best, ambiguity = _climb(start, prior, levels, allowed if now.is_satisfied else math.inf)
+    if not best.is_satisfied and best.fit.error > now.fit.error:  # likelier, but led astray
         return now.with_ambiguity(Ambiguity.between(start, best))
     if best is not start or (now.determined is None and torch.equal(start.fit.x, now.fit.x)):
         now = mark_determined(best, levels)
@@ -92,22 +92,22 @@ def _climb(
             best, ambiguity = select_likeliest(best, others, prior, allowed)
             if best is before:
                 break
-        if best.satisfied:
+        if best.is_satisfied:
             break
     return best, ambiguity
 
 
 def _loosest_pixels(now: LayerSolution, levels: PixelLevels) -> Tensor:
     """Which pixels are not certain, counted along the input (n,), the loosest first."""
-    trust = Trust.of(now)
-    exact = replace(now.equations, target_std=trust.outputs.rsqrt())
+    trust = EquationPrecisions.of(now)
+    exact = replace(now.equations, target_std=trust.output_precision.rsqrt())
     system = NormalEquations.of(
         exact, now.fit.selection, trust.gradient_std, trust.gradient_std.new_zeros(()), per_equation=True
     )
     step = levels.step.expand_as(now.fit.x).flatten()
     factor = Factor.of(_with_index_precision(system.dense() * step[:, None] * step, levels))
-    std = torch.full_like(step, UNTOLD_STD) if factor is None else factor.variances().sqrt()
-    std = std.masked_fill(std >= UNTOLD_STD, 0.0)
+    std = torch.full_like(step, UNDETERMINED_STD) if factor is None else factor.variances().sqrt()
+    std = std.masked_fill(std >= UNDETERMINED_STD, 0.0)
     return std.argsort(descending=True)[: int((std > MIN_STD).sum())]
 
 
@@ -117,7 +117,7 @@ def _with_index_precision(matrix: Tensor, levels: PixelLevels) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Trust:
+class EquationPrecisions:
     """How far a solution's equations can be trusted.
 
     Attributes:
@@ -128,12 +128,12 @@ class Trust:
     """
 
     gradient_std: Tensor
-    gradient: Tensor
-    outputs: Tensor
-    changed_outputs: Tensor
+    gradient_precision: Tensor
+    output_precision: Tensor
+    changed_output_std: Tensor
 
     @classmethod
-    def of(cls, now: LayerSolution) -> Trust:
+    def of(cls, now: LayerSolution) -> EquationPrecisions:
         """Return that of a solution, by what it leaves of its equations."""
         equations, fit = now.equations, now.fit
         scale = typical_deviation(equations, fit)
@@ -182,17 +182,17 @@ class LocalSystem:
     levels: PixelLevels
     pixels: Tensor
     patches: Tensor
-    trust: Trust
-    expected: tuple[Tensor, Tensor]
+    precisions: EquationPrecisions
+    prior_moments: tuple[Tensor, Tensor]
 
     @classmethod
     def of(cls, now: LayerSolution, prior: GaussianPrior, levels: PixelLevels, pixels: Tensor) -> LocalSystem:
         """Return the system in steps of `pixels` (n,)."""
-        equations, fit, trust = now.equations, now.fit, Trust.of(now)
+        equations, fit, trust = now.equations, now.fit, EquationPrecisions.of(now)
         step = levels.step.expand_as(fit.x).flatten()[pixels]
         patches = equations.layer.patch_changes(pixels, step)[equations.layer.cells]
-        trust = replace(trust, outputs=trust.outputs * equations.target_known)
-        return cls(now, levels, pixels, patches, trust, prior.in_steps(fit.x, pixels, step))
+        trust = replace(trust, output_precision=trust.output_precision * equations.target_known)
+        return cls(now, levels, pixels, patches, trust, prior.step_moments(fit.x, pixels, step))
 
     @property
     def equations(self) -> Equations:
@@ -209,7 +209,7 @@ class LocalSystem:
                 tried.add(steps.tobytes())
                 moved = indices.clone()
                 moved.view(-1)[self.pixels] += torch.from_numpy(steps).to(moved)
-                yield self.now.at(self.levels.values(moved.clamp(0, self.levels.count - 1)))
+                yield self.now.with_input(self.levels.values(moved.clamp(0, self.levels.count - 1)))
 
     def _best_steps(self) -> list[Array]:
         """Steps (n,), those that leave least first, from the most promising positions."""
@@ -217,7 +217,7 @@ class LocalSystem:
         weakening = min(1.0, MAX_INVERSE_VARIANCE / float(metric.diagonal().max()))
         lattice = Lattice((metric * weakening).cpu().numpy())
         try:
-            _ = lattice.reduced
+            _ = lattice.reduced_basis
         except np.linalg.LinAlgError:
             return []
         best: list[tuple[float, Array]] = []
@@ -233,13 +233,13 @@ class LocalSystem:
     def _forms(self) -> Iterator[StepForm]:
         """The forms at the positions taken, and with each plausible change of one of them."""
         for matrix, rhs, constant in self._forms_without_prior():
-            yield StepForm(matrix + self.expected[0], rhs + self.expected[1], constant)
+            yield StepForm(matrix + self.prior_moments[0], rhs + self.prior_moments[1], constant)
 
     def _forms_without_prior(self) -> Iterator[tuple[Tensor, Tensor, float]]:
         """A, b and c of the same, but for what the prior adds."""
         matrix, rhs = self._own_form
         yield matrix, rhs, 0.0
-        for o, k, p in self._plausible_changes(torch.linalg.inv_ex(matrix + self.expected[0]).inverse):
+        for o, k, p in self._plausible_changes(torch.linalg.inv_ex(matrix + self.prior_moments[0]).inverse):
             rows, ends = self._rows_at(o, k, p)
             old_rows, old_ends = self._rows_at(o, k, int(self._positions[o, k]))
             constant = float(ends @ ends - old_ends @ old_ends)
@@ -250,14 +250,14 @@ class LocalSystem:
 
         Rows are (M + 1, n), ends (M + 1,).
         """
-        taken, root = int(self._positions[o, k]), self._root_trust
+        taken, root = int(self._positions[o, k]), self._root_precision
         rows, ends = root[o, :, None] * self._gradient_change[o], root[o] * self._residual[o]
-        trust = self.trust.outputs[o, k]
+        trust = self.precisions.output_precision[o, k]
         if p != taken:
             signal = self.equations.signal[o, k] * root[o]
             rows = rows - signal[:, None] * (self.patches[k, p] - self.patches[k, taken])
             ends = ends - signal * (self._cells[k, p] - self._cells[k, taken])
-            trust = self.trust.changed_outputs[o, k]
+            trust = self.precisions.changed_output_std[o, k]
         weight = trust.sqrt()
         rows = torch.cat([rows, weight * self._output_change[o, k, p][None]])
         return rows, torch.cat([ends, (weight * self._excess[o, k, p])[None]])
@@ -272,7 +272,7 @@ class LocalSystem:
         std = torch.einsum("okpn,nm,okpm->okp", ahead, covariance, ahead).clamp_min(0).sqrt()
         short = self._excess.gather(2, taken) - self._excess
         off = (output_deviations(self.equations, self.now.fit) * target_deviation(self.equations)).abs()
-        reach = REACH * (std + self.trust.changed_outputs.rsqrt()[..., None])
+        reach = REACH * (std + self.precisions.changed_output_std.rsqrt()[..., None])
         reach = reach + MISSED_REACH * off[..., None]
         others = torch.arange(short.shape[-1]).to(taken) != taken
         return ((short.abs() < reach) & others & self.equations.target_known[..., None]).nonzero().tolist()
@@ -289,9 +289,9 @@ class LocalSystem:
         return self.equations.residual(self.now.fit.x, self.now.fit.selection)
 
     @cached_property
-    def _root_trust(self) -> Tensor:
+    def _root_precision(self) -> Tensor:
         """The inverse standard deviation of each of the gradient's equations (O, M)."""
-        return self.trust.gradient.sqrt()
+        return self.precisions.gradient_precision.sqrt()
 
     @cached_property
     def _cells(self) -> Tensor:
@@ -320,7 +320,7 @@ class LocalSystem:
         taken = self._positions[..., None]
         outputs = self._output_change.gather(2, taken[..., None].expand(-1, -1, 1, len(self.pixels)))
         outputs = outputs[:, :, 0].flatten(0, 1)
-        off, sure = self._excess.gather(2, taken).flatten(), self.trust.outputs.flatten()
-        gradient, trust = self._gradient_change.flatten(0, 1), self.trust.gradient.flatten()
+        off, sure = self._excess.gather(2, taken).flatten(), self.precisions.output_precision.flatten()
+        gradient, trust = self._gradient_change.flatten(0, 1), self.precisions.gradient_precision.flatten()
         matrix = gradient.mT @ (trust[:, None] * gradient) + outputs.mT @ (sure[:, None] * outputs)
         return matrix, -(trust * self._residual.flatten()) @ gradient - (sure * off) @ outputs

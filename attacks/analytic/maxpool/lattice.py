@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-RULED_OUT = 6.0
+RULED_OUT_DEVIATIONS = 6.0
 """Standard deviations by which two candidates differ, at least, where the equations tell them apart."""
 MAX_INVERSE_VARIANCE = 3e7
 """Inverse variance of a number that is more than enough: with more, double precision does not do for loose ones."""
@@ -37,7 +37,7 @@ class Lattice:
     matrix: Array
 
     @cached_property
-    def reduced(self) -> tuple[Array, Array]:
+    def reduced_basis(self) -> tuple[Array, Array]:
         """A basis of short, nearly orthogonal vectors (n, n), one a column, and its triangular factor.
 
         By the algorithm of Lenstra, Lenstra and Lovasz, with the factor kept up to date by rotations.
@@ -72,17 +72,17 @@ class Lattice:
     @cached_property
     def _inverse(self) -> Array:
         """Of the basis (n, n): whole numbers, too."""
-        return np.round(np.linalg.inv(self.reduced[0]))
+        return np.round(np.linalg.inv(self.reduced_basis[0]))
 
     @property
     def determined(self) -> NDArray[np.bool_]:
-        """Which numbers are the same in all candidates less than `RULED_OUT` standard deviations from each other (n,).
+        """Which numbers are the same in all candidates (n,) that are less than `RULED_OUT_DEVIATIONS` apart.
 
         A vector that takes part in the basis from place i on is at least as long as the shortest remainder there, so
         what the vectors before the last short remainder do not touch is determined.
         """
-        basis, factor = self.reduced
-        short = np.abs(np.diag(factor)) < RULED_OUT
+        basis, factor = self.reduced_basis
+        short = np.abs(np.diag(factor)) < RULED_OUT_DEVIATIONS
         open_ones = int(short.nonzero()[0].max()) + 1 if short.any() else 0
         return np.logical_not(basis[:, :open_ones].any(axis=1))
 
@@ -101,7 +101,7 @@ class Lattice:
                 is short too.
             count: how many.
         """
-        basis, _ = self.reduced
+        basis, _ = self.reduced_basis
         factor = np.linalg.cholesky(basis.T @ matrix @ basis).T
         real = self._inverse @ center
         whole, far = np.zeros((1, len(real))), np.zeros(1)

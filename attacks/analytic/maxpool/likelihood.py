@@ -10,13 +10,13 @@ from torch import Tensor
 
 from attacks.analytic.maxpool.equations import MIN_RELATIVE_NOISE, Equations
 from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
-from attacks.analytic.maxpool.lattice import RULED_OUT
+from attacks.analytic.maxpool.lattice import RULED_OUT_DEVIATIONS
 from attacks.analytic.maxpool.refinement import Fit
 from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 
 MIN_VARIANCE_RATIO = 1e-6
 """Of variances: below that share of rounding less is no better."""
-OUTLIER = 12.0
+OUTLIER_DEVIATIONS = 12.0
 """Times the typical by which no output misses its target unless something is wrong; seven were seen."""
 NORMAL_MEDIAN = 0.6745
 """Median of what is normally distributed, without its sign, in standard deviations."""
@@ -42,7 +42,7 @@ def typical_deviation(equations: Equations, fit: Fit) -> float:
 def has_outlier(equations: Equations, fit: Fit) -> bool:
     """Return whether an output is too far from its target: of a corner few equations tell, so all others may hold."""
     largest = output_deviations(equations, fit).abs()[equations.target_known].max()
-    return bool(largest > OUTLIER * typical_deviation(equations, fit))
+    return bool(largest > OUTLIER_DEVIATIONS * typical_deviation(equations, fit))
 
 
 def misfit(equations: Equations, fit: Fit, scale: float) -> float:
@@ -85,7 +85,7 @@ def select_likeliest(
     ambiguity = Ambiguity.none(now.fit.x)
     for other in others:
         explained = misfit(other.equations, other.fit, scale)
-        if not explained < own + RULED_OUT**2:
+        if not explained < own + RULED_OUT_DEVIATIONS**2:
             continue
         ambiguity |= Ambiguity.between(now, other)
         total = explained + prior.penalty(other.fit.x)

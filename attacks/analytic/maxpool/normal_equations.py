@@ -70,7 +70,7 @@ class NormalEquations:
                 of.
         """
         layer = equations.layer
-        output_layer = layer.merged_convolution if layer.average else layer
+        output_layer = layer.merged_convolution if layer.is_average else layer
         weights = _output_weights(equations, selection, output_std, exceeding)
         rhs = output_layer.backpropagate(
             output_layer.scatter(weights * equations.target_minus_bias[..., None])
@@ -135,7 +135,7 @@ class NormalEquations:
 
 def _output_weights(equations: Equations, selection: Tensor, output_std: Tensor, exceeding: Tensor | None) -> Tensor:
     """Weights of the outputs' equations (O, K, P); of averages, (O, K, 1)."""
-    if equations.layer.average:
+    if equations.layer.is_average:
         weights = equations.target_known[..., None].to(selection)
     else:
         weights = selection * equations.target_known[..., None]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
 from attacks.analytic.maxpool.integer_decoding import MAX_ERROR_RATIO, MAX_ROUNDABLE_STD, mark_determined
-from attacks.analytic.maxpool.lattice import RULED_OUT
+from attacks.analytic.maxpool.lattice import RULED_OUT_DEVIATIONS
 from attacks.analytic.maxpool.likelihood import (
     MIN_VARIANCE_RATIO,
     select_likeliest,
@@ -60,7 +60,7 @@ def search_pixels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels)
     equations, x = now.equations, now.fit.x
     if not equations.layer.positions_unknown or not levels.contain(x) or x.numel() > MAX_DENSE_UNKNOWNS:
         return now
-    allowed = now.tolerance if now.satisfied else MAX_ERROR_RATIO * now.fit.error
+    allowed = now.tolerance if now.is_satisfied else MAX_ERROR_RATIO * now.fit.error
     std = (now.deviations() / levels.step).amax(0).flatten()
     pixels = std.argsort(descending=True)[: min(MAX_PIXELS, int((std > MAX_ROUNDABLE_STD).sum()))].tolist()
     best, ambiguity = now, Ambiguity.none(x)
@@ -73,7 +73,7 @@ def search_pixels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels)
             ambiguity |= more
         if best is before:
             break
-    if not best.satisfied:
+    if not best.is_satisfied:
         return now
     if best is not now or now.determined is None:
         best = mark_determined(best, levels)
@@ -98,19 +98,19 @@ class PixelSearch:
 
     def neighbors(self) -> Iterator[LayerSolution]:
         """Yield what the likeliest combinations lead to, but for none of them."""
-        steps, explained = self._best
+        steps, explained = self._likeliest_combinations
         order = steps[(explained + self._prior_penalty(steps)).argsort()]
         indices, (row, column) = self.levels.indices(self.now.fit.x), divmod(self.pixel, self.now.fit.x.shape[2])
         for step in order[order.any(1)][:TRIED]:
             moved = indices.clone()
             moved[:, row, column] += step
-            yield self.now.at(self.levels.values(moved))
+            yield self.now.with_input(self.levels.values(moved))
 
     @property
     def ambiguity(self) -> Ambiguity:
         """Which channels are on another level where about as much is explained."""
-        steps, explained = self._best
-        as_much = steps[explained < explained[~steps.any(1)] + RULED_OUT**2]
+        steps, explained = self._likeliest_combinations
+        as_much = steps[explained < explained[~steps.any(1)] + RULED_OUT_DEVIATIONS**2]
         positions = self.now.fit.selection[:, self._cells].argmax(-1)
 
         def at_other_positions(part: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class PixelSearch:
 
     # ---- combinations of steps ---------------------------------------------------------------------------------------
     @cached_property
-    def _best(self) -> tuple[Tensor, Tensor]:
+    def _likeliest_combinations(self) -> tuple[Tensor, Tensor]:
         """The likeliest combinations (n, I), with none at all, and what they leave (n,), as `misfit` counts it."""
         steps = self._combinations
         outputs = self._in_chunks(self._output_misfit, steps, self._patch_changes.shape[1])
@@ -140,7 +140,7 @@ class PixelSearch:
     @cached_property
     def _combinations(self) -> Tensor:
         """Steps (n, I) within what is expected, and none at all."""
-        precision, shift = self._expected
+        precision, shift = self._prior_in_steps
         covariance = torch.linalg.inv(precision)
         center, std = covariance @ shift, covariance.diagonal().sqrt()
         indices = self.levels.indices(self.now.fit.x).flatten(1)[:, self.pixel]
@@ -163,7 +163,7 @@ class PixelSearch:
     # ---- what a combination leaves -----------------------------------------------------------------------------------
     def _prior_penalty(self, steps: Tensor) -> Tensor:
         """What speaks against these steps (n, I) beforehand (n,)."""
-        precision, shift = self._expected
+        precision, shift = self._prior_in_steps
         return ((steps @ precision - 2 * shift) * steps).sum(-1)
 
     def _output_misfit(self, steps: Tensor) -> Tensor:
@@ -171,7 +171,7 @@ class PixelSearch:
         equations, cells = self.now.equations, self._cells
         off = self._excess_after(steps).amax(-1)
         off = torch.where(equations.target_known[:, cells], off, off.clamp_min(0))
-        off = off / (target_deviation(equations)[:, cells] * self._scale)
+        off = off / (target_deviation(equations)[:, cells] * self._typical_deviation)
         return 2 * torch.log1p(off.square()).sum((1, 2))
 
     def _gradient_misfit(self, steps: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class PixelSearch:
 
     # ---- what the pixel touches --------------------------------------------------------------------------------------
     @cached_property
-    def _scale(self) -> float:
+    def _typical_deviation(self) -> float:
         return typical_deviation(self.now.equations, self.now.fit)
 
     @cached_property
@@ -210,9 +210,9 @@ class PixelSearch:
         return torch.arange(channels) * plane + self.pixel, self.levels.step.flatten()
 
     @cached_property
-    def _expected(self) -> tuple[Tensor, Tensor]:
+    def _prior_in_steps(self) -> tuple[Tensor, Tensor]:
         """Precision (I, I), and precision times mean (I,), that the other pixels lead to expect, in steps from now."""
-        return self.prior.in_steps(self.now.fit.x, *self._entries_and_steps)
+        return self.prior.step_moments(self.now.fit.x, *self._entries_and_steps)
 
     @cached_property
     def _all_patch_changes(self) -> Tensor:

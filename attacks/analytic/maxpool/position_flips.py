@@ -27,7 +27,7 @@ class PositionFlips:
 
     filters: Tensor
     cells: Tensor
-    closed: Tensor
+    selected: Tensor
     change: Tensor
     size: Tensor
     residual: Tensor
@@ -57,7 +57,7 @@ class PositionFlips:
         floor = explained[filters].square() * residual.shape[1]
         return cls(filters, cells, closed, change, change.square().sum(-1) + closed, residual[filters], floor)
 
-    def best(self) -> tuple[PositionFlips, Tensor, Tensor, Tensor] | None:
+    def apply_best(self) -> tuple[PositionFlips, Tensor, Tensor, Tensor] | None:
         """Make the best change of every filter that one helps; None where there is no such filter.
 
         Returns:
@@ -71,15 +71,15 @@ class PositionFlips:
         on = ((total >= self.floor) & (gained < -MIN_GAIN * total)).nonzero().flatten()
         if not len(on):
             return None
-        rest = self if len(on) == len(self.filters) else self._only(on)
+        rest = self if len(on) == len(self.filters) else self._subset(on)
         positions = self.size.shape[-1]
         every, cell, position = torch.arange(len(on)), choice[on] // positions, choice[on] % positions
         step = rest.change[every, cell, position]
         rest.residual.add_(step)
         rest.change[every, cell] -= step[:, None]
-        rest.size[every, cell] = rest.change[every, cell].square().sum(-1) + rest.closed[every, cell]
+        rest.size[every, cell] = rest.change[every, cell].square().sum(-1) + rest.selected[every, cell]
         return rest, rest.filters, rest.cells[every, cell], position
 
-    def _only(self, on: Tensor) -> PositionFlips:
+    def _subset(self, on: Tensor) -> PositionFlips:
         """Those of some filters, numbered among these (g,)."""
         return PositionFlips(*(getattr(self, part.name)[on] for part in fields(self)))

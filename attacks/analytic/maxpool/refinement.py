@@ -149,7 +149,7 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
     for o in undecided.any(1).nonzero().flatten().tolist():
         at = undecided[o].nonzero().flatten()
         for _ in range(len(at)):
-            other = _to_other_side(equations.side_factor[o, at], factor[o, at])
+            other = _flip_factor(equations.side_factor[o, at], factor[o, at])
             change = equations.signal[o, at] * factor[o, at] * (other - 1)
             after = (residual[o] - change[:, None] * cells[o, at]).square().sum(-1)
             best = int(after.argmin())
@@ -168,7 +168,7 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
     return moved, evaluate(moved, fit.x, fit.selection)
 
 
-def _to_other_side(side_factor: Tensor, factor: Tensor) -> Tensor:
+def _flip_factor(side_factor: Tensor, factor: Tensor) -> Tensor:
     """What moves an output to the other side of the bend, from the side it is on."""
     return torch.where(factor == 1, side_factor, 1 / side_factor)
 
@@ -190,7 +190,7 @@ def resolve_ties(equations: Equations, fit: Fit, tries: int = 64) -> Tensor:
         explained = 1e-6 * equations.gradient_scale
         flips = PositionFlips.of(asked, selection, cells, equations.signal, residual, explained)
         for _ in range(tries):
-            made = flips.best()
+            made = flips.apply_best()
             if made is None:
                 break
             flips, changed, at, position = made

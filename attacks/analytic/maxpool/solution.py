@@ -12,9 +12,9 @@ from attacks.analytic.maxpool.normal_equations import MAX_DENSE_UNKNOWNS, Normal
 from attacks.analytic.maxpool.refinement import Fit, choose_activation_sides, evaluate, resolve_ties
 from attacks.analytic.maxpool.spd_linalg import Factor
 
-OPEN_CELL = 1e-3
+OPEN_CELL_ERROR = 1e-3
 """Of the outputs' root mean square: a cell that misses its target by more has not found its position."""
-SATISFIED = 1e-5
+SATISFIED_ERROR = 1e-5
 """Equations left unexplained by less than this share are taken for satisfied, in float32."""
 
 
@@ -75,32 +75,32 @@ class LayerSolution:
         """Return `fit` with undecided outputs on the side of the bend that it explains best."""
         return cls(*choose_activation_sides(equations, fit))
 
-    def at(self, x: Tensor) -> LayerSolution:
+    def with_input(self, x: Tensor) -> LayerSolution:
         """Return the same equations with another input (I, H, W), at the positions that follow from it."""
         own = evaluate(self.equations, x)
         return LayerSolution(self.equations, evaluate(self.equations, x, resolve_ties(self.equations, own)))
 
     @property
-    def satisfied(self) -> bool:
+    def is_satisfied(self) -> bool:
         """Whether the equations are explained up to rounding, or up to the gradient's own noise."""
         return self.fit.error < self.tolerance
 
     @property
     def tolerance(self) -> float:
         """What may be left unexplained, at most, where the equations are explained."""
-        return max(SATISFIED, 5 * self.equations.gradient_noise)
+        return max(SATISFIED_ERROR, 5 * self.equations.gradient_noise)
 
     @property
-    def proven(self) -> bool:
+    def is_proven(self) -> bool:
         """Whether all is explained, and by nothing else."""
-        return self.satisfied and self.determined is not None and bool(self.determined.all())
+        return self.is_satisfied and self.determined is not None and bool(self.determined.all())
 
     @property
-    def progress(self) -> str:
+    def progress_description(self) -> str:
         """How far the search got, in words."""
         equations = self.equations
         off = (equations.layer.pooled_outputs(self.fit.x) - equations.target).abs()
-        far = off > OPEN_CELL * equations.output_scale + 5 * equations.target_std
+        far = off > OPEN_CELL_ERROR * equations.output_scale + 5 * equations.target_std
         count, total = int((far & equations.target_known).sum()), int(equations.target_known.sum())
         cells = f"{count} of {total} pooling cells open, " if equations.layer.positions_unknown else ""
         return f"{cells}{self.fit.error:.1e} of the equations unexplained"

@@ -46,7 +46,7 @@ from attacks.analytic.maxpool.solution import LayerSolution
 
 FEW_PIXELS_OFF = 1e-3
 """Equations left unexplained by less than this share are a matter of a few pixels: another start would not help."""
-NOISY = 20.0
+NOISY_ERROR_RATIO = 20.0
 """Nor did it, but for one made problem, where of one image no more was left than so many times what noise leaves."""
 RIM_PIXELS_OFF = 1e-2
 """Equations left unexplained by less than this share may be so for a few pixels at the rim, off by several levels. In a
@@ -95,7 +95,7 @@ def solve_layer(equations: Equations, statistics: tuple[Tensor, Tensor] | None =
             for one further up, of whose input nothing is expected.
     """
     if not equations.layer.positions_unknown:
-        prior = None if statistics is None else image_prior(equations.layer, *statistics, 0.3).scaled(1e-5)
+        prior = None if statistics is None else image_prior(equations.layer, *statistics, 0.3).with_smoothness(1e-5)
         start = solve_linear(equations, prior)
         return LayerSolution.of(equations, refine(equations, start.x, prior=prior))
     return _solve_features(equations) if statistics is None else _solve_pixels(equations, *statistics)
@@ -111,23 +111,23 @@ def _solve_features(equations: Equations) -> LayerSolution:
     fast = partial(_solve_by_annealing, temperatures=FAST, within=within)
     slow = partial(_solve_by_annealing, temperatures=SLOW)
     for way in (fast, _solve_by_cavity, slow) if one else (_solve_by_cavity, fast, slow):
-        if best is None or not best.satisfied:
+        if best is None or not best.is_satisfied:
             best = way(equations).better_of(best)
     assert best is not None
-    if not best.satisfied and one:  # of a batch it would take hours
+    if not best.is_satisfied and one:  # of a batch it would take hours
         propagated = _solve_by_propagation(equations, feature_prior(equations), Schedule(factor=0.4))
         best = _refine_batch(propagated).better_of(best)
-    return _reweighted(best)
+    return _reweight(best)
 
 
-def _reweighted(now: LayerSolution) -> LayerSolution:
+def _reweight(now: LayerSolution) -> LayerSolution:
     """The same, solved for anew with equations weighed by what it leaves of them, not by what a search had left.
 
     With every equation weighed by its own rounding, all together may be left a little more.
     """
     for _ in range(MAX_REWEIGHTINGS):
         before, found = now.fit.error, _solve_anew(now)
-        if not found.fit.error < REWEIGHTING_GROWS * before or (now.satisfied and not found.satisfied):
+        if not found.fit.error < REWEIGHTING_GROWS * before or (now.is_satisfied and not found.is_satisfied):
             break
         now = found
         if not now.fit.error < REWEIGHTING_FALLS * before:
@@ -155,7 +155,7 @@ def _refine_batch(now: LayerSolution, rounds: int = MAX_BATCH_ROUNDS) -> LayerSo
         now = _solve_anew(now, "whole")
         done = not now.fit.error < BATCH_FALLS * best.fit.error
         best = now.better_of(best)
-        if done and best.satisfied:
+        if done and best.is_satisfied:
             break
     return best
 
@@ -187,15 +187,15 @@ def _solve_by_cavity(equations: Equations) -> LayerSolution:
         nearest = min(nearest, noise)
         if noise < try_below:
             try_below = noise / RETRY_RATIO
-            best = _refined_from(equations, state).better_of(best)
-        if best.satisfied or stalled > CAVITY_PATIENCE:
+            best = _refine_cavity_state(equations, state).better_of(best)
+        if best.is_satisfied or stalled > CAVITY_PATIENCE:
             break
-    if state is not None and not best.satisfied:
-        best = _refined_from(equations, state).better_of(best)
+    if state is not None and not best.is_satisfied:
+        best = _refine_cavity_state(equations, state).better_of(best)
     return best
 
 
-def _refined_from(equations: Equations, state: CavityState) -> LayerSolution:
+def _refine_cavity_state(equations: Equations, state: CavityState) -> LayerSolution:
     return _refine_batch(LayerSolution.of(equations, refine(equations, state.x)))
 
 
@@ -214,21 +214,21 @@ def _solve_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolut
         if best.fit.error < RIM_PIXELS_OFF:
             best = decode_levels(best, choice, all_levels)
             # few unknowns are cheap to doubt; of many, only what is not proven or leaves an output wrong
-            if unknowns < CHEAP_UNKNOWNS or not best.proven or has_outlier(best.equations, best.fit):
-                best = _likeliest_around(best, choice, all_levels)
+            if unknowns < CHEAP_UNKNOWNS or not best.is_proven or has_outlier(best.equations, best.fit):
+                best = _search_neighborhood(best, choice, all_levels)
         # of a batch noise is mostly what the layers above were left off by
-        noisy = equations.layer.images == 1 and best.fit.error < NOISY * equations.gradient_noise
+        noisy = equations.layer.images == 1 and best.fit.error < NOISY_ERROR_RATIO * equations.gradient_noise
         if best.fit.error < FEW_PIXELS_OFF or noisy:
             break
     assert best is not None
     return snap_flat_regions(best, all_levels) if best.fit.error < FEW_PIXELS_OFF else best
 
 
-def _likeliest_around(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
+def _search_neighborhood(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
     """The likeliest around `now`; what came to satisfy its equations last is searched around like what did before."""
     now = decode_jointly(now, prior, levels)
     found = search_pixels(now, prior, levels)
-    if now.satisfied or not found.satisfied:
+    if now.is_satisfied or not found.is_satisfied:
         return found
     return search_pixels(decode_jointly(found, prior, levels), prior, levels)
 
@@ -258,7 +258,7 @@ def _solve_by_propagation(
         if state.error < try_below and ripe:
             try_below, tried = state.error / RETRY_RATIO, state
             best = _finish_propagation(equations, state, prior, levels).better_of(best)
-            if best.satisfied:
+            if best.is_satisfied:
                 return best
     if best is not None and tried is nearest:
         return best
@@ -281,19 +281,19 @@ def _finish_propagation(
     best = None
     if levels is not None:
         best = _put_on_levels(levels, LayerSolution.of(equations, evaluate(equations, state.mean)))
-    if best is not None and best.satisfied:
+    if best is not None and best.is_satisfied:
         return best
     while True:
         done = partial(_is_close, equations)
-        x, selection = anneal(equations, [1.0] * 4, done, steps=1, start=start, prior=prior.scaled(1e-3))
-        now = LayerSolution.of(equations, refine(equations, x, rounds=3, prior=prior.scaled(1e-5)))
+        x, selection = anneal(equations, [1.0] * 4, done, steps=1, start=start, prior=prior.with_smoothness(1e-3))
+        now = LayerSolution.of(equations, refine(equations, x, rounds=3, prior=prior.with_smoothness(1e-5)))
         if levels is not None:
             on_levels = _put_on_levels(levels, now)
-            now = on_levels if on_levels.satisfied else on_levels.better_of(now)
+            now = on_levels if on_levels.is_satisfied else on_levels.better_of(now)
         if best is not None and not now.fit.error < FINISH_FALLS * best.fit.error:
             return now.better_of(best)
         best, equations, fit = now, now.equations, now.fit
-        if best.satisfied:
+        if best.is_satisfied:
             return best
         gradient_std = equations.gradient_std(fit.x, selection, equations.residual(fit.x, selection))
         start = AnnealingStart(fit.x, selection, gradient_std, equations.output_scale * fit.output_error)

@@ -65,31 +65,31 @@ class _Lapack(Factor):
 
     @classmethod
     def of(cls, matrix: Tensor) -> _Lapack | None:
-        columns = _numpy(matrix).T
+        columns = _to_numpy(matrix).T
         (potrf,) = get_lapack_funcs(("potrf",), (columns,))
-        with _limited():
+        with _match_torch_threads():
             lower, failed = potrf(columns, lower=True, clean=False)
         return None if failed or not np.isfinite(lower.diagonal()).all() else cls(lower)
 
     def solve(self, right: Tensor) -> Tensor:
-        columns = _numpy(right)
+        columns = _to_numpy(right)
         (potrs,) = get_lapack_funcs(("potrs",), (self.lower,))
-        with _limited():
+        with _match_torch_threads():
             solved, _ = potrs(self.lower, columns, lower=True)
         return torch.from_numpy(solved).view_as(right)
 
     def variances(self) -> Tensor:
         (trtri,) = get_lapack_funcs(("trtri",), (self.lower,))
-        with _limited():
+        with _match_torch_threads():
             lower, _ = trtri(self.lower, lower=True)
         columns = (column[i:] for i, column in enumerate(lower.T))
         return torch.from_numpy(np.array([column @ column for column in columns]))
 
     def inverse(self) -> Tensor:
         (potri,) = get_lapack_funcs(("potri",), (self.lower,))
-        with _limited():
+        with _match_torch_threads():
             half, _ = potri(self.lower, lower=True)
-        return _mirrored(half)
+        return _mirror_lower_half(half)
 
 
 @dataclass(frozen=True)
@@ -134,11 +134,11 @@ def gram(rows: Tensor) -> Tensor:
     """Return all products of the columns of `rows` (m, n) with each other (n, n), each computed once on a CPU."""
     if rows.device.type != "cpu":
         return rows.mT @ rows
-    columns = _numpy(rows).T
+    columns = _to_numpy(rows).T
     (syrk,) = get_blas_funcs(("syrk",), (columns,))
-    with _limited():
+    with _match_torch_threads():
         half = syrk(1.0, columns, lower=True)
-    return _mirrored(half)
+    return _mirror_lower_half(half)
 
 
 def eigenvalues(matrices: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def clamp_eigenvalues(matrices: Tensor, low: Tensor, high: Tensor | None = None)
     return (vectors * values.clamp(low, high)[..., None, :]) @ vectors.mT
 
 
-def _mirrored(half: Numbers) -> Tensor:
+def _mirror_lower_half(half: Numbers) -> Tensor:
     """The symmetric matrix of which all on and below the diagonal is there, column by column."""
     rows = half.T  # as torch has it: now what is there lies above the diagonal
     for i in range(0, len(rows), BLOCK):
@@ -166,20 +166,20 @@ def _mirrored(half: Numbers) -> Tensor:
     return torch.from_numpy(rows)
 
 
-def _numpy(values: Tensor) -> Numbers:
+def _to_numpy(values: Tensor) -> Numbers:
     return values.detach().contiguous().numpy()
 
 
 @cache
-def _controller() -> ThreadpoolController:
+def _thread_controller() -> ThreadpoolController:
     return ThreadpoolController()
 
 
 @contextmanager
-def _limited() -> Iterator[None]:
+def _match_torch_threads() -> Iterator[None]:
     """As many threads as torch has: their number changes the rounding, and worker processes share the cores.
 
     The limit is the process's own, so that only one Python thread at a time sets it.
     """
-    with LOCK, _controller().limit(limits=torch.get_num_threads(), user_api="blas"):
+    with LOCK, _thread_controller().limit(limits=torch.get_num_threads(), user_api="blas"):
         yield

@@ -19,7 +19,7 @@ from attacks.analytic.recursive.layer_equations import (
 from attacks.analytic.recursive.top_signal import Gradients, TopSignal, top_signals
 from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
-from attacks.network.layer_chain import Stage, gradients_by_layer, unroll
+from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
 from attacks.update.rescaling import rescale_to_unit
@@ -29,9 +29,9 @@ from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
 from fl.view import ServerView
 
-LEVEL = 0.5 / 255
+HALF_LEVEL = 0.5 / 255
 """Half a level of 8 bits, in pixel units."""
-PEAK = 5.0
+WORST_PIXEL_FACTOR = 5.0
 """How far the worst pixel may be off, in root mean squares of all: hardly one of some thousand Gaussian numbers is."""
 
 
@@ -77,7 +77,7 @@ class LayerwiseInversion(Attack):
             raise ValueError(f"expected gigabytes > 0, got {self.gigabytes}")
 
     @property
-    def share(self) -> float | None:
+    def gradient_trust(self) -> float | None:
         """How far gradient equations are trusted before weight equations (`layer_equations.solve`)."""
         return None
 
@@ -86,7 +86,7 @@ class LayerwiseInversion(Attack):
         gradient = exact_step_gradient(view, batches=self.batches)
         if isinstance(gradient, NotApplicable):
             return gradient
-        stages = unroll(view)
+        stages = extract_layer_chain(view)
         if isinstance(stages, NotApplicable):
             return stages
         observed = gradients_by_layer(
@@ -116,7 +116,7 @@ class LayerwiseInversion(Attack):
                 return NotApplicable(f"the gradient of {stage.name} was not sent")
             if not bool(weight.any()):
                 return NotApplicable(f"no signal flows back into {stage.name}: its weight did not move")
-            needed = equation_gigabytes(stage, count)[0 if self.share is None else 1]
+            needed = equation_gigabytes(stage, count)[0 if self.gradient_trust is None else 1]
             if needed > self.gigabytes:
                 size = f"{needed:.2g} GB in one matrix (gigabytes={self.gigabytes})"
                 return NotApplicable(f"the equations of {stage.name} take {size}", limit=True)
@@ -130,19 +130,20 @@ class LayerwiseInversion(Attack):
     def _attempt(
         self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: TopSignal
     ) -> Reconstruction:
-        solved = descend(stages, gradients, start, self.share, self.cutoff, self.gigabytes)
+        solved = invert_layers(stages, gradients, start, self.gradient_trust, self.cutoff, self.gigabytes)
         names = [stage.name for stage in stages[: start.top + 1]]
         pixels = solved[0].values.nan_to_num(0.5, 1.0, 0.0).clamp(0, 1)
         again = layer_gradients(stages, start, pixels)
         off = max(_relative_distance(again[n], gradients[n]) for n in again if n in gradients)
-        whole = all(layer.rank == layer.unknowns for layer in solved)
+        whole = all(layer.rank == layer.unknown_count for layer in solved)
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
-        doubt = max(off, start.off) * solved[0].condition
-        sharp = PEAK * doubt * _input_scale(stages[0], pixels) <= LEVEL
+        doubt = max(off, start.relative_error) * solved[0].condition
+        sharp = WORST_PIXEL_FACTOR * doubt * _input_scale(stages[0], pixels) <= HALF_LEVEL
         # an unknown defense may have shortened weight and bias apart, which only a second layer shows
         sized = view.threat.knows_defense or start.top > 0
         ranks = {
-            f"rank/{n}": torch.tensor([s.unknowns, s.gradient, s.rank]) for n, s in zip(names, solved, strict=True)
+            f"rank/{n}": torch.tensor([s.unknown_count, s.gradient_rank, s.rank])
+            for n, s in zip(names, solved, strict=True)
         }
         conditions = {f"condition/{n}": torch.tensor(s.condition) for n, s in zip(names, solved, strict=True)}
         found = Reconstruction(
@@ -152,7 +153,7 @@ class LayerwiseInversion(Attack):
             verified=whole and sized and sharp and off <= self.fits,
         )
         if len(pixels) == 1:
-            return _labeled(found, view, stages, start)
+            return _with_label(found, view, stages, start)
         if start.labels is not None:
             known = () if view.labels is None else ("labels",)
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
@@ -162,7 +163,7 @@ class LayerwiseInversion(Attack):
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 
-def _labeled(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
+def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
     """The one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].end_reason
     head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)
@@ -182,7 +183,7 @@ def _input_scale(stage: Stage, pixels: Tensor) -> float:
     return float(pixels.square().mean().sqrt())
 
 
-def descend(
+def invert_layers(
     stages: Sequence[Stage],
     gradients: Gradients,
     start: TopSignal,
@@ -226,7 +227,7 @@ def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -
             mine = {f"{stage.name}.{n}": p for n, p in stage.layer.named_parameters() if p.requires_grad}  # none frozen
             parameters |= mine
             given = stage.layer_input(values)
-            values = stage.layer(given) if i == start.top else stage.activation(stage.linear(given))
+            values = stage.layer(given) if i == start.top else stage.activation(stage.activation_input(given))
         grads = torch.autograd.grad((values * start.signal).sum(), list(parameters.values()))
     return dict(zip(parameters, grads, strict=True))
 

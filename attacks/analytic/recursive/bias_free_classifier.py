@@ -36,23 +36,23 @@ def logit_gradients_without_bias(weight: Tensor, gradient: Tensor) -> list[Tenso
         if int((delta < 0).sum()) != 1:
             continue
         logits, label = weight @ direction, int(delta.argmin())
-        for t in _roots(partial(_excess, logits, label, sizes[0]), float(sizes[0])):
-            solution = _delta(logits, label, t)
+        for t in _roots(partial(_length_excess, logits, label, sizes[0]), float(sizes[0])):
+            solution = _logit_gradient(logits, label, t)
             found.append((float(functional.cosine_similarity(solution[0], delta, dim=0)), solution))
     best = max((cosine for cosine, _ in found), default=0.0)
     return [solution for cosine, solution in found if cosine >= best - 1e-6]
 
 
-def _delta(logits: Tensor, label: int, t: Tensor) -> Tensor:
+def _logit_gradient(logits: Tensor, label: int, t: Tensor) -> Tensor:
     """softmax(t logits) - e_label, row by row of t (N,)."""
     delta = (logits * t[:, None]).softmax(-1)
     delta[:, label] = -(delta.sum(-1) - delta[:, label])  # exact where the softmax is near 1
     return delta
 
 
-def _excess(logits: Tensor, label: int, size: Tensor, t: Tensor) -> Tensor:
+def _length_excess(logits: Tensor, label: int, size: Tensor, t: Tensor) -> Tensor:
     """By how much |delta(t)| t is larger than sigma, `size`: 0 where (1) holds."""
-    return _delta(logits, label, t).norm(dim=-1) * t - size
+    return _logit_gradient(logits, label, t).norm(dim=-1) * t - size
 
 
 def _roots(function: Callable[[Tensor], Tensor], unit: float) -> list[Tensor]:

@@ -53,8 +53,8 @@ class SolvedInput:
     """
 
     values: Tensor
-    unknowns: int
-    gradient: int
+    unknown_count: int
+    gradient_rank: int
     rank: int
     condition: float
 
@@ -71,7 +71,7 @@ class WeakConstraints:
 
     directions: Tensor
     sizes: Tensor
-    turned: Tensor
+    projections: Tensor
 
 
 def invert_activation(activation: nn.Module, values: Tensor) -> tuple[ActivationInputs, Tensor]:
@@ -168,7 +168,7 @@ def _gradient_equations(stage: Stage, signal: Tensor, gradient: Tensor, shape: t
     """The gradient equations, turned so that no more rows than unknowns are left: (q, N P) and (q, C)."""
     rows = gradient_rows(stage, signal, shape)
     right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
-    return triangular(rows, right.reshape(len(rows), -1))
+    return triangularize(rows, right.reshape(len(rows), -1))
 
 
 def _as_input(stage: Stage, values: Tensor, count: int) -> Tensor:
@@ -211,7 +211,7 @@ def weight_rows(stage: Stage, shape: torch.Size) -> tuple[Tensor, Tensor]:
             return weight, stage.layer(zero).flatten()
         returned = torch.zeros_like(stage.layer(zero))
         columns = stage.after(weight.T.reshape(-1, *returned.shape[1:])) - stage.after(returned)
-        return columns.flatten(1).T, stage.linear(zero).flatten()
+        return columns.flatten(1).T, stage.activation_input(zero).flatten()
 
 
 def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
@@ -245,7 +245,7 @@ def _fill_from_outputs(
     count = len(weak.sizes)
     gradient = functional.pad(weak.sizes.diag(), (0, weak.directions.shape[1] - count)) * unit
     rows = torch.cat([torch.block_diag(*[gradient] * channels), *parts])
-    sides = [weak.turned[:count].T.flatten() * unit, *sides]
+    sides = [weak.projections[:count].T.flatten() * unit, *sides]
     found, rank, condition = least_squares(rows, torch.cat(sides)[:, None], cutoff, unit)
     return values + found.view(channels, -1) @ weak.directions.T, rank, condition
 
@@ -263,8 +263,8 @@ def _solve_together(
     if outputs is not None:
         weights, offset = weight_rows(stage, shape)
         known = outputs.known.flatten(1)
-        told = [_of_image(weights[k], i, images, channels) for i, k in enumerate(known)]
-        factor = _ratio(weights.norm() * math.sqrt(images), rows.norm())
+        told = [_for_batch_input(weights[k], i, images, channels) for i, k in enumerate(known)]
+        factor = _ratio_or_zero(weights.norm() * math.sqrt(images), rows.norm())
         rows = torch.cat([rows * factor, *told])
         given = (outputs.values.flatten(1) - offset)[known]
         sides = torch.cat([sides * factor, given])
@@ -281,7 +281,7 @@ def _solve_together(
     return values, rank, condition
 
 
-def _of_image(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
+def _for_batch_input(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
     """Equations in what one image gives the layer (m, C P) as ones in what all of them do (m, C N P)."""
     apart = rows.new_zeros(len(rows), channels, images, rows.shape[1] // channels)
     apart[:, :, image] = rows.view(len(rows), channels, -1)
@@ -297,8 +297,8 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
         cutoff: singular values below this share of the largest, or of `unit` if that is more, count as zero.
         unit: size of equations that are more than rounding.
     """
-    triangle, turned = triangular(rows, right)
-    largest, smallest = _extremes(triangle)
+    triangle, turned = triangularize(rows, right)
+    largest, smallest = _extreme_singular_values(triangle)
     if smallest > cutoff * max(largest, unit):
         return torch.linalg.solve_triangular(triangle, turned, upper=True), rows.shape[1], largest / smallest
     if not largest > cutoff * unit:
@@ -307,7 +307,7 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
     return found.solution, int(found.rank), math.inf
 
 
-def triangular(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def triangularize(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return the same equations, turned so that no more than n are left: (min(m, n), n) and (min(m, n), c)."""
     unknowns = rows.shape[1]
     if rows.shape[0] <= unknowns:
@@ -317,7 +317,7 @@ def triangular(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return upper[:, :unknowns].contiguous(), upper[:, unknowns:].contiguous()
 
 
-def _extremes(upper: Tensor) -> tuple[float, float]:
+def _extreme_singular_values(upper: Tensor) -> tuple[float, float]:
     """Largest and smallest singular value of an upper triangular matrix (k, n), roughly; 0 where it has less rank.
 
     By the power method on it and on its inverse.
@@ -336,6 +336,6 @@ def _extremes(upper: Tensor) -> tuple[float, float]:
     return largest, 1 / math.sqrt(size) if math.isfinite(size) else 0.0
 
 
-def _ratio(x: Tensor, y: Tensor) -> Tensor:
+def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
     """The ratio x / y, or 0 where that is no number."""
     return (x / y).nan_to_num(0.0, 0.0, 0.0)

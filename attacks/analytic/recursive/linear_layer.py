@@ -62,14 +62,14 @@ class LinearLayer:
     bias_update: Tensor
     transmitted: Tensor | None
     trust: float
-    images: bool
+    is_given_images: bool
     steps: int | None
     scale: float | None
     origin: PixelOrigin | None = None
 
     @cached_property
-    def _probe(self) -> _Probe:
-        return _Probe(self.view)
+    def _probe(self) -> _NetworkProbe:
+        return _NetworkProbe(self.view)
 
     def to_pixels(self, inputs: Tensor) -> Tensor:
         """Inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
@@ -81,9 +81,9 @@ class LinearLayer:
         """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
         return self.to_pixels(inputs).clamp(0, 1).to(self.view.dtype)
 
-    def rectified(self) -> bool:
+    def is_rectified(self) -> bool:
         """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
-        outputs, signals = self._probe.back(self.name)
+        outputs, signals = self._probe.outputs_and_signals(self.name)
         silent = signals == 0
         return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
 
@@ -103,7 +103,7 @@ class LinearLayer:
             signals: observed.
             tolerance: largest distance of two unit vectors that counts as none.
         """
-        if self.view.private or not self.view.method.uses_labels or not self.images:
+        if self.view.private or not self.view.method.uses_labels or not self.is_given_images:
             return None
         each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])  # (K, N, m)
         unit = nn.functional.normalize
@@ -127,13 +127,13 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     if observed.unknown_decay:
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
     change = observed.change
-    probe = _Probe(view)
+    probe = _NetworkProbe(view)
     try:
         layers = probe.layers
     except MODEL_ERRORS as error:
         return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
     for name, images in layers.items():
-        names = probe.names(name)
+        names = probe.parameter_names(name)
         if not set(names) <= set(change):
             continue
         if not probe.reads_signals(name):
@@ -151,7 +151,7 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         unit = unit if unit > 0 else bias.abs().max()
         start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
         steps = observed.steps(names[0])
-        sent, trust = _defended(view, *names)
+        sent, trust = _transmission(view, *names)
         sent = None if sent is None else probe.arrange(name, "weight", sent)
         origin = probe.origin(name)
         scale = observed.scale(names[0]) if steps == 1 else None
@@ -172,7 +172,7 @@ def _obstacle(view: ServerView) -> str | None:
     return adaptive_optimizer_obstacle(view.method.phases(view.client.task, view.round))
 
 
-def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
+def _transmission(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
     """Which entries of the weight's update a known defense let through, and its trust in the bias's."""
     sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
     defense = view.client.defense
@@ -182,7 +182,7 @@ def _defended(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, 
 
 
 @dataclass
-class _Probe:
+class _NetworkProbe:
     """The client's network in float64, with what the server can't know drawn at random."""
 
     view: ServerView
@@ -213,40 +213,44 @@ class _Probe:
 
         The latter as the view's normalization has it; `origin` says so of any other.
         """
-        seen, flat = self._modules, self._flat
+        seen, flat = self._module_inputs, self._vector_layers
         order = [*flat, *(name for name in seen if name not in flat)]
         return {name: seen.get(name, False) for name in order if name in seen or name in flat}
 
     @cached_property
-    def _flat(self) -> dict[str, VectorLayer]:
+    def _vector_layers(self) -> dict[str, VectorLayer]:
         return vector_layers(self.view)
 
     def origin(self, name: str) -> PixelOrigin | None:
         """How a layer's input is made of pixels, where that is otherwise than the view says."""
-        return None if self._modules.get(name) or name not in self._flat else self._flat[name].origin
+        return (
+            None
+            if self._module_inputs.get(name) or name not in self._vector_layers
+            else self._vector_layers[name].origin
+        )
 
-    def names(self, name: str) -> tuple[str, str]:
+    def parameter_names(self, name: str) -> tuple[str, str]:
         """Of a layer's weight and bias in the update."""
-        layer = self._flat.get(name)
+        layer = self._vector_layers.get(name)
         return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
 
     def arrange(self, name: str, kind: str, sent: Tensor) -> Tensor:
         """What was sent of a layer's "weight" or "bias", as it lies in the layer."""
-        layer = self._flat.get(name)
+        layer = self._vector_layers.get(name)
         return sent if layer is None else layer.arrange(kind, sent)
 
     def reads_signals(self, name: str) -> bool:
         """Whether what flows back into a layer can be read image by image."""
-        if name in self._modules:
+        if name in self._module_inputs:
             return True
         try:
-            self.back(name)
+            self.outputs_and_signals(name)
         except MODEL_ERRORS:
             return False
         return True
 
     @cached_property
-    def _modules(self) -> dict[str, bool]:
+    def _module_inputs(self) -> dict[str, bool]:
         images, seen = self.images, dict[str, bool]()
         mean, std = self.view.task.normalization(images)
         flat = ((images - mean) / std).flatten(1)
@@ -270,19 +274,19 @@ class _Probe:
         """What the network returns."""
         return functional_call(self.model, {**self.tensor_trust, **self.buffers}, (images,))
 
-    def back(self, layer: str) -> tuple[Tensor, Tensor]:
+    def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
         """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
-        if layer not in self._modules:
-            return self._back_by_bias(self._flat[layer])
-        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+        if layer not in self._module_inputs:
+            return self._signals_by_bias(self._vector_layers[layer])
+        with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
             result = self.run(self.images)
             weights = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
             (grad,) = torch.autograd.grad((result * weights).sum(), tap.outputs)
         return tap.outputs[0].detach(), grad
 
-    def _back_by_bias(self, layer: VectorLayer) -> tuple[Tensor, Tensor]:
+    def _signals_by_bias(self, layer: VectorLayer) -> tuple[Tensor, Tensor]:
         """The same of a layer that is no module, by a bias of each image's own."""
-        outputs = operation_outputs(self._sent, layer.node, self.images)
+        outputs = operation_outputs(self._model_as_sent, layer.node, self.images)
         if outputs is None:
             raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
         own, weights = self._with_biases(layer, len(outputs))
@@ -295,7 +299,7 @@ class _Probe:
         return outputs, grad
 
     @cached_property
-    def _sent(self) -> nn.Module:
+    def _model_as_sent(self) -> nn.Module:
         model = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -313,19 +317,19 @@ class _Probe:
         view, count = self.view, len(images)
         batch = Batch(images, torch.full((count,), label, device=images.device))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
-        if layer not in self._modules:
-            own, weights = self._with_biases(self._flat[layer], count)
+        if layer not in self._module_inputs:
+            own, weights = self._with_biases(self._vector_layers[layer], count)
             with torch.enable_grad():
                 loss = view.method.loss(Network(self.model, weights, self.buffers), batch, step)
                 (grad,) = torch.autograd.grad(loss, own)
             return grad * count
-        with _Tapped(self.model, layer) as tap, torch.enable_grad():
+        with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
             loss = view.method.loss(Network(self.model, self.tensor_trust, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
 
 
-class _Tapped:
+class _OutputLeaf:
     """Keeps a layer's output as the leaf that gradients are taken of."""
 
     def __init__(self, model: nn.Module, layer: str) -> None:
@@ -336,7 +340,7 @@ class _Tapped:
         self.outputs.append(output.detach().requires_grad_())
         return self.outputs[-1].clone()  # an activation may work in place, which a leaf can't bear
 
-    def __enter__(self) -> _Tapped:
+    def __enter__(self) -> _OutputLeaf:
         return self
 
     def __exit__(self, *_: object) -> None:

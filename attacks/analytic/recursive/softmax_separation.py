@@ -31,7 +31,7 @@ MAX_UNEXPLAINED = 1e-4
 """Share of the signals that the right answer may leave unexplained: rounding."""
 MAX_DEVIATION = 1e-2
 """How far off an answer may be, relative to the inputs."""
-EXACT = 1e-10
+EXACT_RESIDUAL = 1e-10
 """Share of the signals below which they count as explained to rounding: no better answer is looked for."""
 MIN_SPARE_EQUATIONS = 2
 """Equations beyond the unknowns, at least: where there are none, any labels can be explained."""
@@ -88,10 +88,10 @@ def separate_by_softmax(
         problem = _MixingProblem(classifier, left[:, :count], sizes[:count, None] * right[:count], labels)
         for start in range(OTHER_STARTS if number else STARTS):
             found, tried = problem.solve(start), tried + 1
-            fits = found is not None and found.left < MAX_UNEXPLAINED and found.off < MAX_DEVIATION
-            if found is not None and fits and (best is None or found.left < best.left):
+            fits = found is not None and found.unexplained < MAX_UNEXPLAINED and found.relative_error < MAX_DEVIATION
+            if found is not None and fits and (best is None or found.unexplained < best.unexplained):
                 best = found
-            if best is not None and best.left < EXACT:
+            if best is not None and best.unexplained < EXACT_RESIDUAL:
                 break
         if best is not None:
             return best, labels
@@ -148,7 +148,7 @@ class _MixingProblem:
         A step solves (J^T J + damping diag(J^T J)) step = J^T residual. One that makes the residual less is taken, and
         the damping falls; otherwise it grows.
         """
-        a, damping = self._start(start), 1e-3
+        a, damping = self._initial_mixing(start), 1e-3
         jacobian, residual = self._linearize(a)
         last = residual.norm()
         for done in range(1, MAX_STEPS + 1):
@@ -167,9 +167,9 @@ class _MixingProblem:
                 if not bool(residual.norm() < FALLING * last):
                     break
                 last = residual.norm()
-        return self._separated(a, jacobian, residual)
+        return self._separate(a, jacobian, residual)
 
-    def _start(self, number: int) -> Tensor:
+    def _initial_mixing(self, number: int) -> Tensor:
         """A (B, B) where predictions are those of no features at all, or of random ones."""
         draw, classifier = stream(number, "softmax", "apart"), self.classifier
         logits = classifier.bias + LOGIT_SPREAD * number * torch.randn(
@@ -206,7 +206,7 @@ class _MixingProblem:
             residual = torch.cat([residual, self.u @ a.sum(1) - self.classifier.bias_gradient])
         return jacobian, residual
 
-    def _separated(self, a: Tensor, jacobian: Tensor, residual: Tensor) -> SeparatedBatch | None:
+    def _separate(self, a: Tensor, jacobian: Tensor, residual: Tensor) -> SeparatedBatch | None:
         """Signals and inputs by (1), and to first order how far off the equations' residual may put them."""
         inverse, failed = torch.linalg.inv_ex(a)
         if bool(failed) or not bool(residual.isfinite().all() and jacobian.isfinite().all()):

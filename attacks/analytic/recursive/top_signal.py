@@ -42,7 +42,7 @@ class TopSignal:
 
     top: int
     signal: Tensor
-    off: float = 0.0
+    relative_error: float = 0.0
     labels: Tensor | None = None
 
 
@@ -148,7 +148,7 @@ def _separate_at_classifier(
         given = "" if view.labels is None else " of the labels known"
         return f"the loss explains the classifier's gradient by no {count} images{given}"
     found, labels = told
-    return TopSignal(len(stages) - 1, found.signals * ratio / unit, found.off, labels)
+    return TopSignal(len(stages) - 1, found.signals * ratio / unit, found.relative_error, labels)
 
 
 def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
@@ -175,7 +175,7 @@ def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) 
     if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
         return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
     found = separate_images(stages, gradients, top, count)
-    return found if isinstance(found, NotApplicable) else TopSignal(top, found.signals, found.off)
+    return found if isinstance(found, NotApplicable) else TopSignal(top, found.signals, found.relative_error)
 
 
 def _size_is_known(view: ServerView, name: str) -> bool:

@@ -27,14 +27,14 @@ from attacks.gradient_matching.engine.optimizers import make_optimizer
 from attacks.gradient_matching.engine.problem import (
     INPUTS,
     LABELS,
-    Problem,
+    MatchingProblem,
     Variables,
     initial_private,
     private_key,
     unsearchable_reason,
 )
 from attacks.gradient_matching.engine.regularizers import Regularizer
-from attacks.gradient_matching.engine.search_space import IMAGES, Space
+from attacks.gradient_matching.engine.search_space import PIXEL_SPACE, SearchSpace
 from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
 from attacks.search_control import SearchControl, SearchMonitor
@@ -282,26 +282,26 @@ class GradientMatching(Attack):
         orders = {target.index: rank_orders(target.problem, self.order_candidates, count) for target in members}
         best = {target.index: BestTrial() for target in members}
         stopped = ""
-        for trials in self._waves(members, best):
+        for trials in self._trial_waves(members, best):
             for begin in range(0, len(trials), size):
                 stopped = stopped or monitor.begin_batch()
                 if stopped:
                     break
                 chunk = trials[begin : begin + size]
-                problems = [self._ordered(trial, orders) for trial in chunk]
+                problems = [self._with_order(trial, orders) for trial in chunk]
                 for trial, problem, found in zip(
                     chunk, problems, self._search_batch(chunk, problems, monitor), strict=True
                 ):
                     best[trial.target.index].offer(self, trial.target.problem, problem, found)
         return {target.index: self._finalize(best[target.index], stopped) for target in members}
 
-    def _ordered(self, trial: Trial, orders: Mapping[int, Sequence[Problem]]) -> Problem:
+    def _with_order(self, trial: Trial, orders: Mapping[int, Sequence[MatchingProblem]]) -> MatchingProblem:
         """Return the trial's problem with the order of images that its restart begins with."""
         candidates = orders[trial.target.index]
         return candidates[trial.restart % len(candidates)]
 
     def _search_batch(
-        self, trials: Sequence[Trial], problems: Sequence[Problem], monitor: SearchMonitor
+        self, trials: Sequence[Trial], problems: Sequence[MatchingProblem], monitor: SearchMonitor
     ) -> list[TrialResult]:
         """Minimize the objectives of one batch of trials."""
         variables = stack_variables(self._initial_variables(trial) for trial in trials)
@@ -329,7 +329,7 @@ class GradientMatching(Attack):
             monitor=monitor,
         )
 
-    def _waves(self, members: Sequence[Target], best: Mapping[int, BestTrial]) -> Iterator[list[Trial]]:
+    def _trial_waves(self, members: Sequence[Target], best: Mapping[int, BestTrial]) -> Iterator[list[Trial]]:
         """Yield trials to run together: all, or restart by restart of views without success where it can be told."""
         if self.success_threshold == 0:
             yield [Trial(target, restart) for target in members for restart in range(self.restarts)]
@@ -401,7 +401,7 @@ class GradientMatching(Attack):
             return NotApplicable(reason, limit=True)
         if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
-        problem = Problem(view, None, self.objective)
+        problem = MatchingProblem(view, None, self.objective)
         if not any(value.any() for value in leaf_tensors(problem.observed)):
             return NotApplicable("the update is zero, or nothing but weight decay: no gradient reached it")
         if view.batch_size == 0:
@@ -409,12 +409,12 @@ class GradientMatching(Attack):
         return None
 
     # ---- what a subclass may change ----------------------------------------------------------------------------------
-    def build_problem(self, view: ServerView) -> Problem:
+    def build_problem(self, view: ServerView) -> MatchingProblem:
         """Return what is searched for, and compared with what."""
         labels = fixed_labels(view, self.label_rule(view))
         space, terms = self.search_space(view), self.regularizers(view)
         compared = (self.objective, self.tv_weight, self.landmark_weight, self.tv_units, space, terms, self.balance)
-        now = Problem(view, labels, *compared)
+        now = MatchingProblem(view, labels, *compared)
         searchable = [earlier for earlier in comparable_rounds(view) if self.refuse(earlier) is None]
         past = [replace(now, view=earlier, tv_weight=0.0, regularizers=()) for earlier in searchable]
         return replace(now, earlier=tuple(rank_orders(problem, self.order_candidates, 1)[0] for problem in past))
@@ -423,9 +423,9 @@ class GradientMatching(Attack):
         """Return `labels`, but that those read off are dealt out where it matters which image has which."""
         return "joint" if self.labels == "auto" and order_matters(view) else self.labels
 
-    def search_space(self, view: ServerView) -> Space:
+    def search_space(self, view: ServerView) -> SearchSpace:
         """Return what images are made from."""
-        return IMAGES
+        return PIXEL_SPACE
 
     def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
         """Return further terms of the objective."""
@@ -439,7 +439,7 @@ class GradientMatching(Attack):
         """Return the objectives (T,) and their gradients by variable."""
         return batch.evaluate(variables)
 
-    def initial_variables(self, problem: Problem, seed: int, restart: int) -> Variables:
+    def initial_variables(self, problem: MatchingProblem, seed: int, restart: int) -> Variables:
         """Return where a trial starts: images, label logits where labels are searched for, and private tensors."""
         view = problem.view
         draw = stream(seed, "attack", restart)
@@ -461,7 +461,7 @@ class GradientMatching(Attack):
             made[private_key(name)] = known if isinstance(known, Tensor) else initial_private(name, size, draw)
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
 
-    def _initial_logits(self, problem: Problem, draw: torch.Generator, restart: int) -> Tensor:
+    def _initial_logits(self, problem: MatchingProblem, draw: torch.Generator, restart: int) -> Tensor:
         """Return where the search for labels begins (N, K): those read off, dealt as is likeliest, then at random."""
         count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
         recovered = problem.recovered_labels if self.label_rule(problem.view) == "joint" else None
@@ -474,7 +474,7 @@ class GradientMatching(Attack):
         return CONFIDENT_LOGIT * torch.nn.functional.one_hot(own.cpu(), classes)
 
     def build_result(
-        self, problem: Problem, row: Variables, objective: float, history: tuple[float, ...]
+        self, problem: MatchingProblem, row: Variables, objective: float, history: tuple[float, ...]
     ) -> Reconstruction:
         """Return the result of one trial.
 
@@ -501,7 +501,7 @@ class GradientMatching(Attack):
             EARLIER_ROUNDS: bool(problem.earlier),
         }
         return Reconstruction(
-            inputs=problem.pixels(row[INPUTS]).clamp(0, 1),
+            inputs=problem.images_of(row[INPUTS]).clamp(0, 1),
             labels=labels if view.method.uses_labels and (view.labels is not None or not flipped) else None,
             objective=objective,
             history=history,
@@ -516,7 +516,7 @@ class Target:
     """A view to be attacked: its index among those of the call, its problem and its seed."""
 
     index: int
-    problem: Problem
+    problem: MatchingProblem
     seed: int
 
 
@@ -543,14 +543,16 @@ class BestTrial:
     """
 
     result: Reconstruction | None = None
-    problem: Problem | None = None
+    problem: MatchingProblem | None = None
     variables: Variables = field(default_factory=dict)
     cut_short: str = ""
     other_cut_short: str = ""
     least: float = math.inf
     reference: float | None = None
 
-    def offer(self, attack: GradientMatching, target: Problem, problem: Problem, found: TrialResult) -> None:
+    def offer(
+        self, attack: GradientMatching, target: MatchingProblem, problem: MatchingProblem, found: TrialResult
+    ) -> None:
         """Take another trial's result where it is better; `problem` is `target` with the order of its restart."""
         if self.reference is None:
             self.reference = found.start_objective

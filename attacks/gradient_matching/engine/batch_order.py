@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.gradient_matching.engine.problem import INPUTS, Problem
+from attacks.gradient_matching.engine.problem import INPUTS, MatchingProblem
 from fl.seeds import stream
 from fl.view import ServerView
 
-STALE = 20
+MAX_FUTILE_EXCHANGES = 20
 """Exchanges in a row without a new best, after which a search for orders begins elsewhere."""
 
 
-def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
+def rank_orders(problem: MatchingProblem, tries: int, count: int) -> list[MatchingProblem]:
     """The problem with the likeliest orders of its batches, best first: at most `count`, at least one.
 
     Which classes a batch holds shows in a round's update even if every image is taken to be mid gray. So orders are
@@ -40,18 +40,18 @@ def rank_orders(problem: Problem, tries: int, count: int) -> list[Problem]:
     ):
         return [problem]
     view = problem.view
-    passes = _passes(view)
+    passes = _images_per_pass(view)
 
     def value(order: Tensor) -> float:
         # where a pass ends within a batch (Poisson sampling) an image may be there twice
         twice = any(len(set(batch)) < len(batch) for batch in problem.batch_contents(order))
-        return math.inf if twice else _at_gray(problem.with_order(order))
+        return math.inf if twice else _objective_at_gray(problem.with_order(order))
 
-    met = _searched(problem.default_order, passes, tries, value, problem.batch_contents, stream(0, "orders"))
+    met = _search_exchanges(problem.default_order, passes, tries, value, problem.batch_contents, stream(0, "orders"))
     return [problem.with_order(order) for order in met[:count]] or [problem]
 
 
-def assign_labels(problem: Problem, tries: int) -> Tensor | None:
+def assign_labels(problem: MatchingProblem, tries: int) -> Tensor | None:
     """The labels read off (N,), each given to the image whose batches it explains best; None where nothing tells.
 
     As orders are by `ranked`: by the objective at mid gray, labels being exchanged wherever that lowers it.
@@ -65,13 +65,15 @@ def assign_labels(problem: Problem, tries: int) -> Tensor | None:
         return None
 
     def value(labels: Tensor) -> float:
-        return _at_gray(replace(problem, labels=labels))
+        return _objective_at_gray(replace(problem, labels=labels))
 
-    met = _searched(counted, [len(counted)], tries, value, lambda labels: tuple(labels.tolist()), stream(0, "deals"))
+    met = _search_exchanges(
+        counted, [len(counted)], tries, value, lambda labels: tuple(labels.tolist()), stream(0, "deals")
+    )
     return met[0] if met else None
 
 
-def _at_gray(problem: Problem) -> float:
+def _objective_at_gray(problem: MatchingProblem) -> float:
     """The objective where every image is mid gray; infinite where it is not a number."""
     view, constants = problem.view, problem.constants
     offset, scale = constants["offset"], constants["scale"]
@@ -82,7 +84,7 @@ def _at_gray(problem: Problem) -> float:
     return found if math.isfinite(found) else math.inf
 
 
-def _searched(
+def _search_exchanges(
     now: Tensor,
     parts: list[int],
     tries: int,
@@ -97,9 +99,9 @@ def _searched(
     met: dict[Hashable, tuple[float, Tensor]] = {}
     best, stale = math.inf, 0
     for attempt in range(tries):
-        tried = now if attempt == 0 else _exchanged(now, parts, draw)
-        if stale >= STALE:
-            tried, best, stale = _shuffled(now, parts, draw), math.inf, 0
+        tried = now if attempt == 0 else _exchange_two(now, parts, draw)
+        if stale >= MAX_FUTILE_EXCHANGES:
+            tried, best, stale = _shuffle_passes(now, parts, draw), math.inf, 0
         stale += 1
         same = key(tried)
         if same not in met:
@@ -110,14 +112,14 @@ def _searched(
     return [one for _, one in found]
 
 
-def _passes(view: ServerView) -> list[int]:
+def _images_per_pass(view: ServerView) -> list[int]:
     """How many images each pass over the data feeds: all of them, but for the last of a phase."""
     fed = [sum(map(sum, steps)) for steps in view.schedule or ()]
     count = view.batch_size or 1
     return [min(count, total - begin) for total in fed for begin in range(0, total, count)]
 
 
-def _exchanged(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
+def _exchange_two(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
     """The order (M,) with two images exchanged in one of the passes."""
     order = order.clone()
     parts = order.split(passes)
@@ -127,6 +129,6 @@ def _exchanged(order: Tensor, passes: list[int], draw: torch.Generator) -> Tenso
     return order
 
 
-def _shuffled(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
+def _shuffle_passes(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
     """The order (M,) with the images of each pass shuffled."""
     return torch.cat([part[torch.randperm(len(part), generator=draw).to(part.device)] for part in order.split(passes)])

@@ -90,7 +90,7 @@ class BestIterates:
         """Go on with these of the active trials."""
         self.active_rows, self.scale = self.active_rows[rows], self.scale[rows]
 
-    def cut(self, reason: str) -> None:
+    def mark_cut_short(self, reason: str) -> None:
         """Note of the trials still active what stops them."""
         for row in self.active_rows.tolist():
             self.cut_short[row] = reason

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attacks.gradient_matching.engine.problem import Evaluation
 
-WARM = 3
+WARMUP_RUNS = 3
 """Calls before a capture, in which libraries choose and set up what they use."""
 
 
@@ -35,7 +35,7 @@ class CapturedGraph:
             aside = torch.cuda.Stream()
             aside.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(aside):
-                for _ in range(WARM):
+                for _ in range(WARMUP_RUNS):
                     evaluate(self.given)
             torch.cuda.current_stream().wait_stream(aside)
             self.graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from attacks.gradient_matching.engine.problem import Problem, Variables
+from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
 from attacks.result import Reconstruction
 from fl.defense import Defense
 from fl.privacy.private_method import PrivateMethod
@@ -17,9 +17,9 @@ EXPLAINED_BELOW = 0.1
 """1 - cos between the update predicted and the one observed up to which a search has explained it.
 
 Searches that found their images end below 0.01, such as were given a wrong label at 0.7."""
-ENOUGH = 8
+MIN_HISTORY = 8
 """Values of a history (one every 50 iterations) below which nobody can tell whether it still falls."""
-FALLS = 0.9
+FALLING_RATIO = 0.9
 """Share of what it was a quarter of the search before, below which an objective still falls."""
 LABELS_UNCONFIRMED = "the search did not explain the update, so nothing confirms the labels"
 """What a result notes then of labels that the server did not know."""
@@ -40,7 +40,9 @@ class SearchLength:
     cut_short: str = ""
 
 
-def note_misfit(result: Reconstruction, problem: Problem, row: Variables, search: SearchLength) -> Reconstruction:
+def note_misfit(
+    result: Reconstruction, problem: MatchingProblem, row: Variables, search: SearchLength
+) -> Reconstruction:
     """Add to a result what is open about it: whether the search gave up, and whether anything confirms its labels.
 
     Where nothing was added to an update, the true images explain all of it, so a search that does not has failed and
@@ -79,7 +81,7 @@ def still_falling(history: Sequence[float], constant_lr: float) -> bool:
         constant_lr: share of it in which the step size stays as it is: it always falls where that does.
     """
     steady = [value for value in history if math.isfinite(value)][: math.ceil(constant_lr * len(history))]
-    if len(steady) < ENOUGH:
+    if len(steady) < MIN_HISTORY:
         return True
     quarter = len(steady) // 4
-    return median(steady[-quarter:]) < FALLS * median(steady[-2 * quarter : -quarter])
+    return median(steady[-quarter:]) < FALLING_RATIO * median(steady[-2 * quarter : -quarter])

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import fl.data
-from attacks.gradient_matching.engine.search_space import Upsampled
+from attacks.gradient_matching.engine.search_space import UpsampledSpace
 from fl.models.building_blocks.initialization import initialize
 from fl.runtime.atomic_files import atomic_write
 from fl.seeds import stream
@@ -52,7 +52,7 @@ class ImageNetwork(nn.Module):
             raise ValueError(f"expected factor 1, 2 or 4, got {factor}")
         self.channels, self.factor = channels, factor
 
-    def misfit(self, shape: tuple[int, int, int]) -> str:
+    def shape_obstacle(self, shape: tuple[int, int, int]) -> str:
         """Why images of `shape` (C, H, W) can't be made or taken, or nothing."""
         return "" if shape[0] == self.channels else f"it is for {self.channels} channels, the images have {shape[0]}"
 
@@ -62,21 +62,21 @@ class Decoder(ImageNetwork):
 
     def __init__(self, channels: int, factor: int, code: int = 8, width: int = 32) -> None:
         super().__init__(channels, factor)
-        self.numbers = code
+        self.code_channels = code
         layers: list[nn.Module] = [_conv(code, width), nn.SiLU(), _conv(width, width), nn.SiLU()]
         for _ in range(int(math.log2(factor))):
             layers += [_conv(width, 4 * width), nn.PixelShuffle(2), nn.SiLU()]
         self.layers = nn.Sequential(*layers, _conv(width, width), nn.SiLU(), _conv(width, channels), nn.Sigmoid())
 
-    def code(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
+    def code_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
         """Shape of the code of an image of `shape`."""
-        return self.numbers, shape[1] // self.factor, shape[2] // self.factor
+        return self.code_channels, shape[1] // self.factor, shape[2] // self.factor
 
-    def misfit(self, shape: tuple[int, int, int]) -> str:
+    def shape_obstacle(self, shape: tuple[int, int, int]) -> str:
         """Why images of `shape` can't be made, or nothing."""
         if any(side % self.factor for side in shape[1:]):
             return f"it makes images whose sides are multiples of {self.factor}, not {shape[1]} x {shape[2]}"
-        return super().misfit(shape)
+        return super().shape_obstacle(shape)
 
     def forward(self, codes: Tensor) -> Tensor:
         """The images."""
@@ -105,7 +105,9 @@ class _AutoEncoder(nn.Module):
         layers: list[nn.Module] = [_conv(decoder.channels, width), nn.SiLU()]
         for _ in range(int(math.log2(decoder.factor))):
             layers += [_conv(width, width, stride=2), nn.SiLU()]
-        self.encoder = nn.Sequential(*layers, _conv(width, decoder.numbers), nn.BatchNorm2d(decoder.numbers))
+        self.encoder = nn.Sequential(
+            *layers, _conv(width, decoder.code_channels), nn.BatchNorm2d(decoder.code_channels)
+        )
         self.decoder = decoder
 
     def forward(self, images: Tensor, draw: torch.Generator) -> Tensor:
@@ -134,14 +136,14 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
         raise ValueError(f"expected {' or '.join(map(repr, KINDS))} and steps >= 1, got {kind!r} and steps={steps}")
     with torch.device("meta"):
         network = KINDS[kind](images.shape[1], factor)
-        if misfit := network.misfit(tuple(images.shape[1:])):  # type: ignore[arg-type]
-            raise ValueError(f"expected images that fit a {kind}, got others: {misfit}")
+        if obstacle := network.shape_obstacle(tuple(images.shape[1:])):  # type: ignore[arg-type]
+            raise ValueError(f"expected images that fit a {kind}, got others: {obstacle}")
         whole: nn.Module = _AutoEncoder(network) if isinstance(network, Decoder) else network
     whole.to_empty(device="cpu")
     initialize(whole, stream(seed, kind, "start"))
     if isinstance(network, Enhancer):
         nn.init.zeros_(network.last.weight)  # at first, nothing is missing
-    loss = _coding(whole) if kind == "decoder" else _sharpening(whole, factor, images)
+    loss = _coding_loss(whole) if kind == "decoder" else _sharpening_loss(whole, factor, images)
     draw = stream(seed, kind, "batches")
     optimizer = torch.optim.Adam(whole.parameters(), lr=LR)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
@@ -154,18 +156,18 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
     return network.requires_grad_(False).eval()
 
 
-def _coding(whole: nn.Module) -> Loss:
+def _coding_loss(whole: nn.Module) -> Loss:
     """How far images are from what their codes make."""
     return lambda images, draw: (whole(images, draw) - images).square().mean()
 
 
-def _sharpening(network: nn.Module, factor: int, images: Tensor) -> Loss:
+def _sharpening_loss(network: nn.Module, factor: int, images: Tensor) -> Loss:
     """How far images are from what the enhancer makes of the best that bicubic codes can show of them."""
     height, width = images.shape[-2:]
-    space = Upsampled(factor, (height, width))
+    space = UpsampledSpace(factor, (height, width))
 
     def loss(sharp: Tensor, draw: torch.Generator) -> Tensor:
-        blurred = space.closest(sharp).to(sharp) + IMAGE_NOISE * torch.randn(sharp.shape, generator=draw)
+        blurred = space.project(sharp).to(sharp) + IMAGE_NOISE * torch.randn(sharp.shape, generator=draw)
         return (network(blurred.clamp(0, 1)) - sharp).square().mean()
 
     return loss

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from attacks.gradient_matching.engine.batching import BatchableProblem
-from attacks.gradient_matching.engine.problem import Problem, Variables
+from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
 from fl.aggregated_view import joint_schedule
 from fl.types import Schedule
 from fl.view import ServerView
@@ -35,7 +35,7 @@ def trials_in_cache(view: ServerView) -> int:
     return max(CACHE // max(weights * view.dtype.itemsize, 1), 1)
 
 
-SHARE = 16
+MAX_VIEWS_EACH = 16
 """Trials in one of several processes, at most: on a CPU larger stacks are hardly faster, and leave cores idle."""
 
 
@@ -49,14 +49,14 @@ def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) 
     """
     if not views:
         return []
-    most = SHARE if views[0].device.type == "cpu" else stack
+    most = MAX_VIEWS_EACH if views[0].device.type == "cpu" else stack
     together = max(min(stack, trials_in_cache(views[0]), most) // restarts, 1)
     parts = -(-len(views) // together)
     bounds = [len(views) * i // parts for i in range(parts + 1)]
     return [range(begin, end) for begin, end in itertools.pairwise(bounds)]
 
 
-def bytes_per_trial(problem: Problem, variables: Variables) -> int:
+def bytes_per_trial(problem: MatchingProblem, variables: Variables) -> int:
     """Bytes that it takes to differentiate the objective of one guess, about.
 
     They grow with the local steps: every step's activations, gradient and the derivative's own intermediate values
@@ -68,10 +68,10 @@ def bytes_per_trial(problem: Problem, variables: Variables) -> int:
         variables: a guess (no dimension for the stack).
     """
     rounds = [replace(part, earlier=()) for part in (problem, *problem.earlier)]
-    return round(SPARE * sum(_unrolled(part, variables) for part in rounds))
+    return round(SPARE * sum(_bytes_of_round(part, variables) for part in rounds))
 
 
-def _unrolled(problem: Problem, variables: Variables) -> int:
+def _bytes_of_round(problem: MatchingProblem, variables: Variables) -> int:
     """The bytes that autograd keeps for all steps of a round."""
     counts = [len(steps) for steps in problem.view.schedule or ()]
     ones = [min(count, 1) for count in counts]
@@ -83,9 +83,9 @@ def _unrolled(problem: Problem, variables: Variables) -> int:
     return whole
 
 
-def _bytes_with_steps(problem: Problem, variables: Variables, counts: Sequence[int]) -> int:
+def _bytes_with_steps(problem: MatchingProblem, variables: Variables, counts: Sequence[int]) -> int:
     """The bytes for so many steps of each phase, by trying."""
-    return saved_bytes(replace(problem, view=_shortened(problem.view, counts)), variables)
+    return saved_bytes(replace(problem, view=_with_step_counts(problem.view, counts)), variables)
 
 
 def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
@@ -98,16 +98,16 @@ def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
     leaves = {name: value.detach().requires_grad_() for name, value in variables.items()}
     with torch.enable_grad():
         value = problem.value(leaves, problem.constants, problem.view.client, vmapped=False)
-    given = {_place(leaf) for leaf in pytree.tree_leaves(problem.constants) if isinstance(leaf, Tensor)}
-    sizes = {_place(tensor): tensor.untyped_storage().nbytes() for tensor in _saved(value)}
+    given = {_storage_key(leaf) for leaf in pytree.tree_leaves(problem.constants) if isinstance(leaf, Tensor)}
+    sizes = {_storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in _saved_tensors(value)}
     return sum(size for place, size in sizes.items() if place not in given)
 
 
-def _place(tensor: Tensor) -> int:
+def _storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _saved(value: Tensor) -> Iterator[Tensor]:
+def _saved_tensors(value: Tensor) -> Iterator[Tensor]:
     """Every tensor that the graph behind `value` holds on to.
 
     The graph is read, not watched as it grows (`saved_tensors_hooks`): methods that take derivatives by torch.func
@@ -130,14 +130,14 @@ def _saved(value: Tensor) -> Iterator[Tensor]:
             yield from (x for x in (held if isinstance(held, tuple | list) else [held]) if isinstance(x, Tensor))
 
 
-def _shortened(view: ServerView, counts: Sequence[int]) -> ServerView:
+def _with_step_counts(view: ServerView, counts: Sequence[int]) -> ServerView:
     """The view with only the largest steps of each phase, in no known order."""
     assert view.schedule is not None
-    parts = tuple(replace(part, schedule=_largest(part.schedule or (), counts)) for part in view.parts)
-    schedule = joint_schedule(parts) if parts else _largest(view.schedule, counts)
+    parts = tuple(replace(part, schedule=_largest_steps(part.schedule or (), counts)) for part in view.parts)
+    schedule = joint_schedule(parts) if parts else _largest_steps(view.schedule, counts)
     return replace(view, schedule=schedule, parts=parts, order=None, draws=None)
 
 
-def _largest(schedule: Schedule, counts: Sequence[int]) -> Schedule:
+def _largest_steps(schedule: Schedule, counts: Sequence[int]) -> Schedule:
     """The `counts` largest steps of each phase."""
     return tuple(tuple(sorted(phase, key=sum, reverse=True)[:n]) for phase, n in zip(schedule, counts, strict=True))

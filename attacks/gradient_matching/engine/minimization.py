@@ -72,7 +72,7 @@ def minimize(
             if iteration == stopping.iterations:
                 break
             if reason := monitor.after(iteration):
-                best.cut(describe_cut(iteration, stopping.iterations, reason))
+                best.mark_cut_short(describe_cut(iteration, stopping.iterations, reason))
                 break
             rows = best.still_active(relative, stopping.tolerance, stopping.patience)
             if rows is not None:
@@ -91,7 +91,7 @@ def minimize(
     except KeyboardInterrupt:
         if iteration == 0 or not monitor.control.take_interrupt():
             raise
-        best.cut(describe_cut(iteration, stopping.iterations, INTERRUPT))
+        best.mark_cut_short(describe_cut(iteration, stopping.iterations, INTERRUPT))
     return best.results()
 
 

@@ -40,7 +40,7 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
     """
     mine = {name: predicted[name] for name in observed}
     if all(isinstance(value, Tensor) for value in (*mine.values(), *observed.values())):
-        distance: Tensor = _Directions.apply(split_dense(mine)[0], split_dense(observed)[0])[0]
+        distance: Tensor = _SquaredDirectionDistance.apply(split_dense(mine)[0], split_dense(observed)[0])[0]
         return distance / 2
     return _distance(predicted, observed, 1 / norm(mine)) / 2
 
@@ -85,13 +85,13 @@ def layerwise_cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Ten
     each, there = [], []
     for name, value in observed.items():
         mine, theirs = dense(predicted[name]) / size, dense(value)
-        each.append((_unit(mine) - _unit(theirs)).square().sum() / 2)
+        each.append((_unit_vector(mine) - _unit_vector(theirs)).square().sum() / 2)
         there.append((theirs.square().sum() > torch.finfo(theirs.dtype).eps ** 2).to(theirs))
     asked = torch.stack(there)
     return (torch.stack(each) * asked).sum() / asked.sum().clamp_min(1)
 
 
-def _unit(value: Tensor) -> Tensor:
+def _unit_vector(value: Tensor) -> Tensor:
     """The direction; next to nothing of what is rounding beside a whole update of norm 1."""
     return value * (value.square().sum() + torch.finfo(value.dtype).eps ** 2).rsqrt()
 
@@ -119,12 +119,12 @@ def _distance(predicted: Tensors, observed: Tensors, factor: Tensor, *, fixed: b
 
 def _dense_distance(mine: Tensor, theirs: Tensor, factor: Tensor, *, fixed: bool) -> Tensor:
     if fixed:
-        distance: Tensor = _Apart.apply(mine, theirs, factor)[0]
+        distance: Tensor = _SquaredDistance.apply(mine, theirs, factor)[0]
         return distance
     return (mine * factor - theirs).square().sum()
 
 
-class _Apart(torch.autograd.Function):
+class _SquaredDistance(torch.autograd.Function):
     """`|f x - y|^2` for constants f and y: its derivative in one pass, where autograd takes five.
 
     The difference is an output as well, so that the derivative can be taken of the derivative.
@@ -151,7 +151,7 @@ class _Apart(torch.autograd.Function):
         return other * factor if own is None else own + other * factor, None, None
 
 
-class _Directions(torch.autograd.Function):
+class _SquaredDirectionDistance(torch.autograd.Function):
     """`|x / |x| - y|^2` for a constant y: its derivative in closed form.
 
     By autograd it would take three times as many passes over vectors as long as the network has weights, and these

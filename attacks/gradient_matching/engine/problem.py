@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from attacks.gradient_matching.engine.objectives import OBJECTIVES, l2, normalize
 from attacks.gradient_matching.engine.regularizers import Regularizer, total_variation
-from attacks.gradient_matching.engine.search_space import IMAGES, Space
+from attacks.gradient_matching.engine.search_space import PIXEL_SPACE, SearchSpace
 from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import sequential_order
@@ -62,7 +62,7 @@ def private_key(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class Problem:
+class MatchingProblem:
     """One view, the labels the search may take as given, and what it compares.
 
     Attributes:
@@ -84,10 +84,10 @@ class Problem:
     tv_weight: float = 0.0
     landmark_weight: float = 0.0
     tv_units: str = "normalized"
-    space: Space = IMAGES
+    space: SearchSpace = PIXEL_SPACE
     regularizers: tuple[Regularizer, ...] = ()
     balance: float = 0.0
-    earlier: tuple[Problem, ...] = ()
+    earlier: tuple[MatchingProblem, ...] = ()
 
     @cached_property
     def update(self) -> ObservedUpdate:
@@ -124,7 +124,7 @@ class Problem:
             return None
         return torch.cat(batches).to(view.device)
 
-    def with_order(self, order: Tensor) -> Problem:
+    def with_order(self, order: Tensor) -> MatchingProblem:
         """The same problem with the images fed in `order` (M,), in place of `turn`."""
         made = replace(self)
         made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
@@ -132,9 +132,11 @@ class Problem:
 
     def batch_contents(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
         """What an order (M,) comes to: the images of each batch, ascending."""
-        return tuple(tuple(sorted(b.tolist())) for steps in self._cut(order) for step in steps for b in step)
+        return tuple(
+            tuple(sorted(b.tolist())) for steps in self._split_into_batches(order) for step in steps for b in step
+        )
 
-    def _cut(self, order: Tensor) -> Order:
+    def _split_into_batches(self, order: Tensor) -> Order:
         """The images fed (M,) as batches of the schedule's sizes."""
         schedule = self.view.schedule or ()
         rest = iter(order.split([size for steps in schedule for step in steps for size in step]))
@@ -143,8 +145,8 @@ class Problem:
     @cached_property
     def constants(self) -> dict[str, Any]:
         """All tensors of the problem, as one tree."""
-        view, weights = self.view, self._weights()
-        observed, size = normalize(_weighed(self.observed, weights))
+        view, weights = self.view, self._tensor_weights()
+        observed, size = normalize(_weigh_tensors(self.observed, weights))
         spread = view.task.std if self.tv_units == "normalized" else (1.0,) * len(view.task.std)
         offset, scale = (
             torch.tensor(x, dtype=view.dtype, device=view.device).view(-1, 1, 1) for x in self.space.units(view.task)
@@ -154,7 +156,7 @@ class Problem:
             "update": view.update,
             "observed": observed,
             "size": size,
-            "marks": self._marks(observed, size),
+            "marks": self._landmark_update(observed, size),
             "received": view.received,
             "buffers": view.buffers,
             "draws": view.draws,
@@ -168,7 +170,7 @@ class Problem:
             "earlier": tuple(past.constants for past in self.earlier),
         }
 
-    def _weights(self) -> dict[str, Tensor] | None:
+    def _tensor_weights(self) -> dict[str, Tensor] | None:
         """Factors of every tensor on both sides, by a known defense's trust and the balance; None where all are 1."""
         view, observed = self.view, self.observed
         known: dict[str, float] = dict.fromkeys(observed, 1.0)
@@ -183,7 +185,7 @@ class Problem:
             return None
         return {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in observed}
 
-    def _marks(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
+    def _landmark_update(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
         """The landmarks' part of the update, of norm 1, and the norm it had."""
         marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
         if not marks or not self.landmark_weight:
@@ -207,7 +209,7 @@ class Problem:
             tuple(past.key for past in self.earlier),
         )
 
-    def pixels(self, values: Tensor) -> Tensor:
+    def images_of(self, values: Tensor) -> Tensor:
         """The images (N, C, H, W) that the variable `INPUTS` stands for, in [0, 1] but for what no box holds."""
         return self._pixels(values, self.constants)
 
@@ -233,7 +235,7 @@ class Problem:
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """The objective of one guess: distance of the updates, plus the prior."""
-        view = self._seen(constants)
+        view = self._view_with(constants)
         candidate = self._candidate(variables, constants)
         pixels = candidate.inputs
         value = self._distance(candidate, constants, client, vmapped=vmapped)
@@ -247,17 +249,17 @@ class Problem:
             value = value + term(view, candidate, client, mine)
         return value
 
-    def _seen(self, constants: dict[str, Any]) -> ServerView:
+    def _view_with(self, constants: dict[str, Any]) -> ServerView:
         """The view with the tensors of `constants`, which may be those of another problem in the stack."""
         names = ("shared", "update", "received", "buffers", "draws")
         return replace(self.view, **{name: constants[name] for name in names})
 
     def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """How far what a guess predicts is from what was observed."""
-        view = self._seen(constants)
+        view = self._view_with(constants)
         derivative = func_derivative if vmapped else autograd_derivative
         if constants["order"] is not None:
-            candidate = replace(candidate, order=self._cut(constants["order"]))
+            candidate = replace(candidate, order=self._split_into_batches(constants["order"]))
         predicted = predict(
             view,
             candidate,
@@ -268,9 +270,9 @@ class Problem:
         )
         if self.uses_surrogate:
             predicted = view.defense.surrogate(predicted, view.update)
-        predicted = _weighed(self.update.without_decay(predicted, view), constants["weights"])
+        predicted = _weigh_tensors(self.update.without_decay(predicted, view), constants["weights"])
         if view.scale_unknown:
-            predicted = scale_tensors(predicted, _factor(constants["observed"], predicted) * constants["size"])
+            predicted = scale_tensors(predicted, _best_factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
         if constants["marks"] is not None:
             marks, share = constants["marks"]
@@ -278,7 +280,7 @@ class Problem:
         return value
 
 
-def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
+def _best_factor(observed: Tensors, predicted: Tensors) -> Tensor:
     """The best factor for this guess, so that no distance depends on it; equal sizes where the guess points away.
 
     No factor is negative; the best would be 0 there, and nothing would tell the search where to turn. `observed` is of
@@ -288,7 +290,7 @@ def _factor(observed: Tensors, predicted: Tensors) -> Tensor:
     return torch.where(along > 0, along / size, size.rsqrt())
 
 
-def _weighed(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
+def _weigh_tensors(values: Tensors, weights: dict[str, Tensor] | None) -> Tensors:
     return values if weights is None else {name: mul(value, weights[name]) for name, value in values.items()}
 
 

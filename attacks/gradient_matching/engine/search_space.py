@@ -15,7 +15,7 @@ from fl.types import Task
 
 
 @dataclass(frozen=True)
-class Space:
+class SearchSpace:
     """The images themselves, in the model's normalized units.
 
     Attributes:
@@ -38,7 +38,7 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Upsampled(Space):
+class UpsampledSpace(SearchSpace):
     """Small images in [0, 1] that bicubic interpolation enlarges (ROG, Yue et al. 2023).
 
     Interpolation is linear in rows and in columns: `x = U_h z U_w^T`, which equals `F.interpolate(mode="bicubic")` and,
@@ -70,7 +70,7 @@ class Upsampled(Space):
         images = rows @ values @ columns.mT
         return images.clamp(0, 1) if self.clamped else images
 
-    def closest(self, images: Tensor, steps: int = 1000) -> Tensor:
+    def project(self, images: Tensor, steps: int = 1000) -> Tensor:
         """The images of this space that come closest to others in [0, 1] once their pixels are clamped to [0, 1].
 
         What lies beyond a limit costs nothing then, so that black and white surfaces leave a code free for the rest.
@@ -89,18 +89,18 @@ class Upsampled(Space):
         reach = [u @ torch.linalg.pinv(u) for u in (rows, columns)]
         truth = images.detach().cpu().double()
         best = now = before = reach[0] @ truth @ reach[1].mT
-        least = _missed(best, truth)
+        least = _clamped_error(best, truth)
         for step in range(steps):
             ahead = now + step / (step + 3) * (now - before)
             aim = torch.where((ahead < 0) | (ahead > 1), ahead, truth)
             before, now = now, reach[0] @ aim @ reach[1].mT
-            missed = _missed(now, truth)
+            missed = _clamped_error(now, truth)
             best = torch.where((missed < least)[:, None, None, None], now, best)
             least = torch.minimum(missed, least)
         return best
 
 
-def _missed(shown: Tensor, truth: Tensor) -> Tensor:
+def _clamped_error(shown: Tensor, truth: Tensor) -> Tensor:
     """Squared distance (N,) of what is shown, clamped, to the truth (N, C, H, W)."""
     return (shown.clamp(0, 1) - truth).square().sum((1, 2, 3))
 
@@ -114,7 +114,7 @@ def _bicubic(side: int, factor: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Decoded(Space):
+class DecodedSpace(SearchSpace):
     """Codes of a trained decoder, about N(0, 1).
 
     Attributes:
@@ -140,4 +140,4 @@ class Decoded(Space):
         return self.network(values)
 
 
-IMAGES = Space()
+PIXEL_SPACE = SearchSpace()

@@ -2,9 +2,9 @@
 
 Each iteration of a search does the same operations on other numbers. Recorded once, derivative of the derivative
 included, they are replayed by what torch itself dispatches: no graph is built, nothing is kept longer than it is
-needed, and what depends on no variable is computed once (unless it is large, `KEPT`). The operations are those of the
-evaluation by autograd, in its order, so the numbers are the same, on a CPU to the bit: a record of which that is not so
-is not used.
+needed, and what depends on no variable is computed once (unless it is large, `MAX_FOLDED_BYTES`). The operations are
+those of the evaluation by autograd, in its order, so the numbers are the same, on a CPU to the bit: a record of which
+that is not so is not used.
 
 Where it is asked for, `torch.compile` makes machine code of a record: operations on the same numbers are fused, so that
 these pass through memory once. On a CPU that was measured to be 1.4 to 2.5 times as fast, rounds differently, takes a
@@ -27,7 +27,7 @@ from fl.seeds import stream
 
 log = logging.getLogger(__name__)
 
-Points = Sequence[tuple[dict[str, Tensor], object]]
+ReferencePoints = Sequence[tuple[dict[str, Tensor], object]]
 """Where to compare: variables, and what the evaluation itself gives there."""
 
 STEADY_EVALUATIONS = 10
@@ -37,14 +37,14 @@ MIN_EVALUATIONS_TO_TRACE = 300
 
 MIN_EVALUATIONS_TO_COMPILE = 2000
 """Evaluations that must be ahead to be compiled, which costs as much as thousands of a small stack."""
-CLOSE = 1e4
+COMPILED_TOLERANCE = 1e4
 """How far a trial's objective and gradient by compiled code may be from the record's, in units of rounding."""
-KEPT = 2**26
+MAX_FOLDED_BYTES = 2**26
 """Bytes of what depends on no variable up to which it is kept; what is larger is computed at each replay."""
 
-REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+TRACING_ERRORS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
 """What recording raises where an operation, or a decision by a tensor's number, can't be recorded."""
-FAILURES = (*REFUSALS, ImportError, OSError, MemoryError)
+COMPILING_ERRORS = (*TRACING_ERRORS, ImportError, OSError, MemoryError)
 """What compiling raises, here or by a missing or broken compiler."""
 
 
@@ -68,11 +68,11 @@ def trace(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool 
     points = [(point, evaluate(point)) for point in (elsewhere, variables)]
     try:
         module = make_fx(lambda given: evaluate(given))(variables)
-        if not _replayable(module):
+        if not _is_replayable(module):
             log.debug("evaluated without a record: it draws or changes tensors")
             return None
-        _fold(module)
-    except REFUSALS as error:
+        _fold_constants(module)
+    except TRACING_ERRORS as error:
         log.debug("evaluated without a record: %s", str(error).splitlines()[:1])
         return None
 
@@ -82,34 +82,34 @@ def trace(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool 
         return values, dict(grads)
 
     try:
-        same = all(_equal(found, replay(point)) for point, found in points)
+        same = all(_all_equal(found, replay(point)) for point, found in points)
     except RuntimeError as error:  # some layers (recurrent ones) keep between calls what no list of operations has
         log.debug("evaluated without a record: %s", str(error).splitlines()[:1])
         return None
     if not same:
         log.debug("evaluated without a record: it differs")
         return None
-    fast = _compiled(module, points) if compiled else None
-    return _graphed(fast or replay, points) or (replay if fast is None else _Compiled(fast, replay))
+    fast = _as_machine_code(module, points) if compiled else None
+    return _as_cuda_graph(fast or replay, points) or (replay if fast is None else _CompiledWithFallback(fast, replay))
 
 
-def _graphed(evaluate: Evaluation, points: Points) -> CapturedGraph | None:
+def _as_cuda_graph(evaluate: Evaluation, points: ReferencePoints) -> CapturedGraph | None:
     """`evaluate` as a CUDA graph; None on another device, or where that can't be done or gives other numbers."""
     variables, _ = points[-1]
     if not variables or not all(value.is_cuda for value in variables.values()):
         return None
     try:
         graph = CapturedGraph(evaluate, variables)
-        if all(_close(graph(point), found) for point, found in points):
+        if all(_all_close(graph(point), found) for point, found in points):
             return graph
         reason = "its numbers differ by more than rounding"
-    except FAILURES as error:
+    except COMPILING_ERRORS as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
     log.info("searching without a CUDA graph: %s", reason)
     return None
 
 
-def _compiled(module: fx.GraphModule, points: Points) -> Evaluation | None:
+def _as_machine_code(module: fx.GraphModule, points: ReferencePoints) -> Evaluation | None:
     """The list as machine code, or None where that can't be done or its numbers at `points` are others."""
     try:
         from torch._inductor import config
@@ -122,9 +122,9 @@ def _compiled(module: fx.GraphModule, points: Points) -> Evaluation | None:
             return values, dict(grads)
 
         with config.patch(compile_threads=1):  # a search keeps to its process, which may have others beside it
-            same = all(_close(call(point), found) for point, found in points)
-    except FAILURES as error:
-        _give_up(error)
+            same = all(_all_close(call(point), found) for point, found in points)
+    except COMPILING_ERRORS as error:
+        _warn_not_compiled(error)
         return None
     if not same:
         log.warning("searching without compiled code: its numbers differ by more than rounding")
@@ -132,7 +132,7 @@ def _compiled(module: fx.GraphModule, points: Points) -> Evaluation | None:
     return call
 
 
-class _Compiled:
+class _CompiledWithFallback:
     """Compiled code, until it fails; then the record."""
 
     def __init__(self, fast: Evaluation, sure: Evaluation) -> None:
@@ -143,23 +143,23 @@ class _Compiled:
         if self.fast is not None:
             try:
                 return self.fast(given)
-            except FAILURES as error:  # it may compile again, for another number of threads, say
-                _give_up(error)
+            except COMPILING_ERRORS as error:  # it may compile again, for another number of threads, say
+                _warn_not_compiled(error)
                 self.fast = None
         return self.sure(given)
 
 
-def _give_up(error: Exception) -> None:
+def _warn_not_compiled(error: Exception) -> None:
     reason = next(iter(str(error).splitlines()), type(error).__name__)
     log.warning("searching without compiled code (is a C++ compiler installed?): %s", reason)
 
 
-def _fold(module: fx.GraphModule) -> None:
+def _fold_constants(module: fx.GraphModule) -> None:
     """Compute what depends on no variable now, instead of at each replay (and of bringing it to a GPU each time).
 
     Nothing that it was computed from may change afterwards.
     """
-    written = _written(module)
+    written = _mutated_nodes(module)
     known: dict[fx.Node, Any] = {}
     for node in module.graph.nodes:
         if node.op == "get_attr":
@@ -168,7 +168,7 @@ def _fold(module: fx.GraphModule) -> None:
             args, kwargs = fx.map_arg((node.args, node.kwargs), known.__getitem__)
             with torch.no_grad():
                 value = node.target(*args, **kwargs)
-            if sum(part.nbytes for part in pytree.tree_leaves(value) if isinstance(part, Tensor)) <= KEPT:
+            if sum(part.nbytes for part in pytree.tree_leaves(value) if isinstance(part, Tensor)) <= MAX_FOLDED_BYTES:
                 known[node] = value
     for number, (node, value) in enumerate(known.items()):
         needed = any(user not in known and user.op != "output" for user in node.users)  # what is given away is not kept
@@ -181,30 +181,30 @@ def _fold(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def _written(module: fx.GraphModule) -> set[fx.Node]:
+def _mutated_nodes(module: fx.GraphModule) -> set[fx.Node]:
     """The tensors that operations change in place, and those these are views of."""
-    found = {given for node in module.graph.nodes if _changes(node) for given in node.all_input_nodes}
+    found = {given for node in module.graph.nodes if _mutates(node) for given in node.all_input_nodes}
     rest = list(found)
     while rest:
         node = rest.pop()
-        if _view(node):
+        if _may_share_memory(node):
             rest += [given for given in node.all_input_nodes if given not in found]
             found.update(node.all_input_nodes)
     return found
 
 
-def _view(node: fx.Node) -> bool:
+def _may_share_memory(node: fx.Node) -> bool:
     """Whether what a node gives may share memory with what it takes; of what is no operation of torch nobody knows."""
     operation = node.target
     return not isinstance(operation, torch._ops.OpOverload) or any(r.alias_info for r in operation._schema.returns)
 
 
-def _changes(node: fx.Node) -> bool:
+def _mutates(node: fx.Node) -> bool:
     """Whether an operation changes a tensor in place."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
-def _replayable(module: fx.GraphModule) -> bool:
+def _is_replayable(module: fx.GraphModule) -> bool:
     """Whether a recorded list does the same at every point, and leaves nothing changed for the next time."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
@@ -212,48 +212,48 @@ def _replayable(module: fx.GraphModule) -> bool:
         operation, given = node.target, pytree.tree_leaves((node.args, node.kwargs))
         if torch.Tag.nondeterministic_seeded in operation.tags or any(isinstance(x, torch.Generator) for x in given):
             return False
-        if _changes(node) and any(isinstance(x, fx.Node) and x.op == "get_attr" for x in given):
+        if _mutates(node) and any(isinstance(x, fx.Node) and x.op == "get_attr" for x in given):
             return False
-        by_mask = any(_dtype(x) in (torch.bool, torch.uint8) for x in given[1:])
-        if torch.Tag.dynamic_output_shape in operation.tags and (by_mask or operation not in INDEXED):
+        by_mask = any(_recorded_dtype(x) in (torch.bool, torch.uint8) for x in given[1:])
+        if torch.Tag.dynamic_output_shape in operation.tags and (by_mask or operation not in INDEXING_OPERATIONS):
             return False
         if torch.Tag.data_dependent_output in operation.tags:
             return False
     return True
 
 
-INDEXED = (torch.ops.aten.index.Tensor,)
+INDEXING_OPERATIONS = (torch.ops.aten.index.Tensor,)
 """Of unknown shape only where the index is a mask."""
 
 
-def _dtype(node: object) -> torch.dtype | None:
+def _recorded_dtype(node: object) -> torch.dtype | None:
     """That of a recorded tensor; None of what is constant."""
     found = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(found, "dtype", None)
 
 
-def _equal(one: object, other: object) -> bool:
+def _all_equal(one: object, other: object) -> bool:
     """Whether the numbers are the same, those that are none included; on a GPU up to what sums in another order."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(_same(a, b) for a, b in pairs)
+    return all(_equal_tensors(a, b) for a, b in pairs)
 
 
-def _close(one: object, other: object) -> bool:
+def _all_close(one: object, other: object) -> bool:
     """Whether the numbers are the same in each trial (their first dimension) up to rounding."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
-    return all(a.shape == b.shape and all(map(_near, a, b)) for a, b in pairs)
+    return all(a.shape == b.shape and all(map(_close_tensors, a, b)) for a, b in pairs)
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def _close_tensors(a: Tensor, b: Tensor) -> bool:
     fine = b.isfinite()
     if not torch.equal(fine, a.isfinite()):
         return False
-    rounding = CLOSE * torch.finfo(b.dtype).eps
+    rounding = COMPILED_TOLERANCE * torch.finfo(b.dtype).eps
     same = torch.equal(a[~fine].nan_to_num(), b[~fine].nan_to_num())
     return same and bool((a[fine] - b[fine]).norm() <= rounding * b[fine].norm())
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     fine = b.isfinite()
     if not torch.equal(fine, a.isfinite()):
         return False

@@ -23,7 +23,7 @@ from attacks.analytic.recursive.layer_equations import (
 )
 from attacks.analytic.rgap import RGAP, rank_analysis
 from attacks.base import build
-from attacks.network.layer_chain import Stage, unroll
+from attacks.network.layer_chain import Stage, extract_layer_chain
 from defenses.clip import Clip
 from fl.capture import from_batch
 from fl.client import Client
@@ -103,7 +103,7 @@ def test_solution_and_rank_are_those_of_the_padded_system(
     values, rank = layer_equations.solution(stage.layer, signal, gradient, output, (2, 7, 6))
     known = ActivationInputs(output, torch.ones_like(output, dtype=torch.bool))
     solved = solve_input(stage, signal, gradient, known, trust=trust, cutoff=1e-10)
-    assert solved.unknowns == 84
+    assert solved.unknown_count == 84
     assert solved.rank == rank
     assert (solved.condition < float("inf")) == (rank == 84)
     if rank == 84:
@@ -355,11 +355,11 @@ def test_too_few_equations_are_counted_and_nothing_is_verified() -> None:
     assert not result.verified
     assert off(result, truth.inputs) > 0.05
     first, second, head = rank_analysis(view)
-    assert [layer.unknowns for layer in (first, second, head)] == [128, 32, 64]
-    assert first.missing > 0
-    assert (second.missing, head.missing) == (0, 0)
+    assert [layer.unknown_count for layer in (first, second, head)] == [128, 32, 64]
+    assert first.undetermined > 0
+    assert (second.undetermined, head.undetermined) == (0, 0)
     unknowns, gradient, rank = result.private["rank/0"].tolist()  # type: ignore[union-attr]
-    assert (unknowns, gradient, rank) == (first.unknowns, first.gradient, first.rank)
+    assert (unknowns, gradient, rank) == (first.unknown_count, first.gradient_rank, first.rank)
     assert result.private["condition/0"].item() == float("inf")  # type: ignore[union-attr]
 
 
@@ -395,6 +395,6 @@ def test_the_published_networks_are_chains() -> None:
     for name, unknowns in (("cnn6", [3072, 3468, 2916, 2916, 2916, 1600, 3200]), ("lenet-zhu", [3072, 3072, 768, 768])):
         task = network(name, num_classes=10)
         view = from_batch(task.model, torch.full((1, 3, 32, 32), 0.5), torch.tensor([1]))[0]
-        stages = unroll(view)
+        stages = extract_layer_chain(view)
         assert not isinstance(stages, NotApplicable)
         assert [stage.shape.numel() for stage in stages] == unknowns

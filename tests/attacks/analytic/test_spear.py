@@ -12,7 +12,7 @@ from support import worlds
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
-from attacks.analytic.spear import Factors, Spear, _result
+from attacks.analytic.spear import GradientFactors, Spear, _result
 from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.capture import from_batch
@@ -44,11 +44,11 @@ def victim(
     return run.observe(0, threat=threat)
 
 
-def product_operands(view: ServerView, count: int) -> Factors:
+def product_operands(view: ServerView, count: int) -> GradientFactors:
     layer = first_linear(view)
     assert isinstance(layer, LinearLayer)
-    found = Factors.of(layer, count)
-    assert isinstance(found, Factors)
+    found = GradientFactors.of(layer, count)
+    assert isinstance(found, GradientFactors)
     return found
 
 
@@ -95,15 +95,15 @@ def test_a_kernel_of_silent_rows_is_a_column() -> None:
     known = product_operands(view, 4)
     mean, std = view.task.normalization(truth.inputs)
     outputs = ((truth.inputs - mean) / std).flatten(1) @ known.layer.weight.mT + known.layer.bias
-    silent = (outputs <= 0) | ~known.heard
+    silent = (outputs <= 0) | ~known.active_rows
     for column in silent:
-        kernel = torch.linalg.svd(known.left[column & known.heard])[2][-1]
+        kernel = torch.linalg.svd(known.left[column & known.active_rows])[2][-1]
         assert torch.equal(known.zeros(kernel[None], 8)[0], column)
 
 
 def test_draws_follow_the_seed_and_the_budget() -> None:
     known = product_operands(victim(5)[0], 5)
-    first, again, other = (known.kernels(300, stream(seed, "spear")) for seed in (0, 0, 1))
+    first, again, other = (known.draw_directions(300, stream(seed, "spear")) for seed in (0, 0, 1))
     assert torch.equal(first, again)
     assert not torch.equal(first, other)
     poor = Spear(samples=1)(victim(7)[0])
@@ -139,11 +139,11 @@ def test_images_that_noise_blurs_are_not_verified(std: float) -> None:
     assert isinstance(layer, LinearLayer)
     found = Spear(samples=5000)._search(product_operands(view, 2), stream(0, "spear"))
     assert found is not None
-    assert found.sure
+    assert found.is_confirmed
     mean, std_of = view.task.normalization(truth.inputs)
     true = ((truth.inputs - mean) / std_of).flatten(1)
     apart = (true[:, None] - found.inputs).square().mean(2).min(1).values.sqrt() / true.square().mean(1).sqrt()
-    assert 0.5 < found.error / float(apart.max()) < 2
+    assert 0.5 < found.relative_error / float(apart.max()) < 2
     assert _result(layer, found).verified is (std == 1e-3)
     assert (apart.max() < 5e-3) == (std == 1e-3)
 

@@ -9,7 +9,7 @@ import pytest
 
 import attacks
 from attacks.gradient_matching.dlg import DLG
-from attacks.gradient_matching.joint import Joint
+from attacks.gradient_matching.joint import JointGradientMatching
 from attacks.gradient_matching.rog import ROG
 from attacks.hypernetworks.bilevel import Bilevel
 from benchmarks.leakage import settings
@@ -69,7 +69,13 @@ def test_what_was_published_stays_by_name(name: str, preset: str, published: dic
 
 @pytest.mark.parametrize(
     ("attack", "key"),
-    [(DLG, "objective"), (ROG, "tv_weight"), (ROG, "factor"), (Joint, "tv_weight"), (Bilevel, "head_lr")],
+    [
+        (DLG, "objective"),
+        (ROG, "tv_weight"),
+        (ROG, "factor"),
+        (JointGradientMatching, "tv_weight"),
+        (Bilevel, "head_lr"),
+    ],
 )
 def test_a_preset_says_what_the_default_differs_in(attack: type, key: str) -> None:
     preset = attack.presets["published"].settings  # type: ignore[attr-defined]

@@ -15,8 +15,8 @@ from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS, LABELS
 from attacks.gradient_matching.gradinversion import (
     BatchNormStatistics,
-    Energy,
     GradInversion,
+    ImageEnergy,
     candidate_moments,
     client_shares,
     consensus,
@@ -106,12 +106,12 @@ def test_statistics_that_say_nothing_leave_no_term() -> None:
     fresh, _ = seen(2, train_mode=False)
     fresh = replace(fresh, buffers={k: v * 0 if k.endswith("mean") else v for k, v in fresh.buffers.items()})
     for view in (plain, fresh):
-        assert [type(term) for term in attack().regularizers(view)] == [Energy]
+        assert [type(term) for term in attack().regularizers(view)] == [ImageEnergy]
         found = attack()(view)
         assert isinstance(found, Reconstruction)
         assert found.knowledge == ()
     view, _ = seen(2)
-    assert [type(term) for term in attack().regularizers(view)] == [Energy, BatchNormStatistics]
+    assert [type(term) for term in attack().regularizers(view)] == [ImageEnergy, BatchNormStatistics]
     found = attack()(view)
     assert isinstance(found, Reconstruction)
     assert found.knowledge == ("batch-norm statistics (batch)",)
@@ -273,7 +273,7 @@ def test_bad_settings_are_refused() -> None:
 def test_the_energy_is_that_of_normalized_images() -> None:
     view, truth = seen(2)
     view = replace(view, task=replace(view.task, mean=(0.5,), std=(0.25,)))
-    term = Energy(weight=2.0)
+    term = ImageEnergy(weight=2.0)
     value = term(view, truth.candidate(), view.client, term.constants(view))
     assert float(value) == pytest.approx(2 * float(((truth.inputs - 0.5) / 0.25).square().mean()))
 

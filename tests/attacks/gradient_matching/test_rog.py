@@ -16,7 +16,7 @@ from attacks.gradient_matching.engine import image_networks
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import INPUTS
-from attacks.gradient_matching.engine.search_space import Upsampled
+from attacks.gradient_matching.engine.search_space import UpsampledSpace
 from eval.metrics.baselines import best_decodable
 from eval.metrics.image import psnr
 from fl.client import Client
@@ -38,13 +38,13 @@ def one_step(task: Task, images: Batch) -> tuple[ServerView, Truth]:
 def smooth(count: int, size: int, channels: int = 1) -> torch.Tensor:
     """Images that codes of a quarter of the side can show exactly."""
     codes = torch.rand(count, channels, size // 4, size // 4, generator=stream(0, "codes"), dtype=torch.float64)
-    return Upsampled(4, (size, size)).decode(0.3 + 0.4 * codes)
+    return UpsampledSpace(4, (size, size)).decode(0.3 + 0.4 * codes)
 
 
 @pytest.mark.parametrize("factor", [1, 2, 4])
 @pytest.mark.parametrize("size", [(8, 8), (28, 12), (10, 9)])
 def test_upsampling_is_bicubic_interpolation(factor: int, size: tuple[int, int]) -> None:
-    space = Upsampled(factor, size)
+    space = UpsampledSpace(factor, size)
     small = space.shape(build_model("linear", num_classes=3, input_shape=(3, *size)))
     codes = torch.rand(2, *small, generator=stream(0, "codes"), dtype=torch.float64)
     expected = F.interpolate(codes, size=size, mode="bicubic", align_corners=False)
@@ -61,7 +61,7 @@ def test_upsampling_is_bicubic_interpolation(factor: int, size: tuple[int, int])
 )
 def test_least_squares_are_the_known_ones_on_photographs(size: int, factor: int, expected: tuple[float, ...]) -> None:
     photos = fl.data.load("photos", mode="color", size=size).train.inputs[: len(expected)]
-    least = Upsampled(factor, (size, size)).closest(photos, steps=0).clamp(0, 1).to(photos)
+    least = UpsampledSpace(factor, (size, size)).project(photos, steps=0).clamp(0, 1).to(photos)
     assert psnr(least, photos).tolist() == pytest.approx(expected, abs=0.06)
     assert bool((psnr(best_decodable(photos, factor), photos) >= psnr(least, photos)).all())
 
@@ -84,9 +84,9 @@ def drawn() -> torch.Tensor:
 def test_no_search_for_a_code_comes_closer_than_the_bound() -> None:
     """Only images are clamped, codes are not."""
     strokes = drawn()
-    space = Upsampled(2, (16, 16))
+    space = UpsampledSpace(2, (16, 16))
     found = psnr(best_decodable(strokes, 2), strokes)
-    assert bool((found > psnr(space.closest(strokes, steps=0).clamp(0, 1), strokes) + 2).all())
+    assert bool((found > psnr(space.project(strokes, steps=0).clamp(0, 1), strokes) + 2).all())
     for start in range(3):
         draw = stream(start, "codes")
         codes = torch.rand(3, 1, 8, 8, generator=draw, dtype=torch.float64).requires_grad_()

@@ -11,9 +11,9 @@ from attacks import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
 from attacks.gradient_matching.engine.problem import INPUTS, private_key
 from attacks.hypernetworks.bilevel import Bilevel
-from attacks.hypernetworks.bilevel_problems import Lower, Upper
+from attacks.hypernetworks.bilevel_problems import EmbeddingProblem, ImageProblem
 from attacks.hypernetworks.hypernet_view import parse_hypernet_view
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from attacks.search_control import SearchMonitor
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -39,10 +39,10 @@ def victim(method: HyperFL | FedAvg, n: int = 1, *, labels: bool = False) -> tup
     return run.observe(0, threat=ThreatModel(knows_labels=labels))
 
 
-def lower(view: ServerView, inner: str = "squared") -> Lower:
+def lower(view: ServerView, inner: str = "squared") -> EmbeddingProblem:
     opened = parse_hypernet_view(view)
     assert not isinstance(opened, NotApplicable)
-    return Lower.of(opened, inner)
+    return EmbeddingProblem.of(opened, inner)
 
 
 @pytest.mark.parametrize("dense_upload", [False, True])
@@ -52,7 +52,7 @@ def test_the_lower_level_has_its_minimum_in_closed_form(method: HyperFL | FedAvg
     if dense_upload:
         whole = {n: dense(view.shared[n]) - sub(view.shared[n], u) for n, u in view.update.items()}
         view = replace(view, update=whole)
-    peeled = Peel().solve(view)
+    peeled = HypernetPeel().solve(view)
     assert not isinstance(peeled, NotApplicable)
     assert peeled.embedding is not None
     level = lower(view)
@@ -125,7 +125,9 @@ def test_of_several_restarts_the_smallest_objective_wins() -> None:
     level = lower(view)
     draws = [stream(0, "bilevel", "lower", r) for r in range(4)]
     tries = [
-        attack._search_embeddings([level], stack_variables([level.start(draw, normal=False)]), SearchMonitor())[0]
+        attack._search_embeddings(
+            [level], stack_variables([level.initial_variables(draw, normal=False)]), SearchMonitor()
+        )[0]
         for draw in draws
     ]
     best, *_ = min(tries, key=lambda found: found[1] * found[3])
@@ -168,22 +170,22 @@ def test_small_stacks_change_nothing() -> None:
         assert float((one.inputs - other.inputs).abs().max()) < 1e-6
 
 
-def upper(view: ServerView) -> Upper:
-    peeled = Peel().solve(view)
+def upper(view: ServerView) -> ImageProblem:
+    peeled = HypernetPeel().solve(view)
     assert not isinstance(peeled, NotApplicable)
-    return Upper(view, peeled.extractor, torch.tensor([1]), tv=0.0)
+    return ImageProblem(view, peeled.extractor, torch.tensor([1]), tv_weight=0.0)
 
 
 def test_the_upper_level_moves_images_and_classifier_apart() -> None:
     view, _ = victim(STEP)
     level = upper(view)
-    guess = stack_variables([level.start(stream(0))])
+    guess = stack_variables([level.initial_variables(stream(0))])
     heads = {name for name in guess if name != INPUTS}
     assert heads == {
         private_key(name) for name in view.client.task.parameters if name.startswith(view.client.task.head)
     }
     for moves, still in (("images", heads), ("classifier", {INPUTS})):
-        value, grads = ProblemBatch([replace(level, moves=moves)]).evaluate(guess)
+        value, grads = ProblemBatch([replace(level, optimized=moves)]).evaluate(guess)
         assert {name for name, g in grads.items() if not g.any()} == still
         for name in guess.keys() - still:
             along = torch.randn(guess[name].shape, generator=stream(1), dtype=torch.float64)
@@ -195,20 +197,20 @@ def test_the_upper_level_moves_images_and_classifier_apart() -> None:
 
 def test_a_shared_classifier_is_begun_with_and_a_frozen_one_stands_still() -> None:
     view, _ = victim(SHARED)
-    guess, head = upper(view).start(stream(0)), view.client.task.head
+    guess, head = upper(view).initial_variables(stream(0)), view.client.task.head
     sent = {n: dense(v) for n, v in view.shared.items() if n.startswith(head)}
     assert sent
     assert all(torch.equal(guess[private_key(n)], v) for n, v in sent.items())
     assert isinstance(Bilevel.example()(view), Reconstruction)
     still, _ = victim(FedBABU(steps=1, epochs=None, batch_size=None, parametrization=TINY))
-    assert upper(still).start(stream(0)).keys() == {INPUTS}
+    assert upper(still).initial_variables(stream(0)).keys() == {INPUTS}
     assert isinstance(Bilevel.example()(still), Reconstruction)
 
 
 def test_the_search_for_images_lowers_what_the_classifier_loses() -> None:
     view, _ = victim(STEP)
     level = upper(view)
-    start = stack_variables([level.start(stream(0))])
+    start = stack_variables([level.initial_variables(stream(0))])
     ((row, value, history, *_),) = Bilevel(iterations=150, head_lr=0.1)._search_images([level], start, SearchMonitor())
     assert value < 0.1 < history[0] == 1.0
     assert float(ProblemBatch([level]).evaluate(stack_variables([row]))[0]) < 0.1
@@ -244,7 +246,7 @@ def test_settings_are_checked() -> None:
 
 def test_a_search_that_ends_early_leaves_the_others_alone() -> None:
     level = lower(victim(STEP)[0])
-    starts = [level.start(stream(0, r), normal=False) for r in range(2)]
+    starts = [level.initial_variables(stream(0, r), normal=False) for r in range(2)]
     far = {name: value * 1e200 for name, value in starts[1].items()}
     attack = Bilevel(lower_iterations=20, iterations=1)
     whole = attack._search_embeddings([level, level], stack_variables([starts[0], far]), SearchMonitor())

@@ -213,7 +213,7 @@ def test_counts_are_the_rank_of_the_equations(filters: int, shape: Any, size: in
     update, change, numbers = equations(filters, shape, size)
     jacobian = torch.autograd.functional.jacobian(change, numbers)
     sizes = torch.linalg.svdvals(jacobian)
-    assert int((sizes > 1e-9 * sizes[0]).sum()) == update.received
+    assert int((sizes > 1e-9 * sizes[0]).sum()) == update.independent_numbers
 
 
 def test_mixed_embeddings_explain_the_update_as_well() -> None:
@@ -222,7 +222,7 @@ def test_mixed_embeddings_explain_the_update_as_well() -> None:
     mix = torch.tensor([[0.5, 0.3, 0.2], [0.1, 1.2, -0.3], [-0.4, 0.2, 1.2]], dtype=torch.float64)
     other = torch.cat([(mix @ v).flatten(), (torch.linalg.inv(mix).mT @ g).flatten()])
     assert_near({"": change(other)}, {"": change(numbers)}, 1e-12)
-    assert update.ambiguity == 6
+    assert update.undetermined_numbers == 6
     assert update.misfit(mix @ v) < 1e-12
     assert update.misfit(v + 0.1) > 1e-3
 

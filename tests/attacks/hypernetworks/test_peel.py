@@ -11,7 +11,7 @@ from support.cover import pairwise
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Attack, build
-from attacks.hypernetworks.peel import MAX_RESIDUAL, Peel, Peeled
+from attacks.hypernetworks.peel import MAX_RESIDUAL, HypernetPeel, SolvedHypernet
 from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.client import Client
@@ -75,7 +75,7 @@ def test_one_step_gives_embedding_and_extractor_exactly(
 ) -> None:
     method = replace(STEP, max_norm=max_norm, weight_decay=5e-3, parametrization=replace(TINY, bias=bias))
     view, truth = victim(worlds.task(), method, n)
-    found = Peel()(uploaded(view) if dense_upload else view)
+    found = HypernetPeel()(uploaded(view) if dense_upload else view)
     assert isinstance(found, Reconstruction)
     assert found.inputs is None
     assert found.verified
@@ -87,10 +87,10 @@ def test_the_published_network_in_single_precision(n: int, bias: bool, init: str
     generator = Hypernetwork(init=init, bias=bias)  # type: ignore[arg-type]
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=generator)
     view, truth = victim(network("hyperfl-grey", num_classes=10), method, n)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert max(off(found, truth)) < 1e-5
-    rounded = Peel()(uploaded(view))
+    rounded = HypernetPeel()(uploaded(view))
     assert isinstance(rounded, Reconstruction)
     assert max(off(rounded, truth)) < 1e-5
 
@@ -100,8 +100,8 @@ def test_how_long_the_activations_are_is_told_by_thousands_of_entries(seed: int)
     """Not by the embedding, of which an update in single precision tells far less: it put the length off by 1e-6."""
     method = replace(STEP, lr=0.01, parametrization=Hypernetwork(init="scaled"))
     view, truth = victim(network("hyperfl-grey", num_classes=10, seed=seed), method)
-    peeled = Peel().solve(uploaded(view))
-    assert isinstance(peeled, Peeled)
+    peeled = HypernetPeel().solve(uploaded(view))
+    assert isinstance(peeled, SolvedHypernet)
     own = peeled.update.hidden(dense(truth.private[EMBEDDING]).double())
     assert float(peeled.hidden @ own / (own @ own)) == pytest.approx(1, abs=1.5e-7)
 
@@ -110,10 +110,10 @@ def test_how_long_the_activations_are_is_told_by_thousands_of_entries(seed: int)
 @pytest.mark.parametrize("bias", [True, False])
 def test_each_route_stands_alone(bias: bool, route: str) -> None:
     view, truth = victim(worlds.task(), replace(STEP, parametrization=replace(TINY, bias=bias)))
-    found = Peel(route=route)(view)  # type: ignore[arg-type]
+    found = HypernetPeel(route=route)(view)  # type: ignore[arg-type]
     assert isinstance(found, Reconstruction)
     assert off(found, truth)[0] < 1e-11
-    solved = Peel(route=route).solve(view)  # type: ignore[arg-type]
+    solved = HypernetPeel(route=route).solve(view)  # type: ignore[arg-type]
     assert not isinstance(solved, NotApplicable)
     assert solved.route == route
 
@@ -123,7 +123,7 @@ def test_each_route_stands_alone(bias: bool, route: str) -> None:
 def test_with_no_unit_active_the_extractor_is_the_head_biases(epochs: int, dense_upload: bool) -> None:
     method = HyperFL(epochs=epochs, batch_size=2, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, dead=True)
-    found = Peel()(uploaded(view) if dense_upload else view)
+    found = HypernetPeel()(uploaded(view) if dense_upload else view)
     assert isinstance(found, Reconstruction)
     assert found.verified
     assert EMBEDDING not in found.private
@@ -137,7 +137,7 @@ def test_a_live_layer_that_hardly_moves_is_not_certified_dead(init: str, lr: flo
     generator = Hypernetwork(init=init)  # type: ignore[arg-type]
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=lr, weight_decay=0.0, parametrization=generator)
     view, truth = victim(network("hyperfl-grey", num_classes=10), method)
-    found = Peel()(uploaded(view) if dense_upload else view)
+    found = HypernetPeel()(uploaded(view) if dense_upload else view)
     if not isinstance(found, Reconstruction):
         assert dense_upload  # rounding has drowned it
         return
@@ -151,7 +151,7 @@ def test_an_exactly_dead_layer_is_certified_however_small_the_step() -> None:
     generator = Hypernetwork(init="scaled")
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=1e-4, weight_decay=0.0, parametrization=generator)
     view, _ = victim(network("hyperfl-grey", num_classes=10), method, dead=True)
-    solved = [Peel().solve(v) for v in (view, uploaded(view))]
+    solved = [HypernetPeel().solve(v) for v in (view, uploaded(view))]
     assert [(s.route, s.verified) for s in solved if not isinstance(s, NotApplicable)] == [
         ("biases", True),
         ("biases", False),  # the same numbers rounded could hide activations
@@ -163,12 +163,12 @@ def test_pruned_entries_are_missing_and_not_zero() -> None:
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.5))
     for route in ("auto", "trunk", "heads"):
-        found = Peel(route=route)(view)
+        found = HypernetPeel(route=route)(view)
         assert isinstance(found, Reconstruction)
         assert found.verified
         assert max(off(found, truth)) < 1e-4
     unaware, _ = victim(task, method, defense=Prune(ratio=0.5), knows_defense=False)
-    found = Peel(route="trunk")(unaware)
+    found = HypernetPeel(route="trunk")(unaware)
     assert isinstance(found, Reconstruction)
     assert off(found, truth)[1] > 1e-4
 
@@ -177,12 +177,12 @@ def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=Hypernetwork(init="scaled"))
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.9))
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert off(found, truth)[0] < 1e-2 < off(found, truth)[1]
     assert not found.verified
     dead, _ = victim(task, replace(method, weight_decay=0.0), defense=Prune(ratio=0.9), dead=True)
-    solved = Peel().solve(dead)
+    solved = HypernetPeel().solve(dead)
     assert not isinstance(solved, NotApplicable)
     assert (solved.route, solved.verified) == ("biases", False)
 
@@ -197,9 +197,9 @@ def test_a_gradient_sent_once_per_unit_is_averaged(
     defense: Defense, least: float, most: float, init: Literal["scaled", "published"]
 ) -> None:
     method = replace(STEP, parametrization=Hypernetwork(embedding=32, hidden=64, init=init))
-    plain, peeled = (Peel().solve(victim(worlds.task(), method, defense=d)[0]) for d in (Defense(), defense))
-    assert isinstance(plain, Peeled)
-    assert isinstance(peeled, Peeled)
+    plain, peeled = (HypernetPeel().solve(victim(worlds.task(), method, defense=d)[0]) for d in (Defense(), defense))
+    assert isinstance(plain, SolvedHypernet)
+    assert isinstance(peeled, SolvedHypernet)
     whole = torch.cat([value.flatten() for value in plain.gradient.values()])
     once = torch.cat([dense(peeled.hypernet_view.change[head_bias(name)]) for name in plain.gradient])
     averaged = torch.cat([value.flatten() for value in peeled.gradient.values()])
@@ -209,15 +209,15 @@ def test_a_gradient_sent_once_per_unit_is_averaged(
 
 @pytest.mark.parametrize("ratio", [0.5, 0.7, 0.9])
 def test_rows_that_pruning_cut_whole_are_zero_and_no_others(ratio: float) -> None:
-    peeled = Peel().solve(victim(worlds.task(), STEP, 4, defense=Prune(ratio=ratio))[0])
-    assert isinstance(peeled, Peeled)
+    peeled = HypernetPeel().solve(victim(worlds.task(), STEP, 4, defense=Prune(ratio=ratio))[0])
+    assert isinstance(peeled, SolvedHypernet)
     assert all(bool(value.isfinite().all()) for value in peeled.gradient.values())
 
 
 def test_over_several_steps_the_biases_alone_are_believed() -> None:
     view, _ = victim(worlds.task(), replace(STEP, steps=3, lr=0.1), 4)
-    peeled = Peel().solve(view)
-    assert isinstance(peeled, Peeled)
+    peeled = HypernetPeel().solve(view)
+    assert isinstance(peeled, SolvedHypernet)
     for name, value in peeled.gradient.items():
         assert torch.equal(value.flatten(), dense(peeled.hypernet_view.change[head_bias(name)]))
 
@@ -227,7 +227,7 @@ def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
     view, truth = victim(worlds.task(), method, 8)
     errors = {}
     for route in ("auto", "trunk", "heads"):
-        found = Peel(route=route)(view)
+        found = HypernetPeel(route=route)(view)
         assert isinstance(found, Reconstruction)
         errors[route] = off(found, truth)[0]
     assert errors["auto"] == errors["trunk"] < 0.02
@@ -237,7 +237,7 @@ def test_over_a_round_it_is_close_and_the_first_layer_closer() -> None:
 def test_a_round_that_explodes_is_not_verified() -> None:
     method = HyperFL(epochs=5, batch_size=2, lr=0.3, max_norm=None, parametrization=replace(TINY, init="published"))
     view, truth = victim(worlds.task(), method, 8)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert off(found, truth)[0] > 0.02
     assert not found.verified
@@ -247,7 +247,7 @@ def test_a_round_that_explodes_is_not_verified() -> None:
 @pytest.mark.parametrize("n", [1, 3])
 def test_the_plain_view_predicts_its_update(n: int, max_norm: float) -> None:
     view, truth = victim(worlds.task(), replace(STEP, max_norm=max_norm), n)
-    plain = Peel(classifier="joint").rewrite(view)
+    plain = HypernetPeel(classifier="joint").rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, FedPer)
     assert set(plain.private) == {"head.weight", "head.bias"}
@@ -262,7 +262,7 @@ def test_the_plain_view_predicts_its_update(n: int, max_norm: float) -> None:
 def test_without_active_units_the_plain_view_replays_the_whole_round() -> None:
     method = HyperFL(epochs=2, head_epochs=0, batch_size=2, max_norm=0.2, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, dead=True, knows_order=True)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert_near(
         predict(plain, Candidate(truth.inputs, truth.labels, {n: truth.private[n] for n in plain.private})),
@@ -274,7 +274,7 @@ def test_without_active_units_the_plain_view_replays_the_whole_round() -> None:
 def test_the_plain_view_of_a_round_is_close_and_drops_the_classifiers_own_phase() -> None:
     method = HyperFL(epochs=2, head_epochs=1, head_lr=0.0, batch_size=2, lr=2e-3, parametrization=TINY)
     view, truth = victim(worlds.task(), method, 4, knows_order=True)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert plain.schedule == ((((2,),) * 4),)
     predicted = predict(plain, Candidate(truth.inputs, truth.labels, {n: truth.private[n] for n in plain.private}))
@@ -284,7 +284,7 @@ def test_the_plain_view_of_a_round_is_close_and_drops_the_classifiers_own_phase(
 
 def test_a_shared_classifier_stays_shared() -> None:
     view, truth = victim(worlds.task(), FedAvg(lr=0.1, steps=1, weight_decay=1e-3, parametrization=TINY), 2)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert not plain.private
     assert_near(predict(plain, replace(truth.candidate(), private={})), plain.update, 1e-9)
@@ -301,10 +301,10 @@ def test_chained_it_hands_the_recovered_tensors_on() -> None:
 
 def test_what_it_recovered_travels_with_the_rewritten_view(monkeypatch: pytest.MonkeyPatch) -> None:
     view, truth = victim(worlds.task(), STEP)
-    rewritten = Peel(classifier="joint").rewrite(view)
+    rewritten = HypernetPeel(classifier="joint").rewrite(view)
     assert isinstance(rewritten, ServerView)
-    monkeypatch.setattr(Peel, "solve", lambda *_: pytest.fail("solved a second time"))
-    found = Peel(classifier="joint").lift_result(view, rewritten, Reconstruction(inputs=None))
+    monkeypatch.setattr(HypernetPeel, "solve", lambda *_: pytest.fail("solved a second time"))
+    found = HypernetPeel(classifier="joint").lift_result(view, rewritten, Reconstruction(inputs=None))
     assert max(off(found, truth)) < 1e-12
 
 
@@ -312,13 +312,13 @@ def test_heads_without_a_solution_do_not_win_over_the_first_layer() -> None:
     view, truth = victim(worlds.task(), replace(STEP, weight_decay=0.0, parametrization=replace(TINY, bias=False)))
     turned = [TRUNK_WEIGHT, TRUNK_BIAS]  # db0 against what the heads pull back: no length fits, v stays as it is
     view = replace(view, update={n: -dense(u) if n in turned else u for n, u in view.update.items()})
-    answer = Peel(route="heads")(view)
+    answer = HypernetPeel(route="heads")(view)
     assert isinstance(answer, NotApplicable)
     assert "no solution" in answer.reason
-    solved = Peel().solve(view)
+    solved = HypernetPeel().solve(view)
     assert not isinstance(solved, NotApplicable)
     assert solved.route == "trunk"
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert max(off(found, truth)) < 1e-11
 
@@ -331,14 +331,14 @@ def test_it_says_why_not() -> None:
         "decay": victim(task, replace(STEP, steps=None, epochs=2), knows_schedule=False)[0],
     }
     for reason, view in reasons.items():
-        answer = Peel()(view)
+        answer = HypernetPeel()(view)
         assert isinstance(answer, NotApplicable)
         assert reason in answer.reason
 
 
 def test_an_update_whose_squares_overflow_is_refused_as_such() -> None:
     view, _ = victim(worlds.task(), STEP)
-    answer = Peel()(replace(view, update={n: 1e160 * dense(u).double() for n, u in view.update.items()}))
+    answer = HypernetPeel()(replace(view, update={n: 1e160 * dense(u).double() for n, u in view.update.items()}))
     assert isinstance(answer, NotApplicable)
     assert "squares overflow" in answer.reason
 
@@ -347,12 +347,12 @@ def test_a_gradient_of_zero_is_not_taken_for_a_dead_layer() -> None:
     view, _ = victim(worlds.task(), STEP)
     shares = decay_shares(view.method.phases(view.client.task, 0), view.schedule, view.shared)
     still = replace(view, update={n: dense(w) * shares[n] for n, w in view.shared.items()})
-    answer = Peel()(still)
+    answer = HypernetPeel()(still)
     assert isinstance(answer, NotApplicable)
     assert "no gradient" in answer.reason
 
 
-@pytest.mark.parametrize("chain", [Peel(), build({"name": "peel+ig", "iterations": 2})])
+@pytest.mark.parametrize("chain", [HypernetPeel(), build({"name": "peel+ig", "iterations": 2})])
 def test_what_is_drowned_in_rounding_is_not_taken_for_an_extractor(chain: Attack) -> None:
     """Of an image that the network is certain of hardly anything flows back; outer products keep the factors of it."""
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, weight_decay=5e-4)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
@@ -67,7 +67,7 @@ def test_one_step_gives_the_adapters_in_single_precision(name: str, n: int, uplo
     if uploaded:  # the same as the difference of two dense models, rounded as they are
         update = {n: dense(view.shared[n]) - sub(view.shared[n], u) for n, u in view.update.items()}
         view = replace(view, update=update)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert found.verified
     assert apart(adapters(found), truth.extractor) < 1e-5
@@ -78,7 +78,7 @@ def test_one_step_gives_the_adapters_in_single_precision(name: str, n: int, uplo
 @BOTH
 def test_what_is_left_is_a_known_network_with_a_known_gradient(name: str, n: int) -> None:
     view, truth = victim(name, n)
-    plain = Peel(classifier="joint").rewrite(view)
+    plain = HypernetPeel(classifier="joint").rewrite(view)
     assert isinstance(plain, ServerView)
     assert apart(plain.shared, truth.extractor) < 1e-12
     assert set(plain.private) == {"head.weight", "head.bias"}
@@ -101,7 +101,7 @@ def _given(view: ServerView, truth: Truth, layer: str) -> Tensor:
 @BOTH
 def test_the_last_adapters_input_is_in_the_update(name: str, dtype: torch.dtype, tolerance: float) -> None:
     view, truth = victim(name, dtype=dtype)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     read = {n.removeprefix("features/"): v for n, v in found.private.items() if n.startswith("features/")}
     assert read.keys() == LAST[name]
@@ -116,14 +116,14 @@ def test_the_last_adapters_input_is_in_the_update(name: str, dtype: torch.dtype,
 
 @BOTH
 def test_a_batch_does_not_give_single_inputs_away(name: str) -> None:
-    found = Peel()(victim(name, 3)[0])
+    found = HypernetPeel()(victim(name, 3)[0])
     assert isinstance(found, Reconstruction)
     assert not any(n.startswith("features/") for n in found.private)
 
 
 def test_batch_statistics_hide_the_input_but_not_the_adapters() -> None:
     view, truth = victim("resnet18-adapter", 2, train_mode=True)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert apart(adapters(found), truth.extractor) < 1e-9
     assert not any(n.startswith("features/") for n in found.private)
@@ -150,7 +150,7 @@ def test_a_search_lowers_its_objective() -> None:
 @pytest.mark.parametrize("max_norm", [50.0, 1e-3, None])
 def test_a_step_shorter_than_the_clip_keeps_its_size(max_norm: float | None) -> None:
     view, truth = victim("resnet18-adapter", max_norm=max_norm)
-    plain = Peel(classifier="joint").rewrite(view)
+    plain = HypernetPeel(classifier="joint").rewrite(view)
     assert isinstance(plain, ServerView)
     assert plain.scale_unknown == (max_norm == 1e-3)
     private = {n: truth.private[n] for n in plain.private}

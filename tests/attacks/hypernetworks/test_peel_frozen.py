@@ -9,7 +9,7 @@ import torch
 from support import worlds
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from fl.methods.fedbabu import FedBABU
 from fl.models.hypernetworks.hypernetwork import Hypernetwork
 from fl.predict import predict
@@ -29,7 +29,7 @@ def victim(**settings: int | float | None) -> tuple[ServerView, Truth]:
 
 def test_a_frozen_classifier_stays_frozen_in_the_plain_view() -> None:
     view, truth = victim(steps=1)
-    easier = Peel(classifier="joint").rewrite(view)
+    easier = HypernetPeel(classifier="joint").rewrite(view)
     assert isinstance(easier, ServerView)
     assert not easier.private
     with torch.no_grad():

@@ -11,7 +11,7 @@ from support.compare import assert_near
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.hypernetworks.hypernet_view import parse_hypernet_view
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import Method
@@ -71,7 +71,7 @@ def test_noise_before_the_pull_back_hides_neither_embedding_nor_extractor(
     n: int, mode: Literal["dp-joint", "as-published"]
 ) -> None:
     view, truth = victim(replace(STEP, mode=mode), n, rounds=1)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert found.verified
     assert max(off(found, truth)) < 1e-13
@@ -79,7 +79,7 @@ def test_noise_before_the_pull_back_hides_neither_embedding_nor_extractor(
 
 def test_of_a_noisy_gradient_no_layer_s_input_is_said_to_be_read() -> None:
     plain, noisy = (replace(STEP, noise_multiplier=1e-6, mode=mode) for mode in ("client-level", "dp-joint"))
-    found = [Peel()(victim(method, 1)[0]) for method in (plain, noisy)]
+    found = [HypernetPeel()(victim(method, 1)[0]) for method in (plain, noisy)]
     named = [[n for n in one.private if n.startswith("features")] for one in found if isinstance(one, Reconstruction)]
     assert named == [["features/body.fc1"], []]
 
@@ -87,7 +87,7 @@ def test_of_a_noisy_gradient_no_layer_s_input_is_said_to_be_read() -> None:
 @pytest.mark.parametrize("n", [1, 4])
 def test_the_gradient_that_comes_out_is_clipped_and_has_the_noise(n: int) -> None:
     view, truth = victim(STEP, n, knows_randomness=True, knows_order=True)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, Centaur)
     assert set(plain.private) == {"head.weight", "head.bias"}
@@ -99,10 +99,10 @@ def test_the_gradient_that_comes_out_is_clipped_and_has_the_noise(n: int) -> Non
 
 
 def test_nobody_is_told_the_noise_who_did_not_know_it() -> None:
-    plain = Peel().rewrite(victim(STEP)[0])
+    plain = HypernetPeel().rewrite(victim(STEP)[0])
     assert isinstance(plain, ServerView)
     assert plain.draws is None
-    known = Peel().rewrite(victim(STEP, knows_randomness=True)[0])
+    known = HypernetPeel().rewrite(victim(STEP, knows_randomness=True)[0])
     assert isinstance(known, ServerView)
     assert known.draws is not None
     assert [NOISE_KEY in step for step in known.draws[0]] == [True]
@@ -113,7 +113,7 @@ def test_the_rewritten_method_keeps_the_noise_of_a_budget() -> None:
     method = replace(STEP, **settings, local_steps=None, head_epochs=1, epochs=5, steps=None)  # type: ignore[arg-type]
     watched = replace(method, steps=1, head_epochs=0)
     view, _ = victim(watched)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, PrivateMethod)
     assert plain.method.sigma == method.sigma > 0
@@ -123,7 +123,7 @@ def test_the_rewritten_method_keeps_the_noise_of_a_budget() -> None:
 def test_several_steps_are_as_close_as_their_weights_are() -> None:
     slow = replace(STEP, steps=3, lr=1e-4, momentum=0.5, weight_decay=5e-4)
     view, truth = victim(slow, knows_randomness=True, knows_order=True)
-    found, plain = Peel()(view), Peel().rewrite(view)
+    found, plain = HypernetPeel()(view), HypernetPeel().rewrite(view)
     assert isinstance(found, Reconstruction)
     assert max(off(found, truth)) < 1e-3
     assert isinstance(plain, ServerView)
@@ -136,7 +136,7 @@ def test_with_a_shared_classifier_it_is_a_step_of_dp_fedavg() -> None:
         noise_multiplier=2.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, parametrization=TINY, lr=0.1
     )
     view, truth = victim(method, knows_randomness=True, knows_order=True)
-    plain = Peel().rewrite(view)
+    plain = HypernetPeel().rewrite(view)
     assert isinstance(plain, ServerView)
     assert isinstance(plain.method, DPFedAvg)
     assert not plain.private
@@ -163,7 +163,7 @@ def test_equations_of_the_network_itself_stay_refused(then: str) -> None:
 
 
 def test_noise_on_the_hypernetwork_itself_leaves_nothing_to_solve() -> None:
-    answer = Peel()(victim(replace(STEP, noise_on="hypernetwork"))[0])
+    answer = HypernetPeel()(victim(replace(STEP, noise_on="hypernetwork"))[0])
     assert isinstance(answer, NotApplicable)
     assert "no outer product" in answer.reason
 
@@ -184,9 +184,9 @@ def test_a_classifier_that_shares_its_clip_is_not_left_out() -> None:
         noise_multiplier=1.0, clip=0.5, images=40, batch_size=4, rate=0.5, steps=1, lr=0.1, parametrization=TINY
     )
     view, truth = victim(method)
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert max(off(found, truth)) < 1e-13
-    answer = Peel().rewrite(view)
+    answer = HypernetPeel().rewrite(view)
     assert isinstance(answer, NotApplicable)
     assert "private classifier" in answer.reason

@@ -200,7 +200,7 @@ def test_what_the_client_keeps_is_drawn_anew_unless_its_start_is_known() -> None
 def test_a_defenses_noise_is_imitated_at_its_own_size() -> None:
     seen = worlds.federation(worlds.one_step(FedAvg.example()), Precode(latent=256)).observe(1)[0]
     (name,) = seen.private
-    noise = SimulatedClient(seen, worlds.images(4, "public"))._private(name, 3, stream(0, "noise"))
+    noise = SimulatedClient(seen, worlds.images(4, "public"))._draw_private(name, 3, stream(0, "noise"))
     assert noise.shape == (3, 4, 256)
     assert abs(float(noise.std()) - 1) < 0.1
 
@@ -229,7 +229,7 @@ def test_one_network_serves_all_views_of_equal_weights(monkeypatch: pytest.Monke
     prints = [client_key(each) for each in views]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 4
-    assert len(lti._TRAINED) == lti.KEPT
+    assert len(lti._TRAINED) == lti.MAX_CACHED_NETWORKS
 
 
 def test_neither_the_unit_of_the_update_nor_the_global_generator_matters() -> None:

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from attacks.network.layer_chain import unroll
+from attacks.network.layer_chain import extract_layer_chain
 
 
 class Forward(nn.Module):
@@ -137,11 +137,11 @@ def test_pooling_is_told_by_what_it_does() -> None:
             lambda m, x, p=pooled: m.fc(F.leaky_relu(p(m.conv(x)), 0.2).flatten(1)), conv=conv(24), fc=nn.Linear(384, 4)
         )
         view, _ = chains.seen(chains.initialized(model))
-        stages = unroll(view, max_pooling=True)
+        stages = extract_layer_chain(view, max_pooling=True)
         assert isinstance(stages, tuple)
         assert isinstance(stages[0].after[0], nn.MaxPool2d if i > 2 else nn.AvgPool2d | nn.AdaptiveAvgPool2d)
     whole = Forward(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=conv(24), fc=nn.Linear(24, 4))
-    stages = unroll(chains.seen(chains.initialized(whole))[0])
+    stages = extract_layer_chain(chains.seen(chains.initialized(whole))[0])
     assert isinstance(stages, tuple)
     assert isinstance(stages[0].after[0], nn.AdaptiveAvgPool2d)
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import attacks
 from attacks.base import Reconstruction
-from attacks.network.layer_chain import Stage, unroll
+from attacks.network.layer_chain import Stage, extract_layer_chain
 from fl.capture import from_batch, from_update
 from fl.seeds import stream
 from fl.view import ServerView
@@ -185,7 +185,10 @@ def test_the_same_network_gives_the_same_bytes_however_it_is_written(
     assert right.inputs is not None
     assert torch.equal(result.inputs, right.inputs)
     assert result.objective == right.objective
-    stages, others = unroll(view, max_pooling=True), unroll(view_of(Modules), max_pooling=True)
+    stages, others = (
+        extract_layer_chain(view, max_pooling=True),
+        extract_layer_chain(view_of(Modules), max_pooling=True),
+    )
     assert isinstance(stages, tuple)
     assert isinstance(others, tuple)
     assert [stage.name for stage in stages] == [stage.name for stage in others]
@@ -211,7 +214,7 @@ class Quickstart(nn.Module):
 
 def test_the_quickstart_network_is_a_chain() -> None:
     view, _ = from_batch(Quickstart(), photograph(32, 3).float(), LABEL)
-    stages = unroll(view, max_pooling=True)
+    stages = extract_layer_chain(view, max_pooling=True)
     assert isinstance(stages, tuple)
     assert [stage.name for stage in stages] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
     assert all(isinstance(stage.activation, nn.ReLU) for stage in stages[:-1])

@@ -10,7 +10,7 @@ import torch
 
 import fl.data
 from attacks.base import NotApplicable
-from attacks.hypernetworks.peel import INACTIVE, Peel
+from attacks.hypernetworks.peel import INACTIVE, HypernetPeel
 from benchmarks import common
 from benchmarks.hyperfl import published_hyperfl
 from benchmarks.hyperfl.peel import uploaded
@@ -32,7 +32,7 @@ def test_certain_of_its_only_image_a_client_sends_no_gradient(head_epochs: int) 
     image = Batch(fl.data.load("faces").train.inputs[:1], torch.tensor([3]))
     method = HyperFL(lr=0.01, steps=1, batch_size=None, head_epochs=head_epochs)
     federation = Federation(Client(build("hyperfl-grey", num_classes=10), method), [ClientData(image, image)], seed=0)
-    peeled = Peel().solve(uploaded(federation.observe(0)[0]))
+    peeled = HypernetPeel().solve(uploaded(federation.observe(0)[0]))
     if head_epochs:
         assert isinstance(peeled, NotApplicable)
         assert peeled.reason == INACTIVE

@@ -13,7 +13,7 @@ import torch
 from support import worlds
 
 import fl.data
-from attacks.hypernetworks.peel import Peel, Peeled
+from attacks.hypernetworks.peel import HypernetPeel, SolvedHypernet
 from benchmarks.hyperfl import several_steps, several_steps_read
 from benchmarks.hyperfl.several_steps import page
 from benchmarks.hyperfl.several_steps_cases import Case, cases
@@ -41,8 +41,8 @@ def test_the_gradient_recorded_along_a_round_is_the_one_that_the_peel_reads(limi
     run = worlds.federation(replace(method, parametrization=generator), rounds=0)
     view, truth = run.observe(0)
     assert len(generator.kept) > 2
-    found, names = Peel().solve(view), list(truth.extractor)
-    assert isinstance(found, Peeled)
+    found, names = HypernetPeel().solve(view), list(truth.extractor)
+    assert isinstance(found, SolvedHypernet)
     assert turned(flat(found.gradient, names), generator.mean(0.5)) < 1e-5
     assert not generator.kept
 

@@ -13,7 +13,7 @@ from support.matrix import ROWS, shares
 from torch import Tensor, nn
 
 from attacks import Reconstruction
-from attacks.hypernetworks.peel import Peel
+from attacks.hypernetworks.peel import HypernetPeel
 from defenses.dp_sgd import DPSGD
 from defenses.mixup import Mixup
 from defenses.noise import Noise
@@ -233,7 +233,7 @@ def test_a_private_extractor_has_features_once_it_is_recovered() -> None:
     (row,) = told(view, truth, truth.inputs)
     assert row[BY_FEATURES] is None
     assert "neither sent as such nor recovered" in row["missing"][BY_FEATURES]
-    found = Peel()(view)
+    found = HypernetPeel()(view)
     assert isinstance(found, Reconstruction)
     assert told(view, truth, truth.inputs, private=found.private)[0][BY_FEATURES] is True
 

@@ -71,8 +71,8 @@ def test_images_are_told_apart_behind_a_linear_layer(count: int, gentle: float) 
     assert sorted(which.tolist()) == list(range(count))
     assert torch.allclose(found.inputs, inputs[which], atol=1e-6)
     assert torch.allclose(found.signals, signals[which], atol=1e-6)
-    assert found.left < 1e-6
-    assert found.off < 1e-6
+    assert found.unexplained < 1e-6
+    assert found.relative_error < 1e-6
 
 
 def test_two_images_that_are_one_are_not_told_apart() -> None:

@@ -60,7 +60,7 @@ def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
     smooth = torch.eye(32).double() * 0.3 + 0.01
     without = LeaveOneFilterOut.of(equations, CavityState(x, selection, noise), smooth, CellGeometry.of(layer))
     assert without is not None
-    mean, covariance = without.outputs
+    mean, covariance = without.output_moments
     maps = layer.gradient_map(layer.scatter(selection * equations.signal[..., None])).unflatten(0, (3, -1))
     gradient = equations.gradient.view(3, 2, 9)
     probes = torch.stack([layer.outputs(unit.view(layer.shape)) for unit in torch.eye(64).double()], -1)
@@ -70,12 +70,12 @@ def test_what_the_other_filters_say_is_the_least_squares_without_one() -> None:
         inverse = torch.linalg.inv(sum((maps[i].mT @ maps[i] / noise[i] for i in others), smooth))
         own = torch.stack([inverse @ sum(maps[i].mT @ gradient[i, c] / noise[i] for i in others) for c in range(2)])
         patches = layer.patches(own.view(layer.shape))[layer.cells]
-        assert torch.allclose(without.cells[o], patches, atol=1e-6)
+        assert torch.allclose(without.cell_patches[o], patches, atol=1e-6)
         assert torch.allclose(mean[o], patches @ layer.filters[o], atol=1e-6)
         whole = torch.block_diag(inverse, inverse)
         expected = torch.einsum("kpn,nm,krm->kpr", linear[o], whole, linear[o])
         assert torch.allclose(covariance[o], expected, rtol=1e-5, atol=1e-5)
-        assert torch.allclose(without.spread[o], maps[o] @ inverse @ maps[o].mT, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(without.residual_covariance[o], maps[o] @ inverse @ maps[o].mT, rtol=1e-5, atol=1e-6)
 
 
 def test_positions_are_found_where_annealing_stays_stuck() -> None:
@@ -87,7 +87,7 @@ def test_positions_are_found_where_annealing_stays_stuck() -> None:
     right = (last.selection.argmax(-1) == select_largest(equations, x).argmax(-1)).double().mean()
     assert right > 0.97
     solved = solve_layer(equations)
-    assert solved.satisfied
+    assert solved.is_satisfied
     assert torch.allclose(solved.fit.x, x, atol=1e-6)
 
 
@@ -97,8 +97,8 @@ def test_a_filter_whose_gradient_is_zero_is_no_end_of_the_search() -> None:
     silent[0] = 0
     equations = replace(equations, gradient=silent)
     assert len(list(cavity_states(equations, rounds=2))) == 2
-    assert not _solve_by_cavity(equations).satisfied
-    assert not solve_layer(equations).satisfied
+    assert not _solve_by_cavity(equations).is_satisfied
+    assert not solve_layer(equations).is_satisfied
 
 
 def test_what_a_guess_holds_at_once_bounds_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,11 +131,11 @@ def test_a_search_without_an_end_is_cut_off() -> None:
     equations, x = problem(8, 3)
     assert len(list(cavity_states(replace(equations, gradient=randn(8, 36, key="other")), rounds=4))) == 4
     solved = solve_layer(replace(equations, gradient=randn(8, 36, key="other")))
-    assert not solved.satisfied
-    count, rest = solved.progress.split(" ", 1)
+    assert not solved.is_satisfied
+    count, rest = solved.progress_description.split(" ", 1)
     assert rest.startswith("of 384 pooling cells open")
     assert int(count) > 100
-    assert LayerSolution(equations, evaluate(equations, x)).progress.startswith("0 of 384")
+    assert LayerSolution(equations, evaluate(equations, x)).progress_description.startswith("0 of 384")
 
 
 def test_two_blocks_of_few_filters_with_relu() -> None:
@@ -203,11 +203,11 @@ def test_of_one_image_a_second_annealing_comes_last(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(solver, "_solve_by_annealing", annealing)
     monkeypatch.setattr(solver, "_solve_by_cavity", without)
     monkeypatch.setattr(solver, "_solve_by_propagation", lambda *_: nothing)
-    assert solve_layer(equations).satisfied
+    assert solve_layer(equations).is_satisfied
     assert ways == [(FAST, solver.FEW_PIXELS_OFF), "without"]
     ways.clear()
     monkeypatch.setattr(cavity, "MAX_NUMBERS", 0)  # more than it may hold
-    assert not solve_layer(equations).satisfied
+    assert not solve_layer(equations).is_satisfied
     assert ways == [(FAST, math.inf), "without", (SLOW, math.inf)]
 
 

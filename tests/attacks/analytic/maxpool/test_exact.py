@@ -20,7 +20,7 @@ from attacks.analytic.maxpool.normal_equations import NormalEquations, Precondit
 from attacks.analytic.maxpool.pixel_levels import SHARP, PixelLevels
 from attacks.analytic.maxpool.refinement import evaluate, evaluate_with_ties, refine, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
-from attacks.analytic.maxpool.solver import _reweighted, solve_layer
+from attacks.analytic.maxpool.solver import _reweight, solve_layer
 from fl.seeds import stream
 
 SHAPES = {
@@ -62,7 +62,7 @@ def test_the_maps_of_a_layer_are_autograd_s(name: str) -> None:
     made, x = layer(name), randn(*SHAPES[name]["shape"])  # type: ignore[misc]
     weight, x = made.weight.clone().requires_grad_(), x.requires_grad_()
     outputs = F.conv2d(x[None], weight, made.bias, made.stride, made.padding)
-    pool = F.avg_pool2d if made.average else F.max_pool2d
+    pool = F.avg_pool2d if made.is_average else F.max_pool2d
     pooled = pool(outputs, made.window)[0].flatten(1)
     assert torch.allclose(made.pooled_outputs(x), pooled)
     equations = problem(made, x.detach())
@@ -166,7 +166,7 @@ def test_positions_are_found_where_filters_are_fewer() -> None:
     x = randn(4, 8, 8)
     equations = problem(made, x)
     solved = solve_layer(equations)
-    assert solved.satisfied
+    assert solved.is_satisfied
     assert torch.equal(solved.fit.selection, select_largest(equations, x))
     assert torch.allclose(solved.fit.x, x, atol=1e-6)
     assert float(solved.deviations().max()) < 1e-3
@@ -186,7 +186,7 @@ def test_features_are_weighed_by_the_gradient_s_rounding_and_not_by_what_a_searc
         NormalEquations.of(equations, select_largest(equations, x), noise, forward).solve(x, 1e-12)
         for noise in (uneven, even)
     )
-    sharper = _reweighted(LayerSolution.of(equations, evaluate(equations, rough))).fit.x
+    sharper = _reweight(LayerSolution.of(equations, evaluate(equations, rough))).fit.x
     assert (rough - x).norm() > 2 * (best - x).norm()
     assert (sharper - x).norm() < 1.1 * (best - x).norm()
 
@@ -280,10 +280,10 @@ def test_of_two_outputs_alike_up_to_rounding_the_gradient_says_which_was_passed_
     assert torch.equal(evaluate_with_ties(equations, x).selection, selection)
     found = refine(equations, x + 1e-7 * randn(4, 8, 8, key="error"))
     assert found.error < 1e-9
-    assert LayerSolution.of(equations, found).satisfied
-    assert _reweighted(
+    assert LayerSolution.of(equations, found).is_satisfied
+    assert _reweight(
         LayerSolution.of(equations, evaluate(equations, x + 1e-7 * randn(4, 8, 8, key="error")))
-    ).satisfied
+    ).is_satisfied
 
 
 def wave() -> tuple[Equations, Tensor, GaussianPrior, PixelLevels]:

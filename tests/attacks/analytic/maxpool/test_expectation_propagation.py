@@ -239,7 +239,7 @@ def test_levels_at_once_are_enough_where_the_mean_is_near(monkeypatch: pytest.Mo
     prior = image_prior(equations.layer, MEAN, STD, 0.3)
     monkeypatch.delattr(solver, "anneal")  # not needed
     found = solver._finish_propagation(equations, state, prior, LEVELS)
-    assert found.satisfied
+    assert found.is_satisfied
     assert torch.allclose(found.fit.x, truth)
 
 

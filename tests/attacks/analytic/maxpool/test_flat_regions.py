@@ -97,7 +97,7 @@ def test_equations_go_before_flatness() -> None:
 def test_a_pixel_that_two_levels_explain_is_not_said_to_be_fixed(monkeypatch: pytest.MonkeyPatch) -> None:
     truth = picture(flat=True)
     start = moved(seen(truth), truth, (0, 6, 6, 2))
-    monkeypatch.setattr("attacks.analytic.maxpool.flat_regions.SURE", 0.0)  # nothing moves
+    monkeypatch.setattr("attacks.analytic.maxpool.flat_regions.CONFIDENT_DEVIATIONS", 0.0)  # nothing moves
     found = snap_flat_regions(start, LEVELS)
     assert torch.equal(found.fit.x, start.fit.x)
     assert found.determined is not None
@@ -110,7 +110,7 @@ def test_what_passes_on_other_positions_is_disputed(sure: float, monkeypatch: py
     start = moved(seen(truth), truth, (0, 6, 6, 2))
     elsewhere = torch.zeros_like(truth, dtype=torch.bool)
     elsewhere[1, 2, 3] = True
-    monkeypatch.setattr("attacks.analytic.maxpool.flat_regions.SURE", sure)
+    monkeypatch.setattr("attacks.analytic.maxpool.flat_regions.CONFIDENT_DEVIATIONS", sure)
     monkeypatch.setattr(Ambiguity, "between", lambda *_: Ambiguity(elsewhere, elsewhere))
     before = torch.zeros_like(elsewhere)
     before[2, 1, 1] = True

@@ -53,7 +53,7 @@ def moved(equations: Equations, truth: Tensor, *places: tuple[int, int, int, int
     number = LEVELS.indices(truth)
     for channel, row, column, levels in places:
         number[channel, row, column] += levels
-    return LayerSolution.of(equations, evaluate(equations, truth)).at(LEVELS.values(number))
+    return LayerSolution.of(equations, evaluate(equations, truth)).with_input(LEVELS.values(number))
 
 
 def wrong(found: LayerSolution, truth: Tensor) -> int:
@@ -64,10 +64,10 @@ def test_wrong_levels_that_draw_positions_after_them_are_found_back() -> None:
     equations, truth = rounded(filters=16)
     start = moved(equations, truth, (0, 3, 3, 2), (1, 3, 3, -1), (2, 4, 3, -2))
     assert not torch.equal(start.fit.selection, select_largest(equations, truth))
-    assert not start.satisfied
+    assert not start.is_satisfied
     found = decode_jointly(start, choice_prior(equations.layer, MEAN, STD), LEVELS)
     assert wrong(found, truth) == 0
-    assert found.satisfied
+    assert found.is_satisfied
     assert found.determined is not None
     assert bool(found.determined.all())
 
@@ -96,7 +96,7 @@ def test_what_is_far_off_is_left_rather_than_made_worse() -> None:
     equations, truth = rounded()
     start = moved(equations, truth, (0, 3, 3, 9), (1, 3, 3, -5), (2, 4, 3, -7), (0, 0, 0, 4))
     found = decode_jointly(start, choice_prior(equations.layer, MEAN, STD), LEVELS)
-    assert found.satisfied or not found.fit.error > start.fit.error
+    assert found.is_satisfied or not found.fit.error > start.fit.error
     assert wrong(found, truth) <= wrong(start, truth)
 
 
@@ -120,23 +120,24 @@ def test_equations_nearby_are_those_of_a_changed_position_and_moved_pixels() -> 
     number = LEVELS.indices(start.fit.x)
     number.view(-1)[pixels] += steps
     systems = list(near._forms_without_prior())
-    places = [None, *near._plausible_changes(torch.linalg.inv(systems[0][0] + near.expected[0]))]
+    places = [None, *near._plausible_changes(torch.linalg.inv(systems[0][0] + near.prior_moments[0]))]
     assert len(systems) == len(places) > 1
 
     def left(x: Tensor, selection: Tensor, sure: Tensor) -> float:
         """Of all equations, weighed, at given positions."""
         missed = (selection * equations.excess(x)).sum(-1)
         return float(
-            (near.trust.gradient * equations.residual(x, selection).square()).sum() + (sure * missed.square()).sum()
+            (near.precisions.gradient_precision * equations.residual(x, selection).square()).sum()
+            + (sure * missed.square()).sum()
         )
 
-    now = left(start.fit.x, start.fit.selection, near.trust.outputs)
+    now = left(start.fit.x, start.fit.selection, near.precisions.output_precision)
     for (told, right, more), place in zip(systems, places, strict=True):
-        selection, sure = start.fit.selection.clone(), near.trust.outputs.clone()
+        selection, sure = start.fit.selection.clone(), near.precisions.output_precision.clone()
         if place is not None:
             o, k, p = place
             selection[o, k] = one_hot(torch.tensor(p), selection.shape[-1]).to(selection)
-            sure[o, k] = near.trust.changed_outputs[o, k]
+            sure[o, k] = near.precisions.changed_output_std[o, k]
         predicted = float(steps @ told @ steps - 2 * steps @ right) + more
         assert math.isclose(left(LEVELS.values(number), selection, sure) - now, predicted, rel_tol=1e-6)
 

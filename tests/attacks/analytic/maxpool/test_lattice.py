@@ -14,7 +14,7 @@ from torch import Tensor
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.gaussian_prior import image_prior
 from attacks.analytic.maxpool.integer_decoding import decode_levels
-from attacks.analytic.maxpool.lattice import RULED_OUT, Lattice
+from attacks.analytic.maxpool.lattice import RULED_OUT_DEVIATIONS, Lattice
 from attacks.analytic.maxpool.refinement import evaluate, refine, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
 
@@ -32,7 +32,7 @@ def test_the_nearest_whole_numbers_are_those_of_brute_force(seed: int) -> None:
 
 
 def test_a_number_is_fixed_where_no_close_candidate_has_another() -> None:
-    sharp, blunt = (2 * RULED_OUT) ** 2, (0.1 * RULED_OUT) ** 2
+    sharp, blunt = (2 * RULED_OUT_DEVIATIONS) ** 2, (0.1 * RULED_OUT_DEVIATIONS) ** 2
     together = np.array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]) * sharp  # the sum, and the third alone
     assert Lattice(together + np.eye(3) * blunt).determined.tolist() == [False, False, True]
     # 1 x + 2 y + 0.9 z known sharply: small whole vectors all change it
@@ -42,7 +42,7 @@ def test_a_number_is_fixed_where_no_close_candidate_has_another() -> None:
 
 def near(equations: Equations, truth: Tensor) -> LayerSolution:
     """A solution in real numbers at the right positions."""
-    prior = image_prior(equations.layer, MEAN, STD, 0.3).scaled(1e-5)
+    prior = image_prior(equations.layer, MEAN, STD, 0.3).with_smoothness(1e-5)
     return LayerSolution.of(equations, refine(equations, truth, rounds=1, prior=prior))
 
 

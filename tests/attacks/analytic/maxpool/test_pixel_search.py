@@ -16,7 +16,7 @@ from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.gaussian_prior import GaussianPrior, choice_prior
 from attacks.analytic.maxpool.integer_decoding import mark_determined
 from attacks.analytic.maxpool.joint_decoding import decode_jointly
-from attacks.analytic.maxpool.lattice import RULED_OUT
+from attacks.analytic.maxpool.lattice import RULED_OUT_DEVIATIONS
 from attacks.analytic.maxpool.likelihood import misfit, select_likeliest, typical_deviation
 from attacks.analytic.maxpool.pixel_levels import PixelLevels
 from attacks.analytic.maxpool.pixel_search import PixelSearch, search_pixels
@@ -51,7 +51,7 @@ def off(equations: Equations, truth: Tensor, at: tuple[int, int], *steps: float)
     """The picture with a pixel off by so many levels, at the positions that follow."""
     number = LEVELS.indices(truth)
     number[:, *at] += torch.tensor(steps)
-    return LayerSolution(equations, evaluate(equations, truth)).at(LEVELS.values(number.clamp(0, 255)))
+    return LayerSolution(equations, evaluate(equations, truth)).with_input(LEVELS.values(number.clamp(0, 255)))
 
 
 def total(now: LayerSolution, scale: float) -> float:
@@ -66,7 +66,7 @@ def test_a_corner_that_nothing_sees_comes_to_the_likeliest_of_what_is_not_ruled_
     start = off(equations, truth, at, *steps)
     found = search_pixels(replace(start, determined=torch.ones_like(truth, dtype=torch.bool)), PRIOR, LEVELS)
     scale = typical_deviation(equations, start.fit)
-    assert start.satisfied
+    assert start.is_satisfied
     changed = found.fit.x != truth
     changed[:, *at] = False
     assert not bool(changed.any())
@@ -74,7 +74,7 @@ def test_a_corner_that_nothing_sees_comes_to_the_likeliest_of_what_is_not_ruled_
     least = total(found, scale)
     for more in itertools.product((-6, -2, -1, 0, 1, 2, 6), repeat=3):
         other = off(equations, truth, at, *(here + torch.tensor(more)).tolist())
-        assert total(other, scale) >= least - 1e-6 or not other.satisfied
+        assert total(other, scale) >= least - 1e-6 or not other.is_satisfied
 
 
 def test_a_corner_that_leaves_equations_unsatisfied_is_put_right() -> None:
@@ -82,9 +82,9 @@ def test_a_corner_that_leaves_equations_unsatisfied_is_put_right() -> None:
     equations = replace(equations, gradient_noise=NOISE, rounding=torch.full_like(equations.gradient, NOISE))
     equations = replace(equations, target_std=NOISE * equations.output_scale.expand_as(equations.target))
     start = off(equations, truth, (7, 0), -18, -12, -19)
-    assert not start.satisfied
+    assert not start.is_satisfied
     found = search_pixels(start, PRIOR, LEVELS)
-    assert found.satisfied
+    assert found.is_satisfied
     assert torch.equal(found.fit.x, truth)
     assert found.determined is not None  # looked at anew
     far = off(equations, truth, (4, 4), 90, -90, 90)  # more than one place is expected to be off by
@@ -127,13 +127,13 @@ def test_a_level_is_disputed_where_what_explains_as_much_passes_on_other_positio
     equations = replace(equations, target=target, gradient=gradient)
     now = off(equations, truth, at, 0, 0, 0)
     around = PixelSearch(now, PRIOR, LEVELS, at[0] * 8 + at[1])
-    steps, evaluate_with_ties = around._best
+    steps, evaluate_with_ties = around._likeliest_combinations
     numbers, elsewhere = torch.zeros(3, dtype=torch.bool), torch.zeros(3, dtype=torch.bool)
-    for step in steps[evaluate_with_ties < evaluate_with_ties[~steps.any(1)] + RULED_OUT**2]:
+    for step in steps[evaluate_with_ties < evaluate_with_ties[~steps.any(1)] + RULED_OUT_DEVIATIONS**2]:
         number = LEVELS.indices(truth)
         number[:, *at] += step
         numbers |= step != 0
-        if not torch.equal(now.at(LEVELS.values(number)).fit.selection, now.fit.selection):
+        if not torch.equal(now.with_input(LEVELS.values(number)).fit.selection, now.fit.selection):
             elsewhere |= step != 0
     assert torch.equal(around.ambiguity.entries[:, *at], numbers)
     assert torch.equal(around.ambiguity.other_positions[:, *at], elsewhere)
@@ -226,9 +226,9 @@ def test_what_is_expected_decides_only_among_what_explains_about_as_much() -> No
     other = off(equations, truth, (4, 4), 1, 0, 0)
     assert (
         misfit(equations, other.fit, typical_deviation(equations, now.fit))
-        > misfit(equations, now.fit, typical_deviation(equations, now.fit)) + RULED_OUT**2
+        > misfit(equations, now.fit, typical_deviation(equations, now.fit)) + RULED_OUT_DEVIATIONS**2
     )
-    strong = replace(PRIOR.scaled(1e9), mean=other.fit.x.mean((1, 2)) + 1)
+    strong = replace(PRIOR.with_smoothness(1e9), mean=other.fit.x.mean((1, 2)) + 1)
     assert strong.penalty(other.fit.x) < strong.penalty(now.fit.x)
     best, doubt = select_likeliest(now, [other], strong, float("inf"))
     assert best is now

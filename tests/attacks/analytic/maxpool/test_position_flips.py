@@ -55,7 +55,7 @@ def test_all_filters_at_once_are_changed_as_each_by_itself(seed: int) -> None:
     left = torch.einsum("ok,okp,kpm->om", signal, goal - selection, cells)
     found = selection.clone()
     flips = PositionFlips.of(near, selection, cells, signal, left, torch.full((FILTERS,), 1e-6).double())
-    while (made := flips.best()) is not None:
+    while (made := flips.apply_best()) is not None:
         flips, filters, at, position = made
         found[filters, at] = torch.eye(POSITIONS, dtype=torch.float64)[position]
     assert torch.equal(found, one_by_one(near, selection, cells, signal, left, 1e-6))
@@ -66,7 +66,7 @@ def test_all_filters_at_once_are_changed_as_each_by_itself(seed: int) -> None:
 def test_nothing_in_question_is_nothing_to_change() -> None:
     near, selection, _, cells, signal = problem(0)
     left, floor = torch.ones(FILTERS, PATCH, dtype=torch.float64), torch.zeros(FILTERS, dtype=torch.float64)
-    assert PositionFlips.of(near & False, selection, cells, signal, left, floor).best() is None
+    assert PositionFlips.of(near & False, selection, cells, signal, left, floor).apply_best() is None
 
 
 def test_filters_are_decided_a_few_at_a_time_as_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

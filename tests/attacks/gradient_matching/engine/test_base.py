@@ -14,7 +14,7 @@ from attacks.gradient_matching.engine.base import CONFIDENT_LOGIT, GradientMatch
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.best_iterates import BestIterates
 from attacks.gradient_matching.engine.optimizers import Adam
-from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem, Variables
+from attacks.gradient_matching.engine.problem import INPUTS, LABELS, MatchingProblem, Variables
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.secagg import SecAgg
@@ -66,7 +66,7 @@ def test_stacked_objectives_and_gradients_equal_single_ones() -> None:
     views = [view for view, _ in tiny_views(3)]
     settings = attacks.build("ig")
     assert isinstance(settings, GradientMatching)
-    problems = [Problem(view, view.labels, "cosine", 1e-3) for view in views]
+    problems = [MatchingProblem(view, view.labels, "cosine", 1e-3) for view in views]
     problems = [replace(p, labels=torch.tensor([0])) for p in problems]
     rows = [settings.initial_variables(p, 0, i) for i, p in enumerate(problems)]
     together = ProblemBatch(problems).evaluate({k: torch.stack([row[k] for row in rows]) for k in rows[0]})
@@ -108,7 +108,7 @@ def test_weight_decay_is_taken_out_of_both_sides() -> None:
     task, images = worlds.task(), worlds.images(1, "decay")
     with_decay, _ = shared_by(task, one_step(weight_decay=0.5), images)
     without, _ = shared_by(task, one_step(), images)
-    a, b = Problem(with_decay, None, "cosine", 0.0), Problem(without, None, "cosine", 0.0)
+    a, b = MatchingProblem(with_decay, None, "cosine", 0.0), MatchingProblem(without, None, "cosine", 0.0)
     for name, value in a.observed.items():
         assert torch.allclose(value, b.observed[name], rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
 
@@ -132,7 +132,7 @@ def test_restarts_are_compared_on_one_scale_and_stop_by_their_own(monkeypatch: p
     near, begun, start = 1, [], GradientMatching.initial_variables
     short = {"name": "ig", "iterations": 2, "schedule": "none"}  # the start itself may be kept
 
-    def placed(self: GradientMatching, problem: Problem, seed: int, restart: int) -> Variables:
+    def placed(self: GradientMatching, problem: MatchingProblem, seed: int, restart: int) -> Variables:
         begun.append(restart)
         made = start(self, problem, seed, restart)
         return {INPUTS: 0.99 * images} if restart == near else made
@@ -261,7 +261,7 @@ def test_a_distance_does_not_depend_on_an_unknown_factor() -> None:
     clipped = {name: value * 0.05 for name, value in view.update.items()}
     row = {"inputs": (truth.inputs - torch.tensor(view.task.mean)) / torch.tensor(view.task.std)}
     for scaled, least in ((False, 0.5), (True, 0.0)):
-        problem = Problem(replace(view, update=clipped, scale_unknown=scaled), truth.labels, "l2")
+        problem = MatchingProblem(replace(view, update=clipped, scale_unknown=scaled), truth.labels, "l2")
         value, _ = ProblemBatch([problem]).evaluate({k: v[None] for k, v in row.items()})
         assert value.item() >= least
     assert value.item() < 1e-12
@@ -283,7 +283,7 @@ def test_a_guess_that_points_away_is_told_where_to_turn(objective: str) -> None:
     view, truth = tiny_views(1)[0]
     opposed = {name: value * -0.05 for name, value in view.update.items()}
     guess = torch.rand(1, *truth.inputs.shape, generator=stream(0, "away")).double()
-    problem = Problem(replace(view, update=opposed, scale_unknown=True), truth.labels, objective)
+    problem = MatchingProblem(replace(view, update=opposed, scale_unknown=True), truth.labels, objective)
     value, grads = ProblemBatch([problem]).evaluate({INPUTS: guess})
     assert value.item() > 1
     assert grads[INPUTS].abs().max() > 1e-6
@@ -301,7 +301,7 @@ def pinned(frozen: float, constant: float) -> ServerView:
 
 def test_networks_with_other_constants_share_no_stack() -> None:
     views = [pinned(1.0, 1.0), pinned(-1.0, 1.0), pinned(1.0, 0.5), pinned(1.0, 1.0)]
-    keys = [Problem(view, torch.tensor([0]), "cosine").key for view in views]
+    keys = [MatchingProblem(view, torch.tensor([0]), "cosine").key for view in views]
     assert keys[0] == keys[3]
     assert len(set(keys)) == 3
     attack = attacks.build({"name": "ig", "iterations": 3})

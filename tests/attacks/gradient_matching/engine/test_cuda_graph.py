@@ -59,9 +59,11 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_a_graph_keeps_all_that_it_reads_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    fold, folded = traced_objective._fold, list[weakref.ref[torch.fx.GraphModule]]()
-    monkeypatch.setattr(traced_objective, "_fold", lambda module: (fold(module), folded.append(weakref.ref(module))))
-    monkeypatch.setattr(traced_objective, "_close", lambda *_: True)
+    fold, folded = traced_objective._fold_constants, list[weakref.ref[torch.fx.GraphModule]]()
+    monkeypatch.setattr(
+        traced_objective, "_fold_constants", lambda module: (fold(module), folded.append(weakref.ref(module)))
+    )
+    monkeypatch.setattr(traced_objective, "_all_close", lambda *_: True)
     trials, point = problems("one step", 3)
     graph = trace(trials._evaluate_by_autograd, point(0))
     gc.collect()

@@ -11,7 +11,7 @@ from support import worlds
 from torch import Tensor
 
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from attacks.gradient_matching.engine.problem import INPUTS, Problem, private_key
+from attacks.gradient_matching.engine.problem import INPUTS, MatchingProblem, private_key
 from attacks.rewriting.headless import Headless
 from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.compose import Chain
@@ -40,7 +40,9 @@ def value(
     view: ServerView, truth: Truth, objective: str, *, wrong: bool = False, private: dict[str, Tensor] | None = None
 ) -> float:
     """The objective at the true image, or at its negative, and at these private tensors."""
-    problem = Problem(view, truth.labels if view.method.uses_labels else torch.zeros(1, dtype=torch.int64), objective)
+    problem = MatchingProblem(
+        view, truth.labels if view.method.uses_labels else torch.zeros(1, dtype=torch.int64), objective
+    )
     pixels = 1 - truth.inputs if wrong else truth.inputs
     mean, std = (torch.tensor(x, dtype=pixels.dtype).view(-1, 1, 1) for x in (view.task.mean, view.task.std))
     kept = {private_key(name): own[None] for name, own in (private or {}).items()}

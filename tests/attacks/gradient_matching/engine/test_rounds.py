@@ -13,7 +13,7 @@ from attacks.base import Reconstruction
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batch_order import assign_labels, rank_orders
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from attacks.gradient_matching.engine.problem import INPUTS, LABELS, Problem
+from attacks.gradient_matching.engine.problem import INPUTS, LABELS, MatchingProblem
 from attacks.rewriting.surrogate import Surrogate
 from attacks.update.earlier_rounds import comparable_rounds
 from fl.client import Client
@@ -42,16 +42,16 @@ def rounds(method: Method, count: int, **threat: Any) -> tuple[ServerView, Truth
     return view, truth
 
 
-def grayed(threat: ThreatModel, method: Method = TWICE) -> tuple[ServerView, Truth, Problem]:
+def grayed(threat: ThreatModel, method: Method = TWICE) -> tuple[ServerView, Truth, MatchingProblem]:
     """The view of a client whose images are mid gray, so that labels are all there is to tell batches by."""
     images = replace(worlds.images(6, "gray"), labels=torch.tensor([0, 1, 2, 0, 1, 2]))
     images = replace(images, inputs=torch.full_like(images.inputs, 0.5))
     run = Federation(Client(worlds.task(), method), [ClientData(images, images)])
     view, truth = run.observe(0, threat=threat)
-    return view, truth, Problem(view, view.labels, "cosine")
+    return view, truth, MatchingProblem(view, view.labels, "cosine")
 
 
-def fed(problem: Problem) -> list[int]:
+def fed(problem: MatchingProblem) -> list[int]:
     order = problem.constants["order"]
     assert isinstance(order, torch.Tensor)
     return order.tolist()
@@ -95,7 +95,7 @@ def test_a_pass_ends_with_its_phase() -> None:
 def test_no_batch_holds_an_image_twice() -> None:
     view, _, _ = grayed(ThreatModel(knows_labels=True))
     schedule = (((4,), (4,), (0,), (3,)),)  # as Poisson sampling may draw
-    poisson = Problem(replace(view, schedule=schedule), view.labels, "cosine")
+    poisson = MatchingProblem(replace(view, schedule=schedule), view.labels, "cosine")
     found = rank_orders(poisson, 200, 100)
     assert len(found) > 10
     for one in found:
@@ -123,7 +123,7 @@ def test_labels_are_dealt_out_by_nothing_where_nothing_tells() -> None:
     view, _, problem = grayed(ThreatModel(knows_order=True))
     unknown = replace(view, order=None)
     assert assign_labels(replace(problem, labels=None), 0) is None
-    assert assign_labels(Problem(unknown, None, "cosine"), 100) is None
+    assert assign_labels(MatchingProblem(unknown, None, "cosine"), 100) is None
 
 
 def test_an_order_that_is_known_or_does_not_matter_is_left_alone() -> None:

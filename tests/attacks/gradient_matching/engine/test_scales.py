@@ -56,7 +56,7 @@ def test_each_tensor_is_divided_by_a_power_of_its_size(objective: str, balance: 
     view = seen()
     guess = torch.rand(1, *view.task.input_shape, generator=stream(0, "guess")).double()
     problem = search().build_problem(view)
-    pixels = problem.pixels(guess)
+    pixels = problem.images_of(guess)
     predicted = predict(view, Candidate(pixels, problem.labels, {}))
     factors = {name: rms(observed) ** -balance for name, observed in view.update.items()}
     theirs, mine = (

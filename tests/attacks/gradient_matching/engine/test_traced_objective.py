@@ -181,13 +181,13 @@ def test_a_compiled_search_finds_what_the_other_finds(monkeypatch: pytest.Monkey
 
 def test_compiled_numbers_have_to_be_the_record_s_in_each_trial() -> None:
     right = (torch.tensor([1.0, 1e-3]), {"x": torch.tensor([[1.0, 2.0], [1e-3, 2e-3]])})
-    assert traced_objective._close((right[0] * (1 + 1e-6), {"x": right[1]["x"] * (1 - 1e-6)}), right)
+    assert traced_objective._all_close((right[0] * (1 + 1e-6), {"x": right[1]["x"] * (1 - 1e-6)}), right)
     for wrong in (torch.tensor([1.0, -5e-3]), torch.tensor([1.0, torch.inf]), torch.tensor([1.0, torch.nan])):
-        assert not traced_objective._close((wrong, right[1]), right)
-    assert not traced_objective._close((right[0], {"x": right[1]["x"] * torch.tensor([[1.0], [0.0]])}), right)
+        assert not traced_objective._all_close((wrong, right[1]), right)
+    assert not traced_objective._all_close((right[0], {"x": right[1]["x"] * torch.tensor([[1.0], [0.0]])}), right)
     endless = torch.tensor([1.0, torch.inf])
-    assert traced_objective._close((endless, right[1]), (endless, right[1]))
-    assert not traced_objective._close((-endless * torch.tensor([-1.0, 1.0]), right[1]), (endless, right[1]))
+    assert traced_objective._all_close((endless, right[1]), (endless, right[1]))
+    assert not traced_objective._all_close((-endless * torch.tensor([-1.0, 1.0]), right[1]), (endless, right[1]))
 
 
 @pytest.mark.parametrize("failing", [RuntimeError("no compiler"), OSError("no disk"), ImportError("no module"), None])
@@ -216,7 +216,7 @@ def test_a_search_goes_on_where_compiled_code_fails_later(caplog: pytest.LogCapt
         raise RuntimeError("compiled again, in vain")
 
     trials, point = problems("one step", 1)
-    search = traced_objective._Compiled(failing, trials._evaluate_by_autograd)
+    search = traced_objective._CompiledWithFallback(failing, trials._evaluate_by_autograd)
     for _ in range(2):
         assert torch.equal(search(point(1))[0], trials._evaluate_by_autograd(point(1))[0])
     assert len(said(caplog)) == 1  # tried once
@@ -266,8 +266,8 @@ def test_what_is_changed_in_place_is_not_kept(part: Callable[[Tensor], Tensor]) 
 
 def test_only_what_is_needed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     weights, folded = torch.rand(50, 50), list[torch.fx.GraphModule]()
-    fold = traced_objective._fold
-    monkeypatch.setattr(traced_objective, "_fold", lambda module: (fold(module), folded.append(module)))
+    fold = traced_objective._fold_constants
+    monkeypatch.setattr(traced_objective, "_fold_constants", lambda module: (fold(module), folded.append(module)))
 
     def evaluate(given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         scale = (weights * 2 + 1).log().square().sum()

@@ -12,7 +12,7 @@ from support import worlds
 import attacks
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Chain
-from attacks.hypernetworks.unembed import Unembed
+from attacks.hypernetworks.hyperfedzero_peel import HyperFedZeroPeel
 from defenses import defenses
 from fl.client import Client
 from fl.defense import Defense
@@ -58,7 +58,7 @@ def test_the_embedding_is_in_the_update_noise_included(kind: str, condition: str
 @pytest.mark.parametrize("kind", ["conv", "mlp"])
 def test_the_rewritten_view_is_predicted_without_label_and_noise(kind: str, part: Any) -> None:
     view, truth = seen(extractor=kind, alpha=0.3, beta=2.0)
-    rewritten = Unembed(part=part).rewrite(view)
+    rewritten = HyperFedZeroPeel(part=part).rewrite(view)
     assert isinstance(rewritten, ServerView)
     assert rewritten.labels is None
     assert rewritten.draws is None
@@ -78,7 +78,7 @@ def test_a_linear_first_layer_gives_the_image_itself() -> None:
         assert isinstance(result, Reconstruction)
         assert result.verified
         torch.testing.assert_close(result.inputs, truth.inputs, atol=1e-8, rtol=0)
-    chain = Chain(first=Unembed(part="extractor"), then=attacks.build("cascade"))(view)
+    chain = Chain(first=HyperFedZeroPeel(part="extractor"), then=attacks.build("cascade"))(view)
     assert isinstance(chain, Reconstruction)
     torch.testing.assert_close(chain.inputs, truth.inputs, atol=1e-8, rtol=0)
 
@@ -103,9 +103,9 @@ def test_labels_follow_from_a_known_image() -> None:
         data = worlds.Batch(IMAGE.inputs, torch.tensor([label]))
         run = Federation(client, [ClientData(data, data)])
         view, truth = run.observe(0)
-        rewritten = Unembed().rewrite(view)
+        rewritten = HyperFedZeroPeel().rewrite(view)
         assert isinstance(rewritten, ServerView)
-        result = Unembed().lift_result(view, rewritten, Reconstruction(inputs=truth.inputs))
+        result = HyperFedZeroPeel().lift_result(view, rewritten, Reconstruction(inputs=truth.inputs))
         assert result.labels is not None
         assert result.labels.item() == label
 

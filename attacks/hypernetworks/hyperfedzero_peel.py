@@ -22,7 +22,7 @@ from fl.view import ServerView
 MAX_RESIDUAL = 1e-3
 """Share of e's equations that may be left over, and distance of e's sum from 1, for the embedding to confirm itself."""
 EMBEDDER = "embedder."
-LAST = "fc"
+LAST_LAYER = "fc"
 """Last layer of both networks: its bias's gradient is what flows back to them."""
 
 
@@ -44,7 +44,7 @@ class EmbeddingNetworks(nn.Module):
 
 @attacks.register("unembed")
 @dataclass(frozen=True, kw_only=True)
-class Unembed(ViewRewriter):
+class HyperFedZeroPeel(ViewRewriter):
     """Leaves the two small networks that embed an image of HyperFedZero's (Zhou et al., 2025), and nothing random.
 
     For one image in one step of SGD. Extractor f and noise network end in linear layers, whose bias gradients are
@@ -93,7 +93,7 @@ class Unembed(ViewRewriter):
             return gradient
         net = _network(view)
         signals = _backpropagated_signals(
-            view, gradient, [f"{EMBEDDER}{part}.{LAST}.bias" for part in ("extractor", "noisy")]
+            view, gradient, [f"{EMBEDDER}{part}.{LAST_LAYER}.bias" for part in ("extractor", "noisy")]
         )
         e = _embedding(net, gradient, view.method.embedding)
         for found in (signals, e):
@@ -105,7 +105,7 @@ class Unembed(ViewRewriter):
             model: nn.Module = nn.Sequential()
             model.add_module("normalize", copy.deepcopy(net.embedder.normalize))
             model.add_module("extractor", copy.deepcopy(net.embedder.extractor))
-            layer, delta = f"extractor.{LAST}", signals[: view.method.embedding]
+            layer, delta = f"extractor.{LAST_LAYER}", signals[: view.method.embedding]
         else:
             model, layer, delta = EmbeddingNetworks(net), "joined", signals
         return _embedding_view(view, model, layer, gradient, {**e, "delta": delta})
