@@ -28,7 +28,7 @@ SHAPES = {
     "padded": dict(shape=(1, 6, 6), padding=(1, 2), stride=(1, 1), window=(2, 2)),
     "strided": dict(shape=(2, 9, 8), padding=(1, 1), stride=(2, 1), window=(1, 1)),
     "odd": dict(shape=(1, 9, 9), padding=(0, 0), stride=(1, 1), window=(3, 2)),
-    "average": dict(shape=(2, 8, 8), padding=(1, 1), stride=(1, 1), window=(2, 2), average=True),
+    "average": dict(shape=(2, 8, 8), padding=(1, 1), stride=(1, 1), window=(2, 2), is_average=True),
 }
 
 

@@ -279,7 +279,7 @@ def test_only_what_is_needed_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     replay({"x": torch.ones(3)})[1]["x"].add_(5)  # what is given away is the caller's
     assert not replay({"x": torch.ones(3)})[1]["x"].any()
 
-    monkeypatch.setattr(traced_objective, "KEPT", 10)
+    monkeypatch.setattr(traced_objective, "MAX_FOLDED_BYTES", 10)
     weights = weights.double()
     replay = trace(evaluate, {"x": torch.ones(3)})
     assert replay is not None
