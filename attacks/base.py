@@ -1,4 +1,4 @@
-"""What an attack is: a server's view in, a reconstruction or a reason out."""
+"""An attack takes a server's view and returns a reconstruction, or the reason why there is none."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class AttackRegistry(Registry["Attack"]):
     """The registry of attacks, which also builds chains (`first+then`) and published settings (`preset`)."""
 
     def build(self, spec: str | Mapping[str, Any] | Attack) -> Attack:
-        """An attack from its name or its settings; `first+then` chains two, other settings then go to the last.
+        """Return an attack from its name or its settings; `first+then` chains two, other settings then go to the last.
 
         `preset` takes the attack's published settings of that name; what is given beside it goes before them.
 
@@ -135,19 +135,22 @@ class Attack:
         return None
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """The views that are best attacked together, by their indices: what may be spread over processes."""
+        """Return the views that are best attacked together, by their indices: what may be spread over processes."""
         return [[i] for i in range(len(views))]
 
     def auxiliary_images(self) -> Batch | None:
-        """Images that the attacker has before it sees any update, and which are none of those attacked."""
+        """Return images that the attacker has before it sees any update, and which are none of those attacked."""
         return None
 
     def confirm(self, view: ServerView, result: Result) -> Result:
-        """The result, verified only where the whole update bears it out (`attacks.verification`)."""
+        """Return the result, verified only where the whole update bears it out (`attacks.verification`)."""
         return confirm(view, result)
 
     def single_client_view(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view as one of a single client, for an attack that knows no groups; else as it is, if it is finite."""
+        """Return the view as one of a single client, for an attack that knows no groups.
+
+        Other attacks get it as it is, if it is finite.
+        """
         if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
         if not view.parts or self.supports_groups:
@@ -167,24 +170,37 @@ class ViewRewriter(Attack):
     """An attack that rewrites a view into an easier one, which another attack can take over: `peel+ig`."""
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The easier view, or why there is none."""
+        """Return the easier view, or why there is none."""
         raise TypeError(f"{type(self).__name__} does not define rewrite()")
 
     def one(self, view: ServerView, seed: int) -> Result:
-        """What the rewrite reads by itself: no images."""
+        """Return what the rewrite reads by itself: no images."""
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):
             return rewritten
         return self.lift_result(view, rewritten, Reconstruction(inputs=None))
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result on the rewritten view as one on the first view."""
+        """Return the result on the rewritten view as one on the first view.
+
+        Args:
+            view: the server's, of the first attack.
+            rewritten: the view that the attack was run on.
+            result: of the attack on it.
+        """
         return result
 
     def attack_rewritten(
         self, then: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
     ) -> list[Result]:
-        """What `then` makes of the rewritten views, attacked in one batch, checked where the first view can't be."""
+        """Attack the rewritten views with `then` in one batch; check results where the first view can't be asked.
+
+        Args:
+            then: the attack on the rewritten views.
+            views: the server's.
+            seeds: one for each view.
+            control: limits and listener of the search; None has none.
+        """
         single = [self.single_client_view(view) for view in views]
         rewritten = [view if isinstance(view, NotApplicable) else self.rewrite(view) for view in single]
         open_to = [i for i, view in enumerate(rewritten) if isinstance(view, ServerView)]
@@ -213,7 +229,7 @@ def runner(
 def run_checked(
     attack: Attack, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None = None
 ) -> list[Result]:
-    """What `attack` makes of several views, held to what every attack owes: a result for each, and nothing changed.
+    """Run `attack` on several views, and check that each has a result and that nothing was changed.
 
     Gradients are on, whatever the caller does, and attention is computed in plain steps: the fused kernels can't be
     differentiated twice.
@@ -242,7 +258,7 @@ def run_checked(
 
 
 def _note_unexpected_labels(view: ServerView, result: Result) -> Result:
-    """The result, with a note where its labels are not among those that the server knows, in whatever order."""
+    """Return the result, with a note where its labels are not among those that the server knows, in whatever order."""
     known, found = view.labels, getattr(result, "labels", None)
     if not isinstance(result, Reconstruction) or known is None or found is None or not known.ndim == found.ndim == 1:
         return result
@@ -253,7 +269,7 @@ def _note_unexpected_labels(view: ServerView, result: Result) -> Result:
 
 
 def _tensor_versions(view: ServerView) -> list[int]:
-    """How often each tensor that was sent, or sent back, was changed in place."""
+    """Return how often each tensor that was sent, or sent back, was changed in place."""
     parts = pytree.tree_leaves([dict(view.shared), dict(view.update)])
     return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
 
@@ -270,7 +286,7 @@ def _check_result(name: str, result: object) -> None:
 
 
 def _check_view(view: ServerView) -> None:
-    """What is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
+    """Return what is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
     if not isinstance(view, ServerView):
         hint = ": fl.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
         raise TypeError(f"expected a ServerView, got {type(view).__name__}{hint}")
@@ -295,7 +311,7 @@ def _check_view(view: ServerView) -> None:
 
 
 def _check_labels(labels: object, count: int | None, classes: int) -> None:
-    """One for each image: classes, or probabilities of all classes (N, K), as of mixed images."""
+    """Check that each image has a label: a class, or probabilities of all classes (N, K), as of mixed images."""
     if not isinstance(labels, Tensor):
         raise ValueError(f"expected labels as a tensor int64, got {type(labels).__name__}")
     mixed = labels.ndim == 2 and labels.shape[1] == classes and labels.is_floating_point()
@@ -330,21 +346,21 @@ class Chain(Attack):
 
     @classmethod
     def example(cls) -> Chain:
-        """Peel, then match gradients."""
+        """Return a chain that peels, then matches gradients."""
         built = build("peel+ig")
         assert isinstance(built, Chain)
         return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Those of the attack on the rewritten views."""
+        """Return those of the attack on the rewritten views."""
         return self.then.view_batches(views)
 
     def auxiliary_images(self) -> Batch | None:
-        """Those of the attack on the rewritten views."""
+        """Return those of the attack on the rewritten views."""
         return self.then.auxiliary_images()
 
     def confirm(self, view: ServerView, result: Result) -> Result:
-        """The result, by the first view where that can be asked; else `attack_rewritten` has asked the other."""
+        """Return the result, by the first view where that can be asked; else `attack_rewritten` has asked the other."""
         return super().confirm(view, result) if can_replay(view) else result
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
@@ -371,7 +387,7 @@ class Chain(Attack):
 
 
 def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with those of their preset written out."""
+    """Return the settings with those of their preset written out."""
     if "preset" not in settings:
         return settings
     name, preset = settings["name"], settings.pop("preset")
@@ -383,7 +399,7 @@ def _with_preset(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def label(attack: Attack) -> str:
-    """The short name of an attack: `ig`, `peel+ig`."""
+    """Return the short name of an attack: `ig`, `peel+ig`."""
     return f"{label(attack.first)}+{label(attack.then)}" if isinstance(attack, Chain) else attack.name
 
 

@@ -1,4 +1,4 @@
-"""What an attack returns: a reconstruction, or why it says nothing of the view."""
+"""An attack returns a reconstruction, or why it says nothing of the view."""
 
 from __future__ import annotations
 

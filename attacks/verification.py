@@ -1,4 +1,4 @@
-"""Whether the whole update bears a picture out: what a result has to pass before it counts as verified.
+"""Checks whether the whole update bears a picture out, which a result has to pass to count as verified.
 
 An attack that solves one layer's equations takes for granted that the update is a multiple of a gradient. Rules that
 treat single numbers or single tensors (signs, Adam, clipping by tensor, step sizes by layer) leave one layer's update
@@ -51,7 +51,7 @@ MAX_TRIED_LABELS = 100
 
 
 def confirm(view: ServerView, result: Result) -> Result:
-    """The result, `verified` only where the update bears it out, or where its rule is stated and nothing contradicts.
+    """Return the result, `verified` only where the update, or its stated rule, bears it out.
 
     Args:
         view: that was attacked.
@@ -90,7 +90,10 @@ SIZE_CONTRADICTED = (
 
 
 def can_replay(view: ServerView) -> bool:
-    """Whether one step on a picture can be taken in this view: all that it depends on but the images is known."""
+    """Return whether one step on a picture can be taken in this view.
+
+    Then all that it depends on but the images is known.
+    """
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
     whole = len(steps) == 1 and sum(steps[0]) == view.batch_size
     return (
@@ -104,7 +107,9 @@ def can_replay(view: ServerView) -> bool:
 
 
 def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
-    """Whether the update is one step on the result's images, and on no darker or brighter ones; None if nothing tells.
+    """Return whether the update is one step on the result's images, and on no darker or brighter ones.
+
+    It is None if nothing tells.
 
     Where the classifier is private, the layers below the last one that is shared are asked.
     """
@@ -125,7 +130,9 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
-    """Whether the update is as large as the stated step makes it of the result's images; None if that is not known.
+    """Return whether the update is as large as the stated step makes it of the result's images.
+
+    It is None if that is not known.
 
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
@@ -137,14 +144,14 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
 
 
 def _most_favorable(answers: Sequence[bool | None]) -> bool | None:
-    """What the one of several guesses that fits best comes to; None of none."""
+    """Return what the one of several guesses that fits best comes to; None of none."""
     if True in answers:
         return True
     return None if None in answers or not answers else False
 
 
 def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
-    """Labels that the images may have (N,), the likeliest first."""
+    """Return labels that the images may have (N,), the likeliest first."""
     several = result.inputs is not None and len(result.inputs) > 1
     # the server knows the labels of several images in no order: those found stand in the order of the images
     known = [result.labels, assign_labels(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
@@ -196,7 +203,10 @@ class _UpdateComparison:
         return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
 
     def is_explained(self, images: Tensor, labels: Tensor) -> bool | None:
-        """Whether these images make the update, and it tells how bright they are; None where it does not tell."""
+        """Return whether these images make the update, and it tells how bright they are.
+
+        It is None where the update does not tell.
+        """
         made = self._predicted_update(images, labels)
         factor = self._best_factor(made, self.rounding)
         if not 0 < factor < math.inf:
@@ -214,7 +224,7 @@ class _UpdateComparison:
         )
 
     def has_stated_size(self, images: Tensor, labels: Tensor) -> bool:
-        """Whether these images make the update at the step size that the view has."""
+        """Return whether these images make the update at the step size that the view has."""
         made, factor = self._predicted_update(images, labels), 1 / self._unit
         allowed = self._error_bounds(images, labels, made, factor)
         return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
@@ -222,7 +232,7 @@ class _UpdateComparison:
     def _error_bounds(
         self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float
     ) -> dict[str, float]:
-        """How far each tensor of a prediction for images that count as right may be from the observed one."""
+        """Return how far each tensor of a prediction for images that count as right may be from the observed one."""
         if not self.whole:
             return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(self.observed[n].norm()) for n in made}
         squares = dict.fromkeys(made, 0.0)
@@ -234,7 +244,7 @@ class _UpdateComparison:
         return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
 
     def _contradicts(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
-        """Whether some tensor tells, by its direction alone, that the update is not of these images."""
+        """Return whether some tensor tells, by its direction alone, that the update is not of these images."""
         for name, value in self._predicted_update(images, labels).items():
             observed = self.observed[name]
             size = float(value.square().sum())
@@ -244,20 +254,20 @@ class _UpdateComparison:
         return False
 
     def _brightness_variants(self, images: Tensor) -> Iterator[Tensor]:
-        """The images darker and brighter: what another step size for a layer's bias makes of them."""
+        """Return the images darker and brighter: what another step size for a layer's bias makes of them."""
         mean, _ = self.view.task.normalization(images)
         for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
             for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
                 yield middle + (images - middle) * (1 + change)
 
     def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """What one step on images makes, without decay, in double precision."""
+        """Return what one step on images makes, without decay, in double precision."""
         with torch.no_grad():
             guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
             return self.update.in_double(predict(self.view, guess))
 
     def _best_factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
-        """The one factor that brings what was made nearest to what was observed, each tensor by its precision."""
+        """Return the factor that brings the prediction nearest to the observed update, tensors weighed by precision."""
         top = bottom = 0.0
         for name, value in made.items():
             weight = 1 / max(allowed[name], 1e-300) ** 2

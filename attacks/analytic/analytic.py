@@ -51,7 +51,7 @@ class Analytic(Attack):
             raise ValueError(f"expected fits in (0, 1), got {self.fits}")
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """The images, or the layer's input."""
+        """Return the images, or the layer's input."""
         layer = first_linear(view)
         if isinstance(layer, NotApplicable):
             return layer
@@ -79,7 +79,10 @@ class Analytic(Attack):
         )
 
     def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
-        """Images of `count` that one neuron sees alone; `unit` is what one's gradient of size 1 adds to the update."""
+        """Return images that one neuron sees alone, at most `count`.
+
+        `unit` is what a gradient of size 1 of one image adds to the update.
+        """
         rows = layer.bias_update.abs() > 1e-9 * layer.bias_update.abs().max()
         inputs = layer.update[rows] / layer.bias_update[rows, None]
         inputs = inputs[_within_pixel_range(layer, inputs, self.fits)]
@@ -105,7 +108,7 @@ class Analytic(Attack):
     def _drop_duplicates(
         self, layer: LinearLayer, found: list[tuple[float, Tensor, int]]
     ) -> Reconstruction | NotApplicable:
-        """Each image once, the neuron that fits best first."""
+        """Return each image once, the neuron that fits best first."""
         kept: list[tuple[float, Tensor, int]] = []
         for entry in sorted(found, key=lambda item: item[0]):
             if all(float((entry[1] - x).norm()) > 10 * self.fits * float(x.norm()) for _, x, _ in kept):
@@ -121,7 +124,7 @@ class Analytic(Attack):
 
 
 def _fit_rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
-    """The input x (n,), whether every entry of it was sent, and the share of the update it leaves unexplained."""
+    """Return the input x (n,), which of its entries were sent, and the unexplained share of the update."""
     moved, bias = layer.update, layer.bias_update
     sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
     moved, trust = moved * sent, layer.trust**2
@@ -137,18 +140,18 @@ def _fit_rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
 
 
 def _ratio_or_zero(top: Tensor, bottom: Tensor) -> Tensor:
-    """`top / bottom`, zero where nothing was sent."""
+    """Return `top / bottom`, zero where nothing was sent."""
     return torch.where(bottom > 0, top / bottom.where(bottom > 0, torch.ones_like(bottom)), torch.zeros_like(top))
 
 
 def _within_pixel_range(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
-    """Which of the inputs (N, n) are pixels in [0, 1]."""
+    """Return which of the inputs (N, n) are pixels in [0, 1]."""
     pixels = layer.to_pixels(inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
 
 
 def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
-    """Why the images of a batch can't be told apart and checked, or None."""
+    """Return why the images of a batch can't be told apart and checked, or None."""
     if view.batch_size is None:
         return "the number of images is unknown"
     if not view.batch_size:

@@ -1,4 +1,4 @@
-"""APRIL: a vision transformer's picture from its position embedding's gradient (Lu et al., CVPR 2022, 2112.14087)."""
+"""APRIL reads a picture off a position embedding's gradient (Lu et al., CVPR 2022, arXiv 2112.14087)."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class April(Attack):
 
     @classmethod
     def example(cls) -> April:
-        """As it is."""
+        """Return the attack as it is."""
         return cls()
 
     def one(self, view: ServerView, seed: int) -> Result:
@@ -107,7 +107,7 @@ class April(Attack):
     def _solve_patches(
         self, view: ServerView, tokens: TokenEmbedding, signal: Tensor, weight: Tensor
     ) -> Reconstruction:
-        """The picture, from signals (D, T) and the patch layer's gradient (D, F)."""
+        """Return the picture, from signals (D, T) and the patch layer's gradient (D, F)."""
         left, sizes, right = torch.linalg.svd(signal, full_matrices=False)
         doubt = sum(relative_rounding(view, name) for name in (tokens.position, tokens.weight))
         told = sizes > max(MIN_SINGULAR_VALUE, MIN_SIGNAL_TO_ROUNDING * doubt) * sizes[0]
@@ -159,7 +159,7 @@ class TokenEmbedding:
 
     @classmethod
     def of(cls, graph: Graph) -> TokenEmbedding | NotApplicable:
-        """From a recorded network, or why there are none."""
+        """Return the token embedding of a recorded network, or why it has none."""
         below: list[Segment] = []
         above: list[Segment] = []
         layer: int | None = None
@@ -205,13 +205,13 @@ class TokenEmbedding:
         return found
 
     def _add_input(self, outputs: Tensor) -> Tensor:
-        """What the embedding is added to, from the patch layer's outputs."""
+        """Return what the embedding is added to, from the patch layer's outputs."""
         if self.between is None:
             return outputs
         return self.graph.replay(self.between.nodes, self.between.end, {self.between.start: outputs})
 
     def is_affine(self) -> bool:
-        """Whether the tokens are that in the patch layer's outputs."""
+        """Return whether the tokens are that in the patch layer's outputs."""
         like = self.graph.value(Ref(self.layer_node))
         one, other = (torch.randn(like.shape, generator=stream(i, "april"), dtype=like.dtype).to(like) for i in (0, 1))
         with torch.no_grad():
@@ -219,7 +219,7 @@ class TokenEmbedding:
         return torch.allclose(both - none, 2 * (first - none) - 3 * (second - none), rtol=1e-8, atol=1e-9)
 
     def patch_signals(self, sent: Tensor) -> Tensor:
-        """What flows back into the patch layer (D, T), from the position embedding's gradient."""
+        """Return what flows back into the patch layer (D, T), from the position embedding's gradient."""
         placed = sent.flatten()[self.places] if self.places is not None else sent
         like = self.graph.value(Ref(self.layer_node))
         with torch.enable_grad():
@@ -235,7 +235,7 @@ class TokenEmbedding:
         return self.graph.depends_on_image(product_operands(self.graph.nodes[self.layer_node])[0])
 
     def patch_gradient(self, sent: Tensor) -> Tensor:
-        """The patch layer's gradient (D, F)."""
+        """Return the patch layer's gradient (D, F)."""
         ref = _weight_ref(self.graph, self.layer_node)
         found = self.graph.as_parameter(ref)
         assert found is not None
@@ -246,7 +246,7 @@ class TokenEmbedding:
         return placed.flatten(0, -2).mT if self._flows_first else placed.flatten(0, -2)
 
     def patches(self, images: Tensor) -> Tensor:
-        """What the patch layer is given (T, F) of pixels (1, C, H, W)."""
+        """Return what the patch layer is given (T, F) of pixels (1, C, H, W)."""
         made = self.origin.offset + self.origin.slope * images.flatten()[self.origin.index]
         given = made.view(self._layer_input.shape)
         if self.graph.nodes[self.layer_node].operation == "convolution":
@@ -271,7 +271,7 @@ class TokenEmbedding:
         }
 
     def pixels(self, patches: Tensor) -> Tensor:
-        """The pixels (1, n) behind patches (T, F); what no patch holds is gray, what several do their mean."""
+        """Return the pixels (1, n) behind patches (T, F); what no patch holds is gray, what several do their mean."""
         if self.graph.nodes[self.layer_node].operation == "convolution":
             columns, size = patches.mT[None], tuple(self._layer_input.shape[2:])
             whole, often = (
@@ -293,7 +293,7 @@ def _weight_ref(graph: Graph, layer: int) -> Ref:
 
 
 def _position_embedding(graph: Graph, segment: Segment) -> tuple[Ref, str, Tensor | None] | None:
-    """What a sum adds to each number of each token, the parameter that it is made of, and where that lies."""
+    """Return what a sum adds to each number of each token, the parameter that it is made of, and where that lies."""
     node = graph.nodes[segment.nodes[0]]
     other = [arg for arg in node.args[:2] if isinstance(arg, Ref) and parameters_behind(graph, arg)]
     taken = graph.value(segment.start)
@@ -306,7 +306,7 @@ def _position_embedding(graph: Graph, segment: Segment) -> tuple[Ref, str, Tenso
 
 
 def _pixel_origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
-    """How what the patch layer is given is made of pixels, or None where that is no new order and scaling."""
+    """Return how what the patch layer is given is made of pixels, or None where that is no new order and scaling."""
     image = graph.image
     offset, top = torch.zeros_like(image), torch.ones_like(image)
     index = torch.arange(image.numel(), device=image.device)
@@ -331,7 +331,7 @@ class _SegmentReplay:
         return self.graph.replay(self.segment.nodes, self.segment.end, {self.segment.start: x})
 
     def permutation(self, taken: Tensor) -> Tensor | None:
-        """Where each number that comes out stood, if all do once; the images' dimension may move."""
+        """Return where each number that comes out stood, if all do once; the images' dimension may move."""
         numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
         noise = torch.randn(taken.shape, generator=stream(2, "april"), dtype=taken.dtype).to(taken)
         index = self(numbers.view_as(taken)).flatten().round().long()

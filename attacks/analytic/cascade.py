@@ -76,7 +76,7 @@ class Cascade(Attack):
 
     @classmethod
     def example(cls) -> Cascade:
-        """It has no settings."""
+        """Return the attack, which has no settings."""
         return cls()
 
     def one(self, view: ServerView, seed: int) -> Result:
@@ -91,7 +91,7 @@ class Cascade(Attack):
         return _note_round(best, taken.round, view.round) if tried else best
 
     def _attack_round(self, view: ServerView) -> Result:
-        """What one round gives away."""
+        """Return what one round gives away."""
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
@@ -132,19 +132,19 @@ class Cascade(Attack):
 
 
 def _solving_device(view: ServerView) -> torch.device:
-    """Where to solve: where the view is, but for a device without double precision."""
+    """Return where to solve: where the view is, but for a device without double precision."""
     return torch.device("cpu") if view.device.type == "mps" else view.device
 
 
 def _rank_result(result: Result) -> tuple[bool, bool, bool, bool, float]:
-    """Rounds compared without the truth, better ones first."""
+    """Return a key that sorts rounds without the truth, better ones first."""
     if isinstance(result, NotApplicable):
         return True, True, True, True, math.inf
     return False, result.inputs is None, not result.verified, bool(result.note), result.objective
 
 
 def _note_round(result: Result, taken: int, last: int) -> Result:
-    """The result, of which earlier rounds were tried as well."""
+    """Return the result, of which earlier rounds were tried as well."""
     if isinstance(result, NotApplicable):
         return result
     whence = f"the picture is that of round {taken}" if taken != last else ""
@@ -153,7 +153,7 @@ def _note_round(result: Result, taken: int, last: int) -> Result:
 
 
 def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplicable | None:
-    """Why the stages can't be undone, or None."""
+    """Return why the stages can't be undone, or None."""
     if reason := _missing_update(stages, gradients):
         return NotApplicable(reason)
     reason = _unsupported(stages)
@@ -161,7 +161,7 @@ def _refusal(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> NotApplic
 
 
 def _missing_update(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> str | None:
-    """What the update or the model lacks, or None."""
+    """Return what the update or the model lacks, or None."""
     for stage in stages:
         weight = gradients.get(f"{stage.name}.weight")
         if weight is None or not bool(weight.any()):
@@ -178,7 +178,7 @@ def _missing_update(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> st
 
 
 def _unsupported(stages: Sequence[Stage]) -> str | None:
-    """What of the stages is not handled here, or None."""
+    """Return what of the stages is not handled here, or None."""
     first = stages[0]
     if not first.pointwise:
         return (
@@ -196,7 +196,7 @@ def _unsupported(stages: Sequence[Stage]) -> str | None:
 
 
 def _module_names(modules: Iterable[nn.Module]) -> str:
-    """Where in the model some modules stand, in words."""
+    """Return where in the model some modules stand, in words."""
     return ", ".join(str(getattr(module, "place", type(module).__name__)) for module in modules)
 
 
@@ -207,7 +207,7 @@ SUPPORTED = (
 
 
 def _top_of_one_image(stages: Sequence[Stage], gradients: dict[str, Tensor], top: int) -> SeparatedBatch:
-    """Signal and input of the top layer for one image: its gradient is their outer product."""
+    """Return the signal and input of the top layer for one image: its gradient is their outer product."""
     weight, signal = (gradients[f"{stages[top].name}.{kind}"] for kind in ("weight", "bias"))
     values = (signal @ weight) / (signal @ signal)
     return SeparatedBatch(signal[None], values[None], 0.0, 0.0)
@@ -216,7 +216,7 @@ def _top_of_one_image(stages: Sequence[Stage], gradients: dict[str, Tensor], top
 def _top_of_batch(
     stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, count: int
 ) -> SeparatedBatch | NotApplicable:
-    """Signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
+    """Return signals and inputs of the top layer for the images of a batch, or why they can't be told apart."""
     for lower in stages[:top]:
         if isinstance(lower.layer, nn.Conv2d) and count * lower.layer_input_shape.numel() > MAX_UNKNOWNS:
             numbers = f"{count * lower.layer_input_shape.numel()} numbers, more than {MAX_UNKNOWNS} at once"
@@ -283,7 +283,7 @@ class _InversionState:
     def begin(
         cls, view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
     ) -> _InversionState:
-        """At the stage `top`, with the signals and inputs of its layer."""
+        """Begin at the stage `top`, with the signals and inputs of its layer."""
         return cls(
             view,
             stages,
@@ -299,14 +299,14 @@ class _InversionState:
         )
 
     def undo_activation(self, number: int) -> None:
-        """From the input of the stage above to what this stage's layer returned."""
+        """Go from the input of the stage above to what this stage's layer returned."""
         stage, above = self.stages[number], self.stages[number + 1]
         self.activation_outputs = ActivationOutputs.of(stage, above, self.values, self.signal, self.std)
         self.signal = self.activation_outputs.signal
         self.signal_noise = math.hypot(self.signal_noise, self.activation_outputs.signal_noise)
 
     def undo_linear(self, number: int) -> None:
-        """The input of a linear layer: known at the top, and below the least squares of its gradient."""
+        """Return the input of a linear layer: known at the top, and below the least squares of its gradient."""
         stage, is_top = self.stages[number], number == self.top
         assert isinstance(stage.layer, nn.Linear)
         weight = self.gradients[f"{stage.name}.weight"]
@@ -323,7 +323,7 @@ class _InversionState:
         self.std = torch.full_like(self.values, self.relative_error)
 
     def undo_convolution(self, number: int) -> Reconstruction | None:
-        """The input of a convolution (`attacks.analytic.maxpool`); a result where the descent ends there."""
+        """Return the input of a convolution (`attacks.analytic.maxpool`); a result where the descent ends there."""
         stage = self.stages[number]
         assert self.activation_outputs is not None
         self.relative_error = max(self.relative_error, relative_rounding(self.view, stage.parameter_name("weight")))
@@ -351,7 +351,7 @@ class _InversionState:
         return None
 
     def reconstruction(self) -> Reconstruction:
-        """The picture, once the first stage is undone."""
+        """Return the picture, once the first stage is undone."""
         view, image = self.view, self.stages[0].undo_input_maps(self.values)
         if not bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all()):
             self.verified, self.fixed = False, None
@@ -368,12 +368,12 @@ class _InversionState:
 
 
 def _largest_residual(residuals: dict[str, Tensor]) -> float:
-    """The largest of all; what is not a number is worse than any."""
+    """Return the largest of all; what is not a number is worse than any."""
     return float(torch.cat(list(residuals.values())).nan_to_num(nan=math.inf).max())
 
 
 def _partial_result(residuals: dict[str, Tensor], name: str, features: Tensor, notes: list[str]) -> Reconstruction:
-    """What there is of a batch whose images could not be followed below the layer `name`."""
+    """Return what there is of a batch whose images could not be followed below the layer `name`."""
     return Reconstruction(
         inputs=None,
         objective=_largest_residual(residuals),

@@ -71,7 +71,7 @@ class RConv(LayerwiseInversion):
 
     @classmethod
     def example(cls) -> RConv:
-        """As it is."""
+        """Return the attack as it is."""
         return cls()
 
     @property

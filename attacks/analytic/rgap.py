@@ -43,7 +43,7 @@ class RGAP(LayerwiseInversion):
 
     @classmethod
     def example(cls) -> RGAP:
-        """As it is."""
+        """Return the attack as it is."""
         return cls()
 
 
@@ -72,7 +72,7 @@ class LayerRank:
 
 
 def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> tuple[LayerRank, ...] | NotApplicable:
-    """How far each layer's equations determine its input, for any update of the network; first layer first.
+    """Return how far each layer's equations determine its input, for any update of the network; first layer first.
 
     Ranks hardly depend on the image, so it takes one of noise and noise that flows back: the update is not looked at.
 

@@ -1,4 +1,4 @@
-"""Exact inversion of small batches behind a linear layer with ReLU."""
+"""SPEAR inverts small batches behind a linear layer with ReLU exactly."""
 
 from __future__ import annotations
 
@@ -71,11 +71,11 @@ class Spear(Attack):
 
     @classmethod
     def example(cls) -> Spear:
-        """A few hundred draws."""
+        """Return a few hundred draws."""
         return cls(samples=500)
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """The images of the batch, in no particular order."""
+        """Return the images of the batch, in no particular order."""
         layer = first_linear(view)
         if isinstance(layer, NotApplicable):
             return layer
@@ -165,7 +165,7 @@ class GradientFactors:
 
     @classmethod
     def of(cls, layer: LinearLayer, count: int | None) -> GradientFactors | NotApplicable:
-        """From the layer and the number of images, if known."""
+        """Return the factor the gradient of a layer, by the number of images if it is known, or say why it can't be."""
         moved = layer.update
         m, n = moved.shape
         left, singular, right = torch.linalg.svd(moved, full_matrices=False)
@@ -192,7 +192,10 @@ class GradientFactors:
         return self.left.shape[1]
 
     def draw_directions(self, count: int, draw: torch.Generator) -> Tensor:
-        """Unit kernels (N, b) of `count` random submatrices of b - 1 heard rows, those with zeros elsewhere too."""
+        """Draw `count` random submatrices of b - 1 active rows; return their unit kernels (N, b).
+
+        Kernels are kept that are orthogonal to some further rows, too.
+        """
         rows = self.left[self.active_rows]
         rank, device = self.rank, rows.device
         if rank == 1:
@@ -208,14 +211,14 @@ class GradientFactors:
         return solved[zeros >= rank - 1 + SPARE_ROWS]
 
     def zeros(self, directions: Tensor, slack: float) -> Tensor:
-        """Where L q is zero up to its rounding and `slack` standard deviations of its noise (N, m) bool."""
+        """Return where L q is zero up to its rounding and `slack` standard deviations of its noise (N, m) bool."""
         size = (directions * self.inverse_singular_values).norm(dim=1, keepdim=True)
         return (directions @ self.left.mT).abs() <= size * (
             slack * self.noise + slack / TIGHT_DEVIATIONS * self.rounding
         )
 
     def refine(self, direction: Tensor) -> Tensor | None:
-        """The direction (b,) solved for from all zeros it has, or None where they do not hold."""
+        """Return the direction (b,) solved for from all zeros it has, or None where they do not hold."""
         for slack in (LOOSE_DEVIATIONS, 20.0, TIGHT_DEVIATIONS):
             zeros = self.zeros(direction[None], slack)[0] & self.active_rows
             if int(zeros.sum()) < self.rank - 1 + SPARE_ROWS:
@@ -254,7 +257,10 @@ class DirectionPool:
                 self.rows.append(refined)
 
     def choose_best(self) -> DirectionChoice | None:
-        """The sparsest independent directions, replaced one by one while the score rises; None if they do not span."""
+        """Choose the sparsest independent directions, and replace them one by one while the score rises.
+
+        Returns None if they do not span the space.
+        """
         if len(self.rows) < self.factors.rank:
             return None
         silent = torch.stack(list(self.silent.values()))
@@ -281,7 +287,7 @@ class DirectionPool:
         return self._evaluate_choice(best, rows[chosen])
 
     def _score_choices(self, directions: Tensor, silent: Tensor) -> Tensor:
-        """How well choices of directions (N, b, b) agree with their own zeros (N, b, m): in [0, 1] (N,)."""
+        """Return how well choices of directions (N, b, b) agree with their own zeros (N, b, m): in [0, 1] (N,)."""
         f = self.factors
         known = torch.cat([f.bias_products[:, None], f.weight_products], 1).expand(len(directions), -1, -1)
         solved, failed = torch.linalg.solve_ex(directions.mT, known)
@@ -290,7 +296,7 @@ class DirectionPool:
         return torch.where(failed == 0, scores, torch.zeros_like(scores))
 
     def _evaluate_choice(self, score: float, directions: Tensor) -> DirectionChoice:
-        """The inputs that the directions (b, b) stand for."""
+        """Return the inputs that the directions (b, b) stand for."""
         f = self.factors
         scales = torch.linalg.solve(directions.mT, f.bias_products)
         inputs = torch.linalg.solve(directions.mT, f.right) / scales[:, None]
@@ -317,7 +323,7 @@ def _zero_pattern(zeros: Tensor) -> bytes:
 
 
 def _independent_rows(rows: Tensor) -> Iterator[int]:
-    """Indices of rows, in order, each with a part outside the span of those before."""
+    """Return indices of rows, in order, each with a part outside the span of those before."""
     left = rows.clone()
     for i in range(len(rows)):
         size = float(left[i].norm())

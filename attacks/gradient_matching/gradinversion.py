@@ -127,11 +127,11 @@ class GradInversion(GradientMatching):
         return tuple(terms)
 
     def batch_capacity(self) -> int:
-        """As many whole views as fit; a view's searches are never parted."""
+        """Return the trials of as many whole views as fit; a view's searches are never parted."""
         return max(1, self.max_parallel_trials // self.restarts) * self.restarts
 
     def evaluate_batch(self, batch: ProblemBatch, variables: Variables) -> tuple[Tensor, Variables]:
-        """With the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
+        """Add the distance to the consensus, which is held fixed as in the paper; for the mean that is exact."""
         values, grads = batch.evaluate(variables)
         if not self.group_weight:
             return values, grads
@@ -159,7 +159,7 @@ class GradInversion(GradientMatching):
 
 
 def consensus(guesses: Tensor, reach: int) -> Tensor:
-    """The mean (N, C, H, W) of guesses (G, N, C, H, W), each moved by at most `reach` pixels to fit their mean best.
+    """Return the mean (N, C, H, W) of guesses (G, N, C, H, W), each shifted to fit that mean best.
 
     The fit is the correlation over all channels; what leaves the image on one side comes back on the other.
     """
@@ -188,11 +188,11 @@ class ImageEnergy:
     weight: float
 
     def constants(self, view: ServerView) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of the normalization."""
+        """Return the mean and standard deviation of the normalization."""
         return view.task.normalization(torch.empty(0, dtype=view.dtype, device=view.device))
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
-        """The weighted term."""
+        """Return the weighted term."""
         mean, std = constants
         return self.weight * ((candidate.inputs - mean) / std).square().mean()
 
@@ -208,12 +208,12 @@ class BatchNormStatistics:
     first: float
 
     def constants(self, view: ServerView) -> tuple[Moments, dict[str, Tensor]]:
-        """What the server knows, and how much each client counts in it."""
+        """Return what the server knows, and how much each client counts in it."""
         target = known_moments(view)
         return target, {name: each for name, each in client_shares(view).items() if name in target}
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
-        """The weighted term: norms of the differences, summed over the layers."""
+        """Return the weighted term: norms of the differences, summed over the layers."""
         target, weights = constants
         found = candidate_moments(view, candidate, client, weights)
         parts = []
@@ -224,7 +224,7 @@ class BatchNormStatistics:
 
 
 def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
-    """The layers whose statistics the server has, by name, in the network's order."""
+    """Return the layers whose statistics the server has, by name, in the network's order."""
     return {
         name: module
         for name, module in view.client.predictor.named_modules()
@@ -233,7 +233,7 @@ def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
 
 
 def has_batch_statistics(view: ServerView) -> bool:
-    """Whether the statistics are those of the clients' batches, not of all training so far.
+    """Return whether the statistics are those of the clients' batches, not of all training so far.
 
     Those of a group are so where it is known how many batches each client fed: all start from the same old ones.
     """
@@ -242,7 +242,7 @@ def has_batch_statistics(view: ServerView) -> bool:
 
 
 def known_moments(view: ServerView) -> Moments:
-    """What the server knows of the statistics before every batch norm.
+    """Return what the server knows of the statistics before every batch norm.
 
     A running statistic s moves by `s <- (1 - m) s + m b` with every batch's b, so before and after T batches give the
     mean of b with weights (1 - m)^(T - 1 - t); without an m, s is the mean of all batches so far, and b's weights are
@@ -264,7 +264,7 @@ def known_moments(view: ServerView) -> Moments:
 
 
 def client_shares(view: ServerView) -> dict[str, Tensor]:
-    """How much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
+    """Return how much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
     found: dict[str, Tensor] = {}
     for name, module in batch_norms(view).items():
         new = _new_statistics_shares(view, name, module)
@@ -276,7 +276,7 @@ def client_shares(view: ServerView) -> dict[str, Tensor]:
 
 
 def _new_statistics_shares(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
-    """The share of a layer's running statistics that each client put there in the round; what lacks to 1 is older."""
+    """Return the share of a layer's running statistics that each client made in the round; the rest is older."""
     if not has_batch_statistics(view):
         return [0.0]
     if not view.parts:
@@ -286,7 +286,7 @@ def _new_statistics_shares(view: ServerView, name: str, module: _BatchNorm) -> l
 
 
 def _replaced_share(view: ServerView, name: str, module: _BatchNorm, batches: int) -> float:
-    """The share that so many batches of one client make of its running statistics."""
+    """Return the share that so many batches of one client make of its running statistics."""
     if module.momentum is not None:
         return float(1 - (1 - module.momentum) ** batches)
     old = int(view.buffers.get(f"{name}.num_batches_tracked", torch.tensor(0)))
@@ -294,7 +294,7 @@ def _replaced_share(view: ServerView, name: str, module: _BatchNorm, batches: in
 
 
 def _count_batches(view: ServerView, name: str) -> int:
-    """How many batches a layer has counted, or how many steps there were where it does not count."""
+    """Return how many batches a layer has counted, or how many steps there were where it does not count."""
     counter = f"{name}.num_batches_tracked"
     if view.buffers_after is not None and counter in view.buffers_after and counter in view.buffers:
         counted = int(view.buffers_after[counter] - view.buffers[counter])
@@ -304,9 +304,15 @@ def _count_batches(view: ServerView, name: str) -> int:
 
 
 def candidate_moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
-    """Means and (as running ones are) unbiased variances of what the layers are given; differentiable.
+    """Return means and (as running ones are) unbiased variances of what the layers are given; differentiable.
 
     Of a group of clients, the mean of theirs, weighed by layer as in `shares`.
+
+    Args:
+        view: the server's.
+        candidate: the guess.
+        client: whose network it is.
+        weights: share of each client (K,) by layer.
     """
     if not view.parts:
         return _client_moments(view, candidate.inputs, candidate.private, client, weights)
@@ -325,7 +331,7 @@ def candidate_moments(view: ServerView, candidate: Candidate, client: Client, we
 def _client_moments(
     view: ServerView, images: Tensor, private: Tensors, client: Client, names: Mapping[str, object]
 ) -> Moments:
-    """Those of one client's images (N, C, H, W), given its private tensors."""
+    """Return those of one client's images (N, C, H, W), given its private tensors."""
     found: Moments = {}
 
     def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:

@@ -29,7 +29,7 @@ class IDLG(DLG):
     labels: Literal["auto", "joint", "random"] = "auto"
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
-        """Needs a shared classifier and a known number of images, or known labels."""
+        """Refuse views without a shared classifier and a known number of images, or known labels."""
         reason = super().refuse(view)
         if reason is None and fixed_labels(view, "auto") is None:
             missing = "labels can't be read off: it takes a shared classifier and a known batch size"

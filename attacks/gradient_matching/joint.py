@@ -51,7 +51,7 @@ class JointGradientMatching(InvertingGradients):
     label_lr: StepSize = 0.01
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
-        """Needs something private."""
+        """Refuse views without anything private."""
         if view.update and not view.private:
             return NotApplicable(f"{view.method.name} keeps nothing private: run ig")
         return super().refuse(view)

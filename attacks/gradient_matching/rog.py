@@ -94,11 +94,11 @@ class ROG(GradientMatching):
 
     @classmethod
     def example(cls) -> ROG:
-        """A few iterations of two restarts."""
+        """Return a few iterations of two restarts."""
         return cls(iterations=5, restarts=2)
 
     def refuse(self, view: ServerView) -> NotApplicable | None:
-        """Needs images that fit the trained networks, where there are any."""
+        """Refuse images that do not fit the trained networks, where there are any."""
         reason = super().refuse(view)
         if reason is not None:
             return reason

@@ -1,4 +1,4 @@
-"""The tailored attack of the HyperFL paper: first the embedding by matching gradients, then the image by inversion."""
+"""The tailored attack of the HyperFL paper finds the embedding by matching gradients, then inverts the image."""
 
 from __future__ import annotations
 
@@ -116,19 +116,19 @@ class Bilevel(Attack):
 
     @classmethod
     def example(cls) -> Bilevel:
-        """A few iterations of each level."""
+        """Return a few iterations of each level."""
         return cls(lower_iterations=5, iterations=5)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Those that fill a stack."""
+        """Return those that fill a stack."""
         return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """Embedding, extractor and images; the objective is that of the lower level, relative to its start."""
+        """Return embedding, extractor and images; the objective is that of the lower level, relative to its start."""
         return self.run_controlled(views, seeds, SearchControl())
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
-        """As `run`, within what `control` allows; the two levels share the time equally."""
+        """Attack several views within what `control` allows; the two levels share the time equally."""
         found = [self._parse(view) for view in views]
         hypernet = {i: o for i, o in enumerate(found) if isinstance(o, HypernetView)}
         lower = [trial for i, o in hypernet.items() for trial in self._embedding_trials(i, o, seeds[i])]
@@ -160,7 +160,7 @@ class Bilevel(Attack):
         return results
 
     def _parse(self, view: ServerView) -> HypernetView | NotApplicable:
-        """The hypernetwork's update without decay, or why this attack says nothing about the view."""
+        """Return the hypernetwork's update without decay, or why this attack says nothing about the view."""
         single = self.single_client_view(view)
         if isinstance(single, NotApplicable):
             return single
@@ -173,14 +173,14 @@ class Bilevel(Attack):
 
     # ---- the trials --------------------------------------------------------------------------------------------------
     def _embedding_trials(self, index: int, hypernet: HypernetView, seed: int) -> Iterator[_Trial[EmbeddingProblem]]:
-        """The searches for one view's embedding."""
+        """Return the searches for one view's embedding."""
         level = EmbeddingProblem.of(hypernet, self.inner)
         for restart in range(self.restarts):
             draw = stream(seed, "bilevel", "lower", restart)
             yield _Trial(index, level, level.initial_variables(draw, normal=self.lower_init == "normal"))
 
     def _image_trials(self, index: int, peeled: SolvedHypernet, seed: int) -> Iterator[_Trial[ImageProblem]]:
-        """The searches for one view's images."""
+        """Return the searches for one view's images."""
         view = peeled.view
         count, classes = view.batch_size or 1, view.client.task.num_classes
         for restart in range(self.restarts):
@@ -197,7 +197,7 @@ class Bilevel(Attack):
         search: Callable[[list[LevelProblem], Variables, SearchMonitor], list[TrialResult]],
         monitor: SearchMonitor,
     ) -> dict[int, TrialResult]:
-        """What the best trial of every view found; those of equal form share stacks."""
+        """Return what the best trial of every view found; those of equal form share stacks."""
         groups: dict[object, list[_Trial[LevelProblem]]] = {}
         for trial in trials:
             key: object = (batching_key(trial.problem.view), tensor_form(trial.problem.constants))
@@ -219,7 +219,7 @@ class Bilevel(Attack):
         return best
 
     def _batch_size(self, trial: _Trial[LevelProblem]) -> int:
-        """How many trials share a batch."""
+        """Return how many trials share a batch."""
         each = saved_bytes(trial.problem, trial.start) / GIB
         return max(
             1,
@@ -236,14 +236,14 @@ class Bilevel(Attack):
     def _search_embeddings(
         self, levels: list[EmbeddingProblem], start: Variables, monitor: SearchMonitor
     ) -> list[TrialResult]:
-        """Embedding and output move together (Adam)."""
+        """Return the embedding and output move together (Adam)."""
         settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, clamp_pixels=False)
         return settings.search(ProblemBatch(levels, compiled=self.compile), start, [], monitor)
 
     def _search_images(
         self, levels: list[ImageProblem], variables: Variables, monitor: SearchMonitor
     ) -> list[TrialResult]:
-        """Images (by sign) and classifier move in turn."""
+        """Move images (by sign) and classifier in turn, and return the best iterate of each trial."""
         pictures = ProblemBatch(levels, compiled=self.compile)
         heads = ProblemBatch([replace(level, optimized="classifier") for level in levels], compiled=self.compile)
         settings = GradientMatching(iterations=self.iterations, lr=self.lr, private_lr=self.head_lr)
@@ -278,11 +278,11 @@ class _Trial(Generic[LevelProblem]):
 
 
 def _final_objective(found: TrialResult) -> float:
-    """Of the best iterate, not relative to the start."""
+    """Return the objective of the best iterate, not relative to the start."""
     return found.objective * found.start_objective
 
 
 def _peel_with(hypernet: HypernetView, row: Variables) -> SolvedHypernet:
-    """What follows from the embedding that was found."""
+    """Return what follows from the embedding that was found."""
     v = row[private_key(EMBEDDING)].double()
     return SolvedHypernet(hypernet, hypernet.update.hidden(v), v, "search", float("nan"))

@@ -1,4 +1,4 @@
-"""The two levels of the tailored attack on HyperFL, as problems that a stack evaluates together."""
+"""The two levels of the tailored attack on HyperFL are problems that a batch evaluates together."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EmbeddingProblem:
 
     @classmethod
     def of(cls, hypernet: HypernetView, inner: str) -> EmbeddingProblem:
-        """From a view whose decay is known."""
+        """Return the problem of a view whose decay is known."""
         rank = min(hypernet.steps or MAX_RANK, MAX_RANK)
         observed: Tensors = {}
         for name in hypernet.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
@@ -61,7 +61,7 @@ class EmbeddingProblem:
         return {"shared": self.view.shared, "update": self.view.update, "observed": observed, "size": size}
 
     def initial_variables(self, draw: torch.Generator, *, normal: bool) -> Variables:
-        """An embedding and an output to begin with: that of the embedding, or N(0, 1)."""
+        """Return an embedding and an output to begin with: that of the embedding, or N(0, 1)."""
         like = dense(self.view.shared[TRUNK_WEIGHT])
         v = torch.randn(like.shape[1], generator=draw).to(like)
         theta = self.generate(v)
@@ -70,16 +70,23 @@ class EmbeddingProblem:
         return {private_key(EMBEDDING): v} | {private_key(n): w for n, w in theta.items()}
 
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
-        """h(v), by the network's names."""
+        """Return h(v), by the network's names."""
         return self._generator.generate(_hypernet_parameters(self.view, embedding), self.view.client.task)
 
     def objective(self, embedding: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
-        """Squared distance of the inner loss's gradient and the observed one, relative to the latter."""
+        """Return the squared distance of the inner loss's gradient and the observed one, relative to the latter."""
         guess = {private_key(EMBEDDING): embedding} | {private_key(n): w for n, w in outputs.items()}
         return self.value(guess, self.constants, self.view.client, vmapped=False)
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """The same of variables, with the tensors of `constants`."""
+        """Return the same of variables, with the tensors of `constants`.
+
+        Args:
+            variables: embedding and output, by name.
+            constants: tensors of the problem, perhaps of another in the batch.
+            client: of the view.
+            vmapped: whether this runs under `torch.vmap`; nothing depends on it.
+        """
         view = replace(self.view, shared=constants["shared"], update=constants["update"])
         params, generator = _hypernet_parameters(view, variables[private_key(EMBEDDING)]), self._generator
         made = generator.generate(params, client.task)
@@ -136,7 +143,10 @@ class ImageProblem:
         }
 
     def initial_variables(self, draw: torch.Generator) -> Variables:
-        """Images from N(0, 1) in normalized units, and a classifier: as sent, else biases 0 and N(0, 1 / fan-in)."""
+        """Return images from N(0, 1) in normalized units, and a classifier.
+
+        That is as it was sent, else its biases are 0 and its weights N(0, 1 / fan-in).
+        """
         task = self.view.client.task
         made = {INPUTS: torch.randn(len(self.labels), *task.input_shape, generator=draw)}
         for name, like in task.parameters.items():
@@ -147,7 +157,14 @@ class ImageProblem:
         return {name: value.to(dtype=self.view.dtype, device=self.view.device) for name, value in made.items()}
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """Cross-entropy plus total variation."""
+        """Return the cross-entropy plus the total variation.
+
+        Args:
+            variables: images, and the classifier's parameters.
+            constants: tensors of the problem, perhaps of another in the batch.
+            client: of the view.
+            vmapped: whether this runs under `torch.vmap`; nothing depends on it.
+        """
         classifier = {n: variables[private_key(n)] for n in client.task.parameters if private_key(n) in variables}
         inputs = variables[INPUTS]
         if self.optimized == "images":

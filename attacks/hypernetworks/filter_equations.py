@@ -51,7 +51,15 @@ class FilterUpdate:
 
     @classmethod
     def of(cls, shape: Shape, filters: int, shared: Tensors, change: Tensors, *, rounding: float = 0.0) -> FilterUpdate:
-        """The equations, from the server's parameters and their change by name."""
+        """Return the equations, from the server's parameters and their change by name.
+
+        Args:
+            shape: of the basic filter (out, in, h, w).
+            filters: number of filters J.
+            shared: the server's parameters.
+            change: how they moved, without decay.
+            rounding: how far a number may be off, relative to its start.
+        """
         weight, bias, last, offset = layer_names(shape)
         names = (weight, bias, last, offset)
         first, second, third, fourth = (dense(shared[n]).double() for n in names)
@@ -90,13 +98,13 @@ class FilterUpdate:
         return rows / rows.abs().max()
 
     def single_embedding(self) -> Tensor:
-        """The embedding (1, v) of a single filter: v = sum_i dW_i^T dB_i / sum_i |dB_i|^2."""
+        """Return the embedding (1, v) of a single filter: v = sum_i dW_i^T dB_i / sum_i |dB_i|^2."""
         rows = self._first_layer_rows
         delta = rows[:, -1]
         return (delta @ rows[:, :-1] / (delta @ delta))[None]
 
     def nearest_embeddings(self, guesses: Tensor) -> Tensor:
-        """The points (J, v) nearest to `guesses` (J, v) of the affine hull of the embeddings.
+        """Return the points (J, v) nearest to `guesses` (J, v) of the affine hull of the embeddings.
 
         The rows [v_j, 1] span the rows of [dW_i, dB_i]; with more filters than v the hull is the whole space.
         """
@@ -111,13 +119,15 @@ class FilterUpdate:
         return (own @ basis)[:, :-1]
 
     def misfit(self, embeddings: Tensor) -> float:
-        """What the first layer's equations leave of its change with these embeddings (J, v), relative to it."""
+        """Return what the first layer's equations leave of its change with these embeddings (J, v), relative to it."""
         known = torch.cat([embeddings, embeddings.new_ones(len(embeddings), 1)], 1)
         solved = self._first_layer_rows @ torch.linalg.pinv(known, rtol=MIN_SINGULAR_VALUE)
         return float((solved @ known - self._first_layer_rows).norm() / self._first_layer_rows.norm())
 
     def gradient(self, embeddings: Tensor) -> Tensor | None:
-        """The gradient (J, *shape) of every basic filter, in the change's own factor; None where it is not determined.
+        """Return the gradient (J, *shape) of every basic filter, in the change's own factor.
+
+        It is None where it is not determined.
 
         The last layer's change is linear in it, and determines it where the activations [a_ji, 1] are independent:
         J * in <= d + 1 of them.
@@ -133,7 +143,7 @@ class FilterUpdate:
         return rows.reshape(self.filters, inside, out, height, width).transpose(1, 2)
 
     def gradient_misfit(self, embeddings: Tensor, gradient: Tensor) -> float:
-        """What these leave of the last layer's change and of the first one's biases', relative to each; the larger."""
+        """Return the share of the last layer's change, or of the first one's biases' if larger, that these leave."""
         rows = gradient.transpose(1, 2).flatten(2)  # (J, in, n)
         known = hidden_activations(embeddings, self.layers[0], self.layers[1])
         weight = torch.einsum("jin,jid->nd", rows, known) - self.change[2]
@@ -142,5 +152,5 @@ class FilterUpdate:
         return max(float(left.norm() / whole.norm()) for left, whole in parts)
 
     def weights(self, embeddings: Tensor) -> Tensor:
-        """The basic filters (J, *shape) that embeddings (J, v) make."""
+        """Return the basic filters (J, *shape) that embeddings (J, v) make."""
         return basic_filters(embeddings, list(self.layers), self.shape)

@@ -49,7 +49,7 @@ class PartlyKnownWeights(FedAvg):
     names: tuple[str, ...]
 
     def scope(self, name: str, task: Task) -> Scope:
-        """The known ones count as shared, the others are private."""
+        """Return the known ones count as shared, the others are private."""
         return Scope.SHARED if name in self.names else Scope.PRIVATE
 
 
@@ -75,11 +75,11 @@ class FilterSolution:
     counts: str
 
     def private(self) -> Tensors:
-        """As in `Reconstruction.private`."""
+        """Return what was recovered, as in `Reconstruction.private`."""
         return {**self.embeddings, **{f"extractor/{n}": w for n, w in self.weights.items()}}
 
     def knowledge(self) -> tuple[str, ...]:
-        """As in `Reconstruction.knowledge`."""
+        """Return what was taken as known, as in `Reconstruction.knowledge`."""
         return (*(("private_init",) if self.used_initial_values else ()), self.counts)
 
 
@@ -111,7 +111,7 @@ class HyperFedNetPeel(ViewRewriter):
     plain: ClassVar[str] = "computes the secret codes of the filters from the update, as far as it has enough numbers."
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """Embeddings and filters, without images."""
+        """Return embeddings and filters, without images."""
         solved = self.solve(view)
         if isinstance(solved, NotApplicable):
             return solved
@@ -119,7 +119,7 @@ class HyperFedNetPeel(ViewRewriter):
         return Reconstruction(inputs=None, private=found, knowledge=known, verified=solved.verified)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the network itself, or the same view with embeddings to start from."""
+        """Return the view of the network itself, or the same view with embeddings to start from."""
         solved = self.solve(view)
         if isinstance(solved, NotApplicable):
             return solved
@@ -135,7 +135,7 @@ class HyperFedNetPeel(ViewRewriter):
         return replace(easier, received={**easier.received, RECOVERED_FILTERS: solved.private()})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result, with embeddings and filters; those that the next attack moved on stay as it left them."""
+        """Return the result, with embeddings and filters; those that the next attack moved on stay as it left them."""
         solved = self.solve(view)
         assert isinstance(solved, FilterSolution)
         used = _starts_known(view) or ("private_init" in result.knowledge and bool(view.private_init))
@@ -145,7 +145,7 @@ class HyperFedNetPeel(ViewRewriter):
         return replace(result, private={**rewritten.received[RECOVERED_FILTERS], **result.private}, knowledge=known)
 
     def solve(self, view: ServerView) -> FilterSolution | NotApplicable:
-        """Embeddings, and what follows from them, or why they can't be had."""
+        """Return embeddings, and what follows from them, or why they can't be had."""
         reason = _filters_obstacle(view)
         if reason is not None:
             return NotApplicable(reason)
@@ -172,7 +172,9 @@ class HyperFedNetPeel(ViewRewriter):
 
 
 def network_view(view: ServerView, solved: FilterSolution) -> ServerView:
-    """The view of the network itself after one step: filters and whatever is shared known, everything else private.
+    """Return the view of the network itself after one step.
+
+    Filters and whatever is shared are known, everything else is private.
 
     Before the first round, private values whose start is known are known, too.
     """
@@ -204,23 +206,23 @@ def network_view(view: ServerView, solved: FilterSolution) -> ServerView:
 
 
 def _share_factor(group: Group, other: Group) -> bool:
-    """Whether the gradients that both groups moved along are known up to the same factor."""
+    """Return whether the gradients that both groups moved along are known up to the same factor."""
     return group is other or (group.lr > 0 and group.max_norm is other.max_norm is None)
 
 
 def _starts_known(view: ServerView) -> bool:
-    """Whether all private values are known: no round has moved them from where they are known to start."""
+    """Return whether all private values are known: no round has moved them from where they are known to start."""
     return view.round == 0 and set(view.private) <= set(view.private_init or {})
 
 
 def _count_local_steps(view: ServerView) -> int | None:
-    """Local steps, None if unknown."""
+    """Count the local steps; None if unknown."""
     (phase,), schedule = training_phases(view)
     return phase.steps if schedule is None else sum(map(len, schedule))
 
 
 def _filters_obstacle(view: ServerView) -> str | None:
-    """Why the view can't be peeled, or None."""
+    """Return why the view can't be peeled, or None."""
     method = view.method
     if not isinstance(method.parametrization, Filters):
         return "no hypernetwork makes single filters: there is nothing to peel"
@@ -246,7 +248,7 @@ def _filters_obstacle(view: ServerView) -> str | None:
 
 
 def _shared_change(view: ServerView) -> Tensors | NotApplicable:
-    """The update of what is shared, without decay."""
+    """Return the update of what is shared, without decay."""
     observed = ObservedUpdate(view)
     if missing := observed.unknown_decay:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes a known schedule")
@@ -254,7 +256,7 @@ def _shared_change(view: ServerView) -> Tensors | NotApplicable:
 
 
 def _filter_updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpdate]:
-    """The equations of every hypernetwork, by the shape of its basic filter."""
+    """Return the equations of every hypernetwork, by the shape of its basic filter."""
     result, steps = {}, sum(map(len, training_phases(view)[1] or ())) or 1
     rounding = 4 * steps * torch.finfo(view.dtype).eps if view.rounded else 0.0
     for shape, weights in embedded_weights(view.private).items():
@@ -265,7 +267,7 @@ def _filter_updates(view: ServerView, change: Tensors) -> dict[Shape, FilterUpda
 
 
 def _equation_counts(view: ServerView, updates: Sequence[FilterUpdate]) -> str:
-    """Numbers received against unknowns."""
+    """Return the numbers received against the unknowns, in words."""
     received = sum(update.independent_numbers for update in updates)
     images = view.batch_size or 1
     pixels = images * math.prod(view.task.input_shape)

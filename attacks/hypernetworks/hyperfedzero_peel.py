@@ -37,7 +37,7 @@ class EmbeddingNetworks(nn.Module):
         self.joined = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """What both return (B, 2 P), from pixels (B, C, H, W)."""
+        """Return what both return (B, 2 P), from pixels (B, C, H, W)."""
         x = self.normalize(x)
         return self.joined(torch.cat([self.extractor(x), self.noisy(x)], -1))
 
@@ -74,7 +74,7 @@ class HyperFedZeroPeel(ViewRewriter):
     part: Literal["both", "extractor"] = "both"
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """The embedding, without an image."""
+        """Return the embedding, without an image."""
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):
             return rewritten
@@ -85,7 +85,7 @@ class HyperFedZeroPeel(ViewRewriter):
         return Reconstruction(None, view.labels, private=found, verified=sure and view.threat.knows_defense)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the embedding networks, without labels and noise."""
+        """Return the view of the embedding networks, without labels and noise."""
         if not isinstance(view.method, HyperFedZero):
             return NotApplicable(f"it opens hyperfedzero, not {view.method.name}")
         gradient = exact_step_gradient(view)
@@ -111,7 +111,7 @@ class HyperFedZeroPeel(ViewRewriter):
         return _embedding_view(view, model, layer, gradient, {**e, "delta": delta})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result with the image's embedding under `embedding`, and its label."""
+        """Return the result with the image's embedding under `embedding`, and its label."""
         e = dense(rewritten.received[LAYER_SIGNAL]["e"])
         result = replace(result, private={**result.private, "embedding": e}, labels=view.labels)
         if result.inputs is None or view.labels is not None:
@@ -120,7 +120,7 @@ class HyperFedZeroPeel(ViewRewriter):
 
 
 def _network(view: ServerView) -> ZeroNet | JoinedNet:
-    """The client's network with the weights that the server sent."""
+    """Return the client's network with the weights that the server sent."""
     model = copy.deepcopy(view.client.predictor)
     known = {**view.shared, **view.buffers}
     with torch.no_grad():
@@ -132,7 +132,7 @@ def _network(view: ServerView) -> ZeroNet | JoinedNet:
 
 
 def _backpropagated_signals(view: ServerView, gradient: Tensors, names: list[str]) -> Tensor | NotApplicable:
-    """What flowed back to both networks (2 P,)."""
+    """Return what flowed back to both networks (2 P,)."""
     found = []
     for name in names:
         if name not in gradient or not bool(dense(gradient[name]).any()):
@@ -142,7 +142,7 @@ def _backpropagated_signals(view: ServerView, gradient: Tensors, names: list[str
 
 
 def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensors | NotApplicable:
-    """The image's e (P,), and what share of its equations is left over."""
+    """Return the image's e (P,), and what share of its equations is left over."""
     weight, bias = "hypernet.layers.0.weight", "hypernet.layers.0.bias"
     if isinstance(net, JoinedNet):
         weight, bias = f"classifier.{net.joined}.condition", f"classifier.{net.joined}.inner.bias"
@@ -155,7 +155,7 @@ def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensor
 
 
 def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read: Tensors) -> ServerView:
-    """The view of `model`, one step on <delta, output of its layer>."""
+    """Return the view of `model`, one step on <delta, output of its layer>."""
     names = [name for name, _ in model.named_parameters()]
     return replace(
         view,
@@ -176,7 +176,7 @@ def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Te
 
 
 def _likeliest_label(view: ServerView, image: Tensor, e: Tensor) -> Tensor:
-    """The label (1,) whose gradient of cross entropy points most nearly as the observed one of h, or the classifier."""
+    """Return the label (1,) whose cross entropy has the gradient nearest to that observed of h, or the classifier."""
     net = _network(view)
     moved = ObservedUpdate(view).gradient
     assert not isinstance(moved, NotApplicable)

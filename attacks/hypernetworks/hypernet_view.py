@@ -1,4 +1,4 @@
-"""A hypernetwork's update as the equations that it satisfies, or why it satisfies none."""
+"""Parses a hypernetwork's update as the equations that it satisfies, or says why it satisfies none."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class HypernetView:
         return self.phases[self.phase].assign({TRUNK_WEIGHT: None})[TRUNK_WEIGHT]
 
     def moving_names(self, names: Iterable[str]) -> list[str]:
-        """Which of `names` move together with the hypernetwork."""
+        """Return which of `names` move together with the hypernetwork."""
         return list(self.phases[self.phase].assign(dict.fromkeys(names)))
 
 
 def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
-    """The hypernetwork's update without decay, or why it can't be had."""
+    """Return the hypernetwork's update without decay, or why it can't be had."""
     if view.update and not bool(norm(view.update).isfinite()):
         return NotApplicable("the update is so large that its squares overflow: the client's training diverged")
     reason = _obstacle(view)
@@ -90,7 +90,7 @@ def parse_hypernet_view(view: ServerView) -> HypernetView | NotApplicable:
 
 
 def _hypernet_phases(view: ServerView) -> list[int]:
-    """The phases that train the hypernetwork, empty ones left out."""
+    """Return the phases that train the hypernetwork, empty ones left out."""
     method, phases = view.method, view.method.phases(view.client.task, view.round)
     counts = [1] * len(phases) if view.schedule is None else [len(steps) for steps in view.schedule]
     chosen = [p for p, phase in enumerate(phases) if counts[p] and method.trains_predictor(phase)]
@@ -98,7 +98,7 @@ def _hypernet_phases(view: ServerView) -> list[int]:
 
 
 def _has_weight_noise(view: ServerView) -> bool:
-    """Whether steps are astray by noise on the generated weights' gradient alone, before it is pulled back.
+    """Return whether steps are astray by noise on the generated weights' gradient alone, before it is pulled back.
 
     However noisy that gradient is, what the hypernetwork gets of it is outer products with the same factors.
     """
@@ -111,7 +111,7 @@ def _has_weight_noise(view: ServerView) -> bool:
 
 
 def _obstacle(view: ServerView) -> str | None:
-    """Why the view can't be peeled, or None."""
+    """Return why the view can't be peeled, or None."""
     method = view.method
     if not view.update:
         return "nothing is shared"

@@ -63,11 +63,11 @@ class LatentPayload(Attack):
 
     @classmethod
     def example(cls) -> LatentPayload:
-        """A few steps."""
+        """Return a few steps."""
         return cls(iterations=5)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
-        """One image for each view, as many times as the view has images; the seeds change nothing."""
+        """Return one image for each view, as many times as the view has images; the seeds change nothing."""
         return self.run_controlled(views, seeds, SearchControl())
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
@@ -77,7 +77,7 @@ class LatentPayload(Attack):
         return [view if isinstance(view, NotApplicable) else self._invert(view, monitor) for view in single]
 
     def _invert(self, view: ServerView, monitor: SearchMonitor) -> Reconstruction | NotApplicable:
-        """One image, as many times as the view has images."""
+        """Return one image, as many times as the view has images."""
         if LATENT not in view.update or not any(name.startswith(PREFIX) for name in view.shared):
             return NotApplicable("the client sends no latent vector of its images")
         if view.scale_unknown:
@@ -107,7 +107,7 @@ class LatentPayload(Attack):
     def _search(
         self, encoder: Autoencoder, wanted: Tensor, scale: Tensor, start: Tensor, std: Tensor, monitor: SearchMonitor
     ) -> tuple[Tensor, list[float], str]:
-        """The best image (1, C, H, W) met on the way, the objective, coarsely, and what cut the search short."""
+        """Return the best image (1, C, H, W) met on the way, the objective, coarsely, and what cut the search short."""
 
         def objective(image: Tensor) -> Tensor:
             apart = (encoder.encoder(image)[0] - wanted).square().sum() / scale.clamp_min(torch.finfo(scale.dtype).tiny)
@@ -135,12 +135,12 @@ class LatentPayload(Attack):
 
 
 def _latent_moves(view: ServerView) -> bool:
-    """Whether the latent vector moves in this round."""
+    """Return whether the latent vector moves in this round."""
     return any(LATENT in phase.assign(view.shared) for phase in view.method.phases(view.client.task, view.round))
 
 
 def _defense_obstacle(view: ServerView) -> str | None:
-    """Why a known defense does not let the latent vector through as it is, up to noise and rounding; or None."""
+    """Return why a known defense does not let the latent vector through as it is, up to noise and rounding; or None."""
     defense, sent = view.client.defense, dense(view.update[LATENT])
     if overrides(defense, "gradient"):
         return f"the defense {view.defense.name} changes the step that puts the latent vector in the update"

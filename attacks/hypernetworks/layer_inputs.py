@@ -1,4 +1,4 @@
-"""What single layers of a network were given, read off their gradients: exact where those have rank one."""
+"""Reads the inputs of single layers off their gradients: exact where those have rank one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_RESIDUAL = 1e-3
 
 
 def layer_inputs(view: ServerView, weights: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> Tensors:
-    """The inputs of the layers whose gradient of one step is one outer product, under `features/layer`.
+    """Return the inputs of the layers whose gradient of one step is one outer product, under `features/layer`.
 
     A linear layer's gradients are sum_p delta_p x_p^T and sum_p delta_p over images and positions p. Where all delta_p
     point in one direction, the weight's has rank one and gives the mean of x_p, weighted by their lengths: the input
@@ -52,7 +52,7 @@ def _linear_input(name: str, gradient: Mapping[str, Tensor]) -> Tensor | None:
 def _adapter_input(
     name: str, module: ConvAdapter, known: Mapping[str, Tensor], gradient: Mapping[str, Tensor]
 ) -> Tensor | None:
-    """The mean input (C,) of the adapter from that of its convolution, through the norm before."""
+    """Return the mean input (C,) of the adapter from that of its convolution, through the norm before."""
     first, last = f"{name}.before", f"{name}.after"
     matrix = f"{name}.conv.weight"
     if not {matrix, f"{last}.bias"} <= gradient.keys():
@@ -66,7 +66,7 @@ def _adapter_input(
 
 
 def _batch_norm_affine(norm: nn.BatchNorm2d, name: str, known: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Slope and offset (C,) of batch norm with fixed statistics."""
+    """Return the slope and offset (C,) of batch norm with fixed statistics."""
     kinds = ("weight", "bias", "running_mean", "running_var")
     weight, bias, mean, variance = (dense(known[f"{name}.{kind}"]).double() for kind in kinds)
     slope = weight / (variance + norm.eps).sqrt()
@@ -74,7 +74,7 @@ def _batch_norm_affine(norm: nn.BatchNorm2d, name: str, known: Mapping[str, Tens
 
 
 def _rank_one_input(matrix: Tensor, delta: Tensor) -> Tensor | None:
-    """The x of `delta x^T`, or None if `matrix` is nothing of the kind; both (n, m) and (n,) of any unit."""
+    """Return the x of `delta x^T`, or None if `matrix` is nothing of the kind; both (n, m) and (n,) of any unit."""
     matrix, delta = matrix.double(), delta.double()
     if not bool(delta.any()) or not bool(matrix.any()):
         return None

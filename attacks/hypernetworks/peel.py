@@ -90,14 +90,14 @@ class SolvedHypernet:
         return self.residual < MAX_RESIDUAL and self.complete
 
     def private(self) -> Tensors:
-        """What was recovered, as in `Reconstruction.private`."""
+        """Return what was recovered, as in `Reconstruction.private`."""
         found: Tensors = {f"extractor/{n}": w for n, w in self.extractor.items()}
         if self.embedding is not None:
             found[EMBEDDING] = self.embedding.to(self.view.dtype)
         return found
 
     def with_layer_inputs(self) -> Tensors:
-        """The same with what layers were given, where one step without noise tells (`layer_inputs`)."""
+        """Return the same with what layers were given, where one step without noise tells (`layer_inputs`)."""
         if self.hypernet_view.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
             return self.private()
         return {**self.private(), **layer_inputs(self.view, self.extractor, self.gradient)}
@@ -149,14 +149,17 @@ class HypernetPeel(ViewRewriter):
     classifier: Literal["auto", "free", "joint"] = "auto"
 
     def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
-        """Embedding and extractor, without images."""
+        """Return the embedding and extractor, without images."""
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):
             return peeled
         return Reconstruction(inputs=None, private=peeled.with_layer_inputs(), verified=peeled.verified)
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the generated network, its classifier private or cut off; where it is, with earlier rounds."""
+        """Return the view of the generated network, its classifier private or cut off.
+
+        Where it is cut off, the view has earlier rounds.
+        """
         easier = self._rewrite(view)
         return with_history(view, easier, self._rewrite) if isinstance(easier, ServerView) else easier
 
@@ -174,17 +177,20 @@ class HypernetPeel(ViewRewriter):
         return replace(chosen, received={**chosen.received, PEELED: peeled.with_layer_inputs()})
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result, with the recovered embedding and extractor."""
+        """Return the result, with the recovered embedding and extractor."""
         if isinstance(rewritten.method, LayerSignal):
             result = Headless().lift_result(view, rewritten, result)
         return replace(result, private={**result.private, **rewritten.received[PEELED]})
 
     def confirm(self, view: ServerView, result: Result) -> Result:
-        """The result as it is: where sizes between tensors are open, `_route_disagreement` has asked both layers."""
+        """Return the result as it is.
+
+        Where sizes between tensors are open, `_route_disagreement` has asked both layers.
+        """
         return result
 
     def solve(self, view: ServerView) -> SolvedHypernet | NotApplicable:
-        """Activations, extractor and its gradient, or why they can't be had."""
+        """Return activations, extractor and its gradient, or why they can't be had."""
         hypernet = parse_hypernet_view(view)
         return hypernet if isinstance(hypernet, NotApplicable) else self._solve(hypernet)
 
@@ -227,7 +233,7 @@ class HypernetPeel(ViewRewriter):
 
 
 def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads: Tensor) -> float:
-    """How far the activations that both layers give are apart, relative to the larger ones; 1 where one says nothing.
+    """Return the relative distance of the activations that both layers give; 1 where one says nothing.
 
     The equations of one layer leave a factor open between tensors, which an unknown defense may have shortened apart.
     """
@@ -238,7 +244,7 @@ def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads:
 
 
 def network_view(peeled: SolvedHypernet) -> ServerView | NotApplicable:
-    """The view of the generated network, its classifier private unless it is shared."""
+    """Return the view of the generated network, its classifier private unless it is shared."""
     view, hypernet = peeled.view, peeled.hypernet_view
     if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
@@ -273,7 +279,7 @@ def network_view(peeled: SolvedHypernet) -> ServerView | NotApplicable:
 
 
 def _may_be_clipped(hypernet: HypernetView) -> bool:
-    """Whether clipping may have shortened the one step: not where what came is shorter than the bound."""
+    """Return whether clipping may have shortened the one step: not where what came is shorter than the bound."""
     group, view, phase = hypernet.group, hypernet.view, hypernet.phases[hypernet.phase]
     if group.max_norm is None:
         return False
@@ -284,7 +290,7 @@ def _may_be_clipped(hypernet: HypernetView) -> bool:
 
 
 def _one_step_rule(peeled: SolvedHypernet, direct: list[str]) -> tuple[Method, Tensors]:
-    """The gradient itself: a step of size 1 without momentum, decay and clipping."""
+    """Return the gradient itself: a step of size 1 without momentum, decay and clipping."""
     hypernet, view = peeled.hypernet_view, peeled.view
     phase = hypernet.phases[hypernet.phase]
     gradient: Tensors = {n: g / phase.first_step_size(hypernet.group) for n, g in peeled.gradient.items()}
@@ -295,7 +301,7 @@ def _one_step_rule(peeled: SolvedHypernet, direct: list[str]) -> tuple[Method, T
 
 
 def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]) -> Method:
-    """A method of that kind on the network itself, with what a private method clips and adds to each of its steps."""
+    """Return a method of that kind on the network itself, with the clipping and noise of a private method."""
     if not isinstance(method, PrivateMethod) or method.follows_loss_gradient(None):
         return kind(**settings, train_mode=method.train_mode)
     ours = {field.name for field in fields(PrivateMethod)} - {"parametrization", "epochs", "steps"}
@@ -304,7 +310,7 @@ def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]
 
 
 def _several_steps_rule(peeled: SolvedHypernet) -> tuple[Method, Tensors]:
-    """The same local training on the extractor itself, with its classifier at rest.
+    """Return the same local training on the extractor itself, with its classifier at rest.
 
     With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
     b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are

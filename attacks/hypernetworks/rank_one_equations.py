@@ -106,7 +106,7 @@ class HypernetUpdate:
         return cls(mine, moved, names, bias, precision, sent)
 
     def is_complete(self, layer: str) -> bool:
-        """Whether the fit of the input of `layer` ("trunk" or "heads") finds each of its numbers in the update."""
+        """Return whether the fit of the input of `layer` ("trunk" or "heads") finds all its numbers in the update."""
         seen = self.sent
         if seen is None:
             return True
@@ -122,13 +122,13 @@ class HypernetUpdate:
         return self._is_inactive([TRUNK_WEIGHT]) or self._is_inactive([TRUNK_BIAS])
 
     def embedding(self) -> Tensor:
-        """The embedding as the least-squares fit of dW0 = db0 v^T (embedding,)."""
+        """Return the embedding as the least-squares fit of dW0 = db0 v^T (embedding,)."""
         back = dense(self.change[TRUNK_BIAS])
         found = rmatvec(self.change[TRUNK_WEIGHT], back) / self._energy_by_columns(TRUNK_WEIGHT, back)
         return rescale_to_bias(found, [self._fusion(TRUNK_WEIGHT, TRUNK_BIAS)]) if self.precision.one_step else found
 
     def trunk_residual(self, embedding: Tensor) -> float:
-        """What the fit leaves of dW0, relative to it; 1 if it doesn't reach every number of the embedding."""
+        """Return what the fit leaves of dW0, relative to it; 1 if it doesn't reach every number of the embedding."""
         if not self.is_complete("trunk"):
             return 1.0
         weight, back = dense(self.change[TRUNK_WEIGHT]), dense(self.change[TRUNK_BIAS])
@@ -139,12 +139,12 @@ class HypernetUpdate:
         return float((weight - fitted).norm() / weight.norm())
 
     def hidden(self, embedding: Tensor) -> Tensor:
-        """relu(W0 v + b0) (hidden,)."""
+        """Return relu(W0 v + b0) (hidden,)."""
         weight, bias = (dense(self.shared[n]).double() for n in (TRUNK_WEIGHT, TRUNK_BIAS))
         return torch.relu(weight @ embedding + bias)
 
     def fuse_trunk_and_heads(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Embedding and activations moved to where first layer and heads agree, each trusted by its fit's residual.
+        """Return embedding and activations on which first layer and heads agree, weighed by their fits' residuals.
 
         In an update of one step both are of the same instant: W0 v + b0 = s a on active units. These equations, the
         first layer's own v, and s = 1 (loosely so without head biases, where the length of a comes from db0) make a
@@ -168,14 +168,14 @@ class HypernetUpdate:
         return embedding + change[:-1], hidden * (1 + change[-1])
 
     def _length_error(self, hidden: Tensor) -> float:
-        """Standard error of the length of the activations, from how far head biases and head weights disagree."""
+        """Return the standard error of the activations' length, from how far head biases and head weights differ."""
         gradient, raised = self._bias_changes(), self._head_gradients(hidden)
         apart = sum(float((g - raised[n]).square().sum()) for n, g in gradient.items())
         whole = sum(float(g @ g) for g in gradient.values())
         return math.sqrt(apart / whole / sum(g.numel() for g in gradient.values()))
 
     def _error(self, fitted: Tensor, residual: float, count: int) -> float:
-        """Standard error of an entry of a fitted factor, from what the fit leaves of `count` numbers."""
+        """Return the standard error of an entry of a fitted factor, from what the fit leaves of `count` numbers."""
         rounded = self.precision.rounding / math.sqrt(fitted.numel())
         return float(fitted.norm()) * max(residual / math.sqrt(count), rounded)
 
@@ -191,7 +191,7 @@ class HypernetUpdate:
         return self._is_inactive([head_bias(n) for n in self.names])
 
     def rounding_bound(self) -> float:
-        """How large, relative to |b|, the part W a of theta = W a + b may be although the head weights seem at rest.
+        """Bound the part W a of theta = W a + b, relative to |b|, although the head weights seem at rest.
 
         With |db| = |g|, an activation a moves them by |g| |a|, which can hide below what rounding leaves of W;
         infinite where a defense may have cut it.
@@ -210,7 +210,7 @@ class HypernetUpdate:
         return math.sqrt(float(torch.linalg.matrix_norm(gram.double(), 2))) * hidden / start
 
     def gradient(self, hidden: Tensor) -> dict[str, Tensor]:
-        """The generated tensors' own gradient times step size and clip factor, by name (n,).
+        """Return the generated tensors' own gradient times step size and clip factor, by name (n,).
 
         The heads' biases hold it as it is, and in one step their weights once for every active unit: the mean of both,
         weighted by inverse variances. Without biases it is the least-squares fit of dW_k = g_k a^T.
@@ -222,7 +222,10 @@ class HypernetUpdate:
         return {n: self._fusion(head_weight(n), head_bias(n)).gradient(hidden) for n in self.names}
 
     def hidden_from_head_gradients(self) -> Tensor:
-        """The hidden activations from the heads (hidden,); all zero where no length fits, as several steps may do."""
+        """Return the hidden activations from the heads (hidden,).
+
+        They are all zero where no length fits, as several steps may make it.
+        """
         if self.bias:
             own = self._bias_changes()
             size = sum(self._energy_by_columns(head_weight(n), g) for n, g in own.items())
@@ -243,7 +246,10 @@ class HypernetUpdate:
         return torch.clamp(direction * ((pulled * live) @ back) / (back @ back), min=0)
 
     def heads_residual(self, hidden: Tensor) -> float:
-        """What the best fit with these activations leaves of all dW_k together, relative to them; 1 if all are zero."""
+        """Return what the best fit with these activations leaves of all dW_k together, relative to them.
+
+        It is 1 if all are zero.
+        """
         if not bool(hidden.any()):
             return 1.0
         changes = self._head_changes()
@@ -252,7 +258,7 @@ class HypernetUpdate:
         return math.sqrt(max(whole - caught, 0.0) / whole)
 
     def length_residual(self, hidden: Tensor) -> float:
-        """What of the dW_k these activations fit at another length than the head biases say, relative to all dW_k."""
+        """Return the share of all dW_k that these activations fit at another length than the head biases say."""
         if not self.bias or not bool(hidden.any()):
             return 0.0
         apart, raised = 0.0, self._head_gradients(hidden)
@@ -262,7 +268,7 @@ class HypernetUpdate:
         return math.sqrt(apart / sum(float(inner(w, w)) for w in self._head_changes().values()))
 
     def extractor(self, hidden: Tensor) -> dict[str, Tensor]:
-        """W_k a + b_k by name (n,)."""
+        """Return W_k a + b_k by name (n,)."""
         made = {}
         for n in self.names:
             weight = self.shared[head_weight(n)]
@@ -290,24 +296,27 @@ class HypernetUpdate:
         return float(change) <= max(self._max_rounding(names), torch.finfo(torch.float64).tiny ** 0.5)
 
     def _max_rounding(self, names: list[str]) -> float:
-        """What rounding can leave of these tensors together; the factors of outer products are exact by themselves."""
+        """Return what rounding can leave of these tensors together.
+
+        The factors of outer products are exact by themselves.
+        """
         whole = {n: self.shared[n] for n in names if self.precision.rounded and not _is_outer_products(self.change[n])}
         return self.precision.rounding * float(norm(whole)) if whole else 0.0
 
     def _energy_by_columns(self, name: str, left: Tensor) -> Tensor:
-        """The sum of squares of `left` (n,) over the rows each column of `name` was sent of, (m,) or one for all."""
+        """Return sums of squares of `left` (n,) over the rows sent of each column of `name`, (m,) or one for all."""
         if self.sent is None:
             return left @ left
         return (left.square() @ self.sent[name]).clamp_min(torch.finfo(left.dtype).tiny)
 
     def _energy_by_rows(self, name: str, right: Tensor) -> Tensor:
-        """The same of `right` (m,) over the columns each row was sent of, (n,) or one for all."""
+        """Return sums of squares of `right` (m,) over the columns sent of each row, (n,) or one for all."""
         if self.sent is None:
             return right @ right
         return (self.sent[name] @ right.square()).clamp_min(torch.finfo(right.dtype).tiny)
 
     def _head_gradients(self, hidden: Tensor) -> dict[str, Tensor]:
-        """The least-squares fit of g_k in dW_k = g_k a^T, by name (n,)."""
+        """Return the least-squares fit of g_k in dW_k = g_k a^T, by name (n,)."""
         changes = self._head_changes()
         return {n: matvec(c, hidden) / self._energy_by_rows(head_weight(n), hidden) for n, c in changes.items()}
 
@@ -317,7 +326,7 @@ class HypernetUpdate:
         return total
 
     def _leading_direction(self, iterations: int = 100, tolerance: float = 1e-14) -> Tensor:
-        """The leading right singular vector of all dW_k stacked, of non-negative sum, by power iteration."""
+        """Return the leading right singular vector of all dW_k stacked, of non-negative sum, by power iteration."""
         changes = self._head_changes()
         direction = torch.ones(next(iter(changes.values())).shape[1], dtype=torch.float64)
         direction = direction.to(dense(self.change[TRUNK_BIAS]).device) / direction.norm()
@@ -350,7 +359,7 @@ class LayerGradientFusion:
     sent: tuple[Tensor, Tensor] | None = None
 
     def gradient(self, x: Tensor) -> Tensor:
-        """The gradient g (n,): the mean of both, weighted by inverse variances; zero where neither was sent."""
+        """Return the gradient g (n,): the mean of both, weighted by inverse variances; zero where neither was sent."""
         raised = self._gradient_from_weight(x)
         of_raised, of_bias = self._noise_variances(x, raised)
         weight, bias = self.start
@@ -360,7 +369,7 @@ class LayerGradientFusion:
         return torch.where(mine + ours > 0, (self.bias * mine + raised * ours) / (mine + ours), 0.0)
 
     def length_products(self, x: Tensor) -> tuple[float, float]:
-        """Squared length of g by the weight where x had this length, its noise left out, and its product with db.
+        """Return |g|^2 by the weight where x had this length, without its noise, and the product of g with db.
 
         Both in units of the bias's noise, so that layers can be added up.
         """
@@ -371,11 +380,14 @@ class LayerGradientFusion:
         return float(own.sum()), float((raised * self.bias * both).sum())
 
     def _gradient_from_weight(self, x: Tensor) -> Tensor:
-        """The least-squares fit of g in dW = g x^T (n,)."""
+        """Return the least-squares fit of g in dW = g x^T (n,)."""
         return matvec(self.weight, x) / self._input_energy(x).clamp_min(torch.finfo(x.dtype).tiny)
 
     def _noise_variances(self, x: Tensor, raised: Tensor) -> tuple[Tensor, float]:
-        """Variances as they are seen, not zero: of `raised` (n,), infinite where nothing was sent, and of the bias."""
+        """Return the variances as they are seen, not zero.
+
+        Those of `raised` (n,) are infinite where nothing was sent; the other is the bias's.
+        """
         rows = self._input_energy(x)
         known = self.weight.numel() if self.sent is None else float(self.sent[0].sum())
         squares = inner(self.weight, self.weight)
@@ -388,7 +400,7 @@ class LayerGradientFusion:
         return of_raised, max(float(apart.sum() / both.sum().clamp_min(1.0)), least)
 
     def _quantization_variance(self, x: Tensor) -> Tensor:
-        """The variance that no averaging takes off `raised` (n,): of rows too small to be sent.
+        """Return the variance that no averaging takes off `raised` (n,): of rows too small to be sent.
 
         Where numbers are sent in coarse steps, a row whose entries are all below one is sent as zeros: no noise is seen
         in it, and all of it is lost.
@@ -404,7 +416,7 @@ class LayerGradientFusion:
         return float(torch.where(self.weight == 0, math.inf, self.weight.abs()).min())
 
     def _input_energy(self, x: Tensor) -> Tensor:
-        """The sum of squares of x over the entries sent of each row, (n,) or one for all."""
+        """Return the sum of squares of x over the entries sent of each row, (n,) or one for all."""
         return x @ x if self.sent is None else self.sent[0] @ x.square()
 
     @property
@@ -414,12 +426,12 @@ class LayerGradientFusion:
 
 
 def _min_variance(squares: Tensor, count: float) -> float:
-    """The variance that double precision leaves on numbers of which there are `count`; in their own unit."""
+    """Return the variance that double precision leaves on numbers of which there are `count`; in their own unit."""
     return torch.finfo(torch.float64).eps ** 2 * float(squares) / max(count, 1.0) + torch.finfo(torch.float64).tiny
 
 
 def rescale_to_bias(x: Tensor, layers: Sequence[LayerGradientFusion]) -> Tensor:
-    """`x` (m,) at the length that weights and biases agree on.
+    """Return `x` (m,) at the length that weights and biases agree on.
 
     A least-squares fit to a noisy bias comes out too short, as its noise adds to its square.
     """
@@ -431,18 +443,18 @@ def rescale_to_bias(x: Tensor, layers: Sequence[LayerGradientFusion]) -> Tensor:
 
 
 def parameter_names(names: Iterable[str], *, bias: bool) -> list[str]:
-    """The parameters of a hypernetwork that generates `names`."""
+    """Return the parameters of a hypernetwork that generates `names`."""
     names = tuple(names)
     return [TRUNK_WEIGHT, TRUNK_BIAS, *map(head_weight, names), *(map(head_bias, names) if bias else ())]
 
 
 def _is_outer_products(value: Value) -> bool:
-    """Whether it is outer products alone."""
+    """Return whether it is outer products alone."""
     return isinstance(value, LowRank) and (value.base is None or value.scale == 0)
 
 
 def _sent_masks(change: Tensors, passed: Callable[[Tensors], Tensors]) -> dict[str, Tensor] | None:
-    """1 where something passes a known defense, 0 elsewhere; None if it cuts nothing."""
+    """Return 1 where something passes a known defense, 0 elsewhere; None if it cuts nothing."""
     ones: Tensors = {n: torch.ones_like(c) for n, c in change.items() if isinstance(c, Tensor)}
     seen = {n: (dense(value) != 0).double() for n, value in passed(ones).items()}
     if all(bool(mask.all()) for mask in seen.values()):

@@ -1,4 +1,4 @@
-"""Whose label is whose: the classes of images once they are found."""
+"""Assigns labels to images once these are found."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_DIRECTION_DISTANCE = 0.1
 
 
 def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> Tensor | None:
-    """The label of each of the images (N,) int64 that one step was taken on, or None where the update does not tell.
+    """Return the labels (N,) int64 of the images that one step was taken on, or None where nothing tells.
 
     The gradient of a linear classifier's weight is the mean of `(p_i - y_i) h_i^T`. The images give their features h_i
     and predictions p_i, so that the gradient times the pseudo-inverse of all h_i has a column for each, a multiple of
@@ -49,7 +49,7 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
 
 
 def order_matters(view: ServerView) -> bool:
-    """Whether it matters which image has which of the labels read off, which come in a row.
+    """Return whether it matters which image has which of the labels read off, which come in a row.
 
     So it is where the known order says which image is in which small batch, and in a group that is not one client with
     all images: where clients take several steps, are clipped or normalize by their own batch, it matters whose image
@@ -62,7 +62,7 @@ def order_matters(view: ServerView) -> bool:
 
 
 def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """What the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told.
+    """Return what the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told.
 
     In double precision on the CPU, as some devices have none.
     """

@@ -1,4 +1,4 @@
-"""How many images of each class make a linear classifier's gradient: counts and mean features, fitted in turn.
+"""Fits the number of images of each class, and their mean features, to a linear classifier's gradient in turn.
 
 Symbols. N images of K classes; W (K, d) and b (K,) the classifier; h_i (d,) what it is given for image i and
 p_i = softmax(W h_i + b) what it predicts; e_k the k-th unit vector; G (K, d) and g (K,) the gradients of the mean cross

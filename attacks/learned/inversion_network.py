@@ -50,7 +50,7 @@ class SimulatedClient:
         return sum(value.numel() for value in self.view.update.values())
 
     def images(self, count: int, draw: torch.Generator) -> Batch:
-        """`count` clients' images (count, B, C, H, W) and labels (count, B)."""
+        """Return `count` clients' images (count, B, C, H, W) and labels (count, B)."""
         size = self.view.batch_size or 1
         given = self.public.take(torch.randint(len(self.public), (count * size,), generator=draw))
         if self.view.threat.knows_defense and overrides(self.view.defense, "transform_batch"):
@@ -62,7 +62,7 @@ class SimulatedClient:
         return Batch(inputs.unflatten(0, (count, size)), labels.unflatten(0, (count, size)))
 
     def updates(self, images: Batch, draw: torch.Generator) -> dict[str, Tensor]:
-        """What these clients would send, by name, one row each."""
+        """Return what these clients would send, by name, one row each."""
         view, client = self.view, self.view.client
 
         def one(inputs: Tensor, labels: Tensor, private: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -76,7 +76,10 @@ class SimulatedClient:
             return self._apply_defense(rows, len(images), draw)
 
     def _draw_private(self, name: str, count: int, draw: torch.Generator) -> Tensor:
-        """Guesses (count, *shape) of a private tensor: as layers are initialized, 0 for memory, N(0, 1) for noise."""
+        """Draw guesses (count, *shape) of a private tensor.
+
+        They are as layers are initialized, 0 for memory, N(0, 1) for noise.
+        """
         shape, known = self.view.private[name], (self.view.private_init or {}).get(name)
         if known is not None:
             made = dense(known).expand(count, *shape)
@@ -88,7 +91,7 @@ class SimulatedClient:
         return made.to(dtype=self.view.dtype, device=self.view.device)
 
     def _apply_defense(self, rows: dict[str, Tensor], count: int, draw: torch.Generator) -> dict[str, Tensor]:
-        """The rows as a known defense sends them, with its noise."""
+        """Return the rows as a known defense sends them, with its noise."""
         defense = self.view.defense
         if not (self.view.threat.knows_defense and overrides(defense, "transform_update")):
             return rows
@@ -116,7 +119,7 @@ class FeatureHash:
     seed: int
 
     def __call__(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows (n, size) of updates given by name, (n, ...) each."""
+        """Return rows (n, size) of updates given by name, (n, ...) each."""
         flat = torch.cat([rows[name].reshape(len(rows[name]), -1) * scale for name, scale in self.scales.items()], 1)
         flat = nn.functional.normalize(flat, dim=1)
         if self.numbers <= self.size:
@@ -155,7 +158,7 @@ class InversionNetwork:
     cut_short: str = ""
 
     def __call__(self, update: Tensors) -> Tensor:
-        """The images (B, C, H, W) in [0, 1] of one update."""
+        """Return the images (B, C, H, W) in [0, 1] of one update."""
         rows = self.hash({name: dense(update[name])[None] for name in self.hash.scales})
         with torch.no_grad():
             images: Tensor = self.network(standardize(rows, self.mean, self.scale))
@@ -163,12 +166,18 @@ class InversionNetwork:
 
 
 def standardize(rows: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits."""
+    """Return hashed updates (n, F) as the network takes them: whatever the update's unit, the same bits.
+
+    Args:
+        rows: hashed updates (n, F).
+        mean: of the training updates (F,).
+        scale: one over their standard deviation (F,).
+    """
     return ((rows - mean) * scale).clamp(-MAX_STANDARDIZED, MAX_STANDARDIZED).float()
 
 
 def permutation_mse(found: Tensor, images: Tensor) -> Tensor:
-    """Mean squared error of `found` (n, B, P) from `images` (n, B, P), each client's in the order that fits best.
+    """Return the mean squared error of `found` (n, B, P), each client's images in the order that fits best.
 
     The sum of squares of both sides is the same in every order, so the best one has the largest inner products.
     """
@@ -204,7 +213,7 @@ class TrainingSettings:
 def train(
     imitation: SimulatedClient, settings: TrainingSettings, monitor: SearchMonitor | None = None
 ) -> InversionNetwork:
-    """A network that inverts the updates of an imitated client; no update is ever seen twice.
+    """Return a network that inverts the updates of an imitated client; no update is ever seen twice.
 
     Args:
         imitation: of the client.
@@ -249,7 +258,10 @@ def train(
 def _training_batches(
     imitation: SimulatedClient, made: FeatureHash, batch: int, seed: int
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A function that imitates `batch` clients anew: hashed updates (batch, F), pixels (batch, B, P) in float32."""
+    """Return a function that imitates `batch` clients anew.
+
+    It returns hashed updates (batch, F) and pixels (batch, B, P) in float32.
+    """
     draw = stream(seed, "lessons")
     room = max(1, min(batch, MAX_NUMBERS_AT_ONCE // imitation.update_size))
 
@@ -278,7 +290,7 @@ def _inverse(size: Tensor) -> float:
 
 
 def client_key(view: ServerView) -> str:
-    """Equal for views whose clients are imitated alike, whatever they sent."""
+    """Return a key that is equal for views whose clients are imitated alike, whatever they sent."""
     settings = (view.method, view.defense, view.threat, view.schedule, view.batch_size, view.round)
     shapes = ([(n, v.shape) for n, v in view.update.items()], list(view.private.items()), view.dtype, view.device)
     task = (str(view.task.model), view.task.num_classes, view.task.input_shape)

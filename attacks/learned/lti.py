@@ -93,11 +93,11 @@ class LearningToInvert(Attack):
 
     @classmethod
     def example(cls) -> LearningToInvert:
-        """A few steps on small faces."""
+        """Return a few steps on small faces."""
         return cls(auxiliary=Faces(size=8), iterations=5, batch_size=4, width=8, hash_size=64)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """All together, for what is trained for one reads the others, too."""
+        """Return all together, for what is trained for one reads the others, too."""
         return [range(len(views))] if views else []
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
@@ -137,14 +137,14 @@ class LearningToInvert(Attack):
         return results
 
     def auxiliary_images(self) -> Batch | None:
-        """The public images."""
+        """Return the public images."""
         return None if self.auxiliary is None else self._part(self.auxiliary.load())
 
     def _part(self, data: Dataset) -> Batch:
         return data.train if self.part == "train" else data.test
 
     def refuse(self, view: ServerView, data: Dataset) -> NotApplicable | None:
-        """Why this attack says nothing about `view`, or None."""
+        """Return why this attack says nothing about `view`, or None."""
         if not view.update:
             return NotApplicable(f"{view.method.name} shares nothing: there is no update to read")
         if not view.batch_size:
@@ -165,7 +165,7 @@ class LearningToInvert(Attack):
     def _network(
         self, key: _Key, view: ServerView, data: Dataset, public: Batch, monitor: SearchMonitor
     ) -> InversionNetwork | NotApplicable:
-        """The network for a view: one that was trained before, or a new one."""
+        """Return the network for a view: one that was trained before, or a new one."""
         if key in _TRAINED:
             return _TRAINED[key]
         if stopped := monitor.begin_batch():
@@ -183,7 +183,7 @@ class LearningToInvert(Attack):
         return trained
 
     def _reconstruct(self, view: ServerView, data: Dataset, inverter: InversionNetwork) -> Reconstruction:
-        """What a network makes of a view."""
+        """Return what a network makes of a view."""
         told, note = single_label(view) if view.batch_size == 1 else (None, "")
         used = {
             f"public images ({data.name}, {self.part})": True,

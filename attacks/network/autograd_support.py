@@ -1,4 +1,4 @@
-"""Whether torch can do with a network what attacks take for granted: differentiate its gradient, and stack it."""
+"""Tests whether torch can differentiate a network's gradient and evaluate it in batches, as attacks need."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError)
 
 
 def autograd_obstacle(view: ServerView) -> str | None:
-    """In words, what torch can't do with the view's network that attacks need, or None where it can.
+    """Say what torch can't do with the view's network that attacks need, or return None where it can.
 
     Args:
         view: whose network is tried, on noise and as its client trains it.
@@ -24,7 +24,7 @@ def autograd_obstacle(view: ServerView) -> str | None:
 
 
 def _vmap_obstacle(view: ServerView) -> str | None:
-    """Why the network can't be evaluated for many guesses at once."""
+    """Return why the network can't be evaluated for many guesses at once."""
     model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     images = torch.rand(2, 2, *view.task.input_shape, generator=stream(0, "stacked")).to(view.device, view.dtype)
@@ -38,7 +38,7 @@ def _vmap_obstacle(view: ServerView) -> str | None:
 
 
 def _double_backward_obstacle(view: ServerView) -> str | None:
-    """Why the network's gradient can't be differentiated by the images.
+    """Return why the network's gradient can't be differentiated by the images.
 
     Some of torch's layers have no second derivative (Hardsigmoid), nor have functions whose gradient was written by
     hand for one alone.

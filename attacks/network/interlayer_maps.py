@@ -1,4 +1,4 @@
-"""What stands between a network's weighted layers, as modules that take any number of images."""
+"""Modules stand here for what lies between a network's weighted layers; they take any number of images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Reshape(nn.Module):
         self.shape = shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, ...) as (N, *shape)."""
+        """Return (N, ...) as (N, *shape)."""
         return x.reshape(len(x), *self.shape)
 
 
@@ -47,7 +47,7 @@ class ReplayedMap(nn.Module):
         self.run, self.shape, self.whole = run, shape, whole
 
     def forward(self, x: Tensor) -> Tensor:
-        """(N, *shape) to (N, ...)."""
+        """Return what the map makes (N, ...) of (N, *shape)."""
         x = x.reshape(len(x), *self.shape)
         return self.run(x) if self.whole or len(x) == 1 else torch.cat([self.run(one[None]) for one in x])
 
@@ -56,7 +56,7 @@ class ElementwiseAffine(ReplayedMap):
     """Each number times a number of its own plus another: a normalization, batch norm in evaluation mode."""
 
     def by_channel(self) -> tuple[Tensor, Tensor] | None:
-        """Factor and shift of each channel (C,); None where they differ from place to place."""
+        """Return the factor and shift of each channel (C,); None where they differ from place to place."""
         zero = torch.zeros(1, *self.shape, dtype=self.dtype, device=self.device)
         with torch.no_grad():
             shift = self(zero)
@@ -89,7 +89,7 @@ class MonotoneActivation(nn.Module):
         self.run, self.shape = run, shape
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of the shape of `x`, whatever that is."""
+        """Return what the activation makes of `x`, in the shape of `x`, whatever that is."""
         size = self.shape.numel()
         flat = x.flatten()
         filled = torch.cat([flat, flat.new_zeros(-len(flat) % size)])
@@ -97,7 +97,7 @@ class MonotoneActivation(nn.Module):
         return torch.cat(parts)[: len(flat)].view_as(x)
 
     def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """First and second derivative where it is given `x`."""
+        """Return the first and second derivative at `x`."""
         bend = (self._slope(x + DIFFERENCE_STEP) - self._slope(x - DIFFERENCE_STEP)) / (
             2 * DIFFERENCE_STEP
         )  # some have no second derivative
@@ -110,7 +110,7 @@ class MonotoneActivation(nn.Module):
         return slope
 
     def inverse(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """What it was given where it returned `values`, and where that can be told: not on a level stretch."""
+        """Return what it was given where it returned `values`, and where that can be told: not on a level stretch."""
         low, high = torch.full_like(values, -SEARCH_SPAN), torch.full_like(values, SEARCH_SPAN)
         with torch.no_grad():
             least, most = self(low), self(high)

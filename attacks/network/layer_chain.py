@@ -1,4 +1,4 @@
-"""A network as a chain of weighted layers, for attacks that undo it one layer at a time."""
+"""Extracts a network's chain of weighted layers, for attacks that undo it one layer at a time."""
 
 from __future__ import annotations
 
@@ -65,25 +65,25 @@ class Stage:
         return self.layer_input(self.zero_input()).shape[1:]
 
     def parameter_name(self, kind: str) -> str:
-        """The name of the layer's "weight" or "bias" in the update."""
+        """Return the name of the layer's "weight" or "bias" in the update."""
         return self.names.get(kind, f"{self.name}.{kind}")
 
     def arrange(self, kind: str, sent: Tensor) -> Tensor:
-        """What was sent of the layer's "weight" or "bias", as it lies in the layer."""
+        """Return what was sent of the layer's "weight" or "bias", as it lies in the layer."""
         return sent.flatten()[self.places[kind]] if kind in self.places else sent
 
     def layer_input(self, values: Tensor) -> Tensor:
-        """What the layer is given, from what comes in (N, *shape)."""
+        """Return what the layer is given, from what comes in (N, *shape)."""
         result: Tensor = self.before(values)
         return result
 
     def zero_input(self, count: int = 1) -> Tensor:
-        """Zeros that may come in (count, *shape), where the layer's weight is."""
+        """Return zeros that may come in (count, *shape), where the layer's weight is."""
         weight: Tensor = self.layer.weight  # type: ignore[assignment]
         return weight.new_zeros(count, *self.shape)
 
     def input_affine(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-        """Offset and slope (1, ...) of what comes in on its way to the layer; for pointwise maps.
+        """Return the offset and slope (1, ...) of what comes in on its way to the layer; for pointwise maps.
 
         Max pooling may lie there, too: behind an activation that rises it passes on what that makes of pooled outputs.
         """
@@ -92,18 +92,18 @@ class Stage:
         return offset, self.layer_input(zero + 1) - offset
 
     def undo_input_maps(self, given: Tensor) -> Tensor:
-        """What comes in, from what the layer is given (N, ...); for pointwise maps."""
+        """Return what comes in, from what the layer is given (N, ...); for pointwise maps."""
         offset, slope = self.input_affine(given.dtype)
         return ((given - offset) / slope).view(-1, *self.shape)
 
     def activation_input(self, given: Tensor) -> Tensor:
-        """What the activation is given, from what the layer is given."""
+        """Return what the activation is given, from what the layer is given."""
         result: Tensor = self.after(self.layer(given))
         return result
 
 
 def gradients_by_layer(stages: Sequence[Stage], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """An update's tensors with those of the stages as they lie there, under `layer.weight` and `layer.bias`."""
+    """Return an update's tensors with those of the stages as they lie there, under `layer.weight` and `layer.bias`."""
     result = dict(sent)
     for stage in stages:
         for kind in ("weight", "bias"):
@@ -115,7 +115,7 @@ def gradients_by_layer(stages: Sequence[Stage], sent: Mapping[str, Tensor]) -> d
 
 
 def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
-    """The network with the numbers that the server sent."""
+    """Return the network with the numbers that the server sent."""
     known = {**view.shared, **view.buffers}
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:
@@ -125,7 +125,7 @@ def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
 
 
 def trace_view(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn.Module, Graph] | NotApplicable:
-    """The network of `view` in float64, and what it computes from an image, or why that can't be told."""
+    """Return the network of `view` in float64, and what it computes from an image, or why that can't be told."""
     model = load_sent_weights(copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64), view)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
@@ -145,7 +145,7 @@ def trace_view(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn
 def extract_layer_chain(
     view: ServerView, *, max_pooling: bool = False, device: torch.device | str = "cpu"
 ) -> tuple[Stage, ...] | NotApplicable:
-    """The network of `view` as stages on `device`, bottom first, or why it is no such chain.
+    """Return the network of `view` as stages on `device`, bottom first, or why it is no such chain.
 
     `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
 
@@ -154,6 +154,11 @@ def extract_layer_chain(
     does (`attacks.network.operation_recognition`): the way forward is written does not count. The stages must give
     every layer what the network gives it, and send back what the network does. Where the chain breaks off above a
     linear layer with a bias, it ends with that layer.
+
+    Args:
+        view: the server's.
+        max_pooling: whether max pooling may stand between layers.
+        device: where the stages are made.
     """
     found = trace_view(view, device)
     if isinstance(found, NotApplicable):
@@ -171,7 +176,7 @@ def extract_layer_chain(
 
 
 def _forward_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], probe: Tensor) -> str | None:
-    """That a layer returns something else in the network than in its stage, or None."""
+    """Say which layer returns something else in the network than in its stage; None if all agree."""
     right, values = {piece.name: piece.output for piece in pieces if piece.name}, probe
     with torch.no_grad():
         for stage in stages:
@@ -184,7 +189,7 @@ def _forward_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], probe: T
 
 
 def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Module, probe: Tensor) -> str | None:
-    """That the network's gradient of a layer is another than its stage's, or None."""
+    """Say of which layer the network's gradient is another than its stage's; None if all agree."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     mine = [(stage, kind) for stage in stages for kind in ("weight", "bias") if stage.parameter_name(kind) in trained]
     if not mine:
@@ -218,7 +223,7 @@ def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: 
 
 
 def _network_output(pieces: Sequence[Piece], values: Tensor) -> Tensor:
-    """What the network returns of logits: a log-softmax at the end, which cross entropy does not see."""
+    """Return what the network returns of logits: a log-softmax at the end, which cross entropy does not see."""
     return values.log_softmax(1) if pieces and pieces[-1].normalizes else values
 
 
@@ -229,7 +234,7 @@ def _record_pieces(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece
 
 
 def _build_stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
-    """The pieces put together to stages, as far up as they go."""
+    """Return the pieces put together to stages, as far up as they go."""
     stages: list[Stage] = []
     pending: list[nn.Module] = []
     shape, closed = torch.Size(view.task.input_shape), True
@@ -266,7 +271,7 @@ def _build_stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) 
 
 
 def _end_at_last_linear(stages: Sequence[Stage], refused: NotApplicable) -> tuple[Stage, ...] | NotApplicable:
-    """The chain up to its last linear layer with a bias, whose gradient says what flows back, if it has one."""
+    """Return the chain up to its last linear layer with a bias, whose gradient says what flows back, if it has one."""
     for i in reversed(range(len(stages))):
         stage = stages[i]
         if isinstance(stage.layer, nn.Linear) and stage.layer.bias is not None and stage.parameter_name("bias"):
@@ -276,7 +281,7 @@ def _end_at_last_linear(stages: Sequence[Stage], refused: NotApplicable) -> tupl
 
 
 def _first_movable(pending: Sequence[nn.Module]) -> int:
-    """From where on the maps below an activation may as well stand above it, if they change the order of numbers."""
+    """Return the first map below an activation from which on all may as well stand above it: reorderings."""
     for i, module in enumerate(pending):
         if isinstance(module, Permutation) and all(
             isinstance(m, Permutation | nn.Flatten | Reshape) for m in pending[i:]
@@ -292,7 +297,7 @@ def _shape_before(pending: Sequence[nn.Module]) -> torch.Size:
 
 
 def _build_stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) -> Stage:
-    """A stage whose layer takes what comes in in its own order, where that is all that a permutation below changes."""
+    """Return a stage whose layer takes its input in the input's own order, where a permutation changes only that."""
     layer, places, maps = piece.module, dict(piece.places), list(pending)
     assert isinstance(layer, nn.Conv2d | nn.Linear)
     at = next((i for i, module in enumerate(maps) if isinstance(module, Permutation)), None)
@@ -314,7 +319,7 @@ def _build_stage(piece: Piece, shape: torch.Size, pending: Sequence[nn.Module]) 
 
 
 def _channel_order(turned: Permutation, taken: torch.Size) -> Tensor | None:
-    """The order of whole channels, where a permutation changes no more than that."""
+    """Return the order of whole channels, where a permutation changes no more than that."""
     if turned.shape != taken:
         return None
     index = turned.index.view(taken[0], -1)
@@ -326,7 +331,7 @@ def _channel_order(turned: Permutation, taken: torch.Size) -> Tensor | None:
 def _permute_inputs(
     layer: nn.Conv2d | nn.Linear, order: Tensor, places: Tensor | None
 ) -> tuple[nn.Conv2d | nn.Linear, Tensor]:
-    """The layer behind a permutation as one that takes what comes before it, and where its weight stands as sent."""
+    """Return the layer that takes what comes before a permutation, and where its weight stands as sent."""
     weight = layer.weight
     if places is None:
         places = torch.arange(weight.numel(), device=weight.device).view_as(weight)
@@ -339,7 +344,7 @@ def _permute_inputs(
 
 
 def _refusal(view: ServerView, piece: Piece, max_pooling: bool) -> NotApplicable | None:
-    """Why a piece can't be undone, or None."""
+    """Return why a piece can't be undone, or None."""
     hidden = sorted(name for name in piece.sources if name in view.private)
     if hidden and not hidden[0].startswith(view.task.head or "?"):
         return NotApplicable(f"the server does not know {hidden[0]}")

@@ -1,4 +1,4 @@
-"""A recorded network as a sequence of pieces: weighted layers, and what stands between them."""
+"""Reads a recorded network as a sequence of pieces: weighted layers, and what stands between them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Piece:
 
 
 def read_pieces(graph: Graph) -> Iterator[Piece]:
-    """What the network does from the image to what it returns, piece by piece, each told when it is asked for."""
+    """Yield what the network does from the image to what it returns, piece by piece."""
     segments = graph.segments()
     between: list[Segment] = []
     skip = 0
@@ -84,14 +84,14 @@ def _log_softmax(graph: Graph, segment: Segment) -> bool:
 
 
 def read_layer(graph: Graph, number: int) -> Piece:
-    """The weighted layer of one operation, wherever that stands."""
+    """Return the weighted layer of one operation, wherever that stands."""
     node = graph.nodes[number]
     start = next(ref for ref in node.refs if graph.depends_on_image(ref))
     return _read_weighted(graph, node, Segment((number,), start, Ref(number)))
 
 
 def _read_weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
-    """A convolution or a linear layer, by its own module."""
+    """Return a convolution or a linear layer, by its own module."""
     taken, given = graph.value(segment.start), graph.value(segment.end)
     piece = Piece(None, str(node), taken, given, node.sources)
     made = _convolution(graph, node, piece) if node.operation == "convolution" else _linear(graph, node, piece)
@@ -126,7 +126,7 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
-    """From a product of one row, or one column, with a matrix."""
+    """Read a linear layer off a product of one row, or one column, with a matrix."""
     first, second = product_operands(node)
     flows_first = graph.depends_on_image(first)
     flow, weight = (first, second) if flows_first else (second, first)
@@ -159,7 +159,7 @@ ParameterNames = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | No
 
 
 def _parameter_names(graph: Graph, node: Node, weight: Ref, bias: object) -> ParameterNames | str:
-    """The parameters that weight and bias are, or why they are none."""
+    """Return the parameters that weight and bias are, or why they are none."""
     found = graph.as_parameter(weight)
     if found is None:
         names = ", ".join(sorted(parameters_behind(graph, weight)))
@@ -182,7 +182,7 @@ def _with_parameters(
     bias: object,
     parameters: ParameterNames,
 ) -> Piece:
-    """The layer with its numbers, and what they are called in the update."""
+    """Return the layer with its numbers, and what they are called in the update."""
     (name, places), other = parameters
     layer.weight = _parameter(weight, graph.tensors[name])
     if bias is not None:
@@ -198,7 +198,7 @@ def _with_parameters(
 
 
 def _parameter(value: Tensor, sent: Tensor | None) -> nn.Parameter:
-    """A parameter of the numbers of `value`, which trains where the one that was sent does."""
+    """Return a parameter of the numbers of `value`, which trains where the one that was sent does."""
     if sent is not None and sent.shape == value.shape and isinstance(sent, nn.Parameter) and torch.equal(sent, value):
         return sent
     trains = sent is not None and sent.requires_grad
@@ -206,7 +206,7 @@ def _parameter(value: Tensor, sent: Tensor | None) -> nn.Parameter:
 
 
 def _absorb_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
-    """The layer with a parameter that is added to what it returns, output by output, as its bias; else None."""
+    """Return the layer with a parameter that is added to what it returns, output by output, as its bias; else None."""
     node = graph.nodes[segment.nodes[0]]
     layer = piece.module
     if len(segment.nodes) > 1 or node.operation != "add" or not isinstance(layer, nn.Conv2d | nn.Linear):
@@ -246,7 +246,7 @@ def _with_added_bias(
 
 
 def _absorb_padding(before: list[Piece], piece: Piece) -> Piece:
-    """A convolution with the zeros that were put around what it is given, as many on both sides."""
+    """Return a convolution with the zeros that were put around what it is given, as many on both sides."""
     last = before[-1] if before else None
     if not isinstance(piece.module, nn.Conv2d) or last is None or not isinstance(last.module, nn.ZeroPad2d):
         return piece
@@ -261,7 +261,7 @@ def _absorb_padding(before: list[Piece], piece: Piece) -> Piece:
 
 
 def _read_between(graph: Graph, segments: Sequence[Segment]) -> list[Piece]:
-    """What stands between two layers, in as few pieces that are no refusals as it takes, each as short as can be."""
+    """Return what stands between two layers in as few pieces as recognition allows, each as short as can be."""
     closed = next((i for i, segment in enumerate(segments) if contains_weighted_branch(graph, segment)), None)
     if closed is not None:  # nothing that is merged with it could be undone
         below, above = _read_between(graph, segments[:closed]), _read_between(graph, segments[closed + 1 :])
@@ -284,7 +284,7 @@ def _read_between(graph: Graph, segments: Sequence[Segment]) -> list[Piece]:
 
 
 def _vagueness(piece: Piece) -> int:
-    """How little is known of a piece: nothing, or that it is linear."""
+    """Return how little is known of a piece: nothing, or that it is linear."""
     return 2 * MAX_MERGED if piece.refusal else int(isinstance(piece.module, LinearMap | nn.ZeroPad2d))
 
 
@@ -300,7 +300,7 @@ def _read_piece(graph: Graph, segment: Segment) -> Piece:
 
 
 def _simplify(pieces: Sequence[Piece]) -> list[Piece]:
-    """Without those that do nothing, and scalings one after the other as one."""
+    """Leave out pieces that do nothing, and join scalings that follow each other."""
     found: list[Piece] = []
     for piece in pieces:
         if isinstance(piece.module, Reshape | nn.Flatten | nn.Identity) and piece.input.shape == piece.output.shape:

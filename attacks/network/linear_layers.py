@@ -1,4 +1,4 @@
-"""The linear layers of a network that are given one vector per image, however forward is written."""
+"""Finds the linear layers of a network that are given one vector per image, however forward is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class PixelOrigin:
     index: Tensor
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """The pixels (N, n) behind inputs (N, n)."""
+        """Return the pixels (N, n) behind inputs (N, n)."""
         found = torch.empty_like(inputs)
         found[:, self.index.to(inputs.device)] = (inputs - self.offset.to(inputs)) / self.slope.to(inputs)
         return found
@@ -57,12 +57,15 @@ class VectorLayer:
     node: int
 
     def arrange(self, kind: str, sent: Tensor) -> Tensor:
-        """What was sent of the layer's "weight" or "bias", as it lies in the layer."""
+        """Return what was sent of the layer's "weight" or "bias", as it lies in the layer."""
         return sent.flatten()[self.places[kind].to(sent.device)] if kind in self.places else sent
 
 
 def vector_layers(view: ServerView) -> dict[str, VectorLayer]:
-    """The linear layers with a bias, in the order they run, by name; none where the network can't be followed."""
+    """Return the linear layers with a bias, in the order they run, by name.
+
+    There are none where the network can't be followed.
+    """
     found = trace_view(view, view.device)
     if isinstance(found, NotApplicable):
         return {}
@@ -82,7 +85,7 @@ def vector_layers(view: ServerView) -> dict[str, VectorLayer]:
 
 
 def _first_piece(graph: Graph) -> tuple[Piece, PixelOrigin] | None:
-    """The linear layer that is given the image itself, number by number, if that comes first."""
+    """Return the linear layer that is given the image itself, number by number, if that comes first."""
     below: list[nn.Module] = []
     for piece in read_pieces(graph):
         if isinstance(piece.module, nn.Linear):
@@ -104,7 +107,13 @@ def _pixel_origin(image: Tensor, below: list[nn.Module]) -> PixelOrigin:
 
 
 def operation_outputs(model: nn.Module, node: int, images: Tensor) -> Tensor | None:
-    """What an operation of the recorded network returns for each of several images (N, m)."""
+    """Return what an operation of the recorded network returns for each of several images (N, m).
+
+    Args:
+        model: the network.
+        node: number of the operation.
+        images: (N, C, H, W).
+    """
     rows = []
     for image in images:
         graph = trace_operations(model, image[None])

@@ -1,4 +1,4 @@
-"""What the operations between two tensors do, told by what they do and not by how they are written."""
+"""Recognizes what the operations between two tensors do, by their numbers and not by how they are written."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Permutation(LinearMap):
         self.index = index
 
     def undo_scalings(self, scalings: Sequence[nn.Module]) -> ElementwiseAffine:
-        """What `scalings` behind the new order do, in the old one."""
+        """Return what `scalings` behind the new order do, in the old one."""
         places = self.index.argsort()
 
         def run(x: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ class Permutation(LinearMap):
 
 
 def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
-    """A module that does the same as a segment without parameters of its own to solve for, or why it is none."""
+    """Return a module that does the same as a segment without parameters of its own to solve for, or why it is none."""
     taken, given = graph.value(segment.start), graph.value(segment.end)
     run: Map = lambda x: graph.replay(segment.nodes, segment.end, {segment.start: x})  # noqa: E731
     named = str(graph.nodes[segment.nodes[-1]])
@@ -82,7 +82,7 @@ def _identify(graph: Graph, segment: Segment, run: Map) -> nn.Module | str:
 
 
 def _as_torch_module(graph: Graph, segment: Segment) -> nn.Module | None:
-    """Pooling and padding by one operation that is a module, too."""
+    """Return pooling or padding by one operation that is a module, too."""
     if len(segment.nodes) != 1:
         return None
     node = graph.nodes[segment.nodes[0]]
@@ -122,7 +122,7 @@ def _identify_map(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
 
 
 def _as_pixel_scaling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
-    """A function that is a scaling of pixels in [0, 1], whatever it is beyond: clamping, say."""
+    """Return a function that is a scaling of pixels in [0, 1], whatever it is beyond: clamping, say."""
     if taken.shape != given.shape or not _is_elementwise(lambda x: run(x.sigmoid()), partial(_noise, taken)):
         return None
     offset, top = run(torch.zeros_like(taken)), run(torch.ones_like(taken))
@@ -145,7 +145,7 @@ def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
 
 
 def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
-    """The same numbers, in the same order or another."""
+    """Return the same numbers, in the same order or another."""
     numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
     index = run(numbers.view_as(taken)).flatten().round().long()
     if not bool((index.sort().values == numbers).all()) or not torch.equal(
@@ -158,7 +158,7 @@ def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn
 
 
 def _is_elementwise(run: Map, draw: Callable[[int], Tensor]) -> bool:
-    """Whether each number that comes out hangs on the one in its place alone."""
+    """Return whether each number that comes out hangs on the one in its place alone."""
     one, other = draw(2), draw(3)
     chosen = draw(4) > 0
     for base in (one, 3 * one):
@@ -172,7 +172,7 @@ def _is_elementwise(run: Map, draw: Callable[[int], Tensor]) -> bool:
 
 
 def _as_elementwise(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
-    """A scaling, or an activation that rises."""
+    """Return a scaling, or an activation that rises."""
     base, zero = draw(5), torch.zeros_like(taken)
     offset = run(zero)
     slope = run(zero + 1) - offset
@@ -199,7 +199,7 @@ def _takes_batches(run: Map, taken: Tensor) -> bool:
 
 
 def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
-    """One function of each number, the same for all of them, that never falls."""
+    """Return one function of each number, the same for all of them, that never falls."""
     grid = torch.cat([torch.linspace(-30, 30, 2401), torch.linspace(-2, 2, 1601)]).to(taken)
     function = MonotoneActivation(run, taken.shape[1:])
     with torch.no_grad():
@@ -221,7 +221,7 @@ def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
 
 
 def _as_pooling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
-    """Pooling over windows side by side, or over the whole picture."""
+    """Return pooling over windows side by side, or over the whole picture."""
     if taken.ndim != 4 or given.ndim not in {2, 4} or given.shape[1] != taken.shape[1]:
         return None
     rows, columns = given.shape[2:] if given.ndim == 4 else (1, 1)
@@ -241,7 +241,7 @@ def _as_pooling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
 
 
 def _as_linear_map(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn.Module | None:
-    """Any affine map, told by sums of probes."""
+    """Return any affine map, told by sums of probes."""
     one, other, zero = draw(8), draw(9), torch.zeros_like(taken)
     offset = run(zero)
     parts = run(one) - offset, run(other) - offset
@@ -254,7 +254,7 @@ def _as_linear_map(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn
 
 
 def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) -> str:
-    """What keeps a segment from being undone, in words."""
+    """Return what keeps a segment from being undone, in words."""
     nodes = [graph.nodes[number] for number in segment.nodes]
     last, first = nodes[-1], nodes[0]
     norm = next((node for node in nodes if _uses_batch_statistics(node)), None)
@@ -278,7 +278,7 @@ def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) ->
 
 
 def _is_not_monotone(run: Map, taken: Tensor) -> bool:
-    """Whether a function of single numbers, alike for all of them, rises and falls."""
+    """Return whether a function of single numbers, alike for all of them, rises and falls."""
     grid = torch.linspace(-30, 30, 4801).to(taken)
     with torch.no_grad():
         steps = MonotoneActivation(run, taken.shape[1:])(grid).diff()
@@ -293,12 +293,12 @@ def _uses_batch_statistics(node: Node) -> bool:
 
 
 def contains_weighted_branch(graph: Graph, segment: Segment) -> bool:
-    """Whether a layer with parameters stands between two tensors beside something else."""
+    """Return whether a layer with parameters stands between two tensors beside something else."""
     return len(segment.nodes) > 1 and any(has_trained_weight(graph, graph.nodes[number]) for number in segment.nodes)
 
 
 def has_trained_weight(graph: Graph, node: Node) -> bool:
-    """Whether an operation is a convolution of, or a product with, something that is made of parameters."""
+    """Return whether an operation is a convolution of, or a product with, something that is made of parameters."""
     if node.operation == "convolution":
         return bool(parameters_behind(graph, node.args[1]))
     if node.operation not in PRODUCTS:
@@ -308,19 +308,19 @@ def has_trained_weight(graph: Graph, node: Node) -> bool:
 
 
 def parameters_behind(graph: Graph, ref: object) -> frozenset[str]:
-    """Parameters that something which does not flow is made of."""
+    """Return parameters that something which does not flow is made of."""
     if not isinstance(ref, Ref) or graph.depends_on_image(ref):
         return frozenset()
     return graph.origins(ref) & graph.parameters
 
 
 def product_operands(node: Node) -> list[Ref]:
-    """The two factors of a product, those that come from a source."""
+    """Return the two factors of a product, those that come from a source."""
     pair = node.args[1:3] if node.operation in {"addmm", "baddbmm"} else node.args[:2]
     return [arg for arg in pair if isinstance(arg, Ref)]
 
 
 def merge_segments(segments: Sequence[Segment]) -> Segment:
-    """Several segments, one after the other, as one."""
+    """Return several segments, one after the other, as one."""
     nodes = tuple(number for segment in segments for number in segment.nodes)
     return Segment(nodes, segments[0].start, segments[-1].end)

@@ -1,4 +1,4 @@
-"""What a network computes from an image, as the list of tensor operations that it runs, however it is written."""
+"""Records what a network computes from an image as the list of tensor operations that it runs."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Node:
         ]
 
     def __str__(self) -> str:
-        """Where it stands in the model, in words."""
+        """Return where it stands in the model, in words."""
         plain = self.operation.removeprefix("native_").removesuffix("_with_indices")
         if self.kind and self.kind.lower().replace("2d", "") == plain.replace("_", "").replace("2d", ""):
             return f"{self.place} ({self.kind})"
@@ -114,23 +114,29 @@ class Graph:
     returned: Ref | None = None
 
     def value(self, ref: Ref) -> Tensor:
-        """The tensor as it was in this run."""
+        """Return the tensor as it was in this run."""
         if ref.node >= 0:
             return self.nodes[ref.node].outputs[ref.output]
         return self.image if ref.node == IMAGE else self.tensors[self.sources[ref.node]].detach()
 
     def depends_on_image(self, ref: Ref) -> bool:
-        """Whether it depends on the image."""
+        """Return whether it depends on the image."""
         return ref.node == IMAGE or (ref.node >= 0 and self.nodes[ref.node].flows)
 
     def origins(self, ref: Ref) -> frozenset[str]:
-        """Parameters and buffers that a tensor that does not depend on the image is made of."""
+        """Return parameters and buffers that a tensor that does not depend on the image is made of."""
         if ref.node >= 0:
             return self.nodes[ref.node].sources
         return frozenset() if ref.node == IMAGE else frozenset({self.sources[ref.node]})
 
     def replay(self, nodes: Sequence[int], end: Ref, known: Mapping[Ref, Tensor]) -> Tensor:
-        """The tensor `end` by way of `nodes`, where those of `known` have other values; all others keep theirs."""
+        """Return the tensor `end` by way of `nodes`, where those of `known` have other values.
+
+        Args:
+            nodes: numbers of operations, in order.
+            end: the tensor wanted.
+            known: values of tensors in place of those recorded.
+        """
         found = dict(known)
         for number in nodes:
             node = self.nodes[number]
@@ -144,7 +150,9 @@ class Graph:
         return found[end]
 
     def as_parameter(self, ref: Ref) -> tuple[str, Tensor | None] | None:
-        """The parameter whose numbers a tensor holds, each once, and where they stand in it; None if it is no such one.
+        """Return the parameter whose numbers a tensor holds, each once, and where they stand in it.
+
+        It is None if it is no such one.
 
         The places (shape of the tensor) count the parameter's numbers row by row; None where it is the parameter.
         """
@@ -170,7 +178,7 @@ class Graph:
         return name, None if value.shape == sent.shape and torch.equal(places, numbers.long()) else places
 
     def _above(self, ref: Ref) -> list[int]:
-        """The operations that lead from sources to a tensor, in order."""
+        """Return the operations that lead from sources to a tensor, in order."""
         open_, found = [ref.node], set[int]()
         while open_:
             number = open_.pop()
@@ -180,12 +188,12 @@ class Graph:
         return sorted(found)
 
     def used_operations(self) -> list[int]:
-        """The operations through which the image reaches what is returned, in order."""
+        """Return the operations through which the image reaches what is returned, in order."""
         assert self.returned is not None
         return [number for number in self._above(self.returned) if self.nodes[number].flows]
 
     def segments(self) -> list[Segment]:
-        """The flow cut wherever all of it passes through one tensor."""
+        """Return the flow cut wherever all of it passes through one tensor."""
         assert self.returned is not None
         alive = self.used_operations()
         last: dict[Ref, int] = {self.returned: len(self.nodes)}
@@ -208,7 +216,7 @@ class Graph:
 
 
 def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
-    """What `model` computes from `image` (1, C, H, W), or why that can't be told.
+    """Return what `model` computes from `image` (1, C, H, W), or why that can't be told.
 
     The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
     """
@@ -232,7 +240,7 @@ def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
 
 
 def first_difference(one: Graph, other: Graph) -> str | None:
-    """The first operation that two runs of a network on two images do not share, or None."""
+    """Return the first operation that two runs of a network on two images do not share, or None."""
     for mine, theirs in zip(one.nodes, other.nodes, strict=False):
         same = mine.op is theirs.op and len(mine.leaves) == len(theirs.leaves) and mine.place == theirs.place
         if not same or not all(map(_same_operation, mine.leaves, theirs.leaves)):
@@ -280,7 +288,7 @@ class _Recorder(TorchDispatchMode):
         self._bind(self.graph.image, Ref(IMAGE))
 
     def ref(self, value: Tensor) -> Ref | Tensor:
-        """What stands for a tensor: itself where it comes from no source."""
+        """Return what stands for a tensor: itself where it comes from no source."""
         key = _key(value)
         found = self._refs.get(key, value)
         if found is None or (found is value and key[0] in self._written):
@@ -348,7 +356,7 @@ class _Recorder(TorchDispatchMode):
             self.graph.tensors[self.graph.sources[ref.node]] = value.clone()
 
     def _invalidate_aliases(self, value: Tensor) -> None:
-        """Whatever else lies in the same memory is no longer what it was."""
+        """Forget whatever else lies in the same memory, which is no longer what it was."""
         storage = _key(value)[0]
         self._written.add(storage)
         first, last = _extent(value)
@@ -365,7 +373,7 @@ def _key(value: Tensor) -> tuple[Any, ...]:
 
 
 def _extent(value: Tensor) -> tuple[int, int]:
-    """The first and the last number of its memory that a tensor may hold."""
+    """Return the first and the last number of its memory that a tensor may hold."""
     start = int(value.storage_offset())
     return start, start + sum((int(n) - 1) * step for n, step in zip(value.shape, value.stride(), strict=True))
 
@@ -375,7 +383,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _draws_nothing(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Whether an operation that could draw random numbers is told not to (`training=False`)."""
+    """Return whether an operation that could draw random numbers is told not to (`training=False`)."""
     given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
     return given.get("training", given.get("train")) is False or given.get("dropout_p", given.get("dropout")) == 0.0
 

@@ -69,7 +69,7 @@ class FirstStep(ViewRewriter):
             raise ValueError(f"expected corrections >= 0, got {self.corrections}")
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of one step on all images along the mean gradient, not corrected yet."""
+        """Return the view of one step on all images along the mean gradient, not corrected yet."""
         easier = Surrogate(along=0.0).rewrite(view)
         if isinstance(easier, NotApplicable):
             return easier
@@ -87,7 +87,7 @@ class FirstStep(ViewRewriter):
         return replace(easier, method=method, update=scale_tensors(easier.update, size), history=())
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result; of several steps not corrected no check of it can tell more than that the approximation fits."""
+        """Return the result; if several steps are not corrected, a check tells only that the approximation fits."""
         if count_local_steps(view) == 1:
             return result
         return replace(result, knowledge=(*result.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
@@ -178,7 +178,7 @@ class _DefectCorrection:
             self.easier = replace(self.easier, update=corrected)
 
     def _arrangements(self, result: Reconstruction) -> list[Reconstruction]:
-        """The result with labels, its images in every arrangement that an attack may leave open, if they are few."""
+        """Return the result with labels, its images in each order that an attack may leave open, if these are few."""
         assert result.inputs is not None
         assert self.labels is not None
         own = result.labels is not None and self.view.labels is None
@@ -195,7 +195,7 @@ class _DefectCorrection:
         return made
 
     def _simulate(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
-        """A result's mean gradient, the observed one's length over it, what it leaves, and the guess it stands for."""
+        """Return a result's mean gradient, the observed one's length over it, what it leaves, and its guess."""
         assert result.inputs is not None
         assert result.labels is not None
         order = self.view.order or sequential_order(self.view, len(result.labels))
@@ -206,7 +206,7 @@ class _DefectCorrection:
         return mean, unit, float(norm(add_scaled(self.sent, mean, -unit)) / norm(self.sent)), guess
 
     def result(self) -> Result:
-        """The best found, and whether it explains the update."""
+        """Return the best found, and whether it explains the update."""
         assert self.best is not None
         if isinstance(self.best, NotApplicable) or count_local_steps(self.view) == 1:
             return self.best
@@ -226,14 +226,17 @@ class _DefectCorrection:
 
 
 def _round_step_size(view: ServerView) -> float:
-    """How far the round's steps move a parameter together: one step of that size hides no rounding of the update."""
+    """Return how far the round's steps move a parameter together.
+
+    A single step of that size hides no rounding of the update.
+    """
     phases, schedule = training_phases(view)
     owners = {tuple(phase.assign({name: 0}).get(name) for phase in phases) for name in view.update}
     return max(total_step_size(phases, schedule, mine) for mine in owners)
 
 
 def _simulated_mean_gradient(view: ServerView, predicted: Tensors) -> Tensors:
-    """The mean gradient of a simulated round, times `_round_step_size`; nothing was done to its update."""
+    """Return the mean gradient of a simulated round, times `_round_step_size`; nothing was done to its update."""
     mean = mean_gradient(replace(view, update=predicted, defense=Defense()))
     assert not isinstance(mean, NotApplicable)
     return scale_tensors(mean, _round_step_size(view))

@@ -33,11 +33,11 @@ class Headless(ViewRewriter):
     layer: str | None = None
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of the network up to the layer, without labels, and with earlier rounds on the same image."""
+        """Return the view of the network up to the layer, without labels, and with earlier rounds on the same image."""
         return view_below_classifier(view, self.layer)
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result, with the layer's input under `features`, and the label where the classifier's update tells it."""
+        """Return the result, with the layer's input under `features`, and the label if the classifier tells."""
         private = {**result.private, "features": rewritten.received[LAYER_SIGNAL]["features"]}
         known = () if view.labels is None or "labels" in result.knowledge else ("labels",)
         labels, note = single_label(view)

@@ -64,7 +64,7 @@ class Surrogate(ViewRewriter):
             raise ValueError(f"expected images >= 1 or None, got {self.images}")
 
     def rewrite(self, view: ServerView) -> ServerView | NotApplicable:
-        """The view of one step of size 1 on all images."""
+        """Return the view of one step of size 1 on all images."""
         images = self.images or view.batch_size
         if images is None:
             return NotApplicable("the number of images is unknown: give one by the setting images")
@@ -104,26 +104,26 @@ class Surrogate(ViewRewriter):
         return with_history(view, replace(easier, shared=shared, update=update), self.rewrite)
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """The result; of several steps no check of it can tell more than that the approximation fits."""
+        """Return the result; of several steps no check of it can tell more than that the approximation fits."""
         if is_single_step(view):
             return result
         return replace(result, knowledge=(*result.knowledge, ONE_STEP_SURROGATE), verified=None, fixed=None)
 
 
 def count_local_steps(view: ServerView) -> int | None:
-    """Local steps on at least one image, None if unknown."""
+    """Count the local steps on at least one image; None if unknown."""
     _, schedule = training_phases(view)
     return None if schedule is None else sum(map(any, (step for phase in schedule for step in phase)))
 
 
 def is_single_step(view: ServerView) -> bool:
-    """Whether there is one step, and on all images: a method may look at more than it trains on."""
+    """Return whether there is one step, and on all images: a method may look at more than it trains on."""
     fed = [sum(step) for phase in training_phases(view)[1] or () for step in phase if any(step)]
     return len(fed) == 1 and view.batch_size in {None, *fed}
 
 
 def surrogate_obstacle(view: ServerView) -> str | None:
-    """Why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
+    """Return why a view's local training can't be taken for one step of plain FedAvg or FedPer, or None."""
     if not view.update:
         return "nothing is shared"
     if not all_finite(view.update):  # an earlier view, which is then left out
@@ -140,7 +140,10 @@ def surrogate_obstacle(view: ServerView) -> str | None:
 
 
 def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
-    """The mean of the gradients along the round, by name; up to a factor where clipping or the schedule hides it."""
+    """Return the mean of the gradients along the round, by name.
+
+    It has an unknown factor where clipping or the schedule hides it.
+    """
     phases, schedule = training_phases(view)
     if (reason := adaptive_optimizer_obstacle(phases)) is not None:
         return NotApplicable(f"only SGD's update is a sum of gradients: {reason}")
@@ -158,7 +161,7 @@ def mean_gradient(view: ServerView) -> Tensors | NotApplicable:
 
 
 def total_step_size(phases: Sequence[Phase], schedule: Schedule | None, owners: Sequence[Group | None]) -> float:
-    """How far local SGD moves a parameter against a constant gradient of 1, its decay included.
+    """Return how far local SGD moves a parameter against a constant gradient of 1, its decay included.
 
     SGD is linear, so this is the sum of the weights that the parameter's gradients have in the update. Steps without an
     image (Poisson sampling) have none; without a schedule it is one step's, and the others multiply it for all alike.

@@ -15,7 +15,9 @@ EARLIER_ROUNDS = "earlier rounds"
 
 
 def rounds_on_same_images(view: ServerView) -> tuple[ServerView, ...]:
-    """The earlier views of the same images, oldest first: those of rounds in which a client feeds all it has, unmixed.
+    """Return the earlier views of the same images, oldest first.
+
+    They are of rounds in which a client feeds all it has, unmixed.
 
     That images stay the same (no augmentation, no new ones) is taken for granted.
     """
@@ -32,7 +34,7 @@ def rounds_on_same_images(view: ServerView) -> tuple[ServerView, ...]:
 
 
 def _feeds_everything(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
-    """Whether a phase feeds all that the client has, in whatever order."""
+    """Return whether a phase feeds all that the client has, in whatever order."""
     if phase.sampler == "poisson":
         return False
     if phase.epochs is not None or phase.batch_size is None or not steps:
@@ -41,7 +43,7 @@ def _feeds_everything(phase: Phase, steps: Sequence[Sequence[int]]) -> bool:
 
 
 def comparable_rounds(view: ServerView) -> tuple[ServerView, ...]:
-    """The earlier views of the same images that a search can compare as well, oldest first.
+    """Return the earlier views of the same images that a search can compare as well, oldest first.
 
     Where anything is private no view counts, as it moves on between the rounds and would have to be searched for in
     each.
@@ -50,7 +52,13 @@ def comparable_rounds(view: ServerView) -> tuple[ServerView, ...]:
 
 
 def with_history(view: ServerView, easier: ServerView, rewrite: Callable[[ServerView], object]) -> ServerView:
-    """`easier` with the earlier views of the same images, rewritten as `view` was; what can't be is left out."""
+    """Return `easier` with the earlier views of the same images, rewritten like `view` where they can be.
+
+    Args:
+        view: the one that was rewritten.
+        easier: what it was rewritten to.
+        rewrite: the rewriting, for one view.
+    """
     if easier.private:
         return easier
     past = [rewrite(replace(earlier, history=())) for earlier in rounds_on_same_images(view)]

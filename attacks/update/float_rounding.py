@@ -1,4 +1,4 @@
-"""What rounding leaves of a gradient that was sent as the difference of two models."""
+"""Says how far rounding goes in a gradient that was sent as the difference of two models."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ are; and share of zeros, of units that moved at all, above which numbers were le
 
 
 def relative_rounding(view: ServerView, name: str) -> float:
-    """Share of a parameter's gradient that is rounding, which a difference of weights is known to no better than."""
+    """Return the share of a parameter's gradient that is rounding of the difference of weights."""
     step = RMS_ROUNDING * torch.finfo(view.dtype).eps
     if not view.rounded:
         return step
@@ -29,7 +29,7 @@ def relative_rounding(view: ServerView, name: str) -> float:
 
 
 def relative_entry_rounding(view: ServerView, name: str) -> Tensor | None:
-    """How far rounding may put each number of a parameter's update off, relative to the root mean square of all.
+    """Return how far rounding may put each number of a parameter's update off, relative to the root mean square of all.
 
     A small weight lies on a finer grid than a large one, so that its gradient is known better. None where the update is
     not the plain difference of two models on the grid of `view.dtype`: what was noised or averaged leaves that grid,

@@ -1,4 +1,4 @@
-"""A view cut off below its classifier: what flows back into a linear layer stands in the update itself."""
+"""Cuts a view off below its classifier: what flows back into a linear layer stands in the update itself."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ class _OutputTap:
 
 
 def truncate_at(model: nn.Module, layer: str, head: str) -> nn.Module:
-    """A copy of `model` that returns the output of its module `layer` and has no parameters under `head`.
+    """Return a copy of `model` that returns the output of its module `layer` and has no parameters under `head`.
 
     The other parameters keep their names.
+
+    Args:
+        model: the network.
+        layer: name of one of its modules.
+        head: prefix of the parameters that are dropped.
     """
     model = copy.deepcopy(model)
     for name, module in list(model.named_modules()):
@@ -68,23 +73,23 @@ class LayerSignal(Method):
     layer: str
 
     def client_model(self, task: Task) -> nn.Module:
-        """The network up to the layer."""
+        """Return the network up to the layer."""
         return truncate_at(task.model, self.layer, task.head)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """All there is of it is shared."""
+        """Return that all parameters are shared."""
         return Scope.SHARED
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """One step of size 1."""
+        """Return one step of size 1."""
         return (Phase(groups=(Group(lr=1.0),), steps=1),)
 
     def landmarks(self) -> tuple[str, ...]:
-        """The layer's weight: its update is delta times the layer's input, so it says how far that input is right."""
+        """Return the layer's weight, whose update is delta times the layer's input: it says how far that is right."""
         return (f"{self.layer}.weight",)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """The layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
+        """Return the layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
         return (network(batch.inputs) * dense(step.received[LAYER_SIGNAL]["delta"])).sum()
 
 
@@ -131,7 +136,7 @@ def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | N
 
 
 def _last_linear_below_classifier(view: ServerView) -> str | None:
-    """The last linear layer with a bias outside the classifier whose gradient was sent."""
+    """Return the last linear layer with a bias outside the classifier whose gradient was sent."""
     found = None
     for name, module in view.task.model.named_modules():
         sent = f"{name}.weight" in view.update and f"{name}.bias" in view.update

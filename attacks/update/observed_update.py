@@ -1,4 +1,4 @@
-"""What a client's update is once weight decay, step size, the client's defense and its sign are accounted for.
+"""Reads a client's update with weight decay, step size, the client's defense and its sign accounted for.
 
 With W the weights that the server sent, an update of local training is
 

@@ -8,7 +8,7 @@ from fl.tensors import LowRank, Tensors, Value, scale_tensors
 
 
 def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
-    """`values` by their largest entry (of outer products, about that), and the power of two that was divided by.
+    """Return `values` by their largest entry (of outer products, about that), and the power of two that was divided by.
 
     A power of two changes no digit of them; where all are zero, or one is not finite, it is 1.
     """

@@ -12,7 +12,10 @@ from fl.view import ServerView
 
 
 def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | None:
-    """Why the classifier can't be cut off, or None; `batches` are left to an attack that tells their images apart."""
+    """Return why the classifier can't be cut off, or None.
+
+    With `batches`, telling a batch's images apart is left to the attack.
+    """
     if not view.update:
         return "nothing is shared"
     if (reason := deviation_from_loss_gradient(view)) is not None:
@@ -36,7 +39,7 @@ def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | No
 
 
 def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors | NotApplicable:
-    """The gradient of a view's one step where it is known up to one factor for all tensors, or why it is not.
+    """Return the gradient of a view's one step where it is known up to one factor for all tensors, or why it is not.
 
     Of one image, unless the caller takes `batches`.
     """

@@ -1,4 +1,4 @@
-"""Which of a round's phases train the network: one that only looks, or moves what the network never reads, does not."""
+"""Selects a round's phases that train the network: not those that only look, or move what it never reads."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def training_phases(
 
 
 def deviation_from_loss_gradient(view: ServerView) -> str | None:
-    """That the client steps along something else than the gradient of its method's loss, or None if it does not."""
+    """Say along what else than its loss's gradient the client steps; None if it is that."""
     _, schedule = training_phases(view)
     if view.method.follows_loss_gradient(None if schedule is None else sum(map(len, schedule))):
         return None
@@ -39,7 +39,7 @@ def deviation_from_loss_gradient(view: ServerView) -> str | None:
 
 
 def adaptive_optimizer_obstacle(phases: Iterable[Phase]) -> str | None:
-    """That an optimizer of local training divides every number by a size of its own, or None where it is SGD.
+    """Say which optimizer of local training divides each number by its own size; None where it is SGD.
 
     Its step is then no multiple of a gradient, and no equation of gradients holds for it.
     """
@@ -50,7 +50,7 @@ def adaptive_optimizer_obstacle(phases: Iterable[Phase]) -> str | None:
 
 
 def freeze_untrained(view: ServerView) -> Task:
-    """The task with what the method keeps frozen frozen in its network, too: the plain method would train it."""
+    """Return the task with what the method keeps frozen frozen in its network, too: the plain method would train it."""
     still = frozen(view.client.task.model).keys() - frozen(view.task.model).keys()
     if not still:
         return view.task

@@ -1,4 +1,4 @@
-"""What an update says of the rule that made it, by signs and sizes alone: whether it looks like a step of SGD at all.
+"""Guesses the rule that made an update by signs and sizes alone: whether it looks like a step of SGD at all.
 
 The gradient of a layer has entries of all sizes, and its layers are as long as they come. Rules that treat numbers or
 tensors one by one leave marks of their own: one size for all entries (signs, the first step of Adam and its like), many
@@ -44,7 +44,7 @@ SIGNS_ONLY = (
 
 
 def is_sign_compressed(view: ServerView) -> bool:
-    """Whether every tensor whose sizes say anything holds one size and its negative, zeros aside.
+    """Return whether every tensor whose sizes say anything holds one size and its negative, zeros aside.
 
     Each of them looks like a rank-one gradient then, whatever the factors are. Tensors of fewer than `MIN_ENTRIES`
     numbers, or of numbers that are no more than the rounding of a difference of weights, say nothing.
@@ -54,7 +54,7 @@ def is_sign_compressed(view: ServerView) -> bool:
 
 
 def guess_update_rule(view: ServerView) -> str:
-    """In words, what made the update, where that is no step of SGD, and what to state; empty where it may be one.
+    """Say what made the update, where that is no step of SGD, and what to state; empty where it may be one.
 
     Where the view's own settings say as much (an adaptive optimizer, a defense), nothing is said.
 
@@ -106,7 +106,7 @@ class _TensorUpdate:
 
 
 def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:
-    """The dense tensors of an update with at least `MIN_ENTRIES` entries that rounding did not make."""
+    """Return the dense tensors of an update with at least `MIN_ENTRIES` entries that rounding did not make."""
     found = []
     for name, value in view.update.items():
         start = view.shared.get(name)
@@ -122,7 +122,7 @@ def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:
 
 
 def _spacing(start: Tensor) -> Tensor:
-    """The distance of each weight to the next number of its type."""
+    """Return the distance of each weight to the next number of its type."""
     sizes = start.abs()
     return sizes.nextafter(sizes.new_tensor(torch.inf)) - sizes
 
@@ -159,7 +159,7 @@ def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
 
 
 def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
-    """In how many rows of a matrix the largest size of all is reached.
+    """Count the rows of a matrix in which the largest size of all is reached.
 
     A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own.
     """
@@ -210,7 +210,7 @@ def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:
 
 
 def _count_levels(sizes: Tensor) -> int:
-    """How many sizes there are, if they are few and multiples of a step; else 0."""
+    """Return how many sizes there are, if they are few and multiples of a step; else 0."""
     ordered = sizes.sort().values
     apart = ordered.diff() > SIZE_TOLERANCE * ordered[1:]
     levels = torch.cat([ordered[:1], ordered[1:][apart]])

@@ -106,7 +106,7 @@ def anneal(
 
 
 def _output_energy(equations: Equations, excess: Tensor, output_std: Tensor) -> Tensor:
-    """The outputs' part of E (O, K, P): the position's own error, and that of others above the target."""
+    """Return the outputs' part of E (O, K, P): the position's own error, and that of others above the target."""
     above = excess.clamp_min(0).square()
     own = excess.square() * equations.target_known[..., None] + above * ~equations.target_known[..., None]
     return (own + above.sum(-1, keepdim=True) - above) / (2 * (output_std**2 + equations.target_std**2)[..., None])
@@ -120,7 +120,7 @@ def _update_selection(
     gradient_std: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """Probabilities cell after cell, each given the others' (O, K, P), and what of the gradient is left (O, M)."""
+    """Update probabilities (O, K, P) cell after cell; return them and what of the gradient is left (O, M)."""
     cells = equations.layer.patches(x)[equations.layer.cells]  # U (K, P, M)
     products = cells @ cells.mT  # (K, P, P)
     weight = equations.signal / gradient_std.square()[:, None]  # s / v

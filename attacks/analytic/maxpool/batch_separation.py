@@ -209,7 +209,10 @@ class MixingProblem:
             yield inverses[i]
 
     def _agreement(self, inverses: Tensor) -> Tensor:
-        """Share of the layer's outputs whose sign their signals confirm (N,), or what channels say where none do."""
+        """Return the share of the layer's outputs whose sign their signals confirm (N,).
+
+        Where no signal confirms any, the channels' score stands in.
+        """
         slope = self.summed.slope_above
         if slope is None:
             return -self._score(self._linearize(torch.linalg.inv(inverses))[1])
@@ -219,7 +222,7 @@ class MixingProblem:
         return (active == (signals > bound)).to(signals).mean((1, 2))
 
     def _candidate_rows(self) -> Tensor:
-        """Candidates for rows of A^-1 (N, B): many inputs at rest, few below zero.
+        """Return candidates for rows of A^-1 (N, B): many inputs at rest, few below zero.
 
         Drawn from random units that are taken to be at rest, then moved to what all inputs at rest tell.
         """
@@ -241,13 +244,13 @@ class MixingProblem:
         return self._distinct_rows(rows, COMBINED_ROWS)
 
     def _relative_to_rest(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """What the activation would return (N, n), in units of what it typically lets through at rest, and its size."""
+        """Return what the activation would return (N, n), in units of its typical size at rest, and that size."""
         values = rows @ self.activation_output_map
         size = values.square().mean(1, keepdim=True).sqrt() * max(self.summed.slope_below, 1e-3)
         return values / size, size
 
     def _row_precision(self, rows: Tensor) -> Tensor:
-        """Precision of each row, as the inputs at rest tell (N, B, B)."""
+        """Return the precision of each row, as the inputs at rest tell (N, B, B)."""
         values, size = self._relative_to_rest(rows)
         weights = (values.abs() < AT_REST).to(values) / (REST_STD * size).square()
         mean = torch.einsum("nr,ir->ni", weights, self.activation_output_map) / weights.sum(
@@ -258,12 +261,12 @@ class MixingProblem:
         return form + 1e-9 * form.diagonal(dim1=1, dim2=2).mean(1)[:, None, None] * torch.eye(self.count).to(form)
 
     def _plausibility(self, rows: Tensor) -> Tensor:
-        """How many more inputs are at rest than twice those that are far below zero (N,)."""
+        """Return how many more inputs are at rest than twice those that are far below zero (N,)."""
         values, _ = self._relative_to_rest(rows)
         return (values.abs() < AT_REST).sum(1) - 2 * (values < -AT_REST).sum(1)
 
     def _distinct_rows(self, rows: Tensor, limit: int) -> Tensor:
-        """The most plausible rows that differ from each other."""
+        """Return the most plausible rows that differ from each other."""
         parts = rows.split(max(1, CHUNK // self.activation_output_map.shape[1]))
         plausibility = torch.cat([self._plausibility(part) for part in parts])
         rows = rows[plausibility.argsort(descending=True, stable=True)]
@@ -301,7 +304,7 @@ class MixingProblem:
         return self._separate(best)
 
     def _robust_step(self, particles: Tensor) -> tuple[Tensor, Tensor]:
-        """Each A (N, B, B) after a robust step, where that explains more, and its score (N,)."""
+        """Return each A (N, B, B) after a robust step, where that explains more, and its score (N,)."""
         rows, residual = self._linearize(particles)
         moved = self._least_deviations(rows, particles)
         _, after = self._linearize(moved)
@@ -310,7 +313,7 @@ class MixingProblem:
         return particles, torch.minimum(scores, moved_scores)
 
     def _resample(self, particles: Tensor, order: Tensor, center: Tensor, draw: torch.Generator) -> Tensor | None:
-        """New A (N, B, B) from a Gaussian of the best ones, half of which stay; None where that is no Gaussian."""
+        """Draw new A (N, B, B) from a Gaussian fitted to the best ones, half of which stay; None where it can't be."""
         steps = (particles.mT.flatten(1) - center) @ self.sum_preserving_directions
         elite = steps[order[: max(int(ELITE * len(steps)), 2 * steps.shape[1])]]
         covariance = torch.cov(elite.mT).view(steps.shape[1], -1)
@@ -324,7 +327,7 @@ class MixingProblem:
         return (center + steps @ self.sum_preserving_directions.mT).view(-1, self.count, self.count).mT
 
     def _inverses_around(self, start: Tensor) -> Tensor | None:
-        """A^-1 drawn around `start`, as far as the inputs at rest tell it (N, B, B); the first is itself."""
+        """Return A^-1 drawn around `start`, as far as the inputs at rest tell it (N, B, B); the first is itself."""
         draw = stream(2, "separate")
         plane = torch.linalg.svd(self.total[None])[2][1:].mT  # a row's product with the sum is 1
         factor, failed = torch.linalg.cholesky_ex(plane.mT @ self._row_precision(start) @ plane)
@@ -337,7 +340,7 @@ class MixingProblem:
 
     # ---- the equations (2) -------------------------------------------------------------------------------------------
     def _linearize(self, a: Tensor, margin: float = ROUGH_ZERO) -> tuple[Tensor, Tensor]:
-        """Equations in A's columns (N, C, B B) with the signs that A (N, B, B) implies, and what A leaves (N, C).
+        """Return the equations in A's columns (N, C, B B) under A's signs (N, B, B), and their residual (N, C).
 
         What a ReLU returned counts as zero up to `margin` of its root mean square.
         """
@@ -350,12 +353,12 @@ class MixingProblem:
         return rows, (rows @ a.mT.flatten(1)[..., None])[..., 0] - target
 
     def _score(self, residual: Tensor) -> Tensor:
-        """Low where many channels are explained exactly, whatever the others leave (N,)."""
+        """Return a score that is low where many channels are explained exactly, whatever the others leave (N,)."""
         size = self.summed.lower_bias_gradient.abs().mean()
         return (residual.abs() / size + EXPLAINED).log().mean(1).nan_to_num(float("inf"))
 
     def _least_deviations(self, rows: Tensor, a: Tensor) -> Tensor:
-        """A (N, B, B) with the least sum of what channels leave, by reweighted least squares; signs stay."""
+        """Return A (N, B, B) with the least sum of what channels leave, by reweighted least squares; signs stay."""
         target, columns = self.summed.lower_bias_gradient, a.mT.flatten(1)
         size = target.abs().mean()
         first = (rows @ columns[..., None])[..., 0] - target
@@ -370,7 +373,7 @@ class MixingProblem:
         return moved.view(-1, self.count, self.count).mT
 
     def _separate(self, a: Tensor) -> SeparatedBatch | None:
-        """Signals and inputs by the least squares of the channels that are explained, and what the others leave.
+        """Return signals and inputs by the least squares of the channels that are explained, and what the others leave.
 
         An input so near the bend that its side is open may be on either.
         """
@@ -401,7 +404,7 @@ class MixingProblem:
         return SeparatedBatch((self.u @ a).mT, inputs, float(off), left)
 
     def _unexplained(self, a: Tensor, inverse: Tensor, residual: Tensor, inputs: Tensor, deviation: Tensor) -> float:
-        """Share of the bias gradient below that inputs (B, n) near the bend do not explain on either side of it."""
+        """Return the share of the bias gradient below that inputs (B, n) near the bend explain on neither side."""
         size = inputs.square().mean(1, keepdim=True).sqrt()
         near = (inverse @ self.activation_output_map).abs() * self.summed.scale.abs() < 5 * deviation + ROUNDING * size
         either = torch.einsum("ckj,jb->bck", self.backward_map, a).abs() * near.view(self.count, len(residual), -1)

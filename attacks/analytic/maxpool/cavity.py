@@ -233,13 +233,13 @@ class LeaveOneFilterOut:
         return selection
 
     def _output_evidence(self) -> Tensor:
-        """Log-probability of each position by the outputs (O, K, P)."""
+        """Return the log-probability of each position by the outputs (O, K, P)."""
         equations = self.equations
         variance = (OUTPUT_VARIANCE * equations.output_scale.square() + equations.target_std**2)[..., None]
         return condition_on_maximum(equations, *self.output_moments, variance)[0].clamp_min(1e-300).log()
 
     def _whiten(self, selection: Tensor) -> tuple[Tensor, Tensor]:
-        """The cells' patches times the gradient's precision (O, K, P, M), and s^2 times their products (O, K, P, P)."""
+        """Return patches times the gradient's precision (O, K, P, M), and s^2 times their products (O, K, P, P)."""
         cells, (count, size, _) = self.cell_patches, self.residual.shape
         covariance = (
             self.gradient_variance(selection)[:, None, None] * torch.eye(size).to(cells) + self.residual_covariance

@@ -35,7 +35,7 @@ def solve_by_row_space(equations: Equations) -> Tensor | None:
 
 
 def _smallest(form: Tensor, iterations: int = 8) -> Tensor | None:
-    """The eigenvector (N,) of the smallest eigenvalue, or None where the next one is as small."""
+    """Return the eigenvector (N,) of the smallest eigenvalue, or None where the next one is as small."""
     size = form.diagonal().mean()
     factor, failed = torch.linalg.cholesky_ex(form + 1e-10 * size * torch.eye(len(form)).to(form))
     if bool(failed):

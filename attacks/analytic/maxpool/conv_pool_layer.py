@@ -215,7 +215,7 @@ class ConvPoolLayer:
         return self._with_filters(weight.flatten(0, 1), bias, stride)
 
     def _sum_patch_forms(self, forms: Tensor) -> Tensor:
-        """The matrices (count, H W, H W) of sum_l patch_l^T forms_l patch_l over one channel, of (count, m, m, L)."""
+        """Return sum_l patch_l^T forms_l patch_l over one channel (count, H W, H W), of forms (count, m, m, L)."""
         (rows, columns), (down, right) = self.kernel, self.stride
         full = forms.new_zeros(len(forms), self.images, *self._padded_size, *self._padded_size)
         steps = full.stride()
@@ -242,12 +242,12 @@ class ConvPoolLayer:
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _with_filters(self, weight: Tensor, bias: Tensor, stride: tuple[int, int]) -> ConvPoolLayer:
-        """A layer of the same input without pooling."""
+        """Return a layer of the same input without pooling."""
         visible = self.visible_cells
         return ConvPoolLayer(weight, bias, self.shape, self.padding, stride, images=self.images, visible_cells=visible)
 
     def _convolve(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Outputs at every position (O, L)."""
+        """Return outputs at every position (O, L)."""
         made = F.conv2d(self.split_images(x), self.weight, bias, padding=self.padding, stride=self.stride)
         return self._drop_uncounted(made.flatten(2)).transpose(0, 1).flatten(1)
 
@@ -264,17 +264,17 @@ class ConvPoolLayer:
         return self._drop_uncounted(F.unfold(plane, self.kernel, stride=self.stride))[0].mT.round().long()
 
     def _drop_uncounted(self, values: Tensor) -> Tensor:
-        """Of values (., ., outputs of an image) those at the positions counted."""
+        """Return the values at the positions counted, of values (., ., outputs of an image)."""
         return values.unflatten(2, self.full_output_size)[..., : self.output_size[0], : self.output_size[1]].flatten(2)
 
     def _crop_forms(self, forms: Tensor) -> Tensor:
-        """Forms over padded planes (., ., rows, columns, rows, columns) as matrices over the planes (., ., n, n)."""
+        """Return forms over padded planes (., ., rows, columns, rows, columns) as matrices over planes (., ., n, n)."""
         (top, left), (_, height, width) = self.padding, self.image_shape
         part = forms[..., top : top + height, left : left + width, top : top + height, left : left + width]
         return part.reshape(*forms.shape[:2], height * width, height * width)
 
     def _block_diagonal(self, blocks: Tensor) -> Tensor:
-        """Matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
+        """Return matrices of one image each (., images, n, n) as matrices of all (., H W, H W)."""
         return blocks[:, 0] if self.images == 1 else torch.stack([torch.block_diag(*own) for own in blocks])
 
     def split_images(self, x: Tensor) -> Tensor:
@@ -282,7 +282,7 @@ class ConvPoolLayer:
         return x.view(self.shape[0], self.images, -1, self.shape[2]).transpose(0, 1)
 
     def _crop(self, planes: Tensor) -> Tensor:
-        """The last two axes without the padding."""
+        """Return the last two axes without the padding."""
         (top, left), (_, height, width) = self.padding, self.image_shape
         return planes[..., top : top + height, left : left + width]
 

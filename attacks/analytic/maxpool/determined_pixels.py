@@ -1,4 +1,4 @@
-"""Which pixels nothing leaves open: by equations that hold to the last digit, or by outputs that pooling passed over.
+"""Finds the pixels that nothing leaves open: by exact equations, or by outputs that pooling passed over.
 
 `confirm_pixels` is asked on the way, of an input on levels; `find_determined_pixels` at the end, of a solution.
 """
@@ -64,7 +64,7 @@ def find_determined_pixels(solution: LayerSolution, mean: Tensor, std: Tensor) -
 
 
 def _snap_to_levels(solution: LayerSolution, levels: PixelLevels) -> LayerSolution | None:
-    """The nearest levels, where the picture is taken to be on them although the solution isn't; else None.
+    """Return the nearest levels, where the picture is taken to be on them although the solution isn't; else None.
 
     Real numbers follow whatever equations are off by, and leave less of it. Where most of them are next to levels
     nevertheless, the picture is on these, and what is left there says how far off the equations are. Black and white
@@ -115,7 +115,7 @@ def movable_ranges(equations: Equations, fit: Fit, free: Tensor, low: Tensor, hi
 
 
 def _output_inequalities(equations: Equations, fit: Fit, entries: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Matrix (rows, n) and bounds (rows,) of what steps of some numbers (n,) may add to the outputs."""
+    """Return the matrix (rows, n) and bounds (rows,) of what steps of some numbers (n,) may add to the outputs."""
     columns = []
     for entry in entries.tolist():
         unit = torch.zeros_like(fit.x)
@@ -177,5 +177,5 @@ def count_precise_equations(equations: Equations, x: Tensor, step: Tensor) -> tu
 
 
 def _target_tolerance(equations: Equations) -> Tensor:
-    """How far outputs may be off their targets (O, K)."""
+    """Return how far outputs may be off their targets (O, K)."""
     return 3 * (equations.target_std + equations.gradient_noise * equations.output_scale)

@@ -121,6 +121,11 @@ class Equations:
 
         It is made of the `residual` (O, M) and of what cells that are not decided may add: the variance of their
         patches under q.
+
+        Args:
+            x: an input (I, H, W).
+            selection: probabilities of positions (O, K, P).
+            residual: what both leave of the gradient (O, M).
         """
         cells = self.layer.patches(x)[self.layer.cells]
         mean = torch.einsum("okp,kpm->okm", selection, cells).square().sum(-1)

@@ -155,7 +155,9 @@ def propagate(
 
 
 def _next_noise(schedule: Schedule, noise: float, error: float, *, bounded: bool) -> float:
-    """The assumed variance of the targets: falling, but not far below the error where it is to be `bounded` by that.
+    """Return the assumed variance of the targets, which falls from step to step.
+
+    It stays near the error or above where that is to bound it (`bounded`).
 
     It falls below what single precision can do only once the outputs are as near as that.
     """
@@ -166,7 +168,7 @@ def _next_noise(schedule: Schedule, noise: float, error: float, *, bounded: bool
 
 
 def _confirm_pixels(equations: Equations, state: PropagationState, levels: PixelLevels) -> PropagationState:
-    """The same with those pixels taken for certain that equations confirm on their nearest levels."""
+    """Return the same with those pixels taken for certain that equations confirm on their nearest levels."""
     x = levels.nearest(state.mean)
     confirmed = confirm_pixels(equations, x, levels.step)
     return replace(state, confirmed=confirmed, mean=torch.where(confirmed, x, state.mean))
@@ -181,7 +183,7 @@ def _posterior_moments(
     noise: float,
     open_pixels: PixelSubset,
 ) -> tuple[Tensor, Tensor] | None:
-    """Mean (I, H W) of X, and covariance (n, n) of what is not certain; None where rounding is in the way."""
+    """Return mean (I, H W) of X, and covariance (n, n) of what is not certain; None where rounding is in the way."""
     from_gradient = gradient_precision(equations, state, schedule.gradient * noise**0.5)
     prior = replace(prior, sites=state.level_sites)
     precision = PosteriorPrecision(equations, prior, state, from_gradient, open_pixels)
@@ -234,6 +236,11 @@ def gradient_precision(equations: Equations, state: PropagationState, noise: flo
 
     Only the directions in which an open cell's patches differ are lost, and those of cells on an unknown side of the
     activation's bend; all other combinations hold up to `noise`, relative to the gradient's root mean square.
+
+    Args:
+        equations: of the layer.
+        state: the selection and the moments of X so far.
+        noise: assumed variance of the gradient, relative to its square.
     """
     layer, signal, selection = equations.layer, equations.signal, state.selection
     cells = layer.patches(state.mean)[layer.cells]  # (K, P, M)
@@ -324,7 +331,7 @@ class PosteriorPrecision:
 def update_sites(
     equations: Equations, state: PropagationState, mean: Tensor, patches: Tensor, noise: float, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Form the cells' sites anew, by (4) to (6). Where nothing in a cell is open, its site stays as it is.
+    """Return the form the cells' sites anew, by (4) to (6). Where nothing in a cell is open, its site stays as it is.
 
     Args:
         equations: of the layer.
@@ -362,7 +369,7 @@ def update_sites(
 
 
 def _output_moments(equations: Equations, mean: Tensor, patches: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias, cell by cell."""
+    """Return the mean (O, K, P) and covariance (O, K, P, P) of the outputs without the bias, cell by cell."""
     cells, (_, positions) = equations.layer.cell_layer, equations.layer.cells.shape
     filters = cells.filters.unflatten(0, (-1, positions))  # (O, P, M)
     outputs = cells.linear_outputs(mean).unflatten(0, (-1, positions)).transpose(1, 2)

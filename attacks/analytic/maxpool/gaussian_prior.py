@@ -147,7 +147,7 @@ def feature_prior(equations: Equations) -> GaussianPrior:
 
 
 def _channel_covariance(layer: ConvPoolLayer, std: Tensor, deviation: float) -> Tensor:
-    """Covariance between channels (I, I), of a pixel whose standard deviation in [0, 1] is `deviation`."""
+    """Return the covariance between channels (I, I), of a pixel whose standard deviation in [0, 1] is `deviation`."""
     channels = layer.shape[0]
     between = torch.full((channels, channels), 0.9).to(std).fill_diagonal_(1.0)
     scale = deviation / std
@@ -155,7 +155,7 @@ def _channel_covariance(layer: ConvPoolLayer, std: Tensor, deviation: float) -> 
 
 
 def _pixel_distances(layer: ConvPoolLayer, like: Tensor) -> Tensor:
-    """Distances between the pixels of an image (H W, H W)."""
+    """Return distances between the pixels of an image (H W, H W)."""
     _, height, width = layer.image_shape
     rows, columns = torch.arange(height).to(like), torch.arange(width).to(like)
     y, x = rows.repeat_interleave(width), columns.repeat(height)
@@ -163,11 +163,11 @@ def _pixel_distances(layer: ConvPoolLayer, like: Tensor) -> Tensor:
 
 
 def _with_independent_share(correlation: Tensor, share: float) -> Tensor:
-    """Correlations where a share of each pixel's variance is its own."""
+    """Return correlations where a share of each pixel's variance is its own."""
     return (1 - share) * correlation + share * torch.eye(len(correlation)).to(correlation)
 
 
 def _prior_from(channel_covariance: Tensor, layer: ConvPoolLayer, correlation: Tensor, mean: Tensor) -> GaussianPrior:
-    """Prior of the layer's images, which know nothing of each other."""
+    """Return the prior of the layer's images, which know nothing of each other."""
     pixels = torch.block_diag(*[spd_inverse(correlation)] * layer.images)
     return GaussianPrior(torch.linalg.inv(channel_covariance).contiguous(), pixels.contiguous(), mean)

@@ -96,7 +96,7 @@ class _StepSystem:
 
     @classmethod
     def of(cls, matrix: Tensor, step: Tensor, levels: PixelLevels) -> _StepSystem:
-        """From the matrix in units of the input (N, N), which is overwritten, and the step of each pixel (N,)."""
+        """Make the system of a matrix in units of the input (N, N), which is overwritten, and steps of pixels (N,)."""
         matrix = matrix.mul_(step[:, None] * step)
         weakening = float((MAX_INVERSE_VARIANCE / matrix.diagonal().max()).clamp_max(1.0))
         matrix *= weakening
@@ -111,12 +111,12 @@ class _StepSystem:
         return cls(matrix, weakening, deviations, loose if len(loose) <= MAX_LOOSE else None)
 
     def lattice(self) -> Lattice:
-        """Whole steps of the loose pixels."""
+        """Return whole steps of the loose pixels."""
         return Lattice(self.matrix[self.loose][:, self.loose].cpu().numpy())
 
 
 def _candidates(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> Iterator[LayerSolution]:
-    """What the equations leave open as `prior` expects it, then as it is: none where too much is open.
+    """Return what the equations leave open as `prior` expects it, then as it is: none where too much is open.
 
     Where pooling did not look, what is expected may be larger than what was passed on.
     """
@@ -146,7 +146,7 @@ def _candidates(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -
 
 
 def _nearest_indices(system: _StepSystem, matrix: Tensor, mean: Tensor, levels: PixelLevels) -> tuple[Tensor, Tensor]:
-    """Whole numbers near `mean` (N,), as `matrix` (N, N) measures it, and which the equations determine."""
+    """Return whole numbers near `mean` (N,), as `matrix` (N, N) measures it, and which the equations determine."""
     loose = system.loose
     indices = mean.round().clamp(0, levels.count - 1)
     determined = torch.ones_like(indices, dtype=torch.bool)

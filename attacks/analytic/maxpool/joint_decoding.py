@@ -82,7 +82,7 @@ def decode_jointly(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels
 def _climb(
     start: LayerSolution, prior: GaussianPrior, levels: PixelLevels, allowed: float
 ) -> tuple[LayerSolution, Ambiguity]:
-    """From one solution to a likelier one, until none is, and what the last search disputes."""
+    """Go from solution to likelier solution until none is; return the last and what its search disputes."""
     best, ambiguity = start, Ambiguity.none(start.fit.x)
     for count in PIXELS:
         for _ in range(MAX_ROUNDS):
@@ -98,7 +98,7 @@ def _climb(
 
 
 def _loosest_pixels(now: LayerSolution, levels: PixelLevels) -> Tensor:
-    """Which pixels are not certain, counted along the input (n,), the loosest first."""
+    """Return which pixels are not certain, counted along the input (n,), the loosest first."""
     trust = EquationPrecisions.of(now)
     exact = replace(now.equations, target_std=trust.output_precision.rsqrt())
     system = NormalEquations.of(
@@ -112,7 +112,7 @@ def _loosest_pixels(now: LayerSolution, levels: PixelLevels) -> Tensor:
 
 
 def _with_index_precision(matrix: Tensor, levels: PixelLevels) -> Tensor:
-    """A matrix in steps (n, n), with as much more for every pixel as that it is on one of its levels."""
+    """Return a matrix in steps (n, n), with as much more for every pixel as that it is on one of its levels."""
     return matrix + levels.index_precision * torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
 
 
@@ -187,7 +187,14 @@ class LocalSystem:
 
     @classmethod
     def of(cls, now: LayerSolution, prior: GaussianPrior, levels: PixelLevels, pixels: Tensor) -> LocalSystem:
-        """Return the system in steps of `pixels` (n,)."""
+        """Return the system in steps of `pixels` (n,).
+
+        Args:
+            now: the solution around which the system holds.
+            prior: what is expected of the input.
+            levels: that pixels may take.
+            pixels: numbers of the input that move (n,), counted along it.
+        """
         equations, fit, trust = now.equations, now.fit, EquationPrecisions.of(now)
         step = levels.step.expand_as(fit.x).flatten()[pixels]
         patches = equations.layer.patch_changes(pixels, step)[equations.layer.cells]
@@ -212,7 +219,7 @@ class LocalSystem:
                 yield self.now.with_input(self.levels.values(moved.clamp(0, self.levels.count - 1)))
 
     def _best_steps(self) -> list[Array]:
-        """Steps (n,), those that leave least first, from the most promising positions."""
+        """Yield steps (n,), those that leave least first, from the most promising positions."""
         metric = _with_index_precision(self._own_form[0], self.levels)
         weakening = min(1.0, MAX_INVERSE_VARIANCE / float(metric.diagonal().max()))
         lattice = Lattice((metric * weakening).cpu().numpy())
@@ -231,12 +238,12 @@ class LocalSystem:
         return [steps for _, steps in sorted(best, key=lambda pair: pair[0])]
 
     def _forms(self) -> Iterator[StepForm]:
-        """The forms at the positions taken, and with each plausible change of one of them."""
+        """Return the forms at the positions taken, and with each plausible change of one of them."""
         for matrix, rhs, constant in self._forms_without_prior():
             yield StepForm(matrix + self.prior_moments[0], rhs + self.prior_moments[1], constant)
 
     def _forms_without_prior(self) -> Iterator[tuple[Tensor, Tensor, float]]:
-        """A, b and c of the same, but for what the prior adds."""
+        """Yield A, b and c of the same forms without what the prior adds."""
         matrix, rhs = self._own_form
         yield matrix, rhs, 0.0
         for o, k, p in self._plausible_changes(torch.linalg.inv_ex(matrix + self.prior_moments[0]).inverse):

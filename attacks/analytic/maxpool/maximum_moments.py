@@ -44,7 +44,7 @@ def condition_on_maximum(
 def _condition_on_position(
     p: int, target: Tensor, mean: Tensor, covariance: Tensor, noise: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability (O, K), mean (O, K, P) and covariance (O, K, P, P) where position p is the largest."""
+    """Return the log-probability (O, K), mean (O, K, P) and covariance (O, K, P, P) where position p is the largest."""
     variance = covariance[..., p, p] + noise[..., 0]
     column = covariance[..., p]
     given = mean + column / variance[..., None] * (target - mean[..., p, None])
@@ -58,7 +58,10 @@ def _condition_on_position(
 
 
 def _mixture_moments(weights: Tensor, means: Tensor, covariances: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and covariance of a mixture: of weights (..., C), means (..., C, P) and covariances (..., C, P, P)."""
+    """Return mean and covariance of a mixture.
+
+    Its weights are (..., C), its means (..., C, P), its covariances (..., C, P, P).
+    """
     mean = (weights[..., None] * means).sum(-2)
     apart = means - mean[..., None, :]
     covariance = (weights[..., None, None] * (covariances + apart[..., :, None] * apart[..., None, :])).sum(-3)
@@ -66,7 +69,7 @@ def _mixture_moments(weights: Tensor, means: Tensor, covariances: Tensor) -> tup
 
 
 def _truncate_above(mean: Tensor, covariance: Tensor, bound: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Each output truncated above `bound` by itself: new mean, factor on the deviation, log-probability."""
+    """Return each output truncated above `bound` by itself: new mean, factor on the deviation, log-probability."""
     variance = covariance.diagonal(dim1=-2, dim2=-1).clamp_min(1e-12 * noise)
     deviation = (variance + noise).sqrt()
     at = ((bound - mean) / deviation).clamp(-30, 30)

@@ -116,7 +116,7 @@ class NormalEquations:
         return self._conjugate_gradients(start.flatten(1), _cholesky(matrix), tolerance).view(self.layer.shape)
 
     def _conjugate_gradients(self, x: Tensor, factor: Tensor, tolerance: float) -> Tensor:
-        """X (I, H W) from its start on, preconditioned by the Cholesky factors of `_cholesky`."""
+        """Return X (I, H W) from its start on, preconditioned by the Cholesky factors of `_cholesky`."""
         residual = self.rhs - self(x)
         rhs_norm = (self.rhs * _solve_blocks(self.rhs, factor)).sum()
         direction = preconditioned = _solve_blocks(residual, factor)
@@ -134,7 +134,7 @@ class NormalEquations:
 
 
 def _output_weights(equations: Equations, selection: Tensor, output_std: Tensor, exceeding: Tensor | None) -> Tensor:
-    """Weights of the outputs' equations (O, K, P); of averages, (O, K, 1)."""
+    """Return weights of the outputs' equations (O, K, P); of averages, (O, K, 1)."""
     if equations.layer.is_average:
         weights = equations.target_known[..., None].to(selection)
     else:
@@ -147,7 +147,7 @@ def _output_weights(equations: Equations, selection: Tensor, output_std: Tensor,
 def _gradient_terms(
     equations: Equations, selection: Tensor, gradient_std: Tensor, per_equation: bool
 ) -> tuple[Tensor, Tensor]:
-    """What the gradient's equations add to the matrix (H W, H W), or (I, H W, H W), and to the right-hand side."""
+    """Return what the gradient adds to the matrix (H W, H W), or (I, H W, H W), and to the right-hand side."""
     layer = equations.layer
     signal = equations.signal / gradient_std[:, None]
     maps = layer.gradient_map(layer.scatter(selection * signal[..., None]))
@@ -165,7 +165,7 @@ def _gradient_terms(
 
 
 def _selection_covariance(selection: Tensor, signal: Tensor) -> Tensor:
-    """Covariance of which position a cell's signal goes to, summed over filters (K, P, P)."""
+    """Return the covariance of which position a cell's signal goes to, summed over filters (K, P, P)."""
     squares = signal.square()
     result = -torch.einsum("ok,okp,okr->kpr", squares, selection, selection)
     result.diagonal(dim1=1, dim2=2).add_((squares[..., None] * selection).sum(0))
@@ -173,7 +173,7 @@ def _selection_covariance(selection: Tensor, signal: Tensor) -> Tensor:
 
 
 def _cholesky(blocks: Tensor) -> Tensor:
-    """Factors of positive semi-definite matrices, with as small a multiple of the identity as they need.
+    """Return factors of positive semi-definite matrices, with as small a multiple of the identity as they need.
 
     Of others, or what is not finite, whatever comes out.
     """
@@ -188,7 +188,7 @@ def _cholesky(blocks: Tensor) -> Tensor:
 
 
 def _solve_blocks(x: Tensor, factor: Tensor) -> Tensor:
-    """The inverse times X (I, H W), of blocks channel by channel, of one for all channels or of one matrix."""
+    """Return the inverse times X (I, H W), of blocks channel by channel, of one for all channels or of one matrix."""
     if len(factor) == 1:
         return torch.cholesky_solve(x.view(-1, factor.shape[-1]).mT, factor[0]).mT.reshape_as(x)
     return torch.cholesky_solve(x[..., None], factor)[..., 0]

@@ -121,7 +121,7 @@ class PixelSearch:
         return Ambiguity(self._entries((as_much != 0).any(0)), self._entries((as_much[moved] != 0).any(0)))
 
     def _entries(self, channels: Tensor) -> Tensor:
-        """Those numbers of the input that are of the pixel and of some of its `channels` (I,): (I, H, W)."""
+        """Return those numbers of the input that are of the pixel and of some of its `channels` (I,): (I, H, W)."""
         result = torch.zeros_like(self.now.fit.x, dtype=torch.bool)
         result.flatten(1)[:, self.pixel] = channels
         return result
@@ -156,18 +156,18 @@ class PixelSearch:
         return torch.cartesian_prod(*ranges).view(-1, len(center))
 
     def _in_chunks(self, measure: Callable[[Tensor], Tensor], steps: Tensor, size: int) -> Tensor:
-        """A measure of steps (n, I), of which each takes as many numbers as `size` for each output of these cells."""
+        """Evaluate a measure of steps (n, I) part by part; each step takes `size` numbers per output of these cells."""
         count = max(1, CHUNK // max(len(self.now.equations.signal) * len(self._cells) * size, 1))
         return torch.cat([measure(part) for part in steps.split(count)])
 
     # ---- what a combination leaves -----------------------------------------------------------------------------------
     def _prior_penalty(self, steps: Tensor) -> Tensor:
-        """What speaks against these steps (n, I) beforehand (n,)."""
+        """Return what speaks against these steps (n, I) beforehand (n,)."""
         precision, shift = self._prior_in_steps
         return ((steps @ precision - 2 * shift) * steps).sum(-1)
 
     def _output_misfit(self, steps: Tensor) -> Tensor:
-        """What these steps (n, I) leave of the outputs (n,), as `misfit` counts it."""
+        """Return what these steps (n, I) leave of the outputs (n,), as `misfit` counts it."""
         equations, cells = self.now.equations, self._cells
         off = self._excess_after(steps).amax(-1)
         off = torch.where(equations.target_known[:, cells], off, off.clamp_min(0))
@@ -175,7 +175,7 @@ class PixelSearch:
         return 2 * torch.log1p(off.square()).sum((1, 2))
 
     def _gradient_misfit(self, steps: Tensor) -> Tensor:
-        """What these steps (n, I) leave of the gradient (n,), as `misfit` counts it."""
+        """Return what these steps (n, I) leave of the gradient (n,), as `misfit` counts it."""
         equations, fit, cells = self.now.equations, self.now.fit, self._cells
         patches = equations.layer.patches(fit.x)[equations.layer.cells[cells]]  # (k, P, M)
         positions = self._positions_after(steps)
@@ -189,12 +189,12 @@ class PixelSearch:
         return equations.gradient.shape[1] * torch.log(relative + MIN_VARIANCE_RATIO).sum(-1)
 
     def _positions_after(self, steps: Tensor) -> Tensor:
-        """The positions that these steps (n, I) lead to (n, O, k); of equal ones the one selected now."""
+        """Return the positions that these steps (n, I) lead to (n, O, k); of equal ones the one selected now."""
         ties = TIE * self.now.equations.output_scale * self.now.fit.selection[:, self._cells]
         return (self._excess_after(steps) + ties).argmax(-1)
 
     def _excess_after(self, steps: Tensor) -> Tensor:
-        """How far the outputs exceed their cells' targets after these steps (n, O, k, P)."""
+        """Return how far the outputs exceed their cells' targets after these steps (n, O, k, P)."""
         now, slope = self._excess
         return now + torch.einsum("okpi,ni->nokp", slope, steps)
 

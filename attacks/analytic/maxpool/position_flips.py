@@ -81,5 +81,5 @@ class PositionFlips:
         return rest, rest.filters, rest.cells[every, cell], position
 
     def _subset(self, on: Tensor) -> PositionFlips:
-        """Those of some filters, numbered among these (g,)."""
+        """Return those of some filters, numbered among these (g,)."""
         return PositionFlips(*(getattr(self, part.name)[on] for part in fields(self)))

@@ -46,7 +46,13 @@ class Fit:
 
 
 def evaluate(equations: Equations, x: Tensor, selection: Tensor | None = None) -> Fit:
-    """Return `x` (I, H, W) with what it leaves, at the positions it selects itself or at those of `selection`."""
+    """Return `x` (I, H, W) with what it leaves, at the positions it selects itself or at those of `selection`.
+
+    Args:
+        equations: of the layer.
+        x: the input (I, H, W).
+        selection: positions (O, K, P); None takes those that `x` selects.
+    """
     selection = select_largest(equations, x) if selection is None else selection
     off = equations.layer.pooled_outputs(x) - equations.target
     off = torch.where(equations.target_known, off, off.clamp_min(0))
@@ -169,13 +175,19 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
 
 
 def _flip_factor(side_factor: Tensor, factor: Tensor) -> Tensor:
-    """What moves an output to the other side of the bend, from the side it is on."""
+    """Return what moves an output to the other side of the bend, from the side it is on."""
     return torch.where(factor == 1, side_factor, 1 / side_factor)
 
 
 # ---- positions nearly as large as the one selected -------------------------------------------------------------------
 def resolve_ties(equations: Equations, fit: Fit, tries: int = 64) -> Tensor:
-    """Return the selection of `fit` (O, K, P), near ties changed where that explains the gradient better."""
+    """Return the selection of `fit` (O, K, P), near ties changed where that explains the gradient better.
+
+    Args:
+        equations: of the layer.
+        fit: an input and its selection.
+        tries: changes of a filter's positions, at most.
+    """
     if not equations.layer.positions_unknown:
         return fit.selection
     outputs = equations.layer.outputs(fit.x)

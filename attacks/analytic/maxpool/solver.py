@@ -121,7 +121,7 @@ def _solve_features(equations: Equations) -> LayerSolution:
 
 
 def _reweight(now: LayerSolution) -> LayerSolution:
-    """The same, solved for anew with equations weighed by what it leaves of them, not by what a search had left.
+    """Return the same, solved for anew with equations weighed by what it leaves of them, not by what a search had left.
 
     With every equation weighed by its own rounding, all together may be left a little more.
     """
@@ -136,7 +136,7 @@ def _reweight(now: LayerSolution) -> LayerSolution:
 
 
 def _solve_anew(now: LayerSolution, preconditioner: Preconditioner = "channels") -> LayerSolution:
-    """What the linear system leads to of the positions that `now` decides for."""
+    """Return what the linear system leads to of the positions that `now` decides for."""
     equations = now.equations
     fit = replace(now.fit, selection=resolve_ties(equations, now.fit))
     x = normal_equations_of(equations, fit).solve(fit.x, 1e-12, preconditioner=preconditioner)
@@ -144,7 +144,7 @@ def _solve_anew(now: LayerSolution, preconditioner: Preconditioner = "channels")
 
 
 def _refine_batch(now: LayerSolution, rounds: int = MAX_BATCH_ROUNDS) -> LayerSolution:
-    """The best of a batch's input solved anew several times: its equations hang together worse than one image's.
+    """Return the best of a batch's input solved anew several times: its equations hang together worse than one image's.
 
     It goes on from what explains less, too, from where the next one may explain all.
     """
@@ -171,7 +171,7 @@ def _is_close(equations: Equations, x: Tensor) -> bool:
 
 
 def _solve_by_cavity(equations: Equations) -> LayerSolution:
-    """What is found where each filter's positions are decided by what the others say.
+    """Return what is found where each filter's positions are decided by what the others say.
 
     Whenever the search has come `RETRY_RATIO` times nearer, what follows from it is tried, and at its end.
     """
@@ -225,7 +225,10 @@ def _solve_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolut
 
 
 def _search_neighborhood(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
-    """The likeliest around `now`; what came to satisfy its equations last is searched around like what did before."""
+    """Return the likeliest solution around `now`.
+
+    A solution that the first search made satisfied is searched around once more.
+    """
     now = decode_jointly(now, prior, levels)
     found = search_pixels(now, prior, levels)
     if now.is_satisfied or not found.is_satisfied:
@@ -236,7 +239,7 @@ def _search_neighborhood(now: LayerSolution, prior: GaussianPrior, levels: Pixel
 def _solve_by_propagation(
     equations: Equations, prior: GaussianPrior, schedule: Schedule, levels: PixelLevels | None = None
 ) -> LayerSolution:
-    """The best of the propagation's means and of what they lead to.
+    """Return the best of the propagation's means and of what they lead to.
 
     Whenever the propagation has come `RETRY_RATIO` times nearer, what follows from it is tried, and at its end.
     """
@@ -268,7 +271,7 @@ def _solve_by_propagation(
 def _finish_propagation(
     equations: Equations, state: PropagationState, prior: GaussianPrior, levels: PixelLevels | None
 ) -> LayerSolution:
-    """What soft and hard positions in turn make of a propagation's state, for as long as it gets better.
+    """Return what soft and hard positions in turn make of a propagation's state, for as long as it gets better.
 
     Not even that is needed where its mean, put on levels, explains everything; what the equations leave open stays near
     that mean, which the prior holds, while a solution of hard positions lets go of it.
@@ -300,7 +303,10 @@ def _finish_propagation(
 
 
 def _put_on_levels(levels: PixelLevels, now: LayerSolution, rounds: int = 3) -> LayerSolution:
-    """The same with every pixel on a level: the nearest, then, near a solution, those beside it that explain more."""
+    """Return the solution with every pixel on a level.
+
+    First the nearest level is taken; near a solution, neighboring levels that explain more.
+    """
     equations, x = now.equations, levels.nearest(now.fit.x)
     best: LayerSolution | None = None
     for more in reversed(range(rounds)):

@@ -148,7 +148,13 @@ def eigenvalues(matrices: Tensor) -> Tensor:
 
 
 def clamp_eigenvalues(matrices: Tensor, low: Tensor, high: Tensor | None = None) -> Tensor:
-    """Return symmetric matrices (..., m, n, n) with their eigenvalues moved into [low, high]."""
+    """Return symmetric matrices (..., m, n, n) with their eigenvalues moved into [low, high].
+
+    Args:
+        matrices: symmetric ones (..., m, n, n).
+        low: least eigenvalues, to be broadcast to (..., m, n).
+        high: largest eigenvalues, likewise.
+    """
     parts = (0.5 * (matrices + matrices.mT)).flatten(0, -3).split(BATCH)
     values, vectors = (torch.cat(side) for side in zip(*map(torch.linalg.eigh, parts), strict=True))
     values, vectors = values.view(matrices.shape[:-1]), vectors.view(matrices.shape)
@@ -156,7 +162,7 @@ def clamp_eigenvalues(matrices: Tensor, low: Tensor, high: Tensor | None = None)
 
 
 def _mirror_lower_half(half: Numbers) -> Tensor:
-    """The symmetric matrix of which all on and below the diagonal is there, column by column."""
+    """Return the symmetric matrix of which all on and below the diagonal is there, column by column."""
     rows = half.T  # as torch has it: now what is there lies above the diagonal
     for i in range(0, len(rows), BLOCK):
         here = rows[i : i + BLOCK, i : i + BLOCK]
@@ -177,7 +183,7 @@ def _thread_controller() -> ThreadpoolController:
 
 @contextmanager
 def _match_torch_threads() -> Iterator[None]:
-    """As many threads as torch has: their number changes the rounding, and worker processes share the cores.
+    """Use as many threads as torch: their number changes the rounding, and worker processes share the cores.
 
     The limit is the process's own, so that only one Python thread at a time sets it.
     """

@@ -109,7 +109,7 @@ class LayerwiseInversion(Attack):
         return best
 
     def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> NotApplicable | None:
-        """Why the stages up to the first known signal can't be undone, or None."""
+        """Return why the stages up to the first known signal can't be undone, or None."""
         for stage in stages:
             weight = gradients.get(f"{stage.name}.weight")
             if weight is None:
@@ -164,7 +164,7 @@ class LayerwiseInversion(Attack):
 
 
 def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
-    """The one image with its label, known or read off what flows back into the classifier."""
+    """Return the one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].end_reason
     head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)
     odd = head and is_sign_flipped(start.signal[0])
@@ -177,7 +177,7 @@ def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage]
 
 
 def _input_scale(stage: Stage, pixels: Tensor) -> float:
-    """Root mean square of what the first layer is given (N, ...), in pixel units: errors are relative to that."""
+    """Return the root mean square of the first layer's input (N, ...) in pixel units, the measure of errors."""
     if stage.pointwise:
         pixels = stage.layer_input(pixels) / stage.input_affine()[1]
     return float(pixels.square().mean().sqrt())
@@ -191,7 +191,7 @@ def invert_layers(
     cutoff: float,
     gigabytes: float,
 ) -> list[SolvedInput]:
-    """The input of every stage up to the start's, bottom first.
+    """Return the input of every stage up to the start's, bottom first.
 
     Args:
         stages: of the network, bottom first.
@@ -219,7 +219,13 @@ def invert_layers(
 
 
 def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -> Gradients:
-    """The gradient of <signal, output of the start's layer> at images (N, C, H, W), by the layers' parameters."""
+    """Return the gradient of <signal, output of the start's layer> at images (N, C, H, W), by parameter.
+
+    Args:
+        stages: of the network, bottom first.
+        start: the layer and signal (N, out) at the top.
+        pixels: the images (N, C, H, W).
+    """
     values = pixels
     parameters: dict[str, nn.Parameter] = {}
     with torch.enable_grad():
@@ -233,7 +239,7 @@ def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -
 
 
 def equation_gigabytes(stage: Stage, count: int = 1) -> tuple[float, float, float]:
-    """Gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations.
+    """Return gigabytes that a stage's equations take in one matrix: all, its gradient equations, its weight equations.
 
     Args:
         stage: the layer.
@@ -251,20 +257,20 @@ def equation_gigabytes(stage: Stage, count: int = 1) -> tuple[float, float, floa
 
 
 def _relative_distance(x: Tensor, y: Tensor) -> float:
-    """Relative distance of two tensors, at most 2; 0 where both are zero."""
+    """Return the relative distance of two tensors, at most 2; 0 where both are zero."""
     size = max(float(x.norm()), float(y.norm()))
     return float((x - y).norm()) / size if size else 0.0
 
 
 def layer_output_shape(stage: Stage) -> torch.Size:
-    """The shape of what a stage's layer returns, without the batch."""
+    """Return the shape of what a stage's layer returns, without the batch."""
     with torch.no_grad():
         shape: torch.Size = stage.layer(stage.layer_input(stage.zero_input())).shape
     return shape[1:]
 
 
 def _backpropagate(linear: Callable[[Tensor], Tensor], shape: torch.Size, signal: Tensor) -> Tensor:
-    """What flows back into a linear map."""
+    """Return what flows back into a linear map."""
     with torch.enable_grad():
         at = torch.zeros(len(signal), *shape, dtype=torch.float64, requires_grad=True)
         layer_output_shape = linear(at)

@@ -44,19 +44,22 @@ def logit_gradients_without_bias(weight: Tensor, gradient: Tensor) -> list[Tenso
 
 
 def _logit_gradient(logits: Tensor, label: int, t: Tensor) -> Tensor:
-    """softmax(t logits) - e_label, row by row of t (N,)."""
+    """Return softmax(t logits) - e_label, row by row of t (N,)."""
     delta = (logits * t[:, None]).softmax(-1)
     delta[:, label] = -(delta.sum(-1) - delta[:, label])  # exact where the softmax is near 1
     return delta
 
 
 def _length_excess(logits: Tensor, label: int, size: Tensor, t: Tensor) -> Tensor:
-    """By how much |delta(t)| t is larger than sigma, `size`: 0 where (1) holds."""
+    """Return by how much |delta(t)| t is larger than sigma, `size`: 0 where (1) holds."""
     return _logit_gradient(logits, label, t).norm(dim=-1) * t - size
 
 
 def _roots(function: Callable[[Tensor], Tensor], unit: float) -> list[Tensor]:
-    """Where `function` changes sign between unit / 2 and unit * 1e6 (|delta| is at most sqrt 2), by bisection."""
+    """Return where `function` changes sign between unit / 2 and unit * 1e6, by bisection.
+
+    The length of delta is at most sqrt 2.
+    """
     grid = unit / 2 * torch.logspace(0, 6.4, GRID_POINTS, dtype=torch.float64)
     signs = function(grid) > 0
     roots = []

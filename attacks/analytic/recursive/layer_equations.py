@@ -165,14 +165,14 @@ def solve_input(
 
 
 def _gradient_equations(stage: Stage, signal: Tensor, gradient: Tensor, shape: torch.Size) -> tuple[Tensor, Tensor]:
-    """The gradient equations, turned so that no more rows than unknowns are left: (q, N P) and (q, C)."""
+    """Return the gradient equations, turned so that no more rows than unknowns are left: (q, N P) and (q, C)."""
     rows = gradient_rows(stage, signal, shape)
     right = gradient.flatten(2).transpose(1, 2) if gradient.ndim == 4 else gradient
     return triangularize(rows, right.reshape(len(rows), -1))
 
 
 def _as_input(stage: Stage, values: Tensor, count: int) -> Tensor:
-    """Solved values as what came into the stage (N, ...)."""
+    """Return solved values in the shape of what came into the stage (N, ...)."""
     if not stage.pointwise:
         return values.reshape(count, *stage.shape)
     by_image = values.reshape(stage.layer_input_shape[0], count, -1).transpose(0, 1)
@@ -185,6 +185,11 @@ def gradient_rows(stage: Stage, signal: Tensor, shape: torch.Size) -> Tensor:
     dL/dW[o, c, k] = sum over images i and outputs l of signal[i, o, l] x_ic[where tap k of the kernel lies at output
     l], so that K is the same for every channel. A linear layer has one position and one tap. The positions of an image
     stand side by side.
+
+    Args:
+        stage: the layer's.
+        signal: what flows back into the layer (N, ...).
+        shape: of the layer's input (C, H, W) or (F,).
     """
     if not isinstance(stage.layer, nn.Conv2d):
         return signal.flatten(1).T
@@ -215,7 +220,7 @@ def weight_rows(stage: Stage, shape: torch.Size) -> tuple[Tensor, Tensor]:
 
 
 def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
-    """Where each tap of the kernel lies at each output (taps, L): positions from 1, and 0 for padding."""
+    """Return where each tap of the kernel lies at each output (taps, L): positions from 1, and 0 for padding."""
     numbers = torch.arange(1.0, shape[1] * shape[2] + 1, dtype=torch.float64).view(1, 1, *shape[1:])
     assert not isinstance(layer.padding, str)
     kernel = functional.unfold(numbers, layer.kernel_size, layer.dilation, layer.padding, layer.stride)
@@ -225,7 +230,7 @@ def _taps(layer: nn.Conv2d, shape: torch.Size) -> Tensor:
 def _fill_from_outputs(
     stage: Stage, shape: torch.Size, values: Tensor, weak: WeakConstraints, outputs: ActivationInputs, cutoff: float
 ) -> tuple[Tensor, int, float]:
-    """Channels (C, N P) from their well determined part `values`; the rest from outputs and weak gradient equations."""
+    """Complete channels (C, N P) from their well determined part `values`, by outputs and weak gradient equations."""
     weights, offset = weight_rows(stage, shape)
     channels, images = len(values), len(outputs.values)
     each = zip(
@@ -253,7 +258,7 @@ def _fill_from_outputs(
 def _solve_together(
     stage: Stage, shape: torch.Size, small: Tensor, right: Tensor, outputs: ActivationInputs | None, cutoff: float
 ) -> tuple[Tensor, int, float]:
-    """All equations at once: for what the layer is given, where what comes in follows from it, else for that.
+    """Solve all equations at once: for what the layer is given, where what comes in follows from it, else for that.
 
     The former channel by channel (C N P,), the latter image by image.
     """
@@ -282,7 +287,7 @@ def _solve_together(
 
 
 def _for_batch_input(rows: Tensor, image: int, images: int, channels: int) -> Tensor:
-    """Equations in what one image gives the layer (m, C P) as ones in what all of them do (m, C N P)."""
+    """Return equations in one image's layer input (m, C P) as equations in that of all images (m, C N P)."""
     apart = rows.new_zeros(len(rows), channels, images, rows.shape[1] // channels)
     apart[:, :, image] = rows.view(len(rows), channels, -1)
     return apart.flatten(1)
@@ -318,7 +323,7 @@ def triangularize(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _extreme_singular_values(upper: Tensor) -> tuple[float, float]:
-    """Largest and smallest singular value of an upper triangular matrix (k, n), roughly; 0 where it has less rank.
+    """Estimate the extreme singular values of an upper triangular matrix (k, n), 0 for less than full rank.
 
     By the power method on it and on its inverse.
     """
@@ -337,5 +342,5 @@ def _extreme_singular_values(upper: Tensor) -> tuple[float, float]:
 
 
 def _ratio_or_zero(x: Tensor, y: Tensor) -> Tensor:
-    """The ratio x / y, or 0 where that is no number."""
+    """Return the ratio x / y, or 0 where that is no number."""
     return (x / y).nan_to_num(0.0, 0.0, 0.0)

@@ -72,31 +72,31 @@ class LinearLayer:
         return _NetworkProbe(self.view)
 
     def to_pixels(self, inputs: Tensor) -> Tensor:
-        """Inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
+        """Return inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
         if self.origin is None:
             return denormalize(self.view, inputs)
         return self.origin.pixels(inputs).view(len(inputs), *self.view.task.input_shape)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """Inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
+        """Return inputs of the layer (N, n) as images (N, C, H, W) in [0, 1]."""
         return self.to_pixels(inputs).clamp(0, 1).to(self.view.dtype)
 
     def is_rectified(self) -> bool:
-        """Whether no signal flows back where the layer's output is negative, but some where it is positive."""
+        """Return whether no signal flows back where the layer's output is negative, but some where it is positive."""
         outputs, signals = self._probe.outputs_and_signals(self.name)
         silent = signals == 0
         return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
 
     def signals(self, inputs: Tensor, label: int) -> Tensor:
-        """What flows back into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
+        """Return the signals into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
         return self._probe.signals(self.name, self.to_pixels(inputs), label)
 
     def has_true_size(self, inputs: Tensor, signals: Tensor) -> bool:
-        """Whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit."""
+        """Return whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit."""
         return self.view.threat.knows_defense or self.labels(inputs, signals, SIZE_TOLERANCE) is not None
 
     def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
-        """The labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
+        """Return the labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
 
         Args:
             inputs: of the layer (N, n).
@@ -112,13 +112,13 @@ class LinearLayer:
 
 
 def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
-    """Normalized images (N, n) as pixels (N, C, H, W), wherever they lie."""
+    """Return normalized images (N, n) as pixels (N, C, H, W), wherever they lie."""
     mean, std = view.task.normalization(inputs)
     return inputs.view(len(inputs), *view.task.input_shape) * std + mean
 
 
 def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
-    """The first linear layer with a bias that the update says something of, or why there is none."""
+    """Return the first linear layer with a bias that the update says something of, or why there is none."""
     reason = _obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
@@ -173,7 +173,7 @@ def _obstacle(view: ServerView) -> str | None:
 
 
 def _transmission(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
-    """Which entries of the weight's update a known defense let through, and its trust in the bias's."""
+    """Return which entries of the weight's update a known defense let through, and its trust in the bias's."""
     sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
     defense = view.client.defense
     trusts, noise = defense.tensor_trust(view.update), defense.noise_std(view.update)
@@ -222,7 +222,7 @@ class _NetworkProbe:
         return vector_layers(self.view)
 
     def origin(self, name: str) -> PixelOrigin | None:
-        """How a layer's input is made of pixels, where that is otherwise than the view says."""
+        """Return how a layer's input is made of pixels, where that is otherwise than the view says."""
         return (
             None
             if self._module_inputs.get(name) or name not in self._vector_layers
@@ -230,17 +230,17 @@ class _NetworkProbe:
         )
 
     def parameter_names(self, name: str) -> tuple[str, str]:
-        """Of a layer's weight and bias in the update."""
+        """Return the names of a layer's weight and bias in the update."""
         layer = self._vector_layers.get(name)
         return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
 
     def arrange(self, name: str, kind: str, sent: Tensor) -> Tensor:
-        """What was sent of a layer's "weight" or "bias", as it lies in the layer."""
+        """Return what was sent of a layer's "weight" or "bias", as it lies in the layer."""
         layer = self._vector_layers.get(name)
         return sent if layer is None else layer.arrange(kind, sent)
 
     def reads_signals(self, name: str) -> bool:
-        """Whether what flows back into a layer can be read image by image."""
+        """Return whether what flows back into a layer can be read image by image."""
         if name in self._module_inputs:
             return True
         try:
@@ -271,11 +271,11 @@ class _NetworkProbe:
         return seen
 
     def run(self, images: Tensor) -> Any:
-        """What the network returns."""
+        """Return what the network returns."""
         return functional_call(self.model, {**self.tensor_trust, **self.buffers}, (images,))
 
     def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
-        """The layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
+        """Return the layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
         if layer not in self._module_inputs:
             return self._signals_by_bias(self._vector_layers[layer])
         with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
@@ -285,7 +285,7 @@ class _NetworkProbe:
         return tap.outputs[0].detach(), grad
 
     def _signals_by_bias(self, layer: VectorLayer) -> tuple[Tensor, Tensor]:
-        """The same of a layer that is no module, by a bias of each image's own."""
+        """Return the same of a layer that is no module, by a bias of each image's own."""
         outputs = operation_outputs(self._model_as_sent, layer.node, self.images)
         if outputs is None:
             raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
@@ -307,13 +307,13 @@ class _NetworkProbe:
         return model
 
     def _with_biases(self, layer: VectorLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
+        """Return the weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
         name = layer.names["bias"]
         own = self.tensor_trust[name].flatten().expand(count, -1).clone().requires_grad_()
         return own, {**self.tensor_trust, name: own}
 
     def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
-        """Gradients (N, m) of each image's own loss at the layer's output."""
+        """Return gradients (N, m) of each image's own loss at the layer's output."""
         view, count = self.view, len(images)
         batch = Batch(images, torch.full((count,), label, device=images.device))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)

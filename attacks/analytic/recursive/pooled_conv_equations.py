@@ -175,7 +175,7 @@ def batch_norm_scale(stage: Stage, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _relative_rounding(view: ServerView, stage: Stage, gradient: Tensor) -> Tensor | None:
-    """Rounding of each of the equations of a convolution's `gradient` (O, M), where no normalization is between."""
+    """Return the rounding of each equation of a convolution's `gradient` (O, M), without a normalization between."""
     found = (
         None
         if any(isinstance(m, ElementwiseAffine) for m in stage.after)

@@ -76,7 +76,7 @@ def separate_images(
 
 
 def _obstacle(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int, count: int) -> NotApplicable | None:
-    """Why the equations for telling `count` images apart are too few, or None."""
+    """Return why the equations for telling `count` images apart are too few, or None."""
     if top == 0:
         return NotApplicable(f"nothing below {stages[0].name} tells the {count} images of the batch apart")
     above, stage = stages[top], stages[top - 1]
@@ -93,7 +93,7 @@ def _obstacle(stages: Sequence[Stage], gradients: Mapping[str, Tensor], top: int
 
 
 def _bias_gain(stage: Stage) -> Tensor | None:
-    """By how much the activation is given more if a bias of the layer grows by one (C,); None where that varies."""
+    """Return how much the activation's input grows with a bias of the layer (C,), or None where that varies."""
     with torch.no_grad():
         zero = torch.zeros_like(stage.layer(stage.layer_input(stage.zero_input())))
         share: Tensor = stage.after(zero + 1) - stage.after(zero)

@@ -63,7 +63,13 @@ class ClassifierGradient:
 
 
 def is_underdetermined(classes: int, count: int, *, bias: bool) -> bool:
-    """Return whether the equations are too few to separate `count` images behind a classifier of so many classes."""
+    """Return whether the equations are too few to separate `count` images behind a classifier of so many classes.
+
+    Args:
+        classes: number of logits K.
+        count: number of images B.
+        bias: whether the classifier has a bias.
+    """
     return (count + bias) * (classes - 1) - count**2 < MIN_SPARE_EQUATIONS or count >= classes
 
 
@@ -101,7 +107,13 @@ def separate_by_softmax(
 
 
 def label_candidates(classes: int, count: int, guess: Tensor | None) -> Iterator[Tensor]:
-    """Yield labels (B,) of so many images, each set of them once: the guess, then those that differ least from it."""
+    """Yield labels (B,) of so many images, each set of them once: the guess, then those that differ least from it.
+
+    Args:
+        classes: number of classes K.
+        count: number of images B.
+        guess: the likeliest labels (B,).
+    """
     if guess is None:
         yield from map(torch.tensor, combinations_with_replacement(range(classes), count))
         return
@@ -170,7 +182,7 @@ class _MixingProblem:
         return self._separate(a, jacobian, residual)
 
     def _initial_mixing(self, number: int) -> Tensor:
-        """A (B, B) where predictions are those of no features at all, or of random ones."""
+        """Return A (B, B) where predictions are those of no features at all, or of random ones."""
         draw, classifier = stream(number, "softmax", "apart"), self.classifier
         logits = classifier.bias + LOGIT_SPREAD * number * torch.randn(
             self.count, len(classifier.bias), generator=draw, dtype=torch.float64
@@ -183,13 +195,13 @@ class _MixingProblem:
         return a + 0.1 * a.abs().mean() * nudge
 
     def _signals(self, predictions: Tensor) -> Tensor:
-        """D (B, K) by (2), under predictions (B, K)."""
+        """Return the signals D (B, K) by (2), under predictions (B, K)."""
         hard = self.labels.ndim == 1
         labels = functional.one_hot(self.labels, predictions.shape[1]) if hard else self.labels
         return (predictions - labels.to(predictions)) / self.count
 
     def _linearize(self, a: Tensor) -> tuple[Tensor, Tensor]:
-        """The equations' derivatives by A (B, B), row by row (m, B B), and what A leaves of them (m,)."""
+        """Return the equations' derivatives by A (B, B), row by row (m, B B), and what A leaves of them (m,)."""
         inverse = torch.linalg.inv_ex(a)[0]
         outputs = inverse @ (self.r @ self.classifier.weight.mT)
         predictions = (outputs + self.classifier.bias).softmax(-1)
@@ -207,7 +219,7 @@ class _MixingProblem:
         return jacobian, residual
 
     def _separate(self, a: Tensor, jacobian: Tensor, residual: Tensor) -> SeparatedBatch | None:
-        """Signals and inputs by (1), and to first order how far off the equations' residual may put them."""
+        """Return signals and inputs by (1), and to first order how far off the equations' residual may put them."""
         inverse, failed = torch.linalg.inv_ex(a)
         if bool(failed) or not bool(residual.isfinite().all() and jacobian.isfinite().all()):
             return None

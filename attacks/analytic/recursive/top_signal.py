@@ -70,7 +70,7 @@ def top_signals(
 def _single_image_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float
 ) -> list[TopSignal] | NotApplicable:
-    """The highest stage whose signal the update of one image gives away."""
+    """Return the highest stage whose signal the update of one image gives away."""
     for top in reversed(range(len(stages))):
         bias = observed.get(f"{stages[top].name}.bias")
         if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
@@ -98,7 +98,7 @@ def _single_image_signals(
 def _batch_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
 ) -> list[TopSignal] | NotApplicable:
-    """What flows back of each image of a batch, or why that can't be told.
+    """Return what flows back of each image of a batch, or why that can't be told.
 
     At the classifier, by the loss, where the server knows both (`attacks.analytic.recursive.softmax_separation`); else
     at the first linear layer, by the bend of the (leaky) ReLU below it
@@ -116,7 +116,7 @@ def _batch_signals(
 def _separate_at_classifier(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
 ) -> TopSignal | str:
-    """The classifier's signals of each image, as the loss explains them, or why they can't be told."""
+    """Return the classifier's signals of each image, as the loss explains them, or why they can't be told."""
     last = stages[-1]
     weight, bias = (f"{last.name}.{kind}" for kind in ("weight", "bias"))
     layer, own = last.layer, not len(last.after) and isinstance(last.activation, nn.Identity)
@@ -152,19 +152,19 @@ def _separate_at_classifier(
 
 
 def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
-    """The gradient of a classifier's weight at the scale that it had before a known defense."""
+    """Return the gradient of a classifier's weight at the scale that it had before a known defense."""
     name = last.parameter_name("weight")
     return last.arrange("weight", ObservedUpdate(view).before_defense(name, observed[name]))
 
 
 def _guess_labels(view: ServerView, count: int) -> Tensor | None:
-    """The likeliest labels of all images, in ascending order."""
+    """Return the likeliest labels of all images, in ascending order."""
     guess = recover_labels(ObservedUpdate(replace(view, batch_size=count)))
     return None if guess is None or len(guess) != count else guess.cpu()
 
 
 def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) -> TopSignal | NotApplicable:
-    """The signals of the first linear layer with a bias, told apart by the activation below."""
+    """Return the signals of the first linear layer with a bias, told apart by the activation below."""
     gradients = {n: dense(g) for n, g in rescale_to_unit({**observed})[0].items()}
     top = first_layer_with_signal(stages, gradients)
     if top is None:
@@ -179,7 +179,7 @@ def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) 
 
 
 def _size_is_known(view: ServerView, name: str) -> bool:
-    """Whether the size of the gradient of `name` is known, not only its direction."""
+    """Return whether the size of the gradient of `name` is known, not only its direction."""
     phases = view.method.phases(view.client.task, view.round)
     clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
     once, twice = (view.defense.surrogate(scale_tensors(view.update, size), view.update)[name] for size in (1.0, 2.0))

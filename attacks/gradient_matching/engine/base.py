@@ -198,7 +198,7 @@ class GradientMatching(Attack):
         return dict(self.private_lr) if isinstance(self.private_lr, Mapping) else {"": self.private_lr}
 
     def _unused_steps(self, private: Iterable[str]) -> list[str]:
-        """Which step sizes, if not those by default, are of no private tensor: slips of the pen."""
+        """Return the step sizes, other than default ones, that are of no private tensor: slips of the pen."""
         own = next(field for field in fields(self) if field.name == "private_lr")
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if self.private_lr == default:
@@ -206,17 +206,17 @@ class GradientMatching(Attack):
         return [begins for begins in self._private_steps if not any(name.startswith(begins) for name in private)]
 
     def private_step(self, name: str) -> float:
-        """The step size for the private tensor `name`."""
+        """Return the step size for the private tensor `name`."""
         fits = [begins for begins in self._private_steps if name.startswith(begins)]
         return self._private_steps[max(fits, key=len)] if fits else PRIVATE_LR
 
     @classmethod
     def example(cls) -> GradientMatching:
-        """A few iterations of two restarts."""
+        """Return a few iterations of two restarts."""
         return cls(iterations=5, restarts=2)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Those that fill a stack."""
+        """Return those that fill a stack."""
         return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     # ---- the search: views -> problems -> batches of trials -> the best trial of each view ---------------------------
@@ -318,7 +318,14 @@ class GradientMatching(Attack):
         noise: Sequence[torch.Generator],
         monitor: SearchMonitor | None = None,
     ) -> list[TrialResult]:
-        """Minimize the objectives of a batch from `variables` on, each trial with its own generator of noise."""
+        """Minimize the objectives of a batch from `variables` on, each trial with its own generator of noise.
+
+        Args:
+            batch: the problems of T trials.
+            variables: where they start, one row each.
+            noise: a generator for each trial.
+            monitor: follows the search; None for nobody.
+        """
         return minimize(
             batch,
             variables,
@@ -440,7 +447,13 @@ class GradientMatching(Attack):
         return batch.evaluate(variables)
 
     def initial_variables(self, problem: MatchingProblem, seed: int, restart: int) -> Variables:
-        """Return where a trial starts: images, label logits where labels are searched for, and private tensors."""
+        """Return where a trial starts: images, label logits where labels are searched for, and private tensors.
+
+        Args:
+            problem: of the view.
+            seed: of the attack on it.
+            restart: number of the trial; each starts elsewhere.
+        """
         view = problem.view
         draw = stream(seed, "attack", restart)
         count = view.batch_size or 1

@@ -1,4 +1,4 @@
-"""Which image fed which batch, or which label is whose, where the server does not know: guesses by labels alone."""
+"""Guesses, by labels alone, which image fed which batch and which label is whose, where that is unknown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_FUTILE_EXCHANGES = 20
 
 
 def rank_orders(problem: MatchingProblem, tries: int, count: int) -> list[MatchingProblem]:
-    """The problem with the likeliest orders of its batches, best first: at most `count`, at least one.
+    """Return the problem with the likeliest orders of its batches, best first: at most `count`, at least one.
 
     Which classes a batch holds shows in a round's update even if every image is taken to be mid gray. So orders are
     ranked by the objective there: images are exchanged between batches of the same pass over the data wherever that
@@ -52,7 +52,9 @@ def rank_orders(problem: MatchingProblem, tries: int, count: int) -> list[Matchi
 
 
 def assign_labels(problem: MatchingProblem, tries: int) -> Tensor | None:
-    """The labels read off (N,), each given to the image whose batches it explains best; None where nothing tells.
+    """Return the labels read off (N,), each given to the image whose batches it explains best.
+
+    It is None where nothing tells.
 
     As orders are by `ranked`: by the objective at mid gray, labels being exchanged wherever that lowers it.
 
@@ -74,7 +76,7 @@ def assign_labels(problem: MatchingProblem, tries: int) -> Tensor | None:
 
 
 def _objective_at_gray(problem: MatchingProblem) -> float:
-    """The objective where every image is mid gray; infinite where it is not a number."""
+    """Return the objective where every image is mid gray; infinite where it is not a number."""
     view, constants = problem.view, problem.constants
     offset, scale = constants["offset"], constants["scale"]
     shape = (view.batch_size or 1, *problem.space.shape(view.task))
@@ -92,7 +94,9 @@ def _search_exchanges(
     key: Callable[[Tensor], Hashable],
     draw: torch.Generator,
 ) -> list[Tensor]:
-    """What was met of finite `value`, least first, exchanging entries within `parts` of `now` (M,), in so many `tries`.
+    """Return what was met of finite `value`, least first.
+
+    In so many `tries`, entries of `now` (M,) are exchanged within `parts` of it.
 
     Of those whose `key` is equal only the first is looked at.
     """
@@ -113,14 +117,14 @@ def _search_exchanges(
 
 
 def _images_per_pass(view: ServerView) -> list[int]:
-    """How many images each pass over the data feeds: all of them, but for the last of a phase."""
+    """Return how many images each pass over the data feeds: all of them, but for the last of a phase."""
     fed = [sum(map(sum, steps)) for steps in view.schedule or ()]
     count = view.batch_size or 1
     return [min(count, total - begin) for total in fed for begin in range(0, total, count)]
 
 
 def _exchange_two(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
-    """The order (M,) with two images exchanged in one of the passes."""
+    """Return the order (M,) with two images exchanged in one of the passes."""
     order = order.clone()
     parts = order.split(passes)
     mine = parts[int(torch.randint(len(parts), (), generator=draw))]
@@ -130,5 +134,5 @@ def _exchange_two(order: Tensor, passes: list[int], draw: torch.Generator) -> Te
 
 
 def _shuffle_passes(order: Tensor, passes: list[int], draw: torch.Generator) -> Tensor:
-    """The order (M,) with the images of each pass shuffled."""
+    """Return the order (M,) with the images of each pass shuffled."""
     return torch.cat([part[torch.randperm(len(part), generator=draw).to(part.device)] for part in order.split(passes)])

@@ -36,7 +36,14 @@ class BatchableProblem(Protocol):
         """All its tensors, as one tree."""
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """Return its objective at one guess, with the tensors of `constants`; `vmapped` under `vmap`."""
+        """Return its objective at one guess, with the tensors of `constants`; `vmapped` under `vmap`.
+
+        Args:
+            variables: the guess, by name.
+            constants: tensors of the problem, perhaps of another in the batch.
+            client: whose training is predicted.
+            vmapped: whether this runs under `torch.vmap`.
+        """
 
 
 def stack_variables(rows: Iterable[Variables]) -> Variables:

@@ -54,7 +54,13 @@ class BestIterates:
         self.cut_short = [""] * self.count
 
     def update(self, iteration: int, values: Tensor, variables: Variables) -> Tensor:
-        """Record the objectives (of the active trials) at `variables`; returns them relative to the start."""
+        """Record the objectives (of the active trials) at `variables`; returns them relative to the start.
+
+        Args:
+            iteration: number of the step.
+            values: objectives of the active trials (A,).
+            variables: of the active trials, one row each.
+        """
         if iteration == 0:
             usable = values.isfinite() & (values > 0)
             self.scale = self.start_objective = torch.where(usable, values, 1.0)

@@ -43,7 +43,7 @@ class CapturedGraph:
                 self.values, self.grads = evaluate(self.given)
 
     def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Objectives (T,) and gradients by variable, at `given`."""
+        """Return the objectives (T,) and gradients by variable at `given`."""
         for name, value in given.items():
             self.given[name].copy_(value.detach())
         self.graph.replay()

@@ -1,4 +1,4 @@
-"""Whether what a search ended at explains the update: where it does not, its pictures and labels are guesses."""
+"""Checks whether what a search ended at explains the update: else its pictures and labels are guesses."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def note_misfit(
 
 
 def is_noiseless(view: ServerView) -> bool:
-    """Whether nothing was done to the update that its images do not explain."""
+    """Return whether nothing was done to the update that its images do not explain."""
     members = view.client.defense.members() if view.threat.knows_defense else view.defense.members()
     return all(type(part) is Defense for part in members) and not isinstance(view.method, PrivateMethod)
 
 
 def still_falling(history: Sequence[float], constant_lr: float) -> bool:
-    """Whether an objective still fell when the search ended, or was too short to tell.
+    """Return whether an objective still fell when the search ended, or was too short to tell.
 
     Args:
         history: the objective, at equal distances.

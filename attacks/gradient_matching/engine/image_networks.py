@@ -53,7 +53,7 @@ class ImageNetwork(nn.Module):
         self.channels, self.factor = channels, factor
 
     def shape_obstacle(self, shape: tuple[int, int, int]) -> str:
-        """Why images of `shape` (C, H, W) can't be made or taken, or nothing."""
+        """Return why images of `shape` (C, H, W) can't be made or taken, or nothing."""
         return "" if shape[0] == self.channels else f"it is for {self.channels} channels, the images have {shape[0]}"
 
 
@@ -69,17 +69,17 @@ class Decoder(ImageNetwork):
         self.layers = nn.Sequential(*layers, _conv(width, width), nn.SiLU(), _conv(width, channels), nn.Sigmoid())
 
     def code_shape(self, shape: tuple[int, int, int]) -> tuple[int, int, int]:
-        """Shape of the code of an image of `shape`."""
+        """Return the shape of the code of an image of `shape`."""
         return self.code_channels, shape[1] // self.factor, shape[2] // self.factor
 
     def shape_obstacle(self, shape: tuple[int, int, int]) -> str:
-        """Why images of `shape` can't be made, or nothing."""
+        """Return why images of `shape` can't be made, or nothing."""
         if any(side % self.factor for side in shape[1:]):
             return f"it makes images whose sides are multiples of {self.factor}, not {shape[1]} x {shape[2]}"
         return super().shape_obstacle(shape)
 
     def forward(self, codes: Tensor) -> Tensor:
-        """The images."""
+        """Return the images."""
         return self.layers(codes)
 
 
@@ -93,7 +93,7 @@ class Enhancer(ImageNetwork):
         self.last = _conv(width, channels)
 
     def forward(self, images: Tensor) -> Tensor:
-        """The sharper images; nothing keeps them in [0, 1]."""
+        """Return the sharper images; nothing keeps them in [0, 1]."""
         return images + self.last(self.layers(images))
 
 
@@ -111,7 +111,7 @@ class _AutoEncoder(nn.Module):
         self.decoder = decoder
 
     def forward(self, images: Tensor, draw: torch.Generator) -> Tensor:
-        """The images made again from noisy codes."""
+        """Return the images made again from noisy codes."""
         codes = self.encoder(images)
         return self.decoder(codes + CODE_NOISE * torch.randn(codes.shape, generator=draw))
 
@@ -120,7 +120,7 @@ KINDS: dict[str, type[ImageNetwork]] = {"decoder": Decoder, "enhancer": Enhancer
 
 
 def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: int = 0) -> ImageNetwork:
-    """A decoder or an enhancer trained on `images`.
+    """Return a decoder or an enhancer trained on `images`.
 
     Args:
         kind: "decoder" or "enhancer".
@@ -157,12 +157,12 @@ def train(kind: str, images: Tensor, *, factor: int, steps: int = 1500, seed: in
 
 
 def _coding_loss(whole: nn.Module) -> Loss:
-    """How far images are from what their codes make."""
+    """Return how far images are from what their codes make."""
     return lambda images, draw: (whole(images, draw) - images).square().mean()
 
 
 def _sharpening_loss(network: nn.Module, factor: int, images: Tensor) -> Loss:
-    """How far images are from what the enhancer makes of the best that bicubic codes can show of them."""
+    """Return how far images are from what the enhancer makes of the best that bicubic codes can show of them."""
     height, width = images.shape[-2:]
     space = UpsampledSpace(factor, (height, width))
 
@@ -174,7 +174,13 @@ def _sharpening_loss(network: nn.Module, factor: int, images: Tensor) -> Loss:
 
 
 def save(network: ImageNetwork, path: Path, source: str) -> None:
-    """Write a network to one file of plain arrays, with a word on the images it was trained on."""
+    """Write a network to one file of plain arrays, with a word on the images it was trained on.
+
+    Args:
+        network: decoder or enhancer.
+        path: of the file.
+        source: what it was trained on, in words.
+    """
     kind = next(name for name, entry in KINDS.items() if isinstance(network, entry))
     head = {"kind": kind, "channels": network.channels, "factor": network.factor, "source": source}
     arrays = {name: value.numpy() for name, value in network.state_dict().items()}
@@ -183,10 +189,16 @@ def save(network: ImageNetwork, path: Path, source: str) -> None:
 
 
 def load(path: str, kind: str, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Any:
-    """The network in a file; the same object while the file stays as it is.
+    """Return the network in a file; the same object while the file stays as it is.
 
     Raises:
         ValueError: there is no such file, or it holds something else; says how to make one.
+
+    Args:
+        path: of the file.
+        kind: "decoder" or "enhancer".
+        dtype: of the weights.
+        device: of the weights.
     """
     recipe = f"python -m attacks.gradient_matching.engine.image_networks {kind} --dataset cifar10 --out {path}"
     file = Path(path)
@@ -211,7 +223,7 @@ def _read(path: Path, changed: int, kind: str, dtype: torch.dtype, device: torch
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description="Trains a network that an attack may use, on public images.")
     parser.add_argument("kind", choices=sorted(KINDS))
     parser.add_argument("--dataset", required=True, help="public images; never those of the clients to be attacked")

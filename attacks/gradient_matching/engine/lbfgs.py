@@ -25,7 +25,7 @@ class BatchedLBFGS:
         self.last: tuple[Tensor, Tensor] | None = None
 
     def step(self, gradient: Tensor) -> Tensor:
-        """The next move (T, D) from the gradient (T, D) at the present point."""
+        """Return the next move (T, D) from the gradient (T, D) at the present point."""
         if self.last is None:
             self._allocate(gradient)
             length = torch.clamp(1 / gradient.abs().sum(1, keepdim=True).clamp_min(1e-30), max=1.0)

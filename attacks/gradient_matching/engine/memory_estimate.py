@@ -1,4 +1,4 @@
-"""What a search will keep in memory, told before it begins."""
+"""Estimates what a search will keep in memory, before it begins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CACHE = 16 * 2**20
 
 
 def trials_in_cache(view: ServerView) -> int:
-    """How many trials' gradients stay in a CPU's caches, at least one; no bound on any other device."""
+    """Return how many trials' gradients stay in a CPU's caches, at least one; no bound on any other device."""
     if view.device.type != "cpu":
         return sys.maxsize
     weights = sum(weight.numel() for weight in view.client.task.parameters.values())
@@ -40,7 +40,7 @@ MAX_VIEWS_EACH = 16
 
 
 def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) -> list[Sequence[int]]:
-    """Consecutive views whose trials fill one stack, as evenly as can be.
+    """Return consecutive views whose trials fill one stack, as evenly as can be.
 
     Args:
         views: of one kind, as a rule; the first tells how many trials go well together.
@@ -57,7 +57,7 @@ def split_into_portions(views: Sequence[ServerView], stack: int, restarts: int) 
 
 
 def bytes_per_trial(problem: MatchingProblem, variables: Variables) -> int:
-    """Bytes that it takes to differentiate the objective of one guess, about.
+    """Return bytes that it takes to differentiate the objective of one guess, about.
 
     They grow with the local steps: every step's activations, gradient and the derivative's own intermediate values
     stay until the last step has been taken. So the objective is evaluated with one step of each phase, then with a
@@ -72,7 +72,7 @@ def bytes_per_trial(problem: MatchingProblem, variables: Variables) -> int:
 
 
 def _bytes_of_round(problem: MatchingProblem, variables: Variables) -> int:
-    """The bytes that autograd keeps for all steps of a round."""
+    """Return the bytes that autograd keeps for all steps of a round."""
     counts = [len(steps) for steps in problem.view.schedule or ()]
     ones = [min(count, 1) for count in counts]
     least = whole = _bytes_with_steps(problem, variables, ones)
@@ -84,12 +84,12 @@ def _bytes_of_round(problem: MatchingProblem, variables: Variables) -> int:
 
 
 def _bytes_with_steps(problem: MatchingProblem, variables: Variables, counts: Sequence[int]) -> int:
-    """The bytes for so many steps of each phase, by trying."""
+    """Return the bytes for so many steps of each phase, by trying."""
     return saved_bytes(replace(problem, view=_with_step_counts(problem.view, counts)), variables)
 
 
 def saved_bytes(problem: BatchableProblem, variables: Variables) -> int:
-    """The bytes that autograd keeps of one evaluation, its constants apart, by trying.
+    """Return the bytes that autograd keeps of one evaluation, its constants apart, by trying.
 
     Args:
         problem: any.
@@ -108,7 +108,7 @@ def _storage_key(tensor: Tensor) -> int:
 
 
 def _saved_tensors(value: Tensor) -> Iterator[Tensor]:
-    """Every tensor that the graph behind `value` holds on to.
+    """Return every tensor that the graph behind `value` holds on to.
 
     The graph is read, not watched as it grows (`saved_tensors_hooks`): methods that take derivatives by torch.func
     allow no hooks.
@@ -131,7 +131,7 @@ def _saved_tensors(value: Tensor) -> Iterator[Tensor]:
 
 
 def _with_step_counts(view: ServerView, counts: Sequence[int]) -> ServerView:
-    """The view with only the largest steps of each phase, in no known order."""
+    """Return the view with only the largest steps of each phase, in no known order."""
     assert view.schedule is not None
     parts = tuple(replace(part, schedule=_largest_steps(part.schedule or (), counts)) for part in view.parts)
     schedule = joint_schedule(parts) if parts else _largest_steps(view.schedule, counts)
@@ -139,5 +139,5 @@ def _with_step_counts(view: ServerView, counts: Sequence[int]) -> ServerView:
 
 
 def _largest_steps(schedule: Schedule, counts: Sequence[int]) -> Schedule:
-    """The `counts` largest steps of each phase."""
+    """Return the `counts` largest steps of each phase."""
     return tuple(tuple(sorted(phase, key=sum, reverse=True)[:n]) for phase, n in zip(schedule, counts, strict=True))

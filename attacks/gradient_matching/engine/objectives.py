@@ -13,7 +13,7 @@ from fl.tensors import LowRank, Tensors, dense, norm, scale_tensors, split_dense
 
 
 def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
-    """An observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
+    """Return an observed update divided by its norm, and the norm (of no dimensions): what the distances below take."""
     size = norm(observed)
     least = torch.finfo(size.dtype).tiny / torch.finfo(size.dtype).eps
     if not bool(least <= size.square() < math.inf):  # squares run under or overflow
@@ -28,7 +28,7 @@ def normalize(observed: Tensors) -> tuple[Tensors, Tensor]:
 
 
 def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """1 - cos of the angle between two updates, over all tensors jointly, in [0, 2] (IG, Geiping et al. 2020, Eq. 4).
+    """Return 1 - cos of the angle between two updates, over all tensors, in [0, 2] (IG, Geiping et al. 2020, Eq. 4).
 
     Taken as half the squared distance of the two directions: 1 minus a cosine would be nothing but rounding long
     before the images agree.
@@ -46,7 +46,7 @@ def cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
 
 
 def l2(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """Squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free).
+    """Return squared distance relative to the observed update's own size (DLG, Zhu et al. 2019, Eq. 4, made unit-free).
 
     Args:
         predicted: by the names of `observed`, or more.
@@ -57,7 +57,7 @@ def l2(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
 
 
 def l1(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """Sum of absolute differences, relative to the sum of the observed entries (IG's code has it as "l1", unscaled).
+    """Return the sum of absolute differences, relative to that of the observed entries (IG's "l1", but scaled).
 
     Of an update in factored form this takes the whole matrix.
 
@@ -72,7 +72,7 @@ def l1(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
 
 
 def layerwise_cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Tensor:
-    """Mean of `cosine` over the tensors, each by itself; of those that are zero, or rounding, nothing is asked.
+    """Return mean of `cosine` over the tensors, each by itself; of those that are zero, or rounding, nothing is asked.
 
     Every other tensor counts as much as any, however small. IG's code has it as "simlocal", summed over the tensors.
     Of an update in factored form it takes the whole matrix.
@@ -92,7 +92,7 @@ def layerwise_cosine(predicted: Tensors, observed: Tensors, size: Tensor) -> Ten
 
 
 def _unit_vector(value: Tensor) -> Tensor:
-    """The direction; next to nothing of what is rounding beside a whole update of norm 1."""
+    """Return the direction; next to nothing of what is rounding beside a whole update of norm 1."""
     return value * (value.square().sum() + torch.finfo(value.dtype).eps ** 2).rsqrt()
 
 
@@ -101,7 +101,10 @@ LARGE = 2**20
 
 
 def _distance(predicted: Tensors, observed: Tensors, factor: Tensor, *, fixed: bool = False) -> Tensor:
-    """Squared distance of `factor` times the prediction from what was observed; `fixed` if no guess changes it."""
+    """Return the squared distance of `factor` times the prediction from what was observed.
+
+    Where no guess changes it, that is `fixed`.
+    """
     apart, joint = [], []
     for name, value in observed.items():
         mine = predicted[name]

@@ -37,7 +37,7 @@ with."""
 
 
 def batching_key(view: ServerView) -> object:
-    """What views must have in common for their problems to be solved in one stack, but for their tensors' shapes."""
+    """Return what views must share for their problems to be solved in one batch, apart from tensors' shapes."""
     order = None if view.order is None else str(view.order)
     settings = (view.method, view.defense, view.threat, view.schedule, order, view.batch_size, view.round, view.parts)
     task = view.client.task
@@ -51,13 +51,13 @@ def batching_key(view: ServerView) -> object:
 
 
 def tensor_form(constants: Any) -> object:
-    """The form of a tree of tensors: equal for those that can be stacked."""
+    """Return the form of a tree of tensors: equal for those that can be stacked."""
     leaves, tree = pytree.tree_flatten(constants)
     return str(tree), tuple((x.shape, x.dtype, x.device) if isinstance(x, Tensor) else x for x in leaves)
 
 
 def private_key(name: str) -> str:
-    """The variable that stands for the private tensor `name`."""
+    """Return the variable that stands for the private tensor `name`."""
     return PRIVATE + name
 
 
@@ -125,19 +125,19 @@ class MatchingProblem:
         return torch.cat(batches).to(view.device)
 
     def with_order(self, order: Tensor) -> MatchingProblem:
-        """The same problem with the images fed in `order` (M,), in place of `turn`."""
+        """Return the same problem with the images fed in `order` (M,), in place of `turn`."""
         made = replace(self)
         made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
         return made
 
     def batch_contents(self, order: Tensor) -> tuple[tuple[int, ...], ...]:
-        """What an order (M,) comes to: the images of each batch, ascending."""
+        """Return what an order (M,) comes to: the images of each batch, ascending."""
         return tuple(
             tuple(sorted(b.tolist())) for steps in self._split_into_batches(order) for step in steps for b in step
         )
 
     def _split_into_batches(self, order: Tensor) -> Order:
-        """The images fed (M,) as batches of the schedule's sizes."""
+        """Return the images fed (M,) as batches of the schedule's sizes."""
         schedule = self.view.schedule or ()
         rest = iter(order.split([size for steps in schedule for step in steps for size in step]))
         return tuple(tuple(tuple(next(rest) for _ in step) for step in steps) for steps in schedule)
@@ -171,7 +171,10 @@ class MatchingProblem:
         }
 
     def _tensor_weights(self) -> dict[str, Tensor] | None:
-        """Factors of every tensor on both sides, by a known defense's trust and the balance; None where all are 1."""
+        """Return factors of every tensor on both sides, by a known defense's trust and the balance.
+
+        It is None where all are 1.
+        """
         view, observed = self.view, self.observed
         known: dict[str, float] = dict.fromkeys(observed, 1.0)
         trusted = view.threat.knows_defense and overrides(view.defense, "tensor_trust")
@@ -186,7 +189,7 @@ class MatchingProblem:
         return {n: torch.tensor(known[n], dtype=view.dtype, device=view.device) for n in observed}
 
     def _landmark_update(self, observed: Tensors, size: Tensor) -> tuple[Tensors, Tensor] | None:
-        """The landmarks' part of the update, of norm 1, and the norm it had."""
+        """Return the landmarks' part of the update, of norm 1, and the norm it had."""
         marks = {n: observed[n] for n in self.view.method.landmarks() if n in observed}
         if not marks or not self.landmark_weight:
             return None
@@ -210,14 +213,14 @@ class MatchingProblem:
         )
 
     def images_of(self, values: Tensor) -> Tensor:
-        """The images (N, C, H, W) that the variable `INPUTS` stands for, in [0, 1] but for what no box holds."""
+        """Return the images (N, C, H, W) that the variable `INPUTS` stands for, in [0, 1] but for what no box holds."""
         return self._pixels(values, self.constants)
 
     def _pixels(self, values: Tensor, constants: dict[str, Any]) -> Tensor:
         return self.space.decode(values * constants["scale"] + constants["offset"])
 
     def cosine_misfit(self, variables: Variables) -> float:
-        """How far the direction of what one guess predicts is from that observed: 1 - cos, in [0, 2]; no prior counts.
+        """Return 1 - cos between the update that one guess predicts and the one observed, in [0, 2]; no prior counts.
 
         Not a number where the prediction is none.
         """
@@ -228,13 +231,20 @@ class MatchingProblem:
             return float(bare._distance(candidate, constants, self.view.client, vmapped=False).detach())
 
     def _candidate(self, variables: Variables, constants: dict[str, Any]) -> Candidate:
-        """One guess of what the client fed and kept."""
+        """Return one guess of what the client fed and kept."""
         labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
         private: Tensors = {name: variables[private_key(name)] for name in self.view.private}
         return Candidate(self._pixels(variables[INPUTS], constants), labels, private)
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """The objective of one guess: distance of the updates, plus the prior."""
+        """Return the objective of one guess: distance of the updates, plus the prior.
+
+        Args:
+            variables: the guess, by name.
+            constants: tensors of the problem, perhaps of another in the batch.
+            client: whose training is predicted.
+            vmapped: whether this runs under `torch.vmap`.
+        """
         view = self._view_with(constants)
         candidate = self._candidate(variables, constants)
         pixels = candidate.inputs
@@ -250,12 +260,12 @@ class MatchingProblem:
         return value
 
     def _view_with(self, constants: dict[str, Any]) -> ServerView:
-        """The view with the tensors of `constants`, which may be those of another problem in the stack."""
+        """Return the view with the tensors of `constants`, which may be those of another problem in the stack."""
         names = ("shared", "update", "received", "buffers", "draws")
         return replace(self.view, **{name: constants[name] for name in names})
 
     def _distance(self, candidate: Candidate, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """How far what a guess predicts is from what was observed."""
+        """Return how far what a guess predicts is from what was observed."""
         view = self._view_with(constants)
         derivative = func_derivative if vmapped else autograd_derivative
         if constants["order"] is not None:
@@ -281,7 +291,9 @@ class MatchingProblem:
 
 
 def _best_factor(observed: Tensors, predicted: Tensors) -> Tensor:
-    """The best factor for this guess, so that no distance depends on it; equal sizes where the guess points away.
+    """Return the best factor for this guess, so that no distance depends on it.
+
+    Where the guess points away, it makes the sizes equal.
 
     No factor is negative; the best would be 0 there, and nothing would tell the search where to turn. `observed` is of
     norm 1.
@@ -295,7 +307,7 @@ def _weigh_tensors(values: Tensors, weights: dict[str, Tensor] | None) -> Tensor
 
 
 def unsearchable_reason(view: ServerView) -> str | None:
-    """Why something private can't be searched for, or None."""
+    """Return why something private can't be searched for, or None."""
     model = view.client.task.model
     norms = {name for name, module in model.named_modules() if isinstance(module, nn.modules.batchnorm._NormBase)}
     for private in (view.private, *(part.private for part in view.parts)):
@@ -307,7 +319,13 @@ def unsearchable_reason(view: ServerView) -> str | None:
 
 
 def initial_private(name: str, size: torch.Size, draw: torch.Generator) -> Tensor:
-    """A start for a private tensor: zero for memory, else as a layer is initialized (1 / sqrt of the fan-in)."""
+    """Return a start for a private tensor: zero for memory, else as a layer is initialized (1 / sqrt of the fan-in).
+
+    Args:
+        name: of the tensor.
+        size: its shape.
+        draw: of random starts.
+    """
     if "memory" in name.split("/"):
         return torch.zeros(size)
     scale = size[1:].numel() ** -0.5 if len(size) > 1 else 1.0

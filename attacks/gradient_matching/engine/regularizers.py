@@ -15,10 +15,10 @@ class Regularizer(Protocol):
     """A further term of a search's objective: a frozen dataclass of settings."""
 
     def constants(self, view: ServerView) -> Any:
-        """The tensors it needs of a view, as a tree of a form that depends on the settings alone."""
+        """Return the tensors it needs of a view, as a tree of a form that depends on the settings alone."""
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
-        """Its value at a guess, a number; differentiable, and fit for `vmap`.
+        """Return its value at a guess, a number; differentiable, and fit for `vmap`.
 
         Args:
             view: of the guess's own trial; its received tensors and buffers may be stacked.
@@ -29,7 +29,7 @@ class Regularizer(Protocol):
 
 
 def total_variation(inputs: Tensor, std: Tensor) -> Tensor:
-    """Mean absolute difference of neighboring pixels, horizontal plus vertical, in units of `std` per channel.
+    """Return the mean absolute difference of neighboring pixels, down and across, in units of `std` per channel.
 
     The units are those of normalized images, in which IG's weights are stated (Geiping et al. 2020, section 4); the
     image's border has no neighbors and adds nothing, nor does a direction in which an image has one pixel.

@@ -25,15 +25,15 @@ class SearchSpace:
     start: ClassVar[str | None] = None
 
     def shape(self, task: Task) -> tuple[int, int, int]:
-        """Of one variable."""
+        """Return the shape of one variable."""
         return task.input_shape
 
     def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Per channel, the offset and the scale that turn a variable into numbers in [0, 1]."""
+        """Return the offset and the scale of each channel that turn a variable into numbers in [0, 1]."""
         return task.mean, task.std
 
     def decode(self, values: Tensor) -> Tensor:
-        """Pixels (B, C, H, W) of variables in [0, 1] (B, *shape); differentiable."""
+        """Return pixels (B, C, H, W) of variables in [0, 1] (B, *shape); differentiable."""
         return values
 
 
@@ -55,23 +55,23 @@ class UpsampledSpace(SearchSpace):
     clamped: bool = False
 
     def shape(self, task: Task) -> tuple[int, int, int]:
-        """(C, ceil(H / factor), ceil(W / factor))."""
+        """Return (C, ceil(H / factor), ceil(W / factor))."""
         height, width = (-(-side // self.factor) for side in self.size)
         return task.input_shape[0], height, width
 
     def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Pixels as they are: the method knows no normalization."""
+        """Return pixels as they are: the method knows no normalization."""
         channels = task.input_shape[0]
         return (0.0,) * channels, (1.0,) * channels
 
     def decode(self, values: Tensor) -> Tensor:
-        """The enlarged images."""
+        """Return the enlarged images."""
         rows, columns = (_bicubic(side, self.factor).to(values) for side in self.size)
         images = rows @ values @ columns.mT
         return images.clamp(0, 1) if self.clamped else images
 
     def project(self, images: Tensor, steps: int = 1000) -> Tensor:
-        """The images of this space that come closest to others in [0, 1] once their pixels are clamped to [0, 1].
+        """Return the images of this space that are closest to others in [0, 1] once clamped to [0, 1].
 
         What lies beyond a limit costs nothing then, so that black and white surfaces leave a code free for the rest.
         That is no convex problem: this is the best that a descent finds, a code closer still is not ruled out. A pixel
@@ -101,13 +101,13 @@ class UpsampledSpace(SearchSpace):
 
 
 def _clamped_error(shown: Tensor, truth: Tensor) -> Tensor:
-    """Squared distance (N,) of what is shown, clamped, to the truth (N, C, H, W)."""
+    """Return the squared distance (N,) of what is shown, clamped, to the truth (N, C, H, W)."""
     return (shown.clamp(0, 1) - truth).square().sum((1, 2, 3))
 
 
 @cache
 def _bicubic(side: int, factor: int) -> Tensor:
-    """Bicubic interpolation of a row of ceil(side / factor) numbers to `side`, as a matrix in float64."""
+    """Return bicubic interpolation of a row of ceil(side / factor) numbers to `side`, as a matrix in float64."""
     small = -(-side // factor)
     identity = torch.eye(small, dtype=torch.float64)[None, None]
     return F.interpolate(identity, size=(side, small), mode="bicubic", align_corners=False)[0, 0]
@@ -128,15 +128,15 @@ class DecodedSpace(SearchSpace):
     code: tuple[int, int, int]
 
     def shape(self, task: Task) -> tuple[int, int, int]:
-        """Of one code."""
+        """Return the shape of one code."""
         return self.code
 
     def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Codes as they are."""
+        """Return codes as they are."""
         return (0.0,) * self.code[0], (1.0,) * self.code[0]
 
     def decode(self, values: Tensor) -> Tensor:
-        """The decoder's images."""
+        """Return the decoder's images."""
         return self.network(values)
 
 

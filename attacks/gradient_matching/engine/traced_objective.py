@@ -49,7 +49,7 @@ COMPILING_ERRORS = (*TRACING_ERRORS, ImportError, OSError, MemoryError)
 
 
 def trace(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool = False) -> Evaluation | None:
-    """The evaluation as a list of operations, or None where it can't be one.
+    """Return the evaluation as a list of operations, or None where it can't be one.
 
     None are evaluations that draw random numbers, decide by numbers that depend on the variables (how many entries a
     mask picks, for one), or change tensors of their own; the list is compared with the evaluation itself at another
@@ -94,7 +94,7 @@ def trace(evaluate: Evaluation, variables: dict[str, Tensor], *, compiled: bool 
 
 
 def _as_cuda_graph(evaluate: Evaluation, points: ReferencePoints) -> CapturedGraph | None:
-    """`evaluate` as a CUDA graph; None on another device, or where that can't be done or gives other numbers."""
+    """Return `evaluate` as a CUDA graph; None on another device, or where that can't be done or gives other numbers."""
     variables, _ = points[-1]
     if not variables or not all(value.is_cuda for value in variables.values()):
         return None
@@ -110,7 +110,7 @@ def _as_cuda_graph(evaluate: Evaluation, points: ReferencePoints) -> CapturedGra
 
 
 def _as_machine_code(module: fx.GraphModule, points: ReferencePoints) -> Evaluation | None:
-    """The list as machine code, or None where that can't be done or its numbers at `points` are others."""
+    """Return the list as machine code, or None where that can't be done or its numbers at `points` are others."""
     try:
         from torch._inductor import config
 
@@ -182,7 +182,7 @@ def _fold_constants(module: fx.GraphModule) -> None:
 
 
 def _mutated_nodes(module: fx.GraphModule) -> set[fx.Node]:
-    """The tensors that operations change in place, and those these are views of."""
+    """Return the tensors that operations change in place, and those these are views of."""
     found = {given for node in module.graph.nodes if _mutates(node) for given in node.all_input_nodes}
     rest = list(found)
     while rest:
@@ -194,18 +194,18 @@ def _mutated_nodes(module: fx.GraphModule) -> set[fx.Node]:
 
 
 def _may_share_memory(node: fx.Node) -> bool:
-    """Whether what a node gives may share memory with what it takes; of what is no operation of torch nobody knows."""
+    """Return whether a node's result may share memory with its arguments; True for what is no operation of torch."""
     operation = node.target
     return not isinstance(operation, torch._ops.OpOverload) or any(r.alias_info for r in operation._schema.returns)
 
 
 def _mutates(node: fx.Node) -> bool:
-    """Whether an operation changes a tensor in place."""
+    """Return whether an operation changes a tensor in place."""
     return isinstance(node.target, torch._ops.OpOverload) and bool(node.target._schema.is_mutable)
 
 
 def _is_replayable(module: fx.GraphModule) -> bool:
-    """Whether a recorded list does the same at every point, and leaves nothing changed for the next time."""
+    """Return whether a recorded list does the same at every point, and leaves nothing changed for the next time."""
     for node in module.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -227,19 +227,19 @@ INDEXING_OPERATIONS = (torch.ops.aten.index.Tensor,)
 
 
 def _recorded_dtype(node: object) -> torch.dtype | None:
-    """That of a recorded tensor; None of what is constant."""
+    """Return the type of a recorded tensor; None of what is constant."""
     found = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(found, "dtype", None)
 
 
 def _all_equal(one: object, other: object) -> bool:
-    """Whether the numbers are the same, those that are none included; on a GPU up to what sums in another order."""
+    """Return whether the numbers are the same, not-a-number included; on a GPU up to the order of sums."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(_equal_tensors(a, b) for a, b in pairs)
 
 
 def _all_close(one: object, other: object) -> bool:
-    """Whether the numbers are the same in each trial (their first dimension) up to rounding."""
+    """Return whether the numbers are the same in each trial (their first dimension) up to rounding."""
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(a.shape == b.shape and all(map(_close_tensors, a, b)) for a, b in pairs)
 

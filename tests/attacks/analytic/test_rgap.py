@@ -367,7 +367,7 @@ def test_the_rank_analysis_needs_no_update() -> None:
     view = chains.seen(chains.chain(LEAKY))[0]
     blind = replace(view, update={name: torch.zeros_like(v) for name, v in view.update.items()})  # type: ignore[arg-type]
     assert rank_analysis(blind) == rank_analysis(view)
-    assert all(layer.missing == 0 for layer in rank_analysis(view))  # type: ignore[union-attr]
+    assert all(layer.undetermined == 0 for layer in rank_analysis(view))  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(("seed", "level"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
