@@ -331,7 +331,7 @@ class PosteriorPrecision:
 def update_sites(
     equations: Equations, state: PropagationState, mean: Tensor, patches: Tensor, noise: float, damping: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the form the cells' sites anew, by (4) to (6). Where nothing in a cell is open, its site stays as it is.
+    """Form the cells' sites anew, by (4) to (6). Where nothing in a cell is open, its site stays as it is.
 
     Args:
         equations: of the layer.
