@@ -75,6 +75,6 @@ class RConv(LayerwiseInversion):
         return cls()
 
     @property
-    def share(self) -> float | None:
+    def gradient_trust(self) -> float | None:
         """Gradient equations first."""
         return self.trust
