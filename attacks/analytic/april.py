@@ -12,10 +12,10 @@ from torch.nn import functional
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
-from attacks.network.interlayer_maps import ElementwiseAffine
 from attacks.network.layer_chain import trace_view
 from attacks.network.linear_layers import PixelOrigin
 from attacks.network.operation_recognition import (
+    ElementwiseAffine,
     has_trained_weight,
     merge_segments,
     parameters_behind,

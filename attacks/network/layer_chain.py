@@ -9,9 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import ElementwiseAffine, MonotoneActivation, Reshape, UnknownRest
 from attacks.network.layer_sequence import Piece, read_pieces
-from attacks.network.operation_recognition import Permutation
+from attacks.network.operation_recognition import (
+    ElementwiseAffine,
+    MonotoneActivation,
+    Permutation,
+    Reshape,
+    UnknownRest,
+)
 from attacks.network.operation_trace import Graph, first_difference, trace_operations
 from attacks.result import NotApplicable
 from fl.seeds import stream

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import ElementwiseAffine, LinearMap, Reshape
 from attacks.network.operation_recognition import (
+    ElementwiseAffine,
+    LinearMap,
+    Reshape,
     contains_weighted_branch,
     has_trained_weight,
     merge_segments,

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attacks.network.interlayer_maps import ElementwiseAffine, Reshape
 from attacks.network.layer_chain import trace_view
 from attacks.network.layer_sequence import Piece, read_layer, read_pieces
-from attacks.network.operation_recognition import PRODUCTS, Permutation, has_trained_weight
+from attacks.network.operation_recognition import PRODUCTS, ElementwiseAffine, Permutation, Reshape, has_trained_weight
 from attacks.network.operation_trace import Graph, trace_operations
 from attacks.result import NotApplicable
 from fl.view import ServerView

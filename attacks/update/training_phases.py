@@ -6,9 +6,19 @@ import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
-from attacks.update.hints import SEARCH_HINT
 from fl.types import Phase, Schedule, Task, frozen
 from fl.view import Part, ServerView
+
+SEARCH_HINT = "a search that takes the same step on its guess can be tried: ig"
+"""What there is where no equation of gradients holds."""
+
+
+def surrogate_hint(view: ServerView, link: str) -> str:
+    """Return `link` and the advice to take all steps for one.
+
+    It is empty for a group, as several clients' steps are not one client's.
+    """
+    return "" if view.parts else f"{link}take all steps for one by surrogate+ before the attack"
 
 
 def training_phases(

@@ -23,7 +23,7 @@ import fl.models
 from attacks.base import Reconstruction
 from attacks.gradient_matching.engine.base import GradientMatching
 from attacks.gradient_matching.engine.batching import ProblemBatch
-from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
+from attacks.gradient_matching.engine.traced_objective import CapturedGraph
 from benchmarks.common import publish, table
 from benchmarks.leakage.whole import COUNT, ITERATIONS, SETTINGS, WHOLE, photographs, victims
 from benchmarks.performance.noise_data import BATCH, federation

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.network.interlayer_maps import MonotoneActivation
 from attacks.network.layer_chain import Stage
+from attacks.network.operation_recognition import MonotoneActivation
 
 SATURATION = 1e-12
 """Share of an activation's range within which a value is taken for its end."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.recursive.layer_equations import ActivationInputs, invert_activation, slope_change
-from attacks.network.interlayer_maps import ElementwiseAffine, Reshape
 from attacks.network.layer_chain import Stage
+from attacks.network.operation_recognition import ElementwiseAffine, Reshape
 from attacks.update.float_rounding import relative_entry_rounding
 from fl.view import ServerView
 

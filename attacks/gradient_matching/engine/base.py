@@ -39,7 +39,7 @@ from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
 from attacks.search_control import SearchControl, SearchMonitor
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, comparable_rounds
-from attacks.update.hints import surrogate_hint
+from attacks.update.training_phases import surrogate_hint
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import all_finite

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
 from attacks.gradient_matching.engine.problem import Evaluation
 from fl.seeds import stream
 
@@ -259,3 +258,41 @@ def _equal_tensors(a: Tensor, b: Tensor) -> bool:
         return False
     a, b = a[fine], b[fine]
     return torch.equal(a, b) if a.device.type == "cpu" else bool((a - b).norm() <= 1e-4 * b.norm())
+
+
+WARMUP_RUNS = 3
+"""Calls before a capture, in which libraries choose and set up what they use."""
+
+
+class CapturedGraph:
+    """`evaluate` at variables of the shapes of `variables`, as one CUDA graph.
+
+    Args:
+        evaluate: objectives (T,) and gradients by variable; no operation that waits for the device, none that draws.
+        variables: by name, on one CUDA device.
+
+    Raises:
+        RuntimeError: if it can't be captured.
+    """
+
+    def __init__(self, evaluate: Evaluation, variables: dict[str, Tensor]) -> None:
+        self.evaluate = evaluate  # the graph reads its constants by address: they must not be freed
+        self.given = {name: value.detach().clone() for name, value in variables.items()}
+        device = next(iter(self.given.values())).device
+        with torch.cuda.device(device):
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(aside):
+                for _ in range(WARMUP_RUNS):
+                    evaluate(self.given)
+            torch.cuda.current_stream().wait_stream(aside)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.values, self.grads = evaluate(self.given)
+
+    def __call__(self, given: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the objectives (T,) and gradients by variable at `given`."""
+        for name, value in given.items():
+            self.given[name].copy_(value.detach())
+        self.graph.replay()
+        return self.values.clone(), {name: value.clone() for name, value in self.grads.items()}

@@ -10,8 +10,7 @@ from support import worlds
 from attacks import NotApplicable, Reconstruction
 from attacks.gradient_matching.engine.batching import ProblemBatch, stack_variables
 from attacks.gradient_matching.engine.problem import INPUTS, private_key
-from attacks.hypernetworks.bilevel import Bilevel
-from attacks.hypernetworks.bilevel_problems import EmbeddingProblem, ImageProblem
+from attacks.hypernetworks.bilevel import Bilevel, EmbeddingProblem, ImageProblem
 from attacks.hypernetworks.hypernet_view import parse_hypernet_view
 from attacks.hypernetworks.peel import HypernetPeel
 from attacks.search_control import SearchMonitor

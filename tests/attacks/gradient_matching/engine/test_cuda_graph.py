@@ -13,8 +13,7 @@ from support.trials import problems
 from torch import Tensor
 
 from attacks.gradient_matching.engine import traced_objective
-from attacks.gradient_matching.engine.cuda_graph import CapturedGraph
-from attacks.gradient_matching.engine.traced_objective import trace
+from attacks.gradient_matching.engine.traced_objective import CapturedGraph, trace
 
 
 @pytest.mark.gpu

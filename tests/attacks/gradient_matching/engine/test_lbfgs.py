@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attacks.gradient_matching.engine.lbfgs import BatchedLBFGS
+from attacks.gradient_matching.engine.optimizers import BatchedLBFGS
 from fl.seeds import stream
 
 SIZE = 20
