@@ -1,4 +1,7 @@
-"""Recognizes what the operations between two tensors do, by their numbers and not by how they are written."""
+"""Recognizes what the operations between two tensors do, by their numbers and not by how they are written.
+
+The modules first defined here stand for what lies between weighted layers; they take any number of images.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of a search: how a batch of trials goes from one iterate to the next, row by row."""
+"""Optimizers take a batch of trials from one iterate to the next, row by row: Adam and L-BFGS."""
 
 from __future__ import annotations
 
