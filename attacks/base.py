@@ -19,7 +19,7 @@ from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
-from fl.registry import Registry, UnknownNameError
+from fl.registry import FormerHooks, Registry, UnknownNameError
 from fl.settings import current_names
 from fl.simulation.nonfinite_updates import all_finite, form_mismatch
 from fl.types import Batch
@@ -79,14 +79,15 @@ class Preset:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attack:
+class Attack(FormerHooks):
     """The base of every attack: settings in the object, the view in the call.
 
-    A subclass defines `one` for a single view, or `run` for a stack of them.
+    A subclass defines `attack_view` for a single view, or `run` for a stack of them.
     """
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Any]] = attacks
+    former_hooks: ClassVar[Mapping[str, str]] = {"one": "attack_view"}
     plain: ClassVar[str] = ""
     """What it does, in words for a reader who knows none of the papers."""
     presets: ClassVar[Mapping[str, Preset]] = {}
@@ -116,7 +117,7 @@ class Attack:
         """Attack several views, each with its own seed; equal to attacking one at a time."""
         single = [self.single_client_view(view) for view in views]
         return [
-            view if isinstance(view, NotApplicable) else self.one(view, seed)
+            view if isinstance(view, NotApplicable) else self.attack_view(view, seed)
             for view, seed in zip(single, seeds, strict=True)
         ]
 
@@ -160,9 +161,9 @@ class Attack:
             NotApplicable(f"only the mean of {len(view.parts)} clients: {found}") if isinstance(found, str) else found
         )
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view."""
-        raise TypeError(f"{type(self).__name__} defines neither one() nor run()")
+        raise TypeError(f"{type(self).__name__} defines neither attack_view() nor run()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +174,7 @@ class ViewRewriter(Attack):
         """Return the easier view, or why there is none."""
         raise TypeError(f"{type(self).__name__} does not define rewrite()")
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         """Return what the rewrite reads by itself: no images."""
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):

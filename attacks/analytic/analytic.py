@@ -50,7 +50,7 @@ class Analytic(Attack):
         if not 0 < self.fits < 1:
             raise ValueError(f"expected fits in (0, 1), got {self.fits}")
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the images, or the layer's input."""
         layer = first_linear(view)
         if isinstance(layer, NotApplicable):

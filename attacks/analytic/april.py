@@ -76,7 +76,7 @@ class April(Attack):
         """Return the attack as it is."""
         return cls()
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):

@@ -79,7 +79,7 @@ class Cascade(Attack):
         """Return the attack, which has no settings."""
         return cls()
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         best, taken, tried = self._attack_round(view), view, False
         for earlier in rounds_on_same_images(view):

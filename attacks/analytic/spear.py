@@ -74,13 +74,13 @@ class Spear(Attack):
         """Return a few hundred draws."""
         return cls(samples=500)
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the images of the batch, in no particular order."""
         layer = first_linear(view)
         if isinstance(layer, NotApplicable):
             return layer
         if view.batch_size == 1:  # rank one: nothing is to be untangled
-            return Analytic().one(view, seed)
+            return Analytic().attack_view(view, seed)
         if layer.steps != 1:
             return NotApplicable("it takes one local step: later ones see other weights")
         if not layer.is_rectified():

@@ -110,7 +110,7 @@ class HyperFedNetPeel(ViewRewriter):
 
     plain: ClassVar[str] = "computes the secret codes of the filters from the update, as far as it has enough numbers."
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return embeddings and filters, without images."""
         solved = self.solve(view)
         if isinstance(solved, NotApplicable):

@@ -73,7 +73,7 @@ class HyperFedZeroPeel(ViewRewriter):
 
     part: Literal["both", "extractor"] = "both"
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the embedding, without an image."""
         rewritten = self.rewrite(view)
         if isinstance(rewritten, NotApplicable):

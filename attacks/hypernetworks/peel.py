@@ -149,7 +149,7 @@ class HypernetPeel(ViewRewriter):
     route: Literal["auto", "trunk", "heads"] = "auto"
     classifier: Literal["auto", "free", "joint"] = "auto"
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the embedding and extractor, without images."""
         peeled = self.solve(view)
         if isinstance(peeled, NotApplicable):

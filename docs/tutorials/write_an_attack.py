@@ -49,7 +49,9 @@ class FirstLayer(Attack):
 
     tolerance: float = 1e-3
 
-    def one(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
+    def attack_view(
+        self, view: ServerView, seed: int
+    ) -> Reconstruction | NotApplicable:
         """The layer's input, as an image where it is one."""
         observed = ObservedUpdate(
             view

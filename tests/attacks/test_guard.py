@@ -29,7 +29,7 @@ class Own(Attack):
     name = "own"
     made: Callable[[ServerView], Any]
 
-    def one(self, view: ServerView, seed: int) -> Any:
+    def attack_view(self, view: ServerView, seed: int) -> Any:
         return self.made(view)
 
 
@@ -50,6 +50,21 @@ def seen() -> ServerView:
 def test_what_is_no_result_is_refused_in_words(made: Callable[[ServerView], Any], said: str) -> None:
     with pytest.raises(TypeError, match=re.escape(said)):
         Own(made=made)(seen())
+
+
+def test_an_attack_that_defines_one_is_heard_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"^Former\.one is now Former\.attack_view$"):
+
+        @dataclass(frozen=True, kw_only=True)
+        class Former(Attack):
+            name = "former"
+
+            def one(self, view: ServerView, seed: int) -> NotApplicable:
+                return NotApplicable(f"seed {seed}")
+
+    assert Former()(seen(), seed=3) == NotApplicable("seed 3")
+    with pytest.warns(DeprecationWarning, match="Former.one is now Former.attack_view"):
+        assert Former().one(seen(), 4) == NotApplicable("seed 4")
 
 
 def test_a_view_that_was_changed_is_not_handed_on() -> None:

@@ -49,7 +49,7 @@ class Guess(Attack):
 
     spread: float = 0.1
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         assert view.batch_size is not None
         noise = torch.randn(view.batch_size, *view.task.input_shape, generator=stream(seed, "guess")) * self.spread
         labels = torch.zeros(view.batch_size, dtype=torch.int64)
@@ -60,7 +60,7 @@ class Guess(Attack):
 class Refuse(Attack):
     """Never says anything."""
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         return NotApplicable("not in the mood")
 
 
@@ -70,5 +70,5 @@ class Crash(Attack):
 
     fault: bool = False
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         raise (RuntimeError if self.fault else ValueError)("expected the sky to hold, got rain")

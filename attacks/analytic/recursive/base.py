@@ -81,7 +81,7 @@ class LayerwiseInversion(Attack):
         """How far gradient equations are trusted before weight equations (`layer_equations.solve`)."""
         return None
 
-    def one(self, view: ServerView, seed: int) -> Result:
+    def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""
         gradient = exact_step_gradient(view, batches=self.batches)
         if isinstance(gradient, NotApplicable):

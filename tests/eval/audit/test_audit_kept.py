@@ -86,7 +86,7 @@ def test_a_folder_tells_nothing_of_the_machine(mine, tmp_path):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_ctrl_c_leaves_what_was_found_before(mine, monkeypatch, as_json):
-    monkeypatch.setattr(Crash, "one", pressed)
+    monkeypatch.setattr(Crash, "attack_view", pressed)
     words = (f"{mine}:whole", "--attack", "guess", "--attack", "crash", "--attack", "{name: guess, spread: 0.2}")
     result = audit(*words, *(["--json"] if as_json else []), "--max-psnr", 1)
     assert result.exit_code == terminal.STOPPED
@@ -103,7 +103,7 @@ def test_ctrl_c_leaves_what_was_found_before(mine, monkeypatch, as_json):
 def test_ctrl_c_on_a_method_is_said_and_the_same_command_goes_on(mine, monkeypatch, tmp_path):
     words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 1)
     words += ("--attack", "guess", "--attack", "refuse")
-    monkeypatch.setattr(Refuse, "one", pressed)
+    monkeypatch.setattr(Refuse, "attack_view", pressed)
     result = audit(*words, "--out", tmp_path / "kept")
     assert result.exit_code == terminal.STOPPED
     assert result.stderr.splitlines()[-1] == (

@@ -36,7 +36,7 @@ class Own(Attack):
     """Guesses gray (Nobody et al., 2020)."""
     gray: float = 0.5
 
-    def one(self, view, seed):
+    def attack_view(self, view, seed):
         inputs = torch.full((view.batch_size, *view.task.input_shape), self.gray)
         return Reconstruction(inputs, private={"process": torch.tensor(os.getpid())})
 '''

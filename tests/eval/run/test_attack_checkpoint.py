@@ -142,12 +142,12 @@ def test_nothing_is_lost_between_the_last_portion_and_the_finished_cell(
     attacked: list[int] = []
     guess = Guess.one
 
-    def one(self: Guess, view: ServerView, seed: int) -> object:
+    def attack_view(self: Guess, view: ServerView, seed: int) -> object:
         attacked.append(seed)
         return guess(self, view, seed)
 
     with Registered():
-        monkeypatch.setattr(Guess, "one", one)
+        monkeypatch.setattr(Guess, "attack_view", attack_view)
         with monkeypatch.context() as patched:
             patched.setattr(attack_cell.np, "savez_compressed", stop)
             with pytest.raises(KeyboardInterrupt):
@@ -162,14 +162,14 @@ def test_a_stopped_attack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pyte
     attacked: list[int] = []
     guess = Guess.one
 
-    def one(self: Guess, view: object, seed: int) -> object:
+    def attack_view(self: Guess, view: object, seed: int) -> object:
         attacked.append(seed)
         if len(attacked) == 4:
             raise KeyboardInterrupt
         return guess(self, view, seed)  # type: ignore[arg-type]
 
     with Registered():
-        monkeypatch.setattr(Guess, "one", one)
+        monkeypatch.setattr(Guess, "attack_view", attack_view)
         with pytest.raises(KeyboardInterrupt):
             run(tiny(*WORDS), tmp_path / "a", keep_checkpoints=True)
         counts: list[tuple[str, int]] = []

@@ -344,11 +344,11 @@ def test_rows_say_whether_an_image_is_named_among_others_of_its_class(done):
 def test_an_attacker_may_have_seen_the_same_client_before(tmp_path, monkeypatch, keep):
     seen = {}
 
-    def one(self, view, seed):
+    def attack_view(self, view, seed):
         seen.setdefault(view.round, []).append(view)
         return NotApplicable("only looking")
 
-    monkeypatch.setattr(Guess, "one", one)
+    monkeypatch.setattr(Guess, "attack_view", attack_view)
     words = (
         "threat.history_rounds=2",
         "federation.rounds=3",
