@@ -159,3 +159,8 @@ def test_real_images_in_single_precision(name: str) -> None:
         assert isinstance(result, Reconstruction)
         assert float((result.inputs - truth.inputs).square().mean()) < 1e-6  # type: ignore[operator]
         assert result.verified
+
+
+def test_gradient_equations_go_first_as_far_as_they_are_trusted_and_in_rgap_all_go_together() -> None:
+    assert RConv(trust=0.5).gradient_trust == 0.5
+    assert RGAP().gradient_trust is None
