@@ -264,7 +264,7 @@ def known_moments(view: ServerView) -> Moments:
 
 
 def client_shares(view: ServerView) -> dict[str, Tensor]:
-    """Return how much each client (K,) counts in what is `known` of every batch norm; they add up to 1."""
+    """Return how much each client (K,) counts in what `known_moments` says of every batch norm; they add up to 1."""
     found: dict[str, Tensor] = {}
     for name, module in batch_norms(view).items():
         new = _new_statistics_shares(view, name, module)
@@ -306,7 +306,7 @@ def _count_batches(view: ServerView, name: str) -> int:
 def candidate_moments(view: ServerView, candidate: Candidate, client: Client, weights: Mapping[str, Tensor]) -> Moments:
     """Return means and (as running ones are) unbiased variances of what the layers are given; differentiable.
 
-    Of a group of clients, the mean of theirs, weighed by layer as in `shares`.
+    Of a group of clients, the mean of theirs, weighed by layer as in `client_shares`.
 
     Args:
         view: the server's.

@@ -28,8 +28,8 @@ class ROG(GradientMatching):
     of the update can't fill with nonsense. D is bicubic interpolation, or the decoder half of an auto-encoder; E is an
     enhancer, or nothing. Threat model: that of `IG`; a defense the server knows is applied to the prediction too.
     Labels are recovered, while the authors' code is given them. What D can't show can't be found:
-    `eval.metrics.baselines.bound` says how close to an image a code comes: for photographs of 32 x 32 pixels 22 to 28
-    dB at factor 2, 16 to 25 at 4.
+    `eval.metrics.baselines.representable_bound` says how close to an image a code comes: for photographs of 32 x 32
+    pixels 22 to 28 dB at factor 2, 16 to 25 at 4.
 
     The published code of a quarter a side in 100 iterations is for photographs of 128 x 128 pixels (`presets`). On
     small images half a side, a weak total variation, directions instead of squared distances and more iterations find

@@ -78,7 +78,7 @@ class LayerwiseInversion(Attack):
 
     @property
     def gradient_trust(self) -> float | None:
-        """How far gradient equations are trusted before weight equations (`layer_equations.solve`)."""
+        """How far gradient equations are trusted before weight equations (`layer_equations.solve_input`)."""
         return None
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
@@ -197,7 +197,7 @@ def invert_layers(
         stages: of the network, bottom first.
         gradients: dL/dweight by name.
         start: where to begin.
-        trust: as in `attacks.analytic.recursive.layer_equations.solve`.
+        trust: as in `attacks.analytic.recursive.layer_equations.solve_input`.
         cutoff: likewise.
         gigabytes: likewise; weight equations that take more are left out.
     """

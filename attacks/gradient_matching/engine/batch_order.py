@@ -56,7 +56,7 @@ def assign_labels(problem: MatchingProblem, tries: int) -> Tensor | None:
 
     It is None where nothing tells.
 
-    As orders are by `ranked`: by the objective at mid gray, labels being exchanged wherever that lowers it.
+    As orders are by `rank_orders`: by the objective at mid gray, labels being exchanged wherever that lowers it.
 
     Args:
         problem: of a view whose order is known.
