@@ -140,7 +140,7 @@ def test_nothing_is_lost_between_the_last_portion_and_the_finished_cell(
         raise KeyboardInterrupt
 
     attacked: list[int] = []
-    guess = Guess.one
+    guess = Guess.attack_view
 
     def attack_view(self: Guess, view: ServerView, seed: int) -> object:
         attacked.append(seed)
@@ -160,7 +160,7 @@ def test_nothing_is_lost_between_the_last_portion_and_the_finished_cell(
 
 def test_a_stopped_attack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     attacked: list[int] = []
-    guess = Guess.one
+    guess = Guess.attack_view
 
     def attack_view(self: Guess, view: object, seed: int) -> object:
         attacked.append(seed)
