@@ -22,6 +22,7 @@ from eval.audit.user_model import Subject
 from eval.experiment import config_catalog, yaml_config
 from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
+from eval.report.writer import write_figures
 from eval.run import results, runner
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
@@ -93,6 +94,20 @@ class RunResult:
         except ImportError as error:
             raise ImportError("tables need pandas: pip install 'hyperleak[frames]'") from error
         return pd.DataFrame(self.rows(kind))
+
+    def figures(self, kind: str = "pdf") -> list[Path]:
+        """Write the report's charts as files into `figures/` of the folder, for the width of a page and of a column.
+
+        Args:
+            kind: "pdf", "png" or "svg".
+
+        Returns:
+            The files; none where the report has no chart.
+
+        Raises:
+            ValueError: another kind, or files that are damaged.
+        """
+        return write_figures(self.folder, kind)
 
 
 def run(

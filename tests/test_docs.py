@@ -165,6 +165,33 @@ def test_named_objects_exist(page: Path) -> None:
         resolve(name)
 
 
+IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
+EXAMPLES = {"my_module", "lpips_NET"}
+"""What pages call something of the reader's, or a family of columns."""
+
+
+def looks_like_code(word: str) -> bool:
+    """Whether a word is no plain English: it has an underscore, or capitals as classes have them."""
+    return "_" in word or bool(re.search(r"[a-z][A-Z]|^[A-Z][a-z]", word))
+
+
+@pytest.fixture(scope="module")
+def source_words() -> set[str]:
+    """All words of the source, of tests and of configs, and the names of their files."""
+    folders = ("fl", "attacks", "defenses", "eval", "hyperleak", "benchmarks", "tests", "docs", "configs")
+    files = [path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in {".py", ".yaml"}]
+    files += [ROOT / "pyproject.toml", ROOT / "Makefile"]
+    words = {word for path in files for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
+    return words | {path.stem for path in files}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_identifiers_in_code_spans_are_in_the_source(page: Path, source_words: set[str]) -> None:
+    """What was renamed in the code is renamed in the pages."""
+    words = {word for span in re.findall(r"`([^`]+)`", prose(page)) for word in IDENTIFIER.findall(span)}
+    assert not {word for word in words - source_words - EXAMPLES if looks_like_code(word)}
+
+
 def resolve(name: str) -> object:
     """The module, class, function or attribute of a dotted name.
 

@@ -2,20 +2,22 @@
 # # Audit my model
 #
 # You train a network with clients and want to know what one update says about the pictures behind it. This page takes a small
-# convolutional network, lets a client make one step on one face, and hands the update to attacks: first one that solves, then
-# one that searches. Then it tries what a defense changes.
+# convolutional network, audits it in one call, and then looks at the parts of that call: what the server sees, an attack that
+# solves, one that searches, and what a defense changes.
 
 # %%
+from tempfile import TemporaryDirectory
+
 import matplotlib.pyplot as plt
 import torch
 from torch import nn
 
 import attacks
+import hyperleak
 from defenses import defenses
 from eval.audit import leakage
-from fl.capture import from_batch, from_update
+from fl.capture import from_batch
 from fl.data import load
-from fl.methods.fedavg import FedAvg
 
 # %% [markdown]
 # ## A model and a picture
@@ -41,6 +43,28 @@ faces = load("faces")
 image, label = faces.train.inputs[:1], faces.train.labels[:1]
 
 # %% [markdown]
+# ## One call
+#
+# `hyperleak.audit` lets a client make one step on each picture and hands the updates to the attacks that fit, until nothing is left to
+# find. With `out` it writes a report. You would name a folder that stays.
+
+# %%
+folder = TemporaryDirectory()
+report = hyperleak.audit(model, image, label, out=folder.name)
+for finding in report.findings:
+    print(f"{finding.attack}: {finding.verdict}\n")
+
+# %% [markdown]
+# Every figure stands beside the best guess that needs no update. `frame` has them all as a table; `report.html` in the folder is for the
+# browser.
+
+# %%
+result = hyperleak.load(folder.name)
+result.frame()[["attack", "psnr", "floor_mean_psnr", "ssim", "verified"]]
+
+# %% [markdown]
+# The rest of this page does the same by hand.
+#
 # ## What the server sees
 #
 # `from_batch` runs one local step and splits it: `view` is all that the server has, `truth` stays with you for scoring.
@@ -102,8 +126,9 @@ show(("the client's", image), ("under noise", blurred.inputs))
 # %% [markdown]
 # ## An update that you captured
 #
-# Where you have an update and no batch, `from_update` makes the view. An update is *weights before minus weights after*. Say how the
-# client trained, as far as you know.
+# Where you have an update and no batch, give it as `update`: *weights before minus weights after*, by name, or the file that holds them.
+# Say how the client trained, as far as you know. Without the picture nothing can be scored; an exact attack can tell by itself whether
+# it is right.
 
 # %%
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -115,17 +140,21 @@ update = {
 }
 model.load_state_dict(before)
 
-how = FedAvg(lr=0.1, steps=1, batch_size=None)
-captured = from_update(
-    model, update, input_shape=(1, 28, 28), num_classes=2, method=how
+captured = hyperleak.audit(
+    model,
+    update=update,
+    input_shape=(1, 28, 28),
+    method={"name": "fedavg", "lr": 0.1, "steps": 1, "batch_size": None},
+    attacks=["cascade"],
 )
-found = attacks.build("cascade")(captured, seed=0)
-print("confirmed without the truth:", found.verified)
-show(("the client's", image), ("from the captured update", found.inputs))
+print(captured.findings[0].verdict)
+print("confirmed without the truth:", captured.findings[0].verified)
+folder.cleanup()
 
 # %% [markdown]
 # ## What to do next
 #
-# - The command does all of this, and picks the attacks: `hyperleak audit my_model:build --images faces --count 4`.
-# - Pass your clients' own `method` to `from_batch` (epochs, batches, momentum): one step on one image is the case best for the attacker.
+# - The command does the same: `hyperleak audit model my_model:build --images faces --count 4 --out audit`.
+# - Give your clients' own `method` (epochs, batches, momentum): one step on one image is the case best for the attacker.
 # - An attack that does not apply says why. [Measuring leakage](../concepts/measuring-leakage.md) says when that is an all-clear.
+# - [Use it from Python](../how-to/use-from-python.md) has experiments and figures, too.

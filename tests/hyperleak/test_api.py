@@ -46,6 +46,11 @@ def test_a_run_from_plain_data_is_loaded_and_not_computed_twice(
     assert {"method", "attack", "psnr"} <= set(frame.columns)
     known = [row["psnr"] for row in loaded.rows() if row.get("psnr") is not None]
     assert frame["psnr"].dropna().tolist() == known != []
+    charts = loaded.figures("svg")
+    assert charts
+    assert all(path.parent == tmp_path / "a" / "figures" and path.read_text().startswith("<") for path in charts)
+    with pytest.raises(ValueError, match="'gif'"):
+        loaded.figures("gif")
     with pytest.raises(ValueError, match="expected rows of images, rounds, privacy, got 'pictures'"):
         loaded.rows("pictures")
 
