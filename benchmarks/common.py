@@ -53,8 +53,7 @@ def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> N
 
 
 def _page(lines: Sequence[str], measured_on: Mapping[str, Any]) -> str:
-    described = ", ".join(f"{k} {v}" for k, v in measured_on.items())
-    return "\n".join([*lines, "", f"Machine: {described}."])
+    return "\n".join([*lines, "", "Measured on:", "", *table([*measured_on], [[*measured_on.values()]])])
 
 
 def hyperfl_conditions(heads: str, step_size: str) -> str:

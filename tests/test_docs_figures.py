@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-"""Pages that people write; those of benchmarks are written by code."""
+TEXTS = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks" / "results").glob("*.md")]
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(TEXTS)]
+"""Pages that people write, and those of benchmarks, which code writes."""
 MOST = 2
 NAMED = re.compile(
     r"\b(?:Tables?|Figures?|Eqs?\.|[Ss]ections?|Algorithm|Proposition|Prop\.|Appendix|Objective|footnote|"

@@ -146,11 +146,13 @@ def document(rows: Sequence[Row]) -> list[str]:
     lines = [
         "# Relative error of the peel",
         "",
-        "HyperFL at its published constants (momentum .5, decay 5e-4, clipping at 50, batch 50, the classifier's own",
-        "epoch first but for single steps), client 0 of 20 with 592 images, float32, dense uploads (parameters before",
-        'minus after). "active" counts hidden units at the start of the round, of 128. With no unit active the',
-        "extractor is the heads' biases and the embedding has no effect. The extractor is that at the start of the",
-        "round; `verified` is the peel's own word, without the truth.",
+        "HyperFL at its published constants: momentum .5 and decay 5e-4. Gradients are clipped at 50, and batches",
+        "are of 50. The",
+        "classifier's own epoch comes first but for single steps. The client is the first of 20 and has 592 images.",
+        'Uploads are dense (parameters before minus after), in float32. "active" counts hidden units at the start of',
+        "the round, of 128. With no unit active the extractor is the heads' biases and the embedding has no effect.",
+        "The",
+        "extractor is that at the start of the round; `verified` is the peel's own word, without the truth.",
         "",
     ]
     groups: dict[tuple[object, ...], dict[str, Row]] = {}

@@ -232,18 +232,15 @@ WORDS = {
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
     """How many pictures come back of one step on one image, over all sets."""
-    lines = []
+    body = []
     for init in INITIALIZATIONS:
-        said = []
         for classifier, words in WORDS.items():
             own = _group(rows, method="HyperFL", init=init, classifier=classifier, work="step", images="1")
             own = _group(own, normalize=True)
             if own:
                 close = sum(row.get("psnr", 0) > 40 for row in own)
-                said.append(f"{close} of {len(own)} with the classifier's epoch on {words}")
-        if said:
-            lines.append(f"- `init: {init}`, pictures above 40 dB: {', '.join(said)}.")
-    return lines
+                body.append([f"`{init}`", words, f"{close} of {len(own)}"])
+    return table(["init", "classifier's epoch on", "pictures above 40 dB"], body) if body else []
 
 
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -255,11 +252,12 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         "Algorithm 1 trains the classifier for an epoch (SGD, 0.1) and then moves hypernetwork and embedding. The",
         "tables show what one client's first update gives away, with that epoch and with the classifier at rest",
-        "(`head_epochs: 0`). Constants are the authors': momentum .5, weight decay 5e-4, clipping at 50, batches of",
-        "50. Hypernetwork and embedding move by 0.01 in gray and 0.02 in color. The networks normalize their inputs.",
-        "Uploads are differences of float32 weights. Networks are untrained. `cascade` uses no total variation, the",
-        "searches their default of 3e-3. Clients have the published groups of classes, in CIFAR-10 592 images of the",
-        "600 (there are no more) and in handwriting any 600.",
+        "(`head_epochs: 0`). Constants are the authors': momentum .5 and weight decay 5e-4. Gradients are clipped at",
+        "50, and batches are of 50. Hypernetwork and embedding move by 0.01 in gray and 0.02 in color. The networks",
+        "normalize their inputs. Uploads are differences of float32 weights. Networks are untrained. `cascade` uses no",
+        "total variation, the searches their default of 3e-3. Clients have the published groups of classes: in",
+        "CIFAR-10",
+        "592 images, as there are no more, and in handwriting any 600.",
         "",
         *summary(rows),
         "",

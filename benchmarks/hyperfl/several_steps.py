@@ -131,8 +131,9 @@ def of_peel(rows: Sequence[Row]) -> list[str]:
         body.append([optimizer, work, *errors, f"{sum(row['verified'] for row in mine)} of {len(mine)}"])
     head = ["optimizer", "local work", "extractor", "embedding", "gradient: mean along the round", "at the start"]
     return [
-        f"HyperFL's split in {CLIENTS} clients of 600 images, batches of 50, the published step size and clipping, "
-        "before any round. Relative errors, mean over clients with its interval. The gradient that is read off the "
+        f"HyperFL's split in {CLIENTS} clients of 600 images, before any round. Batches are of 50; step size and "
+        "clipping are the published ones. Relative errors, mean over clients with its interval. The gradient that "
+        "is read off the "
         "update is compared, at the factor that suits it best, with the *mean along the round* of what the client's "
         "steps computed (weighted as momentum and clipping do), and with that of all its images *at the start*, which "
         "attacks for one step take it for: 1 is no better than nothing. *Verified* is the peel's own word.",
@@ -160,22 +161,22 @@ def of_labels(rows: Sequence[Row]) -> list[str]:
         "*Counts*: `attacks/labels/recovery.py`, on one step, on one whose bias was not sent, and on four steps of a "
         f"quarter of the batch each (of one image: of it each time). *{EVEN.capitalize()}*: every class as "
         f"often, drawn without the update: what the size alone tells. {refused} of {len(rows)} guesses were "
-        "refused and count as 0.",
+        "refused; such a guess tells none.",
         "",
         *table(["rounds", "rule", *(f"B = {size}" for size in SIZES)], body),
         "",
         f"Counts on one step less what is dealt out evenly, B = {SIZES[-1]}:",
         "",
-        *(f"- {line}" for line in _over_even(rows)),
+        *table(["rounds of training", "points"], [*_over_even(rows)]),
     ]
 
 
-def _over_even(rows: Sequence[Row]) -> Iterator[str]:
+def _over_even(rows: Sequence[Row]) -> Iterator[list[object]]:
     """Paired differences for the largest batch, in points, by rounds."""
     for (rounds,), mine in grouped([row for row in rows if row["size"] == SIZES[-1]], "rounds"):
         counts, even = ([row for row in mine if row["rule"] == rule] for rule in ("counts", EVEN))
         gain = paired_difference(counts, even, "known")
-        yield f"rounds of training {rounds}: {written(gain, lambda value: f'{100 * value:+.0f}')} points."
+        yield [rounds, written(gain, lambda value: f"{100 * value:+.0f}")]
 
 
 Found = Mapping[str, Mapping[str, Any]]
@@ -206,8 +207,8 @@ def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
         "",
         "FedAvg and HyperFL (heads scaled, its classifier at rest), Fashion-MNIST on `hyperfl-grey`, CIFAR-10 on "
         "`lenet-zhu`; untrained where nothing else is said, every update of test images and a network of its own. "
-        f"Searches are `ig` of {SEARCH['iterations']} iterations with TV {SEARCH['tv_weight']:g} ({SIGMOID_TV:g} on "
-        "`lenet-zhu`): short ones, so that rows compare with each other and not with those of other pages. No labels "
+        f"Searches are `ig` of {SEARCH['iterations']} iterations: short ones, so that rows compare with each other and "
+        f"not with those of other pages. TV is {SEARCH['tv_weight']:g}, on `lenet-zhu` {SIGMOID_TV:g}. No labels "
         "are given. Reconstructions are assigned to the images they are nearest to; intervals are 95 % over "
         "images, which takes those of one update as independent. *Mean color* is what a guess of each image's own "
         "mean color would get; *labels right* counts a batch's labels in whatever order, *on their image* those that "
@@ -243,17 +244,19 @@ def _of_batches(done: Done) -> list[str]:
         "",
         *table(head, body),
         "",
-        *(f"- {line}" for line in over_the_floor(done)),
+        "PSNR less that of the mean color, dB:",
+        "",
+        *table(["method", "network", "smallest batch", "gain", "largest batch", "gain"], [*over_the_floor(done)]),
     ]
 
 
-def over_the_floor(done: Done) -> Iterator[str]:
+def over_the_floor(done: Done) -> Iterator[list[object]]:
     """How far the smallest and the largest batch of each network are above the mean color."""
     for method, network in dict.fromkeys((case.method, case.network) for case, _ in done):
         mine = [(case, value) for case, value in done if (case.method, case.network) == (method, network)]
         ends = [min(mine, key=lambda one: one[0].images), max(mine, key=lambda one: one[0].images)]
-        gains = [f"{written(gain(value['rows']), signed)} dB at B = {case.images}" for case, value in ends]
-        yield f"{method} on `{network}`, PSNR less that of the mean color: {', '.join(gains)}."
+        cells = [(case.images, written(gain(value["rows"]), signed)) for case, value in ends]
+        yield [method, f"`{network}`", *(cell for pair in cells for cell in pair)]
 
 
 def gain(rows: Sequence[Row]) -> Interval:
@@ -280,23 +283,18 @@ def _of_steps(done: Done) -> list[str]:
         "",
         "Unrolled less `surrogate`, on the same images:",
         "",
-        *(f"- {line}" for line in over_the_surrogate(done)),
+        *table(["method", "images of an update", "local work", "attack", "dB"], [*over_the_surrogate(done)]),
     ]
 
 
-def over_the_surrogate(done: Done) -> Iterator[str]:
+def over_the_surrogate(done: Done) -> Iterator[list[object]]:
     """Paired differences, work by work."""
     for method, images, work in dict.fromkeys((case.method, case.images, case.trained) for case, _ in done):
         mine = {c.attack: v["rows"] for c, v in done if (c.method, c.images, c.trained) == (method, images, work)}
         base = mine.get("surrogate")
         others = {name: rows for name, rows in mine.items() if name.startswith("unrolled") and rows and base}
-        gains = [f"{name} {written(paired_difference(rows, base or ()), signed)} dB" for name, rows in others.items()]
-        if gains:
-            yield f"{method}, {_images(images)}, {work}: {'; '.join(gains)}."
-
-
-def _images(count: int) -> str:
-    return f"{count} image{'' if count == 1 else 's'}"
+        for name, rows in others.items():
+            yield [method, images, work, name, written(paired_difference(rows, base or ()), signed)]
 
 
 def _of_exact(done: Done) -> list[str]:
@@ -324,18 +322,17 @@ def _of_history(done: Done) -> list[str]:
         "",
         "Less what one round gives, on the same images:",
         "",
-        *(f"- {line}" for line in _over_one_round(done)),
+        *table(["method", "rounds watched", "dB"], [*_over_one_round(done)]),
     ]
 
 
-def _over_one_round(done: Done) -> Iterator[str]:
+def _over_one_round(done: Done) -> Iterator[list[object]]:
     """Paired differences, by method and rounds."""
     alone = {(case.method, case.images): value["rows"] for case, value in done if case.rounds == 1}
     for case, value in done:
         base = alone.get((case.method, case.images))
         if case.rounds > 1 and base:
-            gain = written(paired_difference(value["rows"], base), signed)
-            yield f"{case.method}, {case.rounds} rounds: {gain} dB."
+            yield [case.method, case.rounds, written(paired_difference(value["rows"], base), signed)]
 
 
 def figures(case: Case, value: Mapping[str, Any]) -> list[str]:

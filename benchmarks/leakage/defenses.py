@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ import attacks
 import fl.data
 import fl.models
 from attacks.base import NotApplicable
-from benchmarks.common import RESULTS, publish, table
+from benchmarks.common import RESULTS, publish, rewrite, table
 from defenses import defenses
 from eval.metrics.score import Row, score
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
@@ -147,8 +147,14 @@ def original(truth: Truth, part: Batch) -> Truth:
     return replace(truth, trace=replace(truth.trace, inputs=part.inputs[index], labels=part.labels[index]))
 
 
-def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count: int) -> None:
-    """Write the table of what has been measured."""
+def report(scored: Sequence[Row], seconds: float, search: dict[str, Any]) -> None:
+    """Write what has been measured."""
+    rows = [{key: row[key] for key in KEPT if key in row} for row in scored]
+    publish("defenses", {"search": search, "rows": rows, "cpu_seconds": seconds}, document(scored, search))
+
+
+def document(scored: Sequence[Row], search: Mapping[str, Any]) -> list[str]:
+    """The page of what has been measured."""
     body = []
     for case in CASES:
         mine = [r for r in scored if (r["defense"], r["images"]) == (case.name, case.images)]
@@ -163,13 +169,16 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         body.append([case.name, str(case.images), case.source, *cells, *ends])
     plain = [r for r in scored if (r["defense"], r["images"], r["known"]) == ("none", 1, True)]
     floor = mean_interval(plain, "floor_mean_psnr", image="update", run="place")
-    lines = [
+    return [
         "# Every defense against an attacker who knows it",
         "",
         *([] if len(body) == len(CASES) else ["**Incomplete: the run was not finished.**", ""]),
-        f"PSNR in dB of `ig` ({search['iterations']} iterations, TV {search['tv_weight']:g}, one start) on {count} "
-        "Fashion-MNIST test images, so many in one step of FedAvg as the second column says (of `secagg` one for each "
-        "client), untrained LeNet of Zhu et al. (weights U(-0.5, 0.5)), labels unknown. `knowing` "
+        f"PSNR in dB of `ig` on {len(plain)} Fashion-MNIST test images, labels unknown. The search takes "
+        f"{search['iterations']} iterations with TV {search['tv_weight']:g}, from one start. The second column says "
+        "how "
+        "many images are in one step of FedAvg (of `secagg` one for each client). The network is the untrained "
+        "LeNet of "
+        "Zhu et al. (weights U(-0.5, 0.5)). `knowing` "
         "adapts to the defense (`surrogate`, `weights`, private noise, and the settings of the last column), "
         "`not knowing` runs the same search as if there were none. The truth is what "
         "the client fed; `originals` compares with its own images, which differ under mixup and instahide. Intervals: "
@@ -188,8 +197,6 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any], count:
         "",
         *table(HEAD, body),
     ]
-    rows = [{key: row[key] for key in KEPT if key in row} for row in scored]
-    publish("defenses", {"search": search, "rows": rows, "cpu_seconds": seconds}, lines)
 
 
 def kept(search: dict[str, Any]) -> tuple[list[Row], float]:
@@ -217,8 +224,12 @@ def main() -> None:
     parser.add_argument("--tv", type=float, default=1e-4)
     names = list(dict.fromkeys(case.name for case in CASES))
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help="of these; all other rows stay")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
+    if chosen.rewrite:
+        rewrite("defenses", lambda found: document(found["rows"], found["search"]))
+        return
     images = fl.data.load("fashion_mnist").test.take(torch.arange(FIRST, FIRST + chosen.images))
     search = {"iterations": chosen.iterations, "tv_weight": chosen.tv}
     cases = [case for case in CASES if chosen.only is None or case.name in chosen.only]
@@ -227,7 +238,7 @@ def main() -> None:
     for case in cases:
         found = [row for known in (True, False) for row in rows(case, known, images, search)]
         scored = [row for row in scored if (row["defense"], row["images"]) != (case.name, case.images)] + found
-        report(scored, spent + time.process_time() - begin, search, chosen.images)
+        report(scored, spent + time.process_time() - begin, search)
 
 
 if __name__ == "__main__":

@@ -353,8 +353,8 @@ def beside_fedavg(
             ]
         )
     some = next(iter(found.values()))
-    for floor in ("mean", "grey", "noise"):
-        body.append([f"floor: {floor}", "", f"{mean_interval(some, f'floor_{floor}_psnr').value:.2f}", "", "", "", ""])
+    for floor, called in (("mean", "mean"), ("grey", "gray"), ("noise", "noise")):
+        body.append([f"floor: {called}", "", f"{mean_interval(some, f'floor_{floor}_psnr').value:.2f}", "", "", "", ""])
     pairs = []
     reference = "HyperFL: peel+ig"
     for key, data in found.items():
@@ -365,9 +365,10 @@ def beside_fedavg(
         f"# HyperFL beside FedAvg, {dataset}, batch 1, one step, untrained networks",
         "",
         *([] if complete else ["**Incomplete: the run was not finished; read the number of runs.**", ""]),
-        f"{IMAGES} test images x {SEEDS} seeds (network, hypernetwork and attack), scaled initialization of the heads, "
-        f"{iterations} iterations and TV {TV:g} (chosen on other images) for every search for images, {LOWER} for "
-        "bilevel's embedding. The server knows neither label nor classifier nor embedding of HyperFL. FedAvg starts "
+        f"{IMAGES} test images x {SEEDS} seeds (of network, hypernetwork and attack). The heads have the scaled "
+        f"initialization. Every search for images takes {iterations} iterations with TV {TV:g}, chosen on other "
+        f"images. Bilevel's search for the embedding takes {LOWER}. The server knows neither label nor classifier "
+        "nor embedding of HyperFL. FedAvg starts "
         "from the network's own initial weights, HyperFL from generated ones, whose scale is another: the differences "
         "hold that, too. [same_network.md](same_network.md) has both on the same weights. Intervals: 95 % "
         "over images and seeds.",

@@ -100,12 +100,12 @@ def line(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
     return [label, *means, *apart, *(f"{rows[0]['seconds']:.0f}" for rows in data.values())]
 
 
-def verdict(found: Sequence[dict[str, Any]], first: str, second: str) -> str:
+def verdict(found: Sequence[dict[str, Any]], first: str, second: str) -> list[object]:
     """Under how many defenses one attack is above, or below, another by more than chance."""
     labels = [label for label in DEFENSES if label != "none"]
     gaps = [paired_difference(part(found, label, first), part(found, label, second)) for label in labels]
     above, below = sum((gap.low or 0) > 0 for gap in gaps), sum((gap.high or 0) < 0 for gap in gaps)
-    return f"`{first}` is above `{second}` under {above} of the {len(labels)} defenses and below it under {below}"
+    return [f"`{first}`", f"`{second}`", above, below, len(labels) - above - below]
 
 
 def main() -> None:
@@ -142,18 +142,23 @@ def main() -> None:
         "",
         f"PSNR in dB on {chosen.images} test images of Fashion-MNIST from number {chosen.first} on: untrained sigmoid "
         "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defense. `lti` learns "
-        f"on {len(data.train)} training images, in {chosen.steps} steps on 64 imitated updates; `ig` takes "
-        f"{search.iterations} iterations with a total variation of {search.tv_weight:g}, its default; `rog` its "
-        f"default {rog.iterations} iterations on codes {rog.factor} times smaller on each side, total variation "
-        f"{rog.tv_weight:g}, "
-        f"objective {rog.objective}. The mean of all training images has {floor:.1f} dB. Brackets are 95 % intervals "
+        f"on {len(data.train)} training images, in {chosen.steps} steps. Each step takes 64 imitated updates. The "
+        "searches have their defaults. "
+        f"`ig` takes {search.iterations} iterations with a total variation of {search.tv_weight:g}. `rog` takes "
+        f"{rog.iterations} with {rog.tv_weight:g}. The codes of `rog` are {rog.factor} times smaller on each side, its "
+        f"objective is {rog.objective}. The mean of all training images has {floor:.1f} dB. Brackets are 95 % "
+        "intervals "
         "over images, differences are paired. CPU seconds for "
         "all images, one thread, training included.",
         "",
         *table(HEAD, [line(label, found) for label in DEFENSES]),
         "",
-        "; ".join(verdict(found, *pair) for pair in (("lti", "ig"), ("rog", "ig"), ("lti", "rog")))
-        + " (95 % intervals that leave out 0; elsewhere they do not).",
+        "Under how many of the defenses an attack is above or below another, by 95 % intervals that leave out 0:",
+        "",
+        *table(
+            ["attack", "than", "above", "below", "not told apart"],
+            [verdict(found, *pair) for pair in (("lti", "ig"), ("rog", "ig"), ("lti", "rog"))],
+        ),
     ]
     publish("lti", {"floor": floor, "rows": found}, lines)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,29 +71,29 @@ def main() -> None:
     torch.set_num_threads(1)
     path = RESULTS / "presets.json"
     before = json.loads(path.read_text())["cases"] if path.exists() and not given.again else {}
-    found, lines = dict[str, list[dict[str, Any]]](), list[list[str]]()
+    found = dict[str, list[dict[str, Any]]]()
     for name, network, rounds in CASES:
         sweep = case(name, *network, rounds)
         found[sweep.name] = added(sweep, compared(sweep), before.get(sweep.name, []), FIRST)
-        lines.append(line(sweep, found[sweep.name]))
-        report(found, lines)
+        publish("presets", {"first": FIRST, "cases": found}, document(found))
 
 
-def report(found: dict[str, list[dict[str, Any]]], lines: list[list[str]]) -> None:
-    """Write what there is so far."""
-    text = [
+def document(found: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """The page of what there is so far."""
+    sweeps = [case(name, *network, rounds) for name, network, rounds in CASES]
+    lines = [line(sweep, found[sweep.name]) for sweep in sweeps if sweep.name in found]
+    return [
         "# Presets for untrained networks, PSNR in dB, batch 1, one step of FedAvg",
         "",
         "A preset that is called after a network has the settings that a sweep found best for it, untrained "
         f"([settings.md](settings.md)). Here they meet the default on {IMAGES} test images from number {FIRST} on, "
-        "which no sweep has seen, for the attack's own number of iterations: means with 95 % intervals over images, "
-        "and the paired difference. Rounds: of training before, as in settings.md. CPU seconds are the preset's, of an "
+        "which no sweep has seen, for the attack's own number of iterations. Means have 95 % intervals over images, as "
+        "has the paired difference. Rounds: of training before, as in settings.md. CPU seconds are the preset's, of an "
         "image.",
         "",
         *([] if len(lines) == len(CASES) else ["**Incomplete: not all rows were measured.**", ""]),
         *table(HEAD, lines),
     ]
-    publish("presets", {"first": FIRST, "cases": found}, text)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,10 @@ def main() -> None:
     lines = [
         f"# ROG on photographs of {SIDE} x {SIDE} pixels",
         "",
-        f"The untrained LeNet of ROG's authors for {CLASSES} classes (34 million weights), one step on one photograph "
-        f"of scikit-image in float32, preset `published` ({given.iterations} iterations, codes a quarter as large on "
-        "each side, no network after the search), the label read off the update. The bound is what the closest code "
+        f"The untrained LeNet of ROG's authors for {CLASSES} classes (34 million weights). One step on one "
+        f"photograph of scikit-image in float32. The preset `published` takes {given.iterations} iterations on codes a "
+        "quarter as large on each side, without a network after the search. The label is read off the update. The "
+        "bound is what the closest code "
         "that a descent finds shows, the authors' what least squares do. The authors' search, given the label, was "
         "measured on other random weights of the same network.",
         "",

@@ -77,8 +77,8 @@ def section(name: str, init: str, measured: Measured) -> list[str]:
     """The tables of one set and initialization."""
     found, seconds, search = measured["rows"], measured["cpu_seconds"], measured["search"]
     about = (
-        f"{measured['images']} test images x {measured['seeds']} seeds, `{SETS[name]}`, {search['iterations']} "
-        f"iterations and TV {search['tv_weight']:g} for every search."
+        f"{measured['images']} test images x {measured['seeds']} seeds, `{SETS[name]}`. Every search takes "
+        f"{search['iterations']} iterations with TV {search['tv_weight']:g}."
     )
     body = []
     for key, data in found.items():

@@ -18,13 +18,14 @@ import torch
 
 import attacks
 from attacks.base import Attack, Chain
-from benchmarks.common import RESULTS, publish, table
+from benchmarks.common import RESULTS, publish, rewrite, table
 from benchmarks.leakage.leakage import rows, timed
 from benchmarks.leakage.sweeps import CLIENTS, IMAGES, SWEEPS, TESTED, Sweep, number, setting_name
 from eval.metrics.statistics import Interval, mean_interval, paired_difference
 
 FIRST = 300
 """The first of the test images used."""
+GRIDS = ["attack", "network", "victims", "accuracy", "images", "iterations", "values", "fixed"]
 HEAD = ["attack", "network", "images of", "steps", "setting", "choosing", "on others", "above the default", "CPU s"]
 DEFAULT, PUBLISHED = "the default", "published"
 """What a setting is called that an attack has by itself, and in the preset of that name."""
@@ -133,8 +134,12 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--again", action="store_true", help="measure all anew, not only what the results lack")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    if given.rewrite:
+        rewrite("settings", lambda known: document(known["sweeps"]))
+        return
     before = kept()
     found: dict[str, Found] = {sweep.name: before.get(sweep.name, {}) for sweep in SWEEPS}
     for sweep in SWEEPS:  # the new takes the place of the old when it is whole: a stop loses nothing
@@ -151,8 +156,13 @@ def kept() -> dict[str, Found]:
 
 def report(found: Mapping[str, Found]) -> None:
     """Write what there is so far."""
+    publish("settings", {"sweeps": {name: one for name, one in found.items() if one}}, document(found))
+
+
+def document(found: Mapping[str, Found]) -> list[str]:
+    """The page of what there is so far."""
     done = [sweep for sweep in SWEEPS if whole(sweep, found[sweep.name])]
-    text = [
+    return [
         "# The best settings of small grids, PSNR in dB, batch 1, one step",
         "",
         f"Test images from number {FIRST} on for choosing and as many others after them; means with 95 % intervals "
@@ -160,11 +170,11 @@ def report(found: Mapping[str, Found]) -> None:
         "number of iterations, which is that of the list. Labels are read off or searched for, as each attack has it. "
         "The default is that of the day on which the page was written; `published` is the preset of that name, in what "
         f"the grid varies. Networks are untrained, or trained by FedAvg among {CLIENTS} clients of {IMAGES} training "
-        f"images each (accuracy on {TESTED} test images). Defenses are known to the attacker. HyperFL: scaled "
+        f"images each. Accuracy is that on {TESTED} test images. Defenses are known to the attacker. HyperFL: scaled "
         "heads, step size 0.01, normalized inputs, classifier at rest ([published_hyperfl.md](published_hyperfl.md) "
-        "has its whole algorithm). Every combination of",
+        "has its whole algorithm). Every combination of these values was tried:",
         "",
-        *(f"- {sweep.name}{reached(found[sweep.name])}" for sweep in done),
+        *table(GRIDS, [described(sweep, found[sweep.name]) for sweep in done]),
         "",
         *table(HEAD, [line for sweep in done for line in lines(sweep, found[sweep.name])]),
         "",
@@ -172,7 +182,6 @@ def report(found: Mapping[str, Found]) -> None:
         "CPU seconds are those of an image, where they were kept. Sweeps are run one by one: the line at the "
         "end names the machine of the last.",
     ]
-    publish("settings", {"sweeps": {name: one for name, one in found.items() if one}}, text)
 
 
 def whole(sweep: Sweep, found: Found) -> bool:
@@ -183,9 +192,13 @@ def whole(sweep: Sweep, found: Found) -> bool:
     return all(setting in known for setting in chosen(sweep, found["choosing"]))
 
 
-def reached(found: Found) -> str:
-    """The accuracy of a trained network."""
-    return f"; accuracy {100 * found['accuracy']:.0f} %" if "accuracy" in found else ""
+def described(sweep: Sweep, found: Found) -> list[object]:
+    """The line of a grid: what it is on, and its values."""
+    where = f"{sweep.method.name}, {sweep.dataset}{sweep.where}"
+    accuracy = f"{100 * found['accuracy']:.0f} %" if "accuracy" in found else ""
+    fixed = ", ".join(f"{key} {number(value)}" for key, value in sweep.fixed.items())
+    grid = "; ".join(f"{key}: {', '.join(number(value) for value in row)}" for key, row in sweep.grid.items())
+    return [f"`{sweep.attack}`", f"`{sweep.called}`", where, accuracy, sweep.images, sweep.iterations, grid, fixed]
 
 
 if __name__ == "__main__":

@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import torch
 
-from benchmarks.common import publish
+from benchmarks.common import publish, rewrite
 from benchmarks.peers import speed
 from benchmarks.peers.adapters import PEERS
-from benchmarks.peers.compare import Case, Outcome, compare
+from benchmarks.peers.compare import Case, Figures, Outcome, compare
 from benchmarks.peers.report import page, record
 from benchmarks.peers.sources import PeerMissingError
 
 IMAGES = 16
 IG_NOTE = (
-    "Signed Adam at 0.1 with three decays, cosine, N(0, 1) start, box; {} iterations, TV {:g}, label known to all. "
+    "Signed Adam at 0.1 with three decays, cosine, a start of standard normal numbers, box. {} iterations with TV "
+    "{:g}; "
+    "the label is known to all. "
     "invertinggradients returns its last iterate; breaching the best by the objective, ours the best of "
     "the last eighth. breaching's total variation also counts the border, as if the image went on in the data set's "
     "mean color."
@@ -77,8 +80,9 @@ CASES = (
         others={"50 pairs": {"history_size": 50}},
         knows_labels=False,
         notes="L-BFGS on the squared distance, N(0, 1) start, no prior; both recover the label. Theirs makes up to 100 "
-        "steps of torch's L-BFGS, of up to 20 moves each, and stops where it calls itself converged; one by one, ours "
-        "makes as many moves as theirs made on the same victim, in the stacks 400. Both keep 100 pairs of steps and "
+        "steps of torch's L-BFGS, of up to 20 moves each, and stops where it calls itself converged. One by one, ours "
+        "makes as many moves as theirs made on the same victim. In the stacks it makes 400. Both keep 100 pairs of "
+        "steps and "
         "gradient changes, as torch does; the second stack keeps 50.",
     ),
     Case(
@@ -90,7 +94,8 @@ CASES = (
         iterations=100,
         moves=100,
         options={"preset": "published"},
-        notes="Codes of 8 x 8 enlarged fourfold, Adam at 0.05 with a cosine, 100 iterations, label known to both. "
+        notes="Codes of 8 x 8 enlarged fourfold. Adam at 0.05 with a cosine, 100 iterations; the label is known to "
+        "both. "
         "Theirs returns its last iterate. Only the search is compared: the authors' networks that sharpen its result "
         "are for photographs of 128 x 128 pixels.",
     ),
@@ -102,7 +107,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--how", action="store_true", help="say which peers are there, and how to get the others")
     parser.add_argument("--speed", action="store_true", help="only measure how fast long searches of IG are")
+    parser.add_argument("--rewrite", action="store_true", help="write both pages anew from what was measured")
     chosen = parser.parse_args()
+    if chosen.rewrite:
+        rewrite("peers", lambda known: page(IMAGES, measured_before(known["comparisons"])))
+        rewrite("peers_speed", lambda known: speed.page(speeds_before(known["networks"])))
+        return
     if chosen.how:
         sys.stdout.write("\n".join(how()) + "\n")
         return
@@ -117,6 +127,26 @@ def main() -> None:
         outcomes.append((case, compare(case, IMAGES)))
         whole = {"versions": versions(), **record(outcomes)}
         publish("peers", whole, page(IMAGES, outcomes))
+
+
+def measured_before(comparisons: Sequence[Mapping[str, Any]]) -> list[tuple[Case, Outcome]]:
+    """Comparisons as they were kept, with today's words about them."""
+    by_title = {case.title: case for case in CASES}
+    found = []
+    for one in comparisons:
+        figures = {name: Figures(**value) for name, value in one["figures"].items()}
+        rest = {field.name: one[field.name] for field in fields(Outcome) if field.name != "figures"}
+        found.append((by_title[one["case"]["title"]], Outcome(figures=figures, **rest)))
+    return found
+
+
+def speeds_before(networks: Sequence[Mapping[str, Any]]) -> list[tuple[Case, speed.Speeds]]:
+    """Speeds as they were kept."""
+    by_network = {case.network: case for case in CASES if case.ours == "ig"}
+    return [
+        (by_network[one["network"]], speed.Speeds(**{name: value for name, value in one.items() if name != "network"}))
+        for one in networks
+    ]
 
 
 def how() -> list[str]:

@@ -81,7 +81,7 @@ def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
         "attacked by every peer and by ours in turn, then ours attacks all of them in one stack, as it is used. One "
         "thread; seconds are of CPU time and hold the whole call: what else the machine does slows both sides down, so "
         "read the ratios. "
-        f"Intervals are 95 % bootstrap over images. A victim within {AHEAD} dB counts for nobody.",
+        f"Intervals are 95 % over images, of medians by the bootstrap. A victim within {AHEAD} dB counts for nobody.",
         "",
         *[line for case, outcome in outcomes for line in section(case, outcome)],
         *chapter(

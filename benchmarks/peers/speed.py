@@ -72,7 +72,8 @@ def page(measured: Sequence[tuple[Case, Speeds]]) -> list[str]:
         "# IG beside the peers' own code: speed of long searches",
         "",
         f"Image-iterations per CPU second, one thread; in brackets ours over theirs. Whole calls of {ITERATIONS:,} "
-        f"iterations: on the same victim, medians of {REPEATS} in turn, and on {STACK} victims at once. So long a "
+        f"iterations, on the same victim (medians of {REPEATS} in turn). The last column has {STACK} victims at "
+        "once. So long a "
         "search of ours is recorded first (attacks/gradient_matching/engine/traced_objective.py), "
         "which counts; that a C++ compiler runs, where it says "
         "compiled, does not (25 to 50 seconds of the clock). Settings and the peers' code are those of peers.md.",

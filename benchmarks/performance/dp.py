@@ -177,7 +177,7 @@ def main() -> None:
         *table(["network", "step", "ms", "over plain"], rows),
         "",
         f"A private step was to take {TARGET} plain ones at most. With noise on the hypernetwork it takes "
-        f"{spread(over[WHOLE])}: the {TARGET} is missed. Clipping alone takes {spread(over[QUIET])}, since the norm "
+        f"{spread(over[WHOLE])}: too many. Clipping alone takes {spread(over[QUIET])}, since the norm "
         "of each image asks for the product of its own gradient with all heads, where a plain step needs one such "
         "product; the rest is the noise, and an update that is dense with it. With noise on the extractor, the "
         f"default, it takes {spread(over[EXTRACTOR])}.",

@@ -152,7 +152,7 @@ def copied() -> float:
 
 
 def page(result: dict[str, Any]) -> list[str]:
-    """What has been measured so far, in Markdown."""
+    """What has been measured so far, in Markdown; `note`, where somebody wrote one, says what was special that day."""
     lines = [
         f"# Searches and rounds on a GPU ({result['device']})",
         "",
@@ -173,10 +173,15 @@ def page(result: dict[str, Any]) -> list[str]:
         rows = [[*r[:2], f"{r[2]['seconds']:.1f}", f"{r[2]['verified']} of {r[2]['of']}"] for r in result["exact"]]
         lines += table(["network", "on", "seconds", "verified"], rows)
     if result["rounds"]:
-        lines += ["", "One round of 20 clients, 600 images each, 5 epochs in batches of 50:", ""]
+        lines += [
+            "",
+            "One round of 20 clients with 600 images each. Each trains for five epochs, in batches of 50:",
+            "",
+        ]
         lines += table(["network", "method", "engine", "seconds"], [[*r[:3], f"{r[3]:.2f}"] for r in result["rounds"]])
     copy = result["copy_bytes_per_second"] / 1e12
-    return [*lines, "", f"A large copy on the device moves {copy:.1f} TB/s, read and written."]
+    lines += ["", f"A large copy on the device moves {copy:.1f} TB/s, read and written."]
+    return [*lines, "", result["note"]] if "note" in result else lines
 
 
 def main() -> None:

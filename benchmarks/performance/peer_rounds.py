@@ -141,8 +141,8 @@ def page(measured: Mapping[str, Figures], turns: int) -> list[str]:
     return [
         "# Rounds of training beside the peers' own code",
         "",
-        f"A round of {CLIENTS} clients with {rounds.IMAGES} images of noise each: batches of {BATCH}, "
-        f"{Setting.epochs} epochs, SGD with step size {rounds.LR}, momentum {rounds.MOMENTUM} and decay "
+        f"A round of {CLIENTS} clients with {rounds.IMAGES} images of noise each. They train for {Setting.epochs} "
+        f"epochs in batches of {BATCH}. SGD has step size {rounds.LR}. Momentum is {rounds.MOMENTUM} and decay "
         f"{rounds.DECAY}, which the HyperFL authors have in their code. DP-FedAvg: each image's gradient clipped at "
         f"{rounds.CLIP}, noise of {rounds.NOISE} times that, batches of one size from shuffled images (theirs, "
         "and `mode: as-published` of ours). CPU seconds per client of one thread, everything in turns in one process, "

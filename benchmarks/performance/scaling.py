@@ -336,9 +336,9 @@ def _loops(found: Mapping[str, Any]) -> list[str]:
         "of few iterations). Local rounds: one client, one epoch over 200 images (HyperFL: of each phase, 10 clients "
         f"together by factors{one_by_one}), aggregation included. "
         "Operations are multiplications and additions in convolutions and matrix products "
-        "(forward, backward and, in `ig`, the derivative of the backward pass); the peak is that of a product of two "
-        f"2,048 x 2,048 matrices in float32 on one thread, {found['peak_gflop_per_second']:.0f} GFLOP/s here (another "
-        "library makes the convolutions, which may come above it). The last "
+        "(forward, backward and, in `ig`, the derivative of the backward pass). The peak is that of a product of two "
+        f"square matrices of side 2,048 in float32 on one thread, {found['peak_gflop_per_second']:.0f} GFLOP/s here. "
+        "Another library makes the convolutions, which may come above it. The last "
         "columns are shares of a profiled run's time: operators by group, each without those it calls, and what lies "
         "between them (Python, autograd's own work, the profiler's).",
         "",

@@ -152,7 +152,8 @@ def measure() -> None:
         "",
         f"Medians of {REPEATS} interleaved repeats; in brackets the ratio to a loop written by hand for one image. "
         f"Ours as in a search of thousands of iterations, that is recorded first, which took {spread(costs[False])} "
-        f"seconds and is not counted; with `compiled: true` recorded and compiled, {spread(costs[True])} seconds.",
+        f"seconds and is not counted. With `compiled: true` it is recorded and compiled, in {spread(costs[True])} "
+        "seconds.",
         "",
         *table(["network", "by hand", *STACKS], rows),
     ]

@@ -53,7 +53,8 @@ def test_the_page_counts_pictures_under_their_conditions() -> None:
     rows += [row("published", "at rest", 0, **exact), row("published", "at rest", 1, **close)]
     rows += [row("published", "at rest", 2, **close) | {"normalize": False}]
     text = "\n".join(published_hyperfl.document(rows))
-    assert "0 of 3 with the classifier's epoch on the same image, 2 of 2 with" in text
+    assert "| `published` | the same image | 0 of 3 |" in text
+    assert "| `published` | nothing (at rest) | 2 of 2 |" in text
     assert "| fashion_mnist | published | nothing (at rest) | 2 | 2 | 1.0e-07 | 1.0e-07 | 1 | 2 | 1 | 0 |" in text
 
 
@@ -63,7 +64,7 @@ def test_a_page_written_anew_keeps_the_machine_it_was_measured_on(
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     (tmp_path / "x.json").write_text(json.dumps({"machine": {"processor": "another"}, "rows": [1, 2]}))
     common.rewrite("x", lambda known: [f"{len(known['rows'])} rows"])
-    assert (tmp_path / "x.md").read_text() == "2 rows\n\nMachine: processor another.\n"
+    assert (tmp_path / "x.md").read_text() == "2 rows\n\nMeasured on:\n\n| processor |\n|---|\n| another |\n"
     assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"processor": "another"}
 
 

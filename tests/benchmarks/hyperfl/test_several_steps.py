@@ -104,7 +104,7 @@ def test_the_page_says_what_the_rows_say() -> None:
     text = "\n".join(page(searches, {}))
     assert "Incomplete" in text
     assert "20.0 [7.3, 32.7] | 50% | 10.0 | 50% | 100% | 2.0 |" in text
-    assert "unrolled +3.0 [+3.0, +3.0] dB" in text
+    assert "| unrolled | +3.0 [+3.0, +3.0] |" in text
     assert "Not applicable: first-step, 1 correction (FedAvg): too long." in text
 
 
@@ -124,5 +124,5 @@ def test_the_page_subtracts_one_round_and_the_even_deal() -> None:
         for image in range(2)
     ]
     text = "\n".join(page(searches, {"labels": told}))
-    assert "FedAvg, 4 rounds: +3.0 [+3.0, +3.0] dB." in text
-    assert "rounds of training 10: -50 [-50, -50] points." in text
+    assert "| FedAvg | 4 | +3.0 [+3.0, +3.0] |" in text
+    assert "| 10 | -50 [-50, -50] |" in text

@@ -59,8 +59,10 @@ def point(tv: float, psnr: float) -> dict[str, Any]:
 
 def page(path: Path) -> list[list[str]]:
     """The table's cells, without the head."""
-    found = [line for line in (path / "settings.md").read_text().splitlines() if line.startswith("| ")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in found[1:]]
+    text = (path / "settings.md").read_text()
+    found = [line for line in text[text.index("| attack | network | images of |") :].splitlines() if line[:2] == "| "]
+    measured = found[1:-2]  # between its head and the table of the machine
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in measured]
 
 
 def test_only_what_is_missing_is_measured(

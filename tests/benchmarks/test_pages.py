@@ -1,0 +1,71 @@
+"""Pages of benchmarks are what their code makes of what was measured, so that words and figures do not drift apart."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from benchmarks import common
+from benchmarks.common import RESULTS
+from benchmarks.exact import cascade, cascade_batches
+from benchmarks.hyperfl import peel, published_hyperfl, several_steps
+from benchmarks.leakage import defenses, leakage, presets, rog_spaces, same_network, settings
+from benchmarks.peers import __main__ as peers
+from benchmarks.peers import report, speed
+from benchmarks.performance import gpu, peer_rounds, rounds, scaling
+
+Known = dict[str, Any]
+
+
+def loop_shares() -> dict[str, float]:
+    """What `rounds` takes from the page on scaling."""
+    return {loop["name"]: loop["share"] for loop in measured("scaling")["d"]["loops"]}
+
+
+def measured(name: str) -> Known:
+    """The committed figures of a page."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def turns(known: Known) -> int:
+    """How often every side of `peer_rounds` was timed."""
+    return len(next(iter(known["networks"]["hyperfl-grey"]["seconds"].values())))
+
+
+DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
+    "cascade": lambda known: cascade.document(known["rows"], known["first"], known["timed_on"]["processor"]),
+    "cascade_batches": lambda known: cascade_batches.document(known["rows"], known["first"]),
+    "defenses": lambda known: defenses.document(known["rows"], known["search"]),
+    "gpu": gpu.page,
+    "hyperfl_fashion_mnist": leakage._known,
+    "peel": lambda known: peel.document([peel.Row(**row) for row in known["rows"]]),
+    "peer_rounds": lambda known: peer_rounds.page(
+        {name: peer_rounds.Figures(**figures) for name, figures in known["networks"].items()}, turns(known)
+    ),
+    "peers": lambda known: report.page(peers.IMAGES, peers.measured_before(known["comparisons"])),
+    "peers_speed": lambda known: speed.page(peers.speeds_before(known["networks"])),
+    "presets": lambda known: presets.document(known["cases"]),
+    "published_hyperfl": lambda known: published_hyperfl.document(known["rows"]),
+    "rog_spaces": lambda known: rog_spaces.document(
+        known["rows"], list(dict.fromkeys(row["attack"] for row in known["rows"])), known["training"]
+    ),
+    "rounds": lambda known: rounds.page(known, loop_shares()),
+    "same_network": lambda known: same_network.document(known["sets"]),
+    "scaling": scaling.page,
+    "settings": lambda known: settings.document(known["sweeps"]),
+    "several_steps": lambda known: several_steps.page(known["searches"], known["read"]),
+}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_page_is_what_the_code_writes_of_the_figures(name: str) -> None:
+    known = measured(name)
+    written = common._page(DOCUMENTS[name](known), known["machine"])
+    assert (RESULTS / f"{name}.md").read_text() == written + "\n"
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_page_names_the_machine_of_its_figures(path: Any) -> None:
+    known = json.loads(path.read_text())
+    assert path.with_suffix(".md").read_text().endswith(common._page([], known["machine"]) + "\n")
