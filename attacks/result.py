@@ -30,6 +30,8 @@ class Reconstruction:
             words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
         cut_short: what ended the search before its time (a time limit, an interrupt; `attacks.search_control`), in
             words; empty where nothing did. Without it the result may have been another.
+        misfit: 1 - cos between the update that a search's result would give and the one observed, in [0, 2]; None of
+            other attacks.
     """
 
     inputs: Tensor | None
@@ -43,6 +45,7 @@ class Reconstruction:
     note: str = ""
     given_up: str = ""
     cut_short: str = ""
+    misfit: float | None = None
 
 
 @dataclass(frozen=True)

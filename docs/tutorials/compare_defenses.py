@@ -50,7 +50,7 @@ frames = {"unaware": run(knows_defense=False), "adapts": run(knows_defense=True)
 # %% [markdown]
 # ## The table
 #
-# PSNR in dB, mean over six faces. The floor is each face's own mean color: what a guess scores that knows nothing of the update.
+# PSNR in dB, mean over six faces. The baseline is each face's own mean color: what a guess scores that knows nothing of the update.
 
 # %%
 table = pd.DataFrame(
@@ -59,7 +59,7 @@ table = pd.DataFrame(
         for name, frame in frames.items()
     }
 )
-table["floor"] = frames["adapts"].groupby("defense")["floor_mean_psnr"].mean()
+table["baseline"] = frames["adapts"].groupby("defense")["floor_mean_psnr"].mean()
 table.sort_values("adapts").round(1)
 
 # %% [markdown]
@@ -79,7 +79,7 @@ axis.scatter(
 axis.scatter(
     ordered["adapts"], ordered.index, marker="o", color="C0", label="adapts to it"
 )
-axis.axvline(table["floor"].mean(), color="gray", linewidth=1, label="floor")
+axis.axvline(table["baseline"].mean(), color="gray", linewidth=1, label="baseline")
 axis.set_xlabel("PSNR, dB")
 axis.legend(frameon=False)
 plt.show()
@@ -88,7 +88,7 @@ plt.show()
 # ## How to read it
 #
 # - A defense whose two points lie apart worked by surprise alone.
-# - A point near the floor says that *this* search found nothing. Exact attacks and learned inverters may find more:
+# - A point near the baseline says that *this* search found nothing. Exact attacks and learned inverters may find more:
 #   `hyperleak list attacks` names them, and [every defense](../results/index.md) has sixteen images of each.
 # - Six faces of one network are a demonstration. Take more images and seeds before you say so in a paper; reports carry intervals.
 # - Say what a defense costs, too: with `federation.rounds` above 0 the report has accuracy beside leakage.

@@ -52,7 +52,7 @@ table = (
     .mean()
     .round(1)
 )
-table.columns = ["ours, dB", "floor, dB"]
+table.columns = ["ours, dB", "baseline, dB"]
 paper = {(entry.method, entry.attack): entry.psnr for entry in experiment.published}
 table["paper, dB"] = [paper.get(pair, "") for pair in table.index]
 table

@@ -19,7 +19,7 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     Args:
         result: of an attack.
         truth: what the client fed, from `fl.capture.from_batch`.
-        seed: of the noise floor.
+        seed: of the baseline `noise`.
 
     Raises:
         ValueError: the reconstruction does not have the images' shape.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 
-from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
+from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
 from eval.io.text import join
 from eval.metrics.score import Row
 from eval.metrics.self_verification import verification_words
@@ -186,4 +186,8 @@ def unscored(rows: Sequence[Row]) -> str:
         words = verification_words(False, min(known))
     if not any(row.get("candidates") for row in rows):
         return f"{bare(rows)}; {words}"
+    misfits = [row["misfit"] for row in rows if row.get("misfit") is not None]
+    if misfits:
+        words += f"; the update of its picture differs from the observed one by 1 - cos = {max(misfits):.2g}"
+        words += f" (below {EXPLAINED_BELOW:g} it explains the update)"
     return f"{words}; give the true images (--images) to have the pictures scored"

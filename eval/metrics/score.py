@@ -122,8 +122,8 @@ def score(
         reconstruction: of an attack.
         truth: what the client fed.
         perceptual: LPIPS, from `eval.metrics.perceptual.load_lpips`.
-        reference: images (R, C, H, W) the attacker had before, for the floor `nearest`.
-        seed: of the noise floor.
+        reference: images (R, C, H, W) the attacker had before, for the baseline `nearest`.
+        seed: of the baseline `noise`.
 
     Returns:
         One row per true image, in the order of the truth.

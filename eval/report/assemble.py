@@ -47,7 +47,8 @@ def build_report(folder: str | Path, *, show: bool = True) -> Report:
 
 
 def _pictures(numbered: NumberedGroups, show: bool) -> Section:
-    title = "Originals and reconstructions"
+    blind = not any(group.image_rows for group in numbered.charted.values())
+    title = "Reconstructions" if blind else "Originals and reconstructions"
     if not show:
         return Section(
             "pictures", title, [Omission("pictures", "they were left out on request, as they are private data")]
@@ -66,6 +67,11 @@ def _pictures(numbered: NumberedGroups, show: bool) -> Section:
         "Originals above, reconstructions below, with their PSNR. Which are shown is a rule, not a choice: of all "
         "images and seeds of an attack the one with the highest PSNR, the median (the lower of two) and the lowest."
     )
+    if blind:
+        words = (
+            f"What attacks brought, at most {gallery.MAX_UNJUDGED} images of each. Nobody gave the true images, so "
+            "none stands beside them, and no PSNR says how close they are."
+        )
     if (left := len(numbered.charted) - MAX_GALLERIES) > 0:
         words += f" The first {MAX_GALLERIES} attacks are shown; {left} more are in images/."
     private = (

@@ -64,7 +64,7 @@ class TableBlock:
         caption: what it shows.
         columns: names; those that begin with ">" hold figures and are aligned to the right.
         rows: of cells.
-        lesser: rows below them that serve for comparison (floors).
+        lesser: rows below them that serve for comparison (baselines).
         marks: one for every row of `rows`, in a column of their own in front; or none at all.
     """
 

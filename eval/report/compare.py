@@ -119,7 +119,7 @@ class Comparison:
 
 
 COLUMNS = (
-    *("method", "defense", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best floor (dB)"),
+    *("method", "defense", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best baseline (dB)"),
     *("\N{GREATER-THAN OR EQUAL TO} 20 dB", "labels", "difference (dB)", "how"),
 )
 NOTE = (

@@ -27,7 +27,7 @@ RECOGNIZABLE_PSNR = 20.0
 CLEAR_MARGIN = 10.0
 """An image counts as leaked on its own if it is recognizable and this far, in dB, above every guess of that image."""
 MIN_IMAGES = 6
-"""Images from which on a mean can be shown to lie above a floor: of five, all may do so by chance (1 in 32)."""
+"""Images from which on a mean can be shown to lie above a baseline: of five, all may do so by chance (1 in 32)."""
 NOT_ATTACKED = "-"
 """Stands for the attack in rows of a training that none was asked for on."""
 RECOVERED_BELOW = 0.1
@@ -147,7 +147,7 @@ class ResultGroup:
 
     @cached_property
     def gain(self) -> Interval | None:
-        """Return PSNR above the best floor in dB, image by image."""
+        """Return PSNR above the best baseline in dB, image by image."""
         if self.best_baseline is None:
             return None
         column = _baseline_column(self.best_baseline[0])

@@ -40,10 +40,10 @@ PSNR = (
     "PSNR (dB): how close a reconstruction is to the true image, [95 % interval over images and seeds]. From about 20 "
     "a person recognizes the content, from 30 there is hardly a difference; 100 is equality."
 )
-FLOOR = (
-    "Floor: what a guess without any knowledge of the client scores on the same images: one color (the image's own "
+BASELINE = (
+    "Baseline: what a guess without any knowledge of the client scores on the same images: one color (the image's own "
     "mean, or mid gray), noise, the most similar image of other clients. A mean PSNR counts as "
-    "leaked where its interval lies above all floors."
+    "leaked where its interval lies above all baselines."
 )
 SSIM = "SSIM: similarity of structures, 1 for equal images."
 LPIPS = "LPIPS: perceptual distance, 0 for equal images."
@@ -91,7 +91,7 @@ def build_table(rows: Sequence[Row], experiment: Experiment | CaptureSpec) -> Ta
     several = len({group.round for group in found}) > 1
     raised: dict[str, None] = {}
     lines = [_line(group, setting, several, raised) for group in found]
-    below = _floor_lines(rows)
+    below = _baseline_lines(rows)
     idle = {"defense": "none", "LPIPS": "-", "named": "-"}  # a column that says only this is left out
     if not _attacked(found):
         idle |= {"attack": NOT_ATTACKED, **dict.fromkeys(VALUE_COLUMNS, "-")}
@@ -194,7 +194,7 @@ def _pictures(group: ResultGroup, tests: int) -> list[str]:
         verdict = "no more than a guess without the update"
     else:
         verdict = "not told apart from a guess without the update"
-    lines = [f"{verdict} ({gain.value:+.1f} dB against the best floor, {BASELINES[guess]} at {score:.1f} dB)"]
+    lines = [f"{verdict} ({gain.value:+.1f} dB against the best baseline, {BASELINES[guess]} at {score:.1f} dB)"]
     named = group.identification
     if named is not None and named.excess_over_chance(tests) > 0 and not exceeds_baseline(gain):
         lines.append(
@@ -232,11 +232,11 @@ def _accuracy(found: Sequence[ResultGroup], experiment: Experiment) -> str:
     return ACCURACY.format(when="the round in brackets" if len(rounds) > 1 else f"round {min(rounds)}")
 
 
-def _floor_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
-    """Return the floors of all attacked images, each counted once per seed."""
+def _baseline_lines(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Return the baselines of all attacked images, each counted once per seed."""
     chosen, found = distinct_images(rows), baseline_scores(rows)
     return [
-        ("floor", "", BASELINES[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
+        ("baseline", "", BASELINES[guess], "", *_figures(chosen, f"floor_{guess}_", psnr), "-", "-", "-")
         for guess, psnr in found.items()
     ]
 
@@ -247,7 +247,7 @@ def _legend(
     """Return what leaked, and what to know of the columns, `further` ones among them."""
     found = group_rows(rows)
     several = len({group.round for group in found}) > 1
-    leakage = [PSNR, FLOOR, SSIM, *([LPIPS] if "LPIPS" in further else []), RATES]
+    leakage = [PSNR, BASELINE, SSIM, *([LPIPS] if "LPIPS" in further else []), RATES]
     leakage += [NAMED] if "named" in further else []
     lines = [
         *_verdicts(found, several),

@@ -235,6 +235,8 @@ def _scored(
     truth, knowledge = update.truth, list(result.knowledge)
     if truth is None:
         rows = score_without_truth(result, update.size)
+        if result.misfit is not None and math.isfinite(result.misfit):
+            rows = [{**row, "misfit": result.misfit} for row in rows]
         return self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
     assert isinstance(update.view, ServerView)  # what was attacked was sent
     floor = derive_seed(observation.seed, "floor", update.key)
@@ -251,7 +253,7 @@ def _scored(
 
 
 def _closest(observation: Observation) -> dict[int, Tensor]:
-    """By number of an update the reference images that are closest to its own: the floor `nearest` needs no others.
+    """By number of an update the reference images that are closest to its own: the baseline `nearest` needs no others.
 
     A pass through the reference set costs the same for one image as for fifty, so it is made for all updates at once.
     """

@@ -129,6 +129,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "note": result.note,
         "given_up": result.given_up,
         "cut_short": result.cut_short,
+        "misfit": result.misfit,
     }
 
 
@@ -157,6 +158,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         note=told["note"],
         given_up=told["given_up"],
         cut_short=told["cut_short"],
+        misfit=told["misfit"],
         private=private,
     )
 

@@ -133,7 +133,7 @@ def test_without_a_terminal_an_entry_is_a_line(path, monkeypatch):
     assert [row[:2] for row in table[:2]] == [["method", "attack"], ["fedavg", "guess"]]
     assert table[2][-2:] == ["-", "not in the mood"]
     assert {len(row) for row in table} == {len(table[0])}
-    assert any(line.startswith("• Floor: ") and len(line) > 200 for line in lines)  # not wrapped
+    assert any(line.startswith("• Baseline: ") and len(line) > 200 for line in lines)  # not wrapped
     listed = [line.split("\t") for line in call("list", "methods").stdout.splitlines()]
     assert [name for name, _ in listed] == list(json.loads(call("list", "methods", "--json").stdout)["methods"])
     assert ["partitions", "iid"] in [line.split("\t")[:2] for line in call("list").stdout.splitlines()]

@@ -43,7 +43,7 @@ class SearchLength:
 def note_misfit(
     result: Reconstruction, problem: MatchingProblem, row: Variables, search: SearchLength
 ) -> Reconstruction:
-    """Add to a result what is open about it: whether the search gave up, and whether anything confirms its labels.
+    """Add to a result how well it explains the update, whether the search gave up, and whether labels are confirmed.
 
     Where nothing was added to an update, the true images explain all of it, so a search that does not has failed and
     says nothing of what another finds. Noise and the like leave a rest that no search explains; then it gave up only if
@@ -56,6 +56,7 @@ def note_misfit(
         search: how long it was.
     """
     view, misfit = problem.view, problem.cosine_misfit(row)
+    result = replace(result, misfit=misfit)
     if misfit <= EXPLAINED_BELOW:
         return result
     guessed = result.labels is not None and view.labels is None and view.method.uses_labels

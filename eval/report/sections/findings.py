@@ -181,7 +181,7 @@ def _identities(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str]
 
 
 def _comparison_in_words(gain: Interval) -> tuple[str, str]:
-    """Return how a mean compares with a floor, and how far that can be trusted."""
+    """Return how a mean compares with a baseline, and how far that can be trusted."""
     if gain.low is None or gain.high is None:
         return (
             f"{format_number(gain.value, sign=True)} dB against",

@@ -48,18 +48,18 @@ MEASURES = [
 ]
 CRITERIA = [
     (
-        "Floors",
+        "Baselines",
         "What a guess without any knowledge of the update scores on the same images: one color (the image's own "
         "mean, or mid gray), noise, and the most similar training image that no watched client holds. Two of them "
         "are chosen with the truth at hand, so they are upper bounds of what such a guess can do. A mean whose "
-        "interval lies above all floors has leaked.",
+        "interval lies above all baselines has leaked.",
     ),
     (
         "Intervals",
         "95 %, with images as the units: of means Student's, widened for skewed figures and, where an attack solves "
         "some images and misses others, for how little is known of their shares; of shares Clopper and Pearson's. "
-        "Differences from floors are taken image by image. One image has none. An interval of a mean says nothing of "
-        "successes that no image showed: those of shares do. Intervals speak of images like these, for this model "
+        "Differences from baselines are taken image by image. One image has none. An interval of a mean says nothing "
+        "of successes that no image showed: those of shares do. Intervals speak of images like these, for this model "
         "and these settings.",
     ),
     (

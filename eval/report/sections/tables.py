@@ -53,7 +53,7 @@ def section(numbered: NumberedGroups) -> Section:
 
 
 def _floor(numbered: NumberedGroups, guess: str) -> list[str]:
-    return numbered.cells("", "floor", "", BASELINES[guess], "")
+    return numbered.cells("", "baseline", "", BASELINES[guess], "")
 
 
 def _closeness(numbered: NumberedGroups) -> TableBlock:
@@ -66,7 +66,7 @@ def _closeness(numbered: NumberedGroups) -> TableBlock:
         *numbered.columns(),
         ">accuracy",
         ">PSNR (dB)",
-        ">above best floor (dB)",
+        ">above best baseline (dB)",
         ">median (dB)",
         ">SSIM",
         *extra,

@@ -1,6 +1,7 @@
 """`hyperleak audit`: a method, a model of one's own, a captured update."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from eval import cli
 from eval.audit.findings import of_rows
 from eval.audit.request import Request
 from eval.commands import terminal
+from eval.io.jsonl import read_rows
 from fl.capture import from_batch
 from fl.data.sources import stored
 from fl.methods.fedavg import FedAvg
@@ -174,6 +176,10 @@ def test_a_captured_update(mine, tmp_path, suffix):
     assert blind.exit_code == terminal.UNDECIDED, blind.output
     assert "give the true images (--images)" in blind.output
     assert "recovered labels: 2" in blind.output
+    (line,) = [line for line in blind.output.splitlines() if line.startswith("ig: ")]
+    assert re.search(r"1 - cos = [\d.e-]+ \(below 0\.1 it explains the update\)", line)
+    (row,) = read_rows(tmp_path / "o" / "images.jsonl")
+    assert 0 < row["misfit"] < 0.1
     assert (tmp_path / "o" / "images" / "fedavg-none-ig-round0-seed0.png").is_file()
     known = audit(
         "--update", path, "--model", f"{mine}:build", "--images", tmp_path / "true.npz", *attack, "--max-psnr", 20

@@ -129,6 +129,7 @@ def test_an_audit_without_a_training_leaves_what_one_of_a_method_does(mine, tmp_
     if source == "update":
         assert "not judged, as the true images are not known" in report
         assert "picture-1-1-reconstruction.png" in report
+        assert "riginal" not in report + (kept / "report.html").read_text()
         assert all(row["psnr"] is None and row["unjudged"] for row in read_rows(kept / "images.jsonl") if "psnr" in row)
         assert said["findings"][1]["images"] == []
         assert said["findings"][0]["labels"] == [[0]]

@@ -47,6 +47,7 @@ def whole() -> Reconstruction:
         note="as far as the second layer",
         given_up="it stopped at 10 iterations",
         cut_short="after 10 of 20 iterations",
+        misfit=0.25,
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 

@@ -43,7 +43,7 @@ def test_it_runs_and_reports_accuracy_and_cost(tmp_path: Path) -> None:
     for part in ("fedavg", "hyperfl", "accuracy", NO_ATTACK_ASKED):
         assert part in " ".join(result.output.split())
     out = tmp_path / "out"
-    for words in ("PSNR", "not applicable", "floor", "leakage"):
+    for words in ("PSNR", "not applicable", "baseline", "leakage"):
         for text in (result.output, (out / "table.md").read_text(), (out / "report.md").read_text()):
             assert words.lower() not in text.lower().split("all settings")[0]
     words = (out / "report.md").read_text()
