@@ -128,7 +128,7 @@ def test_verdicts(folder):
     assert found["fedavg"].leaked == ["pictures", "labels"]
     assert found["hyperfl"].leaked == ["pictures", "private values"]
     lines = " ".join(found["hyperfl"].lines)
-    assert "2 of 6 reconstructions to 20 dB or more" in lines  # a mean near the floor hides them
+    assert "2 of 6 reconstructions to 20 dB or more" in lines  # a mean near the baseline hides them
     assert f"peel+ig recovered the extractor for 6 of 6 updates (relative error {format_error(2e-7)} at best)" in lines
     assert content.lead == "Shown to leak: fedavg (pictures and labels) and hyperfl (pictures and private values)."
 

@@ -35,7 +35,7 @@ def test_it_is_readable_without_the_papers():
     assert found.rows[0][3].startswith("22.8 [")
     assert [row[1] for row in found.baselines] == list(BASELINES.values())
     words = "\n".join(found.legend)
-    for part in ("PSNR (dB)", "Floor", "Method fedavg: clients train", "Attack peel+ig: computes"):
+    for part in ("PSNR (dB)", "Baseline", "Method fedavg: clients train", "Attack peel+ig: computes"):
         assert part in words
     assert "LPIPS:" not in words
     text = results_table.to_markdown(found)
