@@ -8,11 +8,11 @@ from typing import Annotated
 import typer
 
 from eval.commands import audit, compare, doctor, list_, report, run, show
-from eval.commands.system_errors import Guarded
+from eval.commands.system_errors import GuardedGroup
 from fl.runtime.main_guard import leave_if_unguarded
 
 app = typer.Typer(
-    cls=Guarded,
+    cls=GuardedGroup,
     help="What a federated update gives away, and what each way of hiding it costs in accuracy.",
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -39,7 +39,7 @@ def _start(
 
 
 app.command()(run.run)
-app.add_typer(audit.sources(), name="audit")
+app.add_typer(audit.build_audit_app(), name="audit")
 app.command()(report.report)
 app.command()(compare.compare)
 app.command("list")(list_.list_)

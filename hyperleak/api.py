@@ -15,7 +15,7 @@ from attacks.base import Attack
 from attacks.search_control import SearchControl
 from defenses import Defense, defenses
 from eval.audit import attack_selection, captured_update, user_model
-from eval.audit.captured_update import Captured
+from eval.audit.captured_update import CapturedUpdate
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
 from eval.audit.user_model import Subject
@@ -261,7 +261,7 @@ def audit(
             raise ValueError("truth goes with a view; give a model's images and labels")
         subjects, method = _subjects(subject, known, update, chosen)
         batch_size = chosen.batch_size
-    named = chosen.attacks or attack_selection.defaults(method, batch_size)
+    named = chosen.attacks or attack_selection.default_attacks(method, batch_size)
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
         subjects,
@@ -294,7 +294,7 @@ def _subjects(
     """The updates of a user's model, and the method they are of."""
     client = chosen.client()
     if known is not None:
-        known = Batch(user_model.fitting(model, known.inputs), known.labels)
+        known = Batch(user_model.match_dtype(model, known.inputs), known.labels)
     if update is None:
         if known is None:
             raise ValueError("expected images and labels, an update, or both; got neither")
@@ -307,13 +307,15 @@ def _subjects(
             seed=chosen.seed,
         )
         return subjects, subjects[0].view.method
-    captured = Captured(dict(update)) if isinstance(update, Mapping) else captured_update.load(Path(update))
+    captured = (
+        CapturedUpdate(dict(update)) if isinstance(update, Mapping) else captured_update.load_update(Path(update))
+    )
     shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
     if shape is None or len(shape) != 3:
         raise ValueError("expected input_shape=(channels, height, width) for an update without images, got none")
     subject = captured_update.of_update(
         model,
-        captured_update.fitted(captured, model),
+        captured_update.with_model_names(captured, model),
         client,
         input_shape=(shape[0], shape[1], shape[2]),
         batch_size=chosen.batch_size,

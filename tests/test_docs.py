@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 
 from docs.hooks import SUMMARIES, registry_pages
 from eval import harness
-from eval.audit.request import Request
+from eval.audit.request import AuditRequest
 from eval.cli import app
 from eval.commands.list_ import CONFIGS, KINDS, registries
 from eval.commands.show import describe
@@ -249,9 +249,9 @@ def check(command: str, given: dict) -> None:
     elif command == "list":
         assert given["kind"] in {None, *KINDS, CONFIGS}
     elif command == "audit":
-        fields = Request.__dataclass_fields__
+        fields = AuditRequest.__dataclass_fields__
         asked = {name: value for name, value in given.items() if name in fields and value is not None}
-        request = Request(**asked | {"attack": tuple(given["attack"] or ())})
+        request = AuditRequest(**asked | {"attack": tuple(given["attack"] or ())})
         assert request.attacks
         if given["method"] and not given["target"]:
             assert request.plan().trainings

@@ -108,7 +108,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _update(path: Path) -> Any:
-    return _plain(captured_update.load(path).update)
+    return _plain(captured_update.load_update(path).update)
 
 
 def _weights(path: Path) -> Any:

@@ -19,7 +19,7 @@ PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
 
 
-def defaults(method: Method, size: int) -> tuple[str, ...]:
+def default_attacks(method: Method, size: int) -> tuple[str, ...]:
     """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
 
     `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.

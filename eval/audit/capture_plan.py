@@ -32,7 +32,7 @@ from fl.method import methods
 from fl.tensors import dense
 from fl.view import ServerView
 
-OTHERS = ("torch", "torchvision")
+LIBRARY_PACKAGES = ("torch", "torchvision")
 """Packages whose layers are known by their names and settings alone."""
 
 
@@ -87,18 +87,18 @@ def plan_updates(subjects: Sequence[Subject], attacks: Mapping[str, Attack], req
         score=request.score,
         imports=request.imports,
     )
-    observation = Observation(tuple(_watched(i, subject) for i, subject in enumerate(subjects)), request.seed)
+    observation = Observation(tuple(_watched_update(i, subject) for i, subject in enumerate(subjects)), request.seed)
     return plan_capture(
         spec,
         observation,
-        digest_of(subjects, request.seed),
+        updates_digest(subjects, request.seed),
         device=request.device,
         notes=request.notes,
-        contradiction=next(filter(None, map(contradiction, subjects)), ""),
+        contradiction=next(filter(None, map(describe_contradiction, subjects)), ""),
     )
 
 
-def _watched(number: int, subject: Subject) -> WatchedUpdate:
+def _watched_update(number: int, subject: Subject) -> WatchedUpdate:
     count = 0 if subject.truth is None else len(subject.truth.inputs)
     return WatchedUpdate(
         key=number,
@@ -111,20 +111,20 @@ def _watched(number: int, subject: Subject) -> WatchedUpdate:
     )
 
 
-def contradiction(subject: Subject) -> str:
+def describe_contradiction(subject: Subject) -> str:
     """In words, if an update is not what the model makes of its images, or can be of no images; else nothing."""
     if not subject.mismatched or subject.truth is None:
-        return subject.doubt
-    doubt = f"{subject.doubt}. Otherwise " if subject.doubt else ""
+        return subject.inconsistency
+    doubt = f"{subject.inconsistency}. Otherwise " if subject.inconsistency else ""
     used = len(subject.truth.inputs)
-    which = f", and the images: the first {used} of {subject.given} given, in their order" if subject.given else ""
+    which = f", and the images: the first {used} of {subject.n_given} given, in their order" if subject.n_given else ""
     return (
         f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
         f"the sign, mean and std, --method, --batch-size{which}"
     )
 
 
-def digest_of(subjects: Sequence[Subject], seed: int) -> str:
+def updates_digest(subjects: Sequence[Subject], seed: int) -> str:
     """SHA-256 of all that makes these updates, the same whenever they are made of the same.
 
     That is the model (its layers, the source of those of the user's own, its weights), the images, the rule of training
@@ -162,7 +162,7 @@ def _sources(model: nn.Module) -> list[str]:
     kinds = {type(module) for module in model.modules()}
     found = []
     for kind in sorted(kinds, key=lambda kind: kind.__qualname__):
-        if kind.__module__.partition(".")[0] not in OTHERS:
+        if kind.__module__.partition(".")[0] not in LIBRARY_PACKAGES:
             with suppress(OSError, TypeError):  # made in a notebook, or in C
                 found.append(inspect.getsource(kind))
     return found

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from eval.audit import image_identity, update_sanity
-from eval.audit.input_shape import classes, said_for_the_command
+from eval.audit.input_shape import count_classes, with_command_hints
 from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_update
@@ -21,22 +21,24 @@ from fl.simulation.capture_checks import untie_parameters
 from fl.types import Batch, frozen
 from fl.view import ServerView
 
-LOOSE = 0.5
+UNKNOWN_ORDER_TOLERANCE = 0.5
 """The tolerance where the order of the images in local training is not known."""
 WRAPPERS = {"module", "_orig_mod", "_module"}
 """What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus) puts into its parameters' names."""
-BEFORE = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
-AFTER = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
+BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
+AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
 """Words by which people call the weights before and after local training."""
-NAMELESS = (
+NAMELESS_HINT = (
     "their names are those of model.state_dict(), in its order (Flower's get_parameters, say); save "
     "dict(zip(model.state_dict(), arrays)), of weights before - after"
 )
-PICKLED = "pickle can run code, so only tensors are read: save a dictionary of tensors by torch.save, or arrays as .npz"
+PICKLE_HINT = (
+    "pickle can run code, so only tensors are read: save a dictionary of tensors by torch.save, or arrays as .npz"
+)
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedUpdate:
     """What a file holds.
 
     Attributes:
@@ -52,7 +54,7 @@ class Captured:
     before: dict[str, Tensor] = field(default_factory=dict)
 
 
-def load(path: Path) -> Captured:
+def load_update(path: Path) -> CapturedUpdate:
     """Tensors by name, from an `.npz` or a `.pt` file; nothing in it is executed.
 
     One dictionary of tensors inside another that has none of its own is taken for the update; two that are called
@@ -67,17 +69,17 @@ def load(path: Path) -> Captured:
     wanted = f"expected tensors by parameter name in {path}"
     found = _read(path, wanted)
     if isinstance(found, list | tuple):
-        raise ValueError(f"{wanted}, got a list of {len(found)} without names: {NAMELESS}")
+        raise ValueError(f"{wanted}, got a list of {len(found)} without names: {NAMELESS_HINT}")
     if not isinstance(found, dict):
         raise ValueError(f"{wanted}, a dictionary, got {type(found).__name__}")
     if found and all(re.fullmatch(r"arr_\d+", str(name)) for name in found):
-        raise ValueError(f"{wanted}, got {len(found)} arrays without names: {NAMELESS}")
+        raise ValueError(f"{wanted}, got {len(found)} arrays without names: {NAMELESS_HINT}")
     if not found:
         raise ValueError(f"{wanted}, got none")
     if _tensors(found):
         flat = {str(name): value for name, value in found.items()}
-        return _halves(flat, path) or Captured(flat)
-    return _nested(found, path, wanted)
+        return _from_prefixes(flat, path) or CapturedUpdate(flat)
+    return _from_nested(found, path, wanted)
 
 
 def _read(path: Path, wanted: str) -> object:
@@ -89,13 +91,13 @@ def _read(path: Path, wanted: str) -> object:
     except PermissionError as error:
         raise ValueError(f"{wanted}, got a file that must not be read") from error
     except tensor_archives.ObjectsError as error:
-        raise ValueError(f"{wanted}, got other objects; {PICKLED}") from error
+        raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
     except (tensor_archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
         kind = path.suffix if path.suffix in {".npz", ".safetensors"} else ".pt"
         raise ValueError(f"{wanted}, got a file that can't be read as {kind}: {error}") from error
 
 
-def _nested(found: dict[object, object], path: Path, wanted: str) -> Captured:
+def _from_nested(found: dict[object, object], path: Path, wanted: str) -> CapturedUpdate:
     """The update from dictionaries inside a dictionary."""
     inner = {
         str(name): {str(key): tensor for key, tensor in value.items()}
@@ -105,7 +107,7 @@ def _nested(found: dict[object, object], path: Path, wanted: str) -> Captured:
     loose = any(isinstance(value, Tensor) for value in found.values())
     if len(inner) == 1 and not loose:
         (name,) = inner
-        return Captured(inner[name], notes=(f"the update is what {path.name} holds under {name!r}",))
+        return CapturedUpdate(inner[name], notes=(f"the update is what {path.name} holds under {name!r}",))
     if len(inner) == 2 and not loose:
         return _difference(inner, path)
     name, odd = next((str(name), value) for name, value in found.items() if not isinstance(value, Tensor))
@@ -113,24 +115,24 @@ def _nested(found: dict[object, object], path: Path, wanted: str) -> Captured:
     raise ValueError(f"{wanted}, got a {type(odd).__name__} under {name!r}: {remedy}")
 
 
-def _halves(found: dict[str, Tensor], path: Path) -> Captured | None:
+def _from_prefixes(found: dict[str, Tensor], path: Path) -> CapturedUpdate | None:
     """The update from names that all begin with one of two words, such as `before/fc.weight`; None of others."""
     inner: dict[str, dict[str, Tensor]] = {}
     for name, value in found.items():
         word, _, rest = re.sub(r"[/.:]", "\0", name, count=1).partition("\0")
         inner.setdefault(word, {})[rest] = value
-    if len(inner) != 2 or {_half(word) for word in inner} != {"before", "after"}:
+    if len(inner) != 2 or {_before_or_after(word) for word in inner} != {"before", "after"}:
         return None
     return _difference(inner, path)
 
 
-def _difference(inner: dict[str, dict[str, Tensor]], path: Path) -> Captured:
+def _difference(inner: dict[str, dict[str, Tensor]], path: Path) -> CapturedUpdate:
     """The update from two dictionaries of weights, told apart by what they are called.
 
     Raises:
         ValueError: nothing says which is which, or they don't belong together.
     """
-    parts = {_half(name): name for name in inner}
+    parts = {_before_or_after(name): name for name in inner}
     first, second = inner
     if set(parts) != {"before", "after"}:
         raise ValueError(
@@ -145,13 +147,13 @@ def _difference(inner: dict[str, dict[str, Tensor]], path: Path) -> Captured:
             shapes = f"{tuple(value.shape)} and {tuple(after[name].shape)}"
             raise ValueError(f"expected {name!r} in one shape under {first!r} and {second!r} in {path}, got {shapes}")
     note = f"the update is {parts['before']!r} - {parts['after']!r} of {path.name}"
-    return Captured({name: value - after[name] for name, value in before.items()}, notes=(note,), before=before)
+    return CapturedUpdate({name: value - after[name] for name, value in before.items()}, notes=(note,), before=before)
 
 
-def _half(name: str) -> str:
+def _before_or_after(name: str) -> str:
     """Whether a dictionary is called the weights before or after training, in whatever words."""
     words = set(re.split(r"[^a-z]+", name.lower()))
-    for half, known in (("before", BEFORE), ("after", AFTER)):
+    for half, known in (("before", BEFORE_WORDS), ("after", AFTER_WORDS)):
         if words & known:
             return half
     return name
@@ -161,7 +163,7 @@ def _tensors(found: dict[object, object]) -> bool:
     return all(isinstance(value, Tensor) for value in found.values())
 
 
-def fitted(captured: Captured, model: nn.Module) -> Captured:
+def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
     """The update in the model's own names, without what of a state is no part of an update.
 
     Names lose what wrapping a model adds, and what stands before all of them, where all fit then. Buffers stand by
@@ -170,7 +172,7 @@ def fitted(captured: Captured, model: nn.Module) -> Captured:
     Raises:
         ValueError: two names of one parameter (tied weights) with different numbers.
     """
-    own, said = _renamed(list(captured.update), model)
+    own, said = _match_names(list(captured.update), model)
     update = {own[name]: value for name, value in captured.update.items()}
     before = {own[name]: value for name, value in captured.before.items()}
     notes = [*captured.notes, *said]
@@ -189,10 +191,10 @@ def fitted(captured: Captured, model: nn.Module) -> Captured:
     if still:
         notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
     update = {name: value for name, value in update.items() if name not in kept | still}
-    return Captured(update, buffers, tuple(notes), before)
+    return CapturedUpdate(update, buffers, tuple(notes), before)
 
 
-def _renamed(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
+def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
     """The model's own names by those of a file, and what was done to them; as they are where nothing fits."""
     known = set(model.state_dict())
     same = {name: name for name in names}
@@ -215,7 +217,7 @@ def _renamed(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], li
 
 def of_update(
     model: nn.Module,
-    captured: Captured,
+    captured: CapturedUpdate,
     client: ClientSettings,
     *,
     input_shape: tuple[int, int, int],
@@ -237,7 +239,7 @@ def of_update(
     Raises:
         ValueError: model, update and images do not fit each other; says which tensor.
     """
-    count = classes(model, input_shape, "inputs" if source else "--input-shape of images", source)
+    count = count_classes(model, input_shape, "inputs" if source else "--input-shape of images", source)
 
     def view_of(size: int) -> ServerView:
         known = CapturedUpdateSettings(
@@ -246,14 +248,18 @@ def of_update(
             shared=_parameters(captured, model),
             buffers=_known_buffers(captured, model),
         )
-        with said_for_the_command(model, client.method):
+        with with_command_hints(model, client.method):
             return from_update(model, captured.update, input_shape=input_shape, num_classes=count, options=known)
 
     if given is not None:
         _check_truth(given, batch_size, input_shape, count)
     view = _with_buffers(view_of(batch_size), captured.buffers)
-    doubts = (_moved(view, captured.buffers), update_sanity.weights(view), update_sanity.doubt(view))
-    subject = Subject(view, None, doubt="; ".join(filter(None, doubts)), captured=True)
+    doubts = (
+        _train_mode_contradiction(view, captured.buffers),
+        update_sanity.find_mistaken_weights(view),
+        update_sanity.find_inconsistency(view),
+    )
+    subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True)
     # without a method the step size is a guess
     return subject if given is None else _with_truth(subject, given, view_of, batch_size, scaled=client.method is None)
 
@@ -271,28 +277,28 @@ def _with_truth(
         scaled: whether the step size is unknown.
     """
     view = subject.view
-    truth = image_identity.first(given, batch_size)
+    truth = image_identity.take_truth(given, batch_size)
     error = prediction_error(view, truth, scaled=scaled)
-    known = replace(subject, truth=truth, error=error, tolerance=_tolerance(view, batch_size), given=len(given))
+    known = replace(subject, truth=truth, error=error, tolerance=_tolerance(view, batch_size), n_given=len(given))
     if not known.mismatched:
-        return replace(known, doubt="")
-    fits = image_identity.fits(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
-    return replace(known, doubt=fits or subject.doubt)
+        return replace(known, inconsistency="")
+    fits = image_identity.describe_matching_images(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
+    return replace(known, inconsistency=fits or subject.inconsistency)
 
 
-def _parameters(captured: Captured, model: nn.Module) -> dict[str, Tensor] | None:
+def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
     """The weights before that the file has, for all that the client trained; None where it has none."""
     names = [name for name, value in model.named_parameters() if value.requires_grad]
     return {name: captured.before[name] for name in names if name in captured.before} or None
 
 
-def _known_buffers(captured: Captured, model: nn.Module) -> dict[str, Tensor] | None:
+def _known_buffers(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
     """The buffers before that the file has; None where it has none, or not all."""
     found = {name: captured.before[name] for name, _ in model.named_buffers() if name in captured.before}
     return found if found and found.keys() == {name for name, _ in model.named_buffers()} else None
 
 
-def _moved(view: ServerView, change: dict[str, Tensor]) -> str:
+def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> str:
     """Why running statistics contradict the mode that the client is said to have trained in, or nothing."""
     statistics = {name: value for name, value in change.items() if value.is_floating_point() and name in view.buffers}
     norms = {
@@ -344,4 +350,4 @@ def _check_truth(given: Batch, batch_size: int, input_shape: tuple[int, int, int
 def _tolerance(view: ServerView, batch_size: int) -> float:
     """Small steps on parts of the batch come close to each other in any order, but not within `MISMATCH`."""
     sizes = [size for steps in view.schedule or () for step in steps for size in step]
-    return MISMATCH if all(size == batch_size for size in sizes) else LOOSE
+    return MISMATCH if all(size == batch_size for size in sizes) else UNKNOWN_ORDER_TOLERANCE

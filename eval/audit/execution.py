@@ -144,7 +144,7 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
     """What the rows of a plan amount to, with what is known of its updates."""
     defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
     labels = _recovered_labels(plan, folder)
-    report = findings.of_rows(name, rows, threat=plan.experiment.threat, defended=defended, labels=labels)
+    report = findings.report_from_rows(name, rows, threat=plan.experiment.threat, defended=defended, labels=labels)
     contradiction = plan.contradiction
     if plan.captures and not contradiction:
         against = [
@@ -172,7 +172,7 @@ def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:
 def _failed(plan: Plan, folder: RunDir, failures: Sequence[Failure], *, keep: bool) -> list[AttackFinding]:
     names = {task.cell.id: task.attack.label for task in plan.attacks}
     return [
-        AttackFinding.of_failure(
+        AttackFinding.from_failure(
             names.get(failure.id, failure.name),
             failure.reason,
             failure.origin,
@@ -196,7 +196,7 @@ def _with_others(
 ) -> AuditReport:
     """The report with attacks that failed or were left out, in the order of the plan; a training that failed: first."""
     order = [task.attack.label for task in plan.attacks]
-    gone = [AttackFinding.of_left_out(label, reason) for label, reason in left_out.items()]
+    gone = [AttackFinding.from_skip(label, reason) for label, reason in left_out.items()]
     found = [*report.findings, *others, *gone]
     found.sort(key=lambda one: order.index(one.attack) if one.attack in order else -1)
     return replace(report, findings=found)

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.audit.verdict import agreed, few, floor, leaked, unscored, verdict
+from eval.audit.verdict import all_verified, best_baseline, count_if_too_few, has_leaked, unscored_verdict, verdict
 from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row
 from eval.report.result_groups import private_tensor_recoveries
@@ -16,7 +16,7 @@ from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import Open, Outcome
 from fl.view import ThreatModel
 
-PICTURED = {"settled", "ran", "searched", "gave up", "contradicted"}
+PICTURED_KINDS = {"settled", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
 NOT_BEGUN = "the time limit came before it"
 
@@ -56,7 +56,7 @@ class AttackFinding:
     spared: str = ""
     outcomes: list[Outcome] = field(default_factory=list)
     leaked: bool = False
-    few: int = 0
+    too_few_images: int = 0
     doubtful: bool = False
     failed: str = ""
     origin: str = ""
@@ -69,7 +69,7 @@ class AttackFinding:
         return cls(attack, [], "", "not tried: the time limit came before it", cut_short=NOT_BEGUN)
 
     @classmethod
-    def of_failure(cls, attack: str, reason: str, origin: str, kept: Path | None) -> AttackFinding:
+    def from_failure(cls, attack: str, reason: str, origin: str, kept: Path | None) -> AttackFinding:
         """Return what is left of an attack that ended with an error.
 
         Args:
@@ -82,7 +82,7 @@ class AttackFinding:
         return cls(attack, [], "", f"failed: {words}", failed=words, origin=origin, traceback=kept)
 
     @classmethod
-    def of_left_out(cls, attack: str, reason: str) -> AttackFinding:
+    def from_skip(cls, attack: str, reason: str) -> AttackFinding:
         """What is left of an attack that was not needed."""
         return cls(attack, [], "", reason, spared=reason)
 
@@ -111,7 +111,7 @@ class AuditReport:
     stopped: str = ""
     captured: bool = False
 
-    def undecided(self, limits: Mapping[str, float]) -> list[Open]:
+    def open_questions(self, limits: Mapping[str, float]) -> list[Open]:
         """What keeps the audit from an answer: nothing where what leaked answers it.
 
         Without limits it is whether images leaked; with limits, whether any came closer than they allow. Attacks that
@@ -133,15 +133,16 @@ class AuditReport:
         said += [undecided.without(figure, limits[figure]) for figure, value in figures.items() if value is None]
         if not (limits and undecided.answered(outcomes)):
             said += [
-                undecided.too_few(found.attack, found.few, captured=self.captured)
+                undecided.too_few(found.attack, found.too_few_images, captured=self.captured)
                 for found in self.findings
-                if found.few
+                if found.too_few_images
             ]
         settled = {one.update for one in outcomes if one.kind == "settled"}
         blind = [
             found.attack
             for found in self.findings
-            if not found.rows and any(one.kind in PICTURED and one.update not in settled for one in found.outcomes)
+            if not found.rows
+            and any(one.kind in PICTURED_KINDS and one.update not in settled for one in found.outcomes)
         ]
         return [*said, undecided.unjudged(blind)] if blind else said
 
@@ -149,11 +150,11 @@ class AuditReport:
         """The highest value of a figure over all attacks and images, or None."""
         return max((best for found in self.findings if (best := found.best(figure)) is not None), default=None)
 
-    def above(self, figure: str, limit: float) -> str:
+    def describe_excess(self, figure: str, limit: float) -> str:
         """In words, of how many images a figure is above a limit, and of how many that of the best guess is, too."""
         rows = [row for found in self.findings for row in found.rows if row.get(figure) is not None]
-        over = {_image(row): row for row in rows if row[figure] > limit}
-        guessed = [floor(row, figure) for row in over.values() if floor(row, figure) > limit]
+        over = {_image_key(row): row for row in rows if row[figure] > limit}
+        guessed = [best_baseline(row, figure) for row in over.values() if best_baseline(row, figure) > limit]
         words = f"{figure.upper()} {self.best(figure):.4g} > {limit:g}"
         if not guessed:
             return words
@@ -185,7 +186,7 @@ class AuditReport:
                     ],
                     "labels": found.labels,
                     "verified": found.verified,
-                    "private": _counted(found.rows),
+                    "private": _private_counts(found.rows),
                     "flags": found.flags,
                     "notes": found.notes,
                     "images": found.rows,
@@ -197,7 +198,7 @@ class AuditReport:
         }
 
 
-def of_rows(
+def report_from_rows(
     name: str,
     rows: Sequence[Row],
     *,
@@ -236,13 +237,17 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
     """What one attack's rows come to."""
     open_to = [row for row in rows if not row.get("spared")]
     if not open_to:
-        return AttackFinding.of_left_out(attack, str(rows[0]["not_applicable"]))
+        return AttackFinding.from_skip(attack, str(rows[0]["not_applicable"]))
     refused = [
-        _refused(row["not_applicable"], limit=bool(row.get("limit"))) for row in open_to if "not_applicable" in row
+        _refusal_words(row["not_applicable"], limit=bool(row.get("limit")))
+        for row in open_to
+        if "not_applicable" in row
     ]
     scored = [row for row in open_to if "not_applicable" not in row]
     judged, unjudged = ([row for row in scored if bool(row.get("unjudged")) == blind] for blind in (False, True))
-    said = _said(judged, refused, unscored(unjudged) if unjudged and not judged else "", tests=context.tests)
+    said = _full_verdict(
+        judged, refused, unscored_verdict(unjudged) if unjudged and not judged else "", tests=context.tests
+    )
     spared = ""
     if len(open_to) < len(rows):
         spared = f"of the {len({row['update'] for row in open_to})} update(s) that no attack before it settled"
@@ -253,30 +258,30 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
         refused[0] if refused else "",
         said,
         labels,
-        agreed(row.get("verified") for row in scored),
+        all_verified(row.get("verified") for row in scored),
         validity_flags.audit_flags(judged, context.threat, defended=context.defended),
         self_verification.notes(judged) or list(dict.fromkeys(row["note"] for row in unjudged if row.get("note"))),
         spared=spared,
         outcomes=undecided.of_rows(attack, open_to),
-        leaked=leaked(judged, context.tests),
-        few=few(judged, context.tests),
+        leaked=has_leaked(judged, context.tests),
+        too_few_images=count_if_too_few(judged, context.tests),
         doubtful=any(row.get("labels_doubtful") for row in scored),
         cut_short=next((str(row["cut_short"]) for row in open_to if row.get("cut_short")), ""),
     )
 
 
-def _image(row: Row) -> tuple[Any, ...]:
+def _image_key(row: Row) -> tuple[Any, ...]:
     """What tells an image from others of an audit, whatever the attack."""
     return row.get("seed"), row["picture"]
 
 
-def _counted(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
+def _private_counts(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
     """For each private value, for how many updates it was recovered, in plain data."""
     found = private_tensor_recoveries(rows)
     return {what: {"recovered": secret.n_recovered, "updates": len(secret.errors)} for what, secret in found.items()}
 
 
-def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:
+def _full_verdict(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:
     """The verdict on what an attack applied to, and why it did not apply to the rest: `refused` are the reasons."""
     said = [verdict(rows, tests)] if rows else [instead] if instead else []
     if refused:
@@ -284,6 +289,6 @@ def _said(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests:
     return "; ".join(said)
 
 
-def _refused(reason: str, *, limit: bool) -> str:
+def _refusal_words(reason: str, *, limit: bool) -> str:
     """Why an attack does not apply; where that says nothing of the update, it says so."""
     return f"{reason} (a limit of the attack, no finding)" if limit else reason

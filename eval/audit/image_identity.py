@@ -11,16 +11,16 @@ from eval.metrics.update_prediction_error import prediction_error
 from fl.types import Batch, Trace, Truth
 from fl.view import ServerView
 
-TRIES = 32
+MAX_TRIES = 32
 """So many of each kind are tried: an answer is worth seconds, not minutes."""
 
 
-def first(given: Batch, size: int) -> Truth:
+def take_truth(given: Batch, size: int) -> Truth:
     """The first images as what a client fed."""
     return _truth(given, torch.arange(size))
 
 
-def fits(
+def describe_matching_images(
     view: ServerView, given: Batch, view_of: Callable[[int], ServerView], *, tolerance: float, scaled: bool
 ) -> str:
     """In words, which of the images given explain the update; empty where none were found that do.
@@ -41,14 +41,14 @@ def fits(
     for words, index in (*_others(len(given), size), *_orders(view, size)):
         if explain(view, index):
             return f"it is what the model makes of {words}, counted from 0: give these first, in this order"
-    if size < len(given) <= TRIES and explain(view_of(len(given)), torch.arange(len(given))):
+    if size < len(given) <= MAX_TRIES and explain(view_of(len(given)), torch.arange(len(given))):
         return f"it is what the model makes of all {len(given)} images given: give --batch-size {len(given)}"
     return ""
 
 
 def _others(count: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """So many images in a row, from the second on."""
-    for start in range(1, min(count - size, TRIES) + 1):
+    for start in range(1, min(count - size, MAX_TRIES) + 1):
         name = f"images[{start}]" if size == 1 else f"images[{start}:{start + size}]"
         yield f"{name} of those given", torch.arange(start, start + size)
 
@@ -57,7 +57,7 @@ def _orders(view: ServerView, size: int) -> Iterator[tuple[str, torch.Tensor]]:
     """The first images in another order, where local steps feed parts of them."""
     if all(fed == size for steps in view.schedule or () for step in steps for fed in step):
         return
-    for order in islice(permutations(range(size)), 1, TRIES):
+    for order in islice(permutations(range(size)), 1, MAX_TRIES):
         yield f"images{list(order)} of those given", torch.tensor(order)
 
 

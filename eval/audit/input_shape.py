@@ -14,12 +14,12 @@ from fl.method import Method
 from fl.models.building_blocks.model_checks import check_logits
 from fl.runtime.module_copies import copy_model
 
-SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
+TRIED_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 """Heights and widths that are tried on a model that takes no images of those given."""
 Shape = tuple[int, int, int]
 
 
-def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> int:
+def count_classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> int:
     """How many classes the model tells apart.
 
     Args:
@@ -36,15 +36,15 @@ def classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = 
         logits = _run(probe, shape)
     except RUN_ERRORS as error:
         got = _size(shape) + (f" of {source}" if source else "")
-        taken = sorted(_taken(probe))
-        said = _says(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
+        taken = sorted(_accepted_shapes(probe))
+        said = _describe_accepted(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
         raise ValueError(f"expected {what} that fit the model, got {got}; {said}") from error
     check_logits(logits)
     assert isinstance(logits, Tensor)
     return int(logits.shape[1])
 
 
-def _says(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
+def _describe_accepted(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
     """What the model takes, of that whatever is most like `shape`, and how to give it that."""
     channels, size, _ = min(taken, key=lambda one: (one[1] != shape[1], one[1] != 32, one))
     others = f" (and {len(taken) - 1} more sizes that were tried)" if len(taken) > 1 else ""
@@ -56,13 +56,13 @@ def _says(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
     return f"{fits}: give {known}an .npz file of such images (see --help)"
 
 
-def _taken(probe: nn.Module) -> set[Shape]:
+def _accepted_shapes(probe: nn.Module) -> set[Shape]:
     """Shapes of square images that the model runs on, among likely ones."""
     layers = [layer for layer in probe.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     found = set()
     for channels in (layers[0].in_channels,) if layers and isinstance(layers[0], nn.Conv2d) else (1, 3):
         flat = {math.isqrt(layer.in_features // channels) for layer in layers[:1] if isinstance(layer, nn.Linear)}
-        for side in {*SIZES, *flat} - {0}:
+        for side in {*TRIED_SIZES, *flat} - {0}:
             try:
                 _run(probe, (channels, side, side))
             except RUN_ERRORS:
@@ -83,7 +83,7 @@ def _size(shape: Shape) -> str:
 
 
 @contextmanager
-def said_for_the_command(model: nn.Module, method: Method | None) -> Iterator[None]:
+def with_command_hints(model: nn.Module, method: Method | None) -> Iterator[None]:
     """Add to errors about training mode, and about what the server sent, what helps on the command line."""
     try:
         yield

@@ -28,11 +28,13 @@ from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
 from fl.types import Batch
 
-NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
+NO_SUBJECT = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
 """Why nothing can be audited."""
-COUNT = 4
+DEFAULT_COUNT = 4
 """Images taken of a data set or a file where no number is given, or as many of these as batches divide."""
-UNTOLD = "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
+UNCHECKED_NOTE = (
+    "not checked whether the update belongs to these images: it holds noise, or private tensors are behind it"
+)
 OPTIONS = {
     ("observe", "images"): "--count",
     ("observe", "batch_size"): "--batch-size",
@@ -47,7 +49,7 @@ OPTIONS = {
 """The options of the command that stand for settings of the config which an audit of a method runs."""
 _METHODS = "goes with --method alone; give --images"
 _MODELS = "goes with your own model; a method takes its images from --dataset"
-IDLE: dict[str, dict[str, str]] = {
+IDLE_OPTIONS: dict[str, dict[str, str]] = {
     "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS),
     "model": {
         **dict.fromkeys(("dataset", "rounds"), _METHODS),
@@ -59,14 +61,14 @@ IDLE: dict[str, dict[str, str]] = {
     },
 }
 """Options that do nothing, and why, by what is audited: a method, a model of the user's own, or a captured update."""
-ONE = "does nothing for one update, which one process attacks; leave it out"
+ONE_UPDATE_HINT = "does nothing for one update, which one process attacks; leave it out"
 """Why several processes are refused then."""
-NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
+DEFAULT_NETWORKS = {(1, 28, 28): "hyperfl-grey", (3, 32, 32): "hyperfl-colour"}
 """Networks taken for images of a shape where none is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class AuditRequest:
     """An audit as the command line asks for it; see `hyperleak audit --help`.
 
     Attributes:
@@ -76,10 +78,10 @@ class Request:
         model: likewise, or `module:function`.
         update: file of a captured update.
         images: file or data set of the true images.
-        attack: names or settings; none tries `eval.audit.attack_selection.defaults`, each where it can still add
+        attack: names or settings; none tries `eval.audit.attack_selection.default_attacks`, each where it can still add
             something.
         defense: likewise; a list is a chain of them.
-        count: how many images; None takes `COUNT`, or as many as there are, or all that the function gives.
+        count: how many images; None takes `DEFAULT_COUNT`, or as many as there are, or all that the function gives.
         batch_size: images in one update.
         rounds: of training before.
         input_shape: `C,H,W`.
@@ -125,7 +127,7 @@ class Request:
         """The attacks to try, by label: the name, with a number where one comes again."""
         method = methods.build(yaml12.named(self.method or "fedavg"))
         found: dict[str, Attack] = {}
-        for text in self.attack or attack_selection.defaults(method, self.batch_size):
+        for text in self.attack or attack_selection.default_attacks(method, self.batch_size):
             attack = attacks.build(yaml12.named(text))
             name = label = attacks.label(attack)
             number = 1
@@ -164,13 +166,16 @@ class Request:
         if limited and any(update.truth is None for update in updates):
             raise ValueError("expected the true images (--images) beside a limit: nothing can be scored without them")
         if len(updates) == 1 and workers > 1:
-            raise ValueError(f"--workers {workers} {ONE}")
+            raise ValueError(f"--workers {workers} {ONE_UPDATE_HINT}")
 
     def _capture_plan(self) -> Plan:
         """The attacks on updates of a model of the user's own."""
         tried = self.attacks
         updates, notes = self.subjects()
-        source = {"model": self.target or self.model or "", "images": _bare(self.images) if self.images else ""}
+        source = {
+            "model": self.target or self.model or "",
+            "images": _shareable_source(self.images) if self.images else "",
+        }
         if self.update is not None:
             source["update"] = self.update.name
         elif not self.images:
@@ -193,7 +198,7 @@ class Request:
             FileNotFoundError: the data set is not there; says how to get it.
         """
         if self.method is None or self.dataset is None:
-            raise ValueError(NOTHING)
+            raise ValueError(NO_SUBJECT)
         self._refuse_idle("method")
         given = yaml12.named(self.method)
         method = methods.build(given)
@@ -237,11 +242,11 @@ class Request:
         target = self.target or self.model
         if target is None:
             raise ValueError("expected --model MODULE:FUNCTION, the model that the update belongs to")
-        built = subjects.call(target)
+        built = subjects.load_user_model(target)
         model = built.model.to(where)
         data = built.data if self.images is None else self._images()
         if data is not None:
-            data = Batch(subjects.fitting(model, data.inputs.to(where)), data.labels.to(where))
+            data = Batch(subjects.match_dtype(model, data.inputs.to(where)), data.labels.to(where))
         if self.update is not None:
             return self._captured_subject(model, self.update, data, self.images or target)
         if data is None:
@@ -250,7 +255,7 @@ class Request:
 
     def _model_subjects(self, model: nn.Module, data: Batch, target: str) -> tuple[list[Subject], tuple[str, ...]]:
         """The updates that a model sends of these images, and a note where it gives more than are taken."""
-        taken = data if self.images is not None else subjects.first(data, self.count or len(data), target)
+        taken = data if self.images is not None else subjects.take_first(data, self.count or len(data), target)
         note = f"the first {len(taken)} of {len(data)} images that {target} gives"
         source = self.images or target
         updates = subjects.of_batches(model, taken, self.batch_size, self._client(), source=source, seed=self.seed)
@@ -261,8 +266,8 @@ class Request:
     ) -> tuple[list[Subject], tuple[str, ...]]:
         """The captured update, with its true images if `source` gives them, and how both were read."""
         if data is not None:
-            subjects.first(data, self.batch_size, source, "--batch-size")
-        update = captured_update.fitted(captured_update.load(path), model)
+            subjects.take_first(data, self.batch_size, source, "--batch-size")
+        update = captured_update.with_model_names(captured_update.load_update(path), model)
         subject = captured_update.of_update(
             model,
             update,
@@ -272,7 +277,7 @@ class Request:
             given=data,
             source="" if self.input_shape or data is None else source,
         )
-        return [subject], (*update.notes, *_about(subject, source))
+        return [subject], (*update.notes, *_truth_notes(subject, source))
 
     def _client(self) -> ClientSettings:
         """How the client behind the updates trains."""
@@ -285,48 +290,48 @@ class Request:
 
     def _refuse_idle(self, source: str) -> None:
         """Refuse options that do nothing in an audit of `source`."""
-        for key, why in IDLE[source].items():
+        for key, why in IDLE_OPTIONS[source].items():
             if getattr(self, key):
                 raise ValueError(f"--{key.replace('_', '-')} {why}")
 
     @property
     def _count(self) -> int:
-        """How many images are taken of a data set or a file: as asked for, else whole batches of about `COUNT`."""
-        return self.count or max(self.batch_size, COUNT - COUNT % self.batch_size)
+        """How many images are taken of a data set or a file: as asked for, else batches of about `DEFAULT_COUNT`."""
+        return self.count or max(self.batch_size, DEFAULT_COUNT - DEFAULT_COUNT % self.batch_size)
 
     def _images(self) -> Batch:
         assert self.images is not None
-        data = subjects.whole(self.images)
+        data = subjects.load_images(self.images)
         if self.update is not None:
             return data
         count = self._count
         if self.count is None and len(data) < count:
             count = max(self.batch_size, len(data) - len(data) % self.batch_size)
-        return subjects.first(data, count, self.images, "--batch-size" if self.count is None else "--count")
+        return subjects.take_first(data, count, self.images, "--batch-size" if self.count is None else "--count")
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None
-        shape = subjects.data_set(self.dataset).load().input_shape
-        if self.model is None and shape not in NETWORKS:
+        shape = subjects.build_dataset(self.dataset).load().input_shape
+        if self.model is None and shape not in DEFAULT_NETWORKS:
             sizes = "x".join(map(str, shape))
             raise ValueError(
                 f"expected --model for images of {sizes}: '{{name: lenet-zhu, input_shape: {list(shape)}}}'"
             )
-        return yaml12.named(self.model or NETWORKS[shape])
+        return yaml12.named(self.model or DEFAULT_NETWORKS[shape])
 
 
-def _bare(source: str) -> str:
+def _shareable_source(source: str) -> str:
     """The name of a file or a data set, without what a path tells of the machine."""
     return Path(source).name if source.endswith(".npz") else str(yaml12.named(source).get("name"))
 
 
-def _about(subject: Subject, source: str) -> list[str]:
+def _truth_notes(subject: Subject, source: str) -> list[str]:
     """What to know of a captured update's true images."""
     if subject.truth is None:
         return []
     used = len(subject.truth.inputs)
-    fewer = f"scored against the first {used} of {subject.given} images in {source} (--batch-size {used})"
-    return [fewer] * (used < subject.given) + [UNTOLD] * (subject.error is None)
+    fewer = f"scored against the first {used} of {subject.n_given} images in {source} (--batch-size {used})"
+    return [fewer] * (used < subject.n_given) + [UNCHECKED_NOTE] * (subject.error is None)
 
 
 def _named_by_option(error: SettingError) -> str:
@@ -337,7 +342,7 @@ def _named_by_option(error: SettingError) -> str:
     return str(error)
 
 
-def limits(**given: float | None) -> dict[str, float]:
+def check_limits(**given: float | None) -> dict[str, float]:
     """The limits that are set, by figure.
 
     Raises:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from attacks.base import NotApplicable, Result
-from eval.audit.verdict import line, verdict
+from eval.audit.verdict import image_line, verdict
 from eval.metrics.score import score
 from eval.metrics.self_verification import columns, verification_words
 from fl.types import Truth
@@ -30,4 +30,4 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     said = verdict(rows)
     if result.inputs is None:
         return "; ".join(words for words in (said, verification_words(result.verified)) if words)
-    return "\n".join([*(line(row, row["image"]) for row in rows), said])
+    return "\n".join([*(image_line(row, row["image"]) for row in rows), said])

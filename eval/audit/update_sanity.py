@@ -12,15 +12,15 @@ from fl.tensors import dense
 from fl.types import Candidate
 from fl.view import ServerView
 
-SUM = 0.05
+MAX_BIAS_SUM = 0.05
 """Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
-ALONG = 0.9
+MIN_WEIGHT_COSINE = 0.9
 """Cosine between an update and the weights above which it is no change of them."""
-LEAST = 1e-4
+SIGN_THRESHOLD = 1e-4
 """Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
 
-def doubt(view: ServerView) -> str:
+def find_inconsistency(view: ServerView) -> str:
     """Why the update can't be what a client sends under the view's settings; empty where it may be, or nothing tells.
 
     Where signs and sizes show another rule than SGD (`attacks.update.update_rule`), that is it. Else labels are asked:
@@ -43,12 +43,12 @@ def doubt(view: ServerView) -> str:
         usual = classifier_tensors(
             view, predict(view, Candidate(gray, torch.zeros(size, dtype=torch.int64, device=view.device)))
         )
-    if usual[1] is None or _odd(usual[1], size, rounding):
+    if usual[1] is None or _bias_inconsistency(usual[1], size, rounding):
         return ""
-    return _odd(bias, size, rounding)
+    return _bias_inconsistency(bias, size, rounding)
 
 
-def weights(view: ServerView) -> str:
+def find_mistaken_weights(view: ServerView) -> str:
     """Why the update seems to be weights and no difference of them; empty where it does not.
 
     What one round changes is neither as long as the weights nor along them; decay is along them, and far shorter.
@@ -65,7 +65,7 @@ def weights(view: ServerView) -> str:
     moved, sent = (torch.cat(part) for part in zip(*pairs, strict=True))
     size, whole = float(moved.norm()), float(sent.norm())
     along = float(moved @ sent) / (size * whole) if size and whole else 0.0
-    if not (abs(along) > ALONG and 0.5 < size / whole < 2):
+    if not (abs(along) > MIN_WEIGHT_COSINE and 0.5 < size / whole < 2):
         return ""
     return (
         f"the update seems to be weights and not their change: it is {size / whole:.2g} times as long as the model's "
@@ -73,15 +73,15 @@ def weights(view: ServerView) -> str:
     )
 
 
-def _odd(bias: Tensor, images: int, rounding: float) -> str:
+def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
     """What is wrong with the bias's update (K,) of so many images, whose entries are known to within `rounding`."""
     total, whole = float(bias.sum().abs()), float(bias.abs().sum())
-    if total > SUM * whole + rounding * len(bias):
+    if total > MAX_BIAS_SUM * whole + rounding * len(bias):
         return (
             "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
             f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, and --method"
         )
-    least = LEAST * float(bias.abs().max()) + rounding
+    least = SIGN_THRESHOLD * float(bias.abs().max()) + rounding
     negative, positive = int((bias < -least).sum()), int((bias > least).sum())
     if negative <= images:
         return ""

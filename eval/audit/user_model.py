@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eval.audit.input_shape import classes, said_for_the_command
+from eval.audit.input_shape import count_classes, with_command_hints
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
@@ -25,7 +25,7 @@ from fl.view import ServerView
 
 
 @dataclass(frozen=True)
-class Built:
+class UserModel:
     """What a user's function returned.
 
     Attributes:
@@ -55,8 +55,8 @@ class Subject:
     truth: Truth | None
     error: float | None = None
     tolerance: float = 1e-4
-    given: int = 0
-    doubt: str = ""
+    n_given: int = 0
+    inconsistency: str = ""
     captured: bool = False
 
     @property
@@ -65,7 +65,7 @@ class Subject:
         return self.error is not None and not self.error <= self.tolerance
 
 
-def call(target: str) -> Built:
+def load_user_model(target: str) -> UserModel:
     """The result of a user's function `module:function`, or their model `module:model` itself.
 
     Looked for in the current folder first.
@@ -78,12 +78,12 @@ def call(target: str) -> Built:
     found = find_callable(target)
     made = found if isinstance(found, nn.Module) else call_user_function(found, target)
     if isinstance(made, nn.Module):
-        return Built(require_weights(made, target), None)
+        return UserModel(require_weights(made, target), None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
             check_batch(target, inputs, labels)
-            return Built(require_weights(model, target), Batch(inputs, labels))
+            return UserModel(require_weights(model, target), Batch(inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
 
 
@@ -98,7 +98,7 @@ def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
         raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
 
 
-def whole(source: str) -> Batch:
+def load_images(source: str) -> Batch:
     """All images of a data set or an `.npz` file.
 
     Raises:
@@ -107,7 +107,7 @@ def whole(source: str) -> Batch:
         ValueError: a damaged file, one without images or labels, or a setting that is missing or does not fit.
     """
     if not source.endswith(".npz"):
-        return data_set(source).load().train
+        return build_dataset(source).load().train
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
@@ -124,13 +124,13 @@ def whole(source: str) -> Batch:
     return read_batch(path)[0]
 
 
-def fitting(model: nn.Module, inputs: Tensor) -> Tensor:
+def match_dtype(model: nn.Module, inputs: Tensor) -> Tensor:
     """Images in the floating type of the model's first floating-point parameter; what is no image stays as it is."""
     kind = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), inputs.dtype)
     return inputs.to(kind) if inputs.is_floating_point() else inputs
 
 
-def data_set(text: str) -> Source:
+def build_dataset(text: str) -> Source:
     """A data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
 
     Raises:
@@ -148,7 +148,7 @@ def data_set(text: str) -> Source:
         raise ValueError(f"{error}; give it as settings: '{{name: {text}, ...}}'") from error
 
 
-def first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
+def take_first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
     """The first images of `data`.
 
     Raises:
@@ -178,11 +178,11 @@ def of_batches(
     if len(data) % batch_size:
         raise ValueError(f"expected a number of images that {batch_size} (--batch-size) divides, got {len(data)}")
     channels, height, width = data.inputs.shape[1:]
-    classes(model, (channels, height, width), source=source)
+    count_classes(model, (channels, height, width), source=source)
     found = []
     for number, start in enumerate(range(0, len(data), batch_size)):
         part = slice(start, start + batch_size)
-        with said_for_the_command(model, client.method):
+        with with_command_hints(model, client.method):
             view, truth = from_batch(model, data.inputs[part], data.labels[part], options=client, seed=seed + number)
         found.append(Subject(view, truth, prediction_error(view, truth)))
     return found

@@ -21,7 +21,7 @@ from eval.report.result_groups import (
     private_tensor_recoveries,
 )
 
-MARGIN = 1.0
+COUNTED_MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
 MEASURED = {"residual", "rank", "condition"}
 """Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
@@ -34,11 +34,11 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
         rows: of one attack.
         tests: so many attacks are judged by the images that they name.
     """
-    images = content(rows, tests)
+    images = image_verdict(rows, tests)
     said = [images] if images else []
     private = private_tensor_recoveries(rows)
     if not images and not private:
-        said.append(bare(rows))
+        said.append(describe_no_images(rows))
     labels = [_label(row) for row in rows]
     if any(
         label is not None for label in labels
@@ -61,7 +61,7 @@ def _label(row: Row) -> float | None:
     return float(found[0]) if found else None
 
 
-def bare(rows: Sequence[Row]) -> str:
+def describe_no_images(rows: Sequence[Row]) -> str:
     """What an attack came to that recovered neither images nor private tensors."""
     unscored = dict.fromkeys(name for row in rows for name in row.get("unscored", ()))
     names = [name for name in unscored if name.partition("/")[0] not in MEASURED]
@@ -71,7 +71,7 @@ def bare(rows: Sequence[Row]) -> str:
     return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
 
 
-def content(rows: Sequence[Row], tests: int = 1) -> str:
+def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
     """What became of the images of one attack, beside the best guess without the update; empty where none is judged.
 
     Content leaked where a report says so (`eval.report.sections.findings`): an image came back recognizable and far
@@ -86,41 +86,42 @@ def content(rows: Sequence[Row], tests: int = 1) -> str:
     judged = group.image_rows
     if not judged:
         return ""
-    gains = [row["psnr"] - floor(row) for row in judged]
+    gains = [row["psnr"] - best_baseline(row) for row in judged]
     furthest, row = max(zip(gains, judged, strict=True), key=lambda pair: pair[0])
-    told, seen = _told(group, tests), bool(group.leaked_rows) or exceeds_baseline(group.gain)
+    told, seen = _evidence(group, tests), bool(group.leaked_rows) or exceeds_baseline(group.gain)
+    counted = sum(gain >= COUNTED_MARGIN for gain in gains)
     return (
-        f"{_word(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
-        f"{sum(gain >= MARGIN for gain in gains)} of {len(gains)} image(s) at least {MARGIN:g} dB above the best guess "
-        f"without the update, the furthest at {row['psnr']:.1f} dB against {row['psnr'] - furthest:.1f} dB, on average "
-        f"{fmean(gains):+.1f} dB"
+        f"{_headline(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
+        f"{counted} of {len(gains)} image(s) at least {COUNTED_MARGIN:g} dB above "
+        f"the best guess without the update, the furthest at {row['psnr']:.1f} dB against "
+        f"{row['psnr'] - furthest:.1f} dB, on average {fmean(gains):+.1f} dB"
     )
 
 
-def leaked(rows: Sequence[Row], tests: int = 1) -> bool:
-    """Whether content or identity of images leaked, as `content` says it."""
+def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
+    """Whether content or identity of images leaked, as `image_verdict` says it."""
     group = _group(rows)
-    return bool(group.image_rows) and bool(_told(group, tests))
+    return bool(group.image_rows) and bool(_evidence(group, tests))
 
 
-def few(rows: Sequence[Row], tests: int = 1) -> int:
-    """How many images there are where they are too few to tell content from chance, as `content` says it; else 0."""
+def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
+    """Return how many images there are where they are too few to tell content from chance; else 0."""
     group = _group(rows)
-    if not group.image_rows or _told(group, tests):
+    if not group.image_rows or _evidence(group, tests):
         return 0
-    return group.n_images if _too_few(group, [row["psnr"] - floor(row) for row in group.image_rows]) else 0
+    return group.n_images if _too_few(group, [row["psnr"] - best_baseline(row) for row in group.image_rows]) else 0
 
 
-def line(row: Row, number: int) -> str:
+def image_line(row: Row, number: int) -> str:
     """One image with a picture, in a line: how close it came, and what the attack says of that itself."""
     label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
     own = verification_words(row.get("verified"), row.get("fixed"))
-    words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {floor(row):.1f} dB){label}{exact}"
+    words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB){label}{exact}"
     return f"{words}, {own}" if own else words
 
 
-def floor(row: Row, figure: str = "psnr") -> float:
+def best_baseline(row: Row, figure: str = "psnr") -> float:
     """What the best guess of an image scores that knows nothing of the update."""
     keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
     return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
@@ -131,10 +132,10 @@ def _group(rows: Sequence[Row]) -> ResultGroup:
 
 
 def _too_few(group: ResultGroup, gains: Sequence[float]) -> bool:
-    return group.n_images < MIN_IMAGES and max(gains) >= MARGIN
+    return group.n_images < MIN_IMAGES and max(gains) >= COUNTED_MARGIN
 
 
-def _told(group: ResultGroup, tests: int) -> list[str]:
+def _evidence(group: ResultGroup, tests: int) -> list[str]:
     """What shows that content leaked."""
     told = []
     if group.leaked_rows:
@@ -152,21 +153,21 @@ def _told(group: ResultGroup, tests: int) -> list[str]:
     return told
 
 
-def _word(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bool) -> str:
+def _headline(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bool) -> str:
     if leaked:
         return "image content leaked" if seen else "identity of images leaked, not their content"
     if _too_few(group, gains):
         return "too few images to tell content from chance"
-    return "not told apart from a guess" if abs(fmean(gains)) < MARGIN else "no image content shown to leak"
+    return "not told apart from a guess" if abs(fmean(gains)) < COUNTED_MARGIN else "no image content shown to leak"
 
 
-def agreed(checked: Iterable[bool | None]) -> bool | None:
+def all_verified(checked: Iterable[bool | None]) -> bool | None:
     """Whether all are true; None where one is not known, or there is none."""
     found = list(checked)
     return None if not found or None in found else all(found)
 
 
-def unscored(rows: Sequence[Row]) -> str:
+def unscored_verdict(rows: Sequence[Row]) -> str:
     """What an attack says of its own results where the truth is not known.
 
     Args:
@@ -176,7 +177,7 @@ def unscored(rows: Sequence[Row]) -> str:
         True: "the attack confirms that what it recovered is right",
         False: "the attack found nothing that explains the update",
         None: "the attack can't tell how close it came",
-    }[agreed(row.get("verified") for row in rows)]
+    }[all_verified(row.get("verified") for row in rows)]
     updates: dict[Hashable, list[float]] = {}
     for row in rows:
         if row.get("fixed") is not None:
@@ -185,7 +186,7 @@ def unscored(rows: Sequence[Row]) -> str:
     if known and "confirms" not in words:
         words = verification_words(False, min(known))
     if not any(row.get("candidates") for row in rows):
-        return f"{bare(rows)}; {words}"
+        return f"{describe_no_images(rows)}; {words}"
     misfits = [row["misfit"] for row in rows if row.get("misfit") is not None]
     if misfits:
         words += f"; the update of its picture differs from the observed one by 1 - cos = {max(misfits):.2g}"

@@ -26,15 +26,15 @@ from eval.commands.terminal import (
     Minutes,
     Workers,
     console,
-    emit,
-    errors,
-    progress,
-    say,
+    exit_on_errors,
+    print_json,
+    print_line,
+    print_message,
     seconds_of,
-    told,
-    warnings_on,
+    shareable_command,
+    show_progress,
+    show_warnings,
 )
-from eval.commands.terminal import line as print_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from eval.audit.findings import AuditReport
-    from eval.audit.request import Request
+    from eval.audit.request import AuditRequest
 
 Target = Annotated[
     str | None, typer.Argument(help="MODULE:FUNCTION that returns your model, or (model, images, labels).")
@@ -124,12 +124,12 @@ _FOREIGN = {
     "update": {"target", "dataset", "rounds", "count", "workers"},
     "method": {"target", "update", "images", "input_shape", "mean", "std"},
 }
-"""Options that do nothing for a source (`eval.audit.request.IDLE`)."""
+"""Options that do nothing for a source (`eval.audit.request.IDLE_OPTIONS`)."""
 _UNKEPT = "nothing is kept without --out FOLDER"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class OutputOptions:
     """What is to become of an audit's findings, and how many processes work on them.
 
     Attributes:
@@ -179,7 +179,7 @@ def audit(
     my_model:build, audit --update update.npz ..., audit --method hyperfl ....
     """
     if target is None and update is None and (method is None or dataset is None):  # said before anything is imported
-        say(f"error: {_NOTHING if method is None else _NO_DATASET}")
+        print_message(f"error: {_NOTHING if method is None else _NO_DATASET}")
         raise typer.Exit(USAGE)
     if not import_:
         of_method = update is None and target is None
@@ -188,15 +188,15 @@ def audit(
         _check_names("models", model if of_method else None)
         _check_names("attacks", *(attack or ()))
         _check_names("defenses", defense)
-    from eval.audit.request import Request, limits
+    from eval.audit.request import AuditRequest, check_limits
     from eval.experiment.plugins import import_plugins
 
     stop_on_signals()
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         imports = import_plugins(import_ or ())
-        allowed = limits(psnr=max_psnr, ssim=max_ssim)
+        allowed = check_limits(psnr=max_psnr, ssim=max_ssim)
         time_limit = seconds_of(minutes)
-    request = Request(
+    request = AuditRequest(
         target=target,
         method=method,
         dataset=dataset,
@@ -215,7 +215,7 @@ def audit(
         device=device,
         imports=imports,
     )
-    _audit(request, Outcome(out=out, limits=allowed, workers=workers, time_limit=time_limit, json=json))
+    _audit(request, OutputOptions(out=out, limits=allowed, workers=workers, time_limit=time_limit, json=json))
 
 
 def _check_names(kind: str, *words: str | None) -> None:
@@ -235,11 +235,11 @@ def _check_names(kind: str, *words: str | None) -> None:
         with suppress(ValueError):
             spec = yaml12.parse(word)
             spec = spec if isinstance(spec, dict | list) else word
-        with errors(USAGE):
+        with exit_on_errors(USAGE):
             source_catalog.check_names(kind, spec)
 
 
-def _of_source(source: str) -> Callable[..., None]:
+def _command_of_source(source: str) -> Callable[..., None]:
     """Return `audit` with the options of one source alone, that source as its argument."""
     whole = inspect.signature(audit, eval_str=True).parameters
     own = {name: parameter for name, parameter in whole.items() if name not in _FOREIGN[source]}
@@ -256,7 +256,7 @@ def _of_source(source: str) -> Callable[..., None]:
     return command
 
 
-class Sources(TyperGroup):
+class SourceGroup(TyperGroup):
     """`hyperleak audit model|update|method ...`; what begins otherwise is read as before there were these."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -266,64 +266,66 @@ class Sources(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-def sources() -> typer.Typer:
+def build_audit_app() -> typer.Typer:
     """Return the command `audit` with a command for each source of updates."""
-    app = typer.Typer(cls=Sources, help=audit.__doc__, add_completion=False)
+    app = typer.Typer(cls=SourceGroup, help=audit.__doc__, add_completion=False)
     for source in _ARGUMENTS:
-        app.command(source)(_of_source(source))
+        app.command(source)(_command_of_source(source))
     app.command(_ANY, hidden=True)(audit)
     return app
 
 
-def _audit(request: Request, outcome: Outcome) -> None:
+def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
     """Carry the audit out, print what it found and leave with the code that it comes to."""
     screen = console(as_json=outcome.json)
-    with _interrupted():
-        report = _carried_out(request, outcome)
-    undecided = report.undecided(outcome.limits)
+    with _exit_on_interrupt():
+        report = _run_request(request, outcome)
+    undecided = report.open_questions(outcome.limits)
     best = {figure: report.best(figure) for figure in outcome.limits}
     above = [figure for figure, value in best.items() if value is not None and value > outcome.limits[figure]]
     if outcome.json:
         unknown = [figure for figure, value in best.items() if value is None]
         open_ = [one.plain() for one in undecided]
         limits = {"limits": outcome.limits, "above": above, "unknown": unknown, "undecided": open_}
-        emit({**report.plain(), **limits})
+        print_json({**report.plain(), **limits})
     else:
-        _print(screen, report)
+        _print_report(screen, report)
     for figure in above:
-        say(f"above the limit: {report.above(figure, outcome.limits[figure])}")
+        print_message(f"above the limit: {report.describe_excess(figure, outcome.limits[figure])}")
     if report.stopped:
         stands = "what was found before it stands above" if report.findings else "nothing was found before it"
         if any(finding.cut_short and finding.attack == report.stopped for finding in report.findings):
             stands = "what was found by then stands above"
         again = f"the same command goes on from here ({outcome.out})" if outcome.out else _UNKEPT
-        say(f"stopped at {report.stopped}; {stands}; {again}")
+        print_message(f"stopped at {report.stopped}; {stands}; {again}")
         raise typer.Exit(STOPPED)
     failed = [finding for finding in report.findings if finding.failed]
     for finding in failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
         origin = f"{finding.origin}; " if finding.origin else ""
-        say(f"error: {finding.attack} failed: {finding.failed} ({origin}{kept})")
+        print_message(f"error: {finding.attack} failed: {finding.failed} ({origin}{kept})")
     for one in undecided:
         repeated = one.why == report.mismatch and not outcome.json
-        say(f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if repeated else one}")
+        print_message(
+            f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if repeated else one}"
+        )
     if outcome.out is not None and (outcome.out / "report.html").is_file():
-        say(f"Written to {outcome.out}; open {outcome.out / 'report.html'}")
+        print_message(f"Written to {outcome.out}; open {outcome.out / 'report.html'}")
     if above or failed or undecided:
         raise typer.Exit(LEAKED if above else FAILURE if failed else UNDECIDED)
 
 
 @contextmanager
-def _interrupted() -> Iterator[None]:
+def _exit_on_interrupt() -> Iterator[None]:
     """Say of Ctrl-C before any attack, in a line, what it leaves of an audit."""
     try:
         yield
     except KeyboardInterrupt as error:
-        say("stopped; nothing was found yet")
+        print_message("stopped; nothing was found yet")
         raise typer.Exit(STOPPED) from error
 
 
-def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
+def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
     from attacks.search_control import SearchControl
     from eval.audit.execution import Execution, check_folder, run_audit
     from eval.audit.request import make_folder
@@ -335,7 +337,7 @@ def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
     control = SearchControl(time_limit=outcome.time_limit)
     with ExitStack() as stack:
         folder = RunDir(outcome.out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
-        with errors(USAGE):
+        with exit_on_errors(USAGE):
             plan = request.plan()
             updates = sum(len(capture.observation.updates) for capture in plan.captures)
             request.check_plan(plan, limited=bool(outcome.limits), workers=outcome.workers or 1)
@@ -343,11 +345,16 @@ def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
             make_folder(folder.path)
             # one update has all threads to itself
             processes = 1 if updates == 1 else choose_workers(outcome.workers, plan.device)
-        with errors(FAILURE), warnings_on(screen), progress(screen) as seen, first_interrupt_ends_search(control):
+        with (
+            exit_on_errors(FAILURE),
+            show_warnings(screen),
+            show_progress(screen) as seen,
+            first_interrupt_ends_search(control),
+        ):
             options = Options(
                 workers=processes,
                 name=request.name,
-                command=told(sys.argv[1:]),
+                command=shareable_command(sys.argv[1:]),
                 control=control,
                 on_search=seen.search,
             )
@@ -355,10 +362,10 @@ def _carried_out(request: Request, outcome: Outcome) -> AuditReport:
             report = run_audit(
                 plan, folder, Execution(options=options, progress=seen.stage, keep_outputs=keep, early_stop=early_stop)
             )
-    return replace(report, notes=(*report.notes, *_chosen(request)))
+    return replace(report, notes=(*report.notes, *_untried_note(request)))
 
 
-def _chosen(request: Request) -> list[str]:
+def _untried_note(request: AuditRequest) -> list[str]:
     """That other attacks than those asked for were not tried."""
     if not request.attack:
         return []
@@ -366,7 +373,7 @@ def _chosen(request: Request) -> list[str]:
     return [f"only {', '.join(request.attacks)} tried, as asked for by --attack; without it {usual} are"]
 
 
-def _print(screen: Console, found: AuditReport) -> None:
+def _print_report(screen: Console, found: AuditReport) -> None:
     from eval.audit import verdict
     from eval.metrics.self_verification import verification_words
     from eval.metrics.validity_flags import FLAGS
@@ -383,7 +390,7 @@ def _print(screen: Console, found: AuditReport) -> None:
         line(f"{finding.attack}: {finding.verdict}")
         pictured = [(number, row) for number, row in enumerate(finding.rows) if row.get("psnr") is not None]
         for number, row in pictured:
-            line(f"  {verdict.line(row, number)}")
+            line(f"  {verdict.image_line(row, number)}")
         if finding.rows and not pictured and (own := verification_words(finding.verified)):
             line(f"  {own}")
         for note in finding.notes:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.commands.terminal import USAGE, Json, emit, errors
+from eval.commands.terminal import USAGE, Json, exit_on_errors, print_json
 
 
 def compare(
@@ -15,7 +15,7 @@ def compare(
     json: Json = False,
 ) -> None:
     """Set several runs side by side: settings that differ, scores, and differences with their intervals."""
-    with errors(USAGE):  # said before anything is imported
+    with exit_on_errors(USAGE):  # said before anything is imported
         for folder in folders:
             if not folder.is_dir():
                 raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
@@ -23,7 +23,7 @@ def compare(
     from eval.report.load import explain_damage
     from eval.run.run_directory import RunDir
 
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         for folder in folders:
             if why := RunDir(folder).unfinished():
                 raise ValueError(why)
@@ -31,6 +31,6 @@ def compare(
         with explain_damage(" or ".join(map(str, folders))):  # figures are made of rows when they are asked for
             plain, text = (found.to_plain(), "") if json else ({}, found.to_text())
     if json:
-        emit(plain)
+        print_json(plain)
     else:
         typer.echo(text, nl=False)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.commands.terminal import FAILURE, USAGE, Json, emit, errors, say, tell
+from eval.commands.terminal import FAILURE, USAGE, Json, exit_on_errors, print_json, print_message, print_output
 
 
 def doctor(
@@ -26,7 +26,7 @@ def doctor(
     With a folder: whether its cells, checkpoints, pictures and files are as they were written; exit code 1 if not.
     """
     if folder is not None:
-        _whole(folder, json=json)
+        _check_run_folder(folder, json=json)
         return
     from eval.commands import doctor_checks
     from fl.data.sources.benchmark_sets import download_hint
@@ -35,46 +35,46 @@ def doctor(
     from fl.registry import UnknownNameError
 
     if source is not None and download is None:
-        say("error: expected --download NAME beside --source")
+        print_message("error: expected --download NAME beside --source")
         raise typer.Exit(USAGE)
     if download in MANUAL_DOWNLOADS and source is None:
-        say(f"error: {download} can't be downloaded: {download_hint(download)}")
+        print_message(f"error: {download} can't be downloaded: {download_hint(download)}")
         raise typer.Exit(FAILURE)
     if download is not None:
-        with errors(FAILURE):
+        with exit_on_errors(FAILURE):
             try:
                 paths = fetch(download, source=source)
             except UnknownNameError as error:
-                say(f"error: {error}")
+                print_message(f"error: {error}")
                 raise typer.Exit(USAGE) from error
-        say(f"Written: {', '.join(map(str, paths))}")
-    found = doctor_checks.checks()
+        print_message(f"Written: {', '.join(map(str, paths))}")
+    found = doctor_checks.run_checks()
     if json:
-        emit([asdict(check) for check in found])
+        print_json([asdict(check) for check in found])
     else:
         for check in found:
-            tell(f"{check.state:6}  {check.what}: {check.found}")
+            print_output(f"{check.state:6}  {check.what}: {check.found}")
             if check.remedy:
-                tell(f"        -> {check.remedy}")
+                print_output(f"        -> {check.remedy}")
     if any(check.state == doctor_checks.FAULT for check in found):
         raise typer.Exit(FAILURE)
 
 
-def _whole(folder: Path, *, json: bool) -> None:
+def _check_run_folder(folder: Path, *, json: bool) -> None:
     """Say what is damaged in a run's folder, a line for each, and leave with a code of failure if anything is."""
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
         from eval.run import folder_integrity
 
         found = folder_integrity.check_folder(folder)
     if json:
-        emit(asdict(found))
+        print_json(asdict(found))
     else:
         for damaged in found.damaged:
-            tell(f"damaged  {damaged}")
+            print_output(f"damaged  {damaged}")
         if found.unchecked:
-            tell(f"not checked, as nothing is stated of them: {', '.join(found.unchecked)}")
-        tell(f"{found.whole} thing(s) as they were written, {len(found.damaged)} damaged")
+            print_output(f"not checked, as nothing is stated of them: {', '.join(found.unchecked)}")
+        print_output(f"{found.whole} thing(s) as they were written, {len(found.damaged)} damaged")
     if found.damaged:
         raise typer.Exit(FAILURE)

@@ -34,7 +34,7 @@ class Check:
     remedy: str = ""
 
 
-def checks() -> list[Check]:
+def run_checks() -> list[Check]:
     """Versions, device, data folder, data sets and LPIPS weights, in this order."""
     return [*_versions(), *_device(), _folder(), *_datasets(), _lpips()]
 

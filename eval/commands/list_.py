@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, rows, say
+from eval.commands.terminal import (
+    IMPORT_HINT,
+    USAGE,
+    Imports,
+    Json,
+    console,
+    exit_on_errors,
+    print_json,
+    print_message,
+    print_rows,
+    table_cell,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,28 +43,30 @@ def list_(
     from eval.experiment.config_catalog import in_folder_or_named
     from fl.registry import UnknownNameError
 
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         if kind is not None and kind not in {*KINDS, CONFIGS}:
             raise UnknownNameError("kind", kind, (*KINDS, CONFIGS))
         import_modules(import_ or ())
     found = {kind: _configs()} if kind == CONFIGS else summaries([kind] if kind else KINDS)
     found = {name: {k: v for k, v in own.items() if in_folder_or_named(k, prefix)} for name, own in found.items()}
     if prefix and not any(found.values()):
-        say(f"no {kind} whose name begins with {prefix!r}" + ("" if import_ or kind == CONFIGS else f"; {IMPORT_HINT}"))
+        print_message(
+            f"no {kind} whose name begins with {prefix!r}" + ("" if import_ or kind == CONFIGS else f"; {IMPORT_HINT}")
+        )
     if json:
-        emit(found)
+        print_json(found)
         return
     screen = console()
     if not screen.is_terminal:
         several = kind is None
-        rows(screen, [[*([name] * several), *entry] for name, own in found.items() for entry in own.items()])
+        print_rows(screen, [[*([name] * several), *entry] for name, own in found.items() for entry in own.items()])
         return
     from rich.table import Table as Grid
 
     for name, entries in found.items():
         grid = Grid(title=name, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
         for entry, summary in entries.items():
-            grid.add_row(cell(entry), cell(summary))
+            grid.add_row(table_cell(entry), table_cell(summary))
         screen.print(grid, highlight=False)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from eval.commands.terminal import USAGE, Json, emit, errors, tell
+from eval.commands.terminal import USAGE, Json, exit_on_errors, print_json, print_output
 
 
 class Format(StrEnum):
@@ -31,7 +31,7 @@ def report(
     json: Json = False,
 ) -> None:
     """Write report.html and report.md into a run's folder."""
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         if not folder.is_dir():
             raise FileNotFoundError(f"no folder {folder}; expected one that `hyperleak run` has written")
         from eval.report.writer import write_figures, write_report
@@ -43,7 +43,7 @@ def report(
         for kind in figures or []:
             paths += write_figures(folder, kind.value)
     if json:
-        emit([str(path) for path in paths])
+        print_json([str(path) for path in paths])
         return
     for path in paths:
-        tell(f"Written to {path}")
+        print_output(f"Written to {path}")

@@ -21,15 +21,15 @@ from eval.commands.terminal import (
     Minutes,
     Workers,
     console,
-    emit,
-    errors,
-    line,
-    progress,
-    say,
+    exit_on_errors,
+    print_json,
+    print_line,
+    print_message,
     seconds_of,
+    shareable_command,
+    show_progress,
     show_table,
-    told,
-    warnings_on,
+    show_warnings,
 )
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def run(
     """
     from eval.experiment import config_catalog
 
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         path = config_catalog.resolve(config)  # before what takes seconds to import
     from attacks.search_control import SearchControl
     from eval.experiment import yaml_config as configs
@@ -95,57 +95,61 @@ def run(
 
     def note(words: str) -> None:
         notes.append(words)
-        say(f"note: {words}")
+        print_message(f"note: {words}")
 
     def own_code(modules: Sequence[str]) -> bool:
         note(f"runs the code of {', '.join(modules)}, which {config} imports")
         return True
 
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         control = SearchControl(time_limit=seconds_of(minutes))
         overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
         folder = RunDir(out or default_folder(path))
         plan = runner.prepare(experiment, device=device)
-    with _held(folder):  # last: what is wrong in itself is said rather than that the folder is taken
+    with _locked_folder(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = runner.Options(
             workers=choose_workers(workers, plan.device),
             checkpoint_seconds=checkpoint_every,
             keep_checkpoints=keep_checkpoints,
-            name=_name(path, folder, experiment.title),
-            command=told(sys.argv[1:], config),
+            name=_run_name(path, folder, experiment.title),
+            command=shareable_command(sys.argv[1:], config),
             control=control,
         )
         for words in notes:
             log.info(words)
         failures = _compute(plan, folder, options, screen)
-        with errors(FAILURE), warnings_on(screen):
+        with exit_on_errors(FAILURE), show_warnings(screen):
             found = _write(plan, folder, failures)
-    _tell(screen, plan, folder, failures, found, json=json)
+    _print_results(screen, plan, folder, failures, found, json=json)
     if failures:
         raise typer.Exit(FAILURE)
 
 
-def _tell(
+def _print_results(
     screen: Console, plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None, *, json: bool
 ) -> None:
     """What came out, where it is, and what failed."""
     from eval.run.runner import unfinished_attacks
 
     if json:
-        emit(_summary(plan, folder, failures, found))
+        print_json(_summary(plan, folder, failures, found))
     elif found is not None:
         show_table(screen, found)
     if found is not None:
         screen.print()
-        line(screen, f"Written to {folder.path}; open {folder.path / 'report.html'}", wrapped=False)
+        print_line(screen, f"Written to {folder.path}; open {folder.path / 'report.html'}", wrapped=False)
     for name, begun in unfinished_attacks(plan, folder, failures).items():
-        say(f"{'cut short' if begun else 'not begun'} for --minutes: {name}; the same command without it computes it")
+        print_message(
+            f"{'cut short' if begun else 'not begun'} for --minutes: {name}; the same command without it computes it"
+        )
     for failure in failures:
-        say(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
+        print_message(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
     if found is None:
-        say(f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})")
+        print_message(
+            f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})"
+        )
 
 
 def default_folder(path: Path) -> Path:
@@ -156,7 +160,7 @@ def default_folder(path: Path) -> Path:
 
 
 @contextmanager
-def _held(folder: RunDir) -> Iterator[None]:
+def _locked_folder(folder: RunDir) -> Iterator[None]:
     """Keep a folder from other processes and log into it; says in one line why that can't be."""
     from eval.run.run_directory import BusyError
 
@@ -165,19 +169,19 @@ def _held(folder: RunDir) -> Iterator[None]:
             stack.enter_context(folder.locked())
             stack.enter_context(folder.logged())
         except BusyError as error:
-            say(f"error: {error}")
+            print_message(f"error: {error}")
             raise typer.Exit(FAILURE) from error
         except ValueError as error:
-            say(f"error: {error}")
+            print_message(f"error: {error}")
             raise typer.Exit(USAGE) from error
         except OSError as error:
             why = f"{folder.path} can't be written to ({error.strerror or error})"
-            say(f"error: {why}; choose another --out")
+            print_message(f"error: {why}; choose another --out")
             raise typer.Exit(USAGE) from error
         yield
 
 
-def _name(path: Path, folder: RunDir, title: str) -> str:
+def _run_name(path: Path, folder: RunDir, title: str) -> str:
     """What the run is called: as its config, or as before if that is the folder's own; warns of another run's files."""
     before = folder.about_run()
     if not before:
@@ -186,7 +190,7 @@ def _name(path: Path, folder: RunDir, title: str) -> str:
     if path.resolve().parent != folder.path.resolve():
         name, old = path.stem, name
         if (old, before.get("title")) != (name, title):
-            say(
+            print_message(
                 f"warning: {folder.path} holds the run {old!r} ({before.get('title') or 'no title'}): its table, "
                 "report, rows and pictures are replaced by those of this run; finished cells stay"
             )
@@ -199,19 +203,19 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
     from fl.runtime.main_guard import UnguardedError
 
     try:
-        with warnings_on(screen), progress(screen) as seen:
+        with show_warnings(screen), show_progress(screen) as seen:
             return runner.run(plan, folder, replace(options, on_search=seen.search), seen.stage)
     except UnguardedError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         raise typer.Exit(USAGE) from error
     except LostLockError as error:
-        say(f"error: {error}")
+        print_message(f"error: {error}")
         raise typer.Exit(FAILURE) from error
     except KeyboardInterrupt as error:
-        say(f"stopped; the same command goes on from here ({folder.path})")
+        print_message(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(STOPPED) from error
     except SystemExit as error:  # by a signal
-        say(f"stopped; the same command goes on from here ({folder.path})")
+        print_message(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(int(error.code or 0)) from error
 
 

@@ -15,7 +15,18 @@ import typer
 
 from eval.commands.list_ import KINDS as REGISTRIES
 from eval.commands.list_ import import_modules, registries
-from eval.commands.terminal import IMPORT_HINT, USAGE, Imports, Json, cell, console, emit, errors, line, rows
+from eval.commands.terminal import (
+    IMPORT_HINT,
+    USAGE,
+    Imports,
+    Json,
+    console,
+    exit_on_errors,
+    print_json,
+    print_line,
+    print_rows,
+    table_cell,
+)
 
 KINDS = ("method", "defense", "attack")
 
@@ -31,11 +42,11 @@ def show(
     as_json: Json = False,
 ) -> None:
     """The settings of one thing: their defaults, what they mean, and the paper it comes from; what a config runs."""
-    with errors(USAGE):
+    with exit_on_errors(USAGE):
         import_modules(import_ or ())
         found = describe(name, tuple(import_ or ()))
     if as_json:
-        emit(found)
+        print_json(found)
         return
     screen = console()
     for about in found:
@@ -104,19 +115,19 @@ class _Registries:
 def _describe(name: str, imports: Sequence[str], known: _Catalog) -> list[dict[str, Any]]:
     from fl.registry import UnknownNameError
 
-    found = [_about(kind, known.entry(kind, name)) for kind in REGISTRIES if name in known.names(kind)]
+    found = [_describe_entry(kind, known.entry(kind, name)) for kind in REGISTRIES if name in known.names(kind)]
     if name in known.sections():
-        found.append(_about("config section", known.section(name), name))
+        found.append(_describe_entry("config section", known.section(name), name))
     if not found and "+" in name:
         for part in name.split("+"):
             if part not in known.names("attacks"):
                 raise UnknownNameError("attack", part, known.names("attacks"))
         return [about for part in name.split("+") for about in _describe(part, imports, known)]
     every = {entry for kind in REGISTRIES for entry in known.names(kind)} | set(known.sections())
-    return found or [_config(name, sorted(every), imports)]
+    return found or [_describe_config(name, sorted(every), imports)]
 
 
-def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
+def _describe_entry(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
     from eval.experiment.docstrings import citations, meanings
 
     text = inspect.cleandoc(entry.__doc__ or "")
@@ -135,7 +146,7 @@ def _about(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
     return {**about, "fields": fields, **({"presets": presets} if presets else {})}
 
 
-def _config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[str, Any]:
+def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[str, Any]:
     """What a config says of itself, its entries, and to how many cells they come.
 
     Raises:
@@ -202,38 +213,38 @@ def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
 
 
 def _print(screen: Console, about: dict[str, Any]) -> None:
-    line(screen, f"{about['name']} ({about['kind']})", "bold")
+    print_line(screen, f"{about['name']} ({about['kind']})", "bold")
     if about["plain"]:
-        line(screen, f"In plain words: {about['plain']}")
+        print_line(screen, f"In plain words: {about['plain']}")
     if about["papers"]:
-        line(screen, f"Paper: {'; '.join(about['papers'])}")
-    line(screen, about["text"], lines=about["kind"] != "config")
+        print_line(screen, f"Paper: {'; '.join(about['papers'])}")
+    print_line(screen, about["text"], lines=about["kind"] != "config")
     if about["kind"] == "config":
         _print_config(screen, about)
-    settings = [(name, _shown(field), field["meaning"]) for name, field in about["fields"].items()]
+    settings = [(name, _default_words(field), field["meaning"]) for name, field in about["fields"].items()]
     if settings:
         _print_settings(screen, settings)
     for name, preset in about.get("presets", {}).items():
         own = ", ".join(f"{key} {json.dumps(value)}".replace('"', "") for key, value in preset["settings"].items())
-        line(screen, f"preset {name}: {own} ({preset['source']})")
+        print_line(screen, f"preset {name}: {own} ({preset['source']})")
     screen.print()
 
 
 def _print_config(screen: Console, about: dict[str, Any]) -> None:
     if about["comment"]:
-        line(screen, about["comment"])
+        print_line(screen, about["comment"])
     if about["unread"]:
         asks = " ".join(f"--import {shlex.quote(module)}" for module in about["unread"])
-        line(screen, f"note: its own code is not run to show it; {asks} runs it, and shows what it adds")
+        print_line(screen, f"note: its own code is not run to show it; {asks} runs it, and shows what it adds")
     for kind, words in (("method", "methods"), ("defense", "defenses"), ("attack", "attacks")):
-        line(screen, f"{words}: {', '.join(about[kind]) or 'none'}")
+        print_line(screen, f"{words}: {', '.join(about[kind]) or 'none'}")
     if about["cells"] is None:
         return
     trainings, attacked = about["cells"]["trainings"], about["cells"]["attacks"]
-    line(screen, f"cells: {trainings + attacked} ({trainings} trainings, {attacked} attacks)")
+    print_line(screen, f"cells: {trainings + attacked} ({trainings} trainings, {attacked} attacks)")
 
 
-def _shown(field: dict[str, Any]) -> str:
+def _default_words(field: dict[str, Any]) -> str:
     """The default of a field in words."""
     return "(required)" if field["required"] else json.dumps(field["default"]).strip('"')
 
@@ -242,7 +253,7 @@ def _print_settings(screen: Console, settings: Sequence[Sequence[str]]) -> None:
     """The settings in columns."""
     columns = ("setting", "default", "meaning")
     if not screen.is_terminal:
-        rows(screen, [columns, *settings])
+        print_rows(screen, [columns, *settings])
         return
     from rich.table import Table as Grid
 
@@ -250,5 +261,5 @@ def _print_settings(screen: Console, settings: Sequence[Sequence[str]]) -> None:
     for column in columns:
         grid.add_column(column, overflow="fold")
     for setting in settings:
-        grid.add_row(*map(cell, setting))
+        grid.add_row(*map(table_cell, setting))
     screen.print(grid, highlight=False)

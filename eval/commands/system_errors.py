@@ -39,7 +39,7 @@ REMEDIES = {
 """What to do, by the number of an error of the system."""
 
 
-def explained(error: OSError) -> str:
+def explain_os_error(error: OSError) -> str:
     """An error of the system in words: of what, which, and what to do."""
     if error.errno is None or not error.strerror:
         return str(error)
@@ -49,14 +49,14 @@ def explained(error: OSError) -> str:
     return f"{of}{error.strerror}" + (f"; {remedy}" if remedy else "")
 
 
-class Guarded(TyperGroup):
+class GuardedGroup(TyperGroup):
     """All commands, with a line in place of a traceback where the machine is at fault."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run the command that was asked for."""
         logging.raiseExceptions = False  # a log that can't be written is no reason for a traceback
-        with _a_line(), _former_names_noted():
-            _check()
+        with _a_line(), _note_former_names():
+            _check_environment()
             try:
                 return super().invoke(ctx)
             finally:
@@ -96,7 +96,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
     sys.exit(128 + number)
 
 
-def _check() -> None:
+def _check_environment() -> None:
     """Whether there is a folder to work in and a place for what is printed; what can't be printed is escaped.
 
     Raises:
@@ -116,7 +116,7 @@ def _check() -> None:
 
 
 @contextmanager
-def _former_names_noted() -> Iterator[None]:
+def _note_former_names() -> Iterator[None]:
     """A line for each setting that is given by a former name, in place of Python's warning."""
     from fl.settings import FormerNameWarning
 
@@ -161,7 +161,7 @@ def _a_line() -> Iterator[None]:
         _leave(f"there is not enough memory ({str(error).splitlines()[0]}); {_PROCESSES}")
     except OSError as error:
         _silence()
-        _leave(explained(error))
+        _leave(explain_os_error(error))
 
 
 def _silence() -> None:

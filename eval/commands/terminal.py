@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from eval.commands.system_errors import explained
+from eval.commands.system_errors import explain_os_error
 from eval.io.sanitize import shorten, visible
 from eval.io.shareable_paths import relative_to_cwd
 from fl.runtime.main_guard import UnguardedError
@@ -57,49 +57,51 @@ Minutes = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 SEARCH_LINE_SECONDS = 30.0
 """Between two lines on a search, where there is no terminal."""
-_ODD = re.compile(
+_UNPRINTABLE = re.compile(
     r"[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
 """What JSON may hold as it is, and a terminal had better not."""
 
 
 @contextmanager
-def errors(code: int) -> Iterator[None]:
+def exit_on_errors(code: int) -> Iterator[None]:
     """Say what is wrong in one line and leave; other errors are faults of the program and keep their traceback."""
     try:
         yield
     except BrokenPipeError:  # of what is printed (see `eval.commands.system_errors`)
         raise
     except (ValueError, OSError) as error:
-        words = explained(error) if isinstance(error, OSError) else str(error)
-        say(f"error: {' '.join(words.split())}")
+        words = explain_os_error(error) if isinstance(error, OSError) else str(error)
+        print_message(f"error: {' '.join(words.split())}")
         raise typer.Exit(USAGE if isinstance(error, UnguardedError) else code) from error
 
 
-def emit(value: Any) -> None:
+def print_json(value: Any) -> None:
     """Print plain data as JSON on stdout."""
     told = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
-    typer.echo(_ODD.sub(lambda found: json.dumps(found[0])[1:-1], told))
+    typer.echo(_UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], told))
 
 
-def say(words: str) -> None:
+def print_message(words: str) -> None:
     """Print a line on stderr, without its middle where it is very long."""
     typer.echo(visible(shorten(words)), err=True)
 
 
-def tell(words: str) -> None:
+def print_output(words: str) -> None:
     """Print a line on stdout."""
     typer.echo(visible(words))
 
 
 def console(*, as_json: bool = False) -> Console:
-    """Where words for people go: stdout, or stderr where stdout is for JSON."""
+    """Return where words for people go: stdout, or stderr where stdout is for JSON."""
     from rich.console import Console
 
     return Console(stderr=as_json, emoji=False, markup=False, highlight=False)
 
 
-def line(screen: Console, words: str, style: str | None = None, *, lines: bool = False, wrapped: bool = True) -> None:
+def print_line(
+    screen: Console, words: str, style: str | None = None, *, lines: bool = False, wrapped: bool = True
+) -> None:
     """Print words for people: in as many lines as a terminal needs, in one elsewhere.
 
     Args:
@@ -118,7 +120,7 @@ def line(screen: Console, words: str, style: str | None = None, *, lines: bool =
     )
 
 
-def rows(screen: Console, entries: Sequence[Sequence[str]]) -> None:
+def print_rows(screen: Console, entries: Sequence[Sequence[str]]) -> None:
     """Print an entry a line, its cells set apart by tabs: for `grep`, `cut` and `awk`, where there is no terminal."""
     for entry in entries:
         # the console's own methods make blanks of tabs
@@ -126,12 +128,12 @@ def rows(screen: Console, entries: Sequence[Sequence[str]]) -> None:
 
 
 @contextmanager
-def warnings_on(screen: Console) -> Iterator[None]:
+def show_warnings(screen: Console) -> Iterator[None]:
     """Show what the package warns of while a command runs."""
 
     class Lines(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            line(screen, f"warning: {shorten(record.getMessage())}", wrapped=False)
+            print_line(screen, f"warning: {shorten(record.getMessage())}", wrapped=False)
 
     handler = Lines(logging.WARNING)
     handler.addFilter(lambda record: record.levelno == logging.WARNING)  # errors are reported by the command itself
@@ -159,10 +161,10 @@ class ProgressDisplay:
 
 
 @contextmanager
-def progress(screen: Console) -> Iterator[ProgressDisplay]:
-    """Bars on a terminal; elsewhere a line for every stage that begins or ends, and now and then for a search."""
+def show_progress(screen: Console) -> Iterator[ProgressDisplay]:
+    """Show bars on a terminal; elsewhere a line for every stage that begins or ends, and now and then for a search."""
     if not screen.is_terminal:
-        lines = _Lines(screen)
+        lines = _ProgressLines(screen)
         yield ProgressDisplay(lines, lines.search)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -209,7 +211,7 @@ class _Estimates:
         else:
             words = f"{duration(found.seconds_left)} for"
         of = f" of {updates} update{'s' * (updates > 1)}" if updates else ""
-        line(self.screen, f"{stage}: {words} {found.iterations:,} iterations{of}", wrapped=False)
+        print_line(self.screen, f"{stage}: {words} {found.iterations:,} iterations{of}", wrapped=False)
 
 
 def iterations_words(found: SearchProgress) -> str:
@@ -241,7 +243,7 @@ def seconds_of(minutes: float | None) -> float:
     return 60 * minutes
 
 
-class _Lines:
+class _ProgressLines:
     """A line when a stage begins and when it ends, with the seconds between, and every half minute for a search."""
 
     def __init__(self, screen: Console) -> None:
@@ -257,7 +259,7 @@ class _Lines:
         self.estimates.note(stage, self.totals.get(stage, 0), progress)
         if now - self.said.setdefault(stage, now) >= SEARCH_LINE_SECONDS:
             self.said[stage] = now
-            line(self.screen, f"{stage}: {iterations_words(progress)}", wrapped=False)
+            print_line(self.screen, f"{stage}: {iterations_words(progress)}", wrapped=False)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """As `eval.run.runner.Progress`."""
@@ -266,52 +268,52 @@ class _Lines:
             return
         began = self.begun.setdefault(stage, time.monotonic())
         took = f", {time.monotonic() - began:.1f} s" if done and done == total else ""
-        line(self.screen, f"{stage} ({done}/{total}){took}", wrapped=False)
+        print_line(self.screen, f"{stage} ({done}/{total}){took}", wrapped=False)
 
 
 def show_table(screen: Console, found: Table) -> None:
-    """A table of results, its flags and its legend: drawn on a terminal, a line a row elsewhere."""
+    """Print a table of results, its flags and its legend: drawn on a terminal, a line a row elsewhere."""
     if screen.is_terminal:
-        _draw(screen, found)
+        _draw_table(screen, found)
     else:
-        line(screen, found.title)
-        rows(screen, [found.columns, *found.rows, *found.baselines])
+        print_line(screen, found.title)
+        print_rows(screen, [found.columns, *found.rows, *found.baselines])
     for sentence in found.legend:
-        line(screen, f"• {sentence}")
+        print_line(screen, f"• {sentence}")
 
 
-def cell(words: str) -> Text:
-    """Words in a drawn table, in which nothing is markup."""
+def table_cell(words: str) -> Text:
+    """Return words for a drawn table, in which nothing is markup."""
     from rich.text import Text
 
     return Text(visible(words))
 
 
-def _draw(screen: Console, found: Table) -> None:
-    """The table in columns, with the flags below."""
+def _draw_table(screen: Console, found: Table) -> None:
+    """Print the table in columns, with the flags below."""
     from rich import box
     from rich.table import Table as Grid
 
     from eval.report.results_table import VALUE_COLUMNS
 
-    grid = Grid(title=cell(found.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    grid = Grid(title=table_cell(found.title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     *columns, _ = found.columns  # flags go below: there is no room for them on 80 columns
     for column in columns:
         grid.add_column(column, overflow="fold", no_wrap=column in VALUE_COLUMNS)
     for row in found.rows:
-        grid.add_row(*map(cell, row[:-1]))
+        grid.add_row(*map(table_cell, row[:-1]))
     grid.add_section()
     for row in found.baselines:
-        grid.add_row(*map(cell, row[:-1]), style="dim")
+        grid.add_row(*map(table_cell, row[:-1]), style="dim")
     screen.print(grid)
     told = [columns.index(name) for name in ("method", "defense", "attack") if name in columns]
     for row in found.rows:
         if row[-1] != "-":
-            line(screen, f"{', '.join(row[i] for i in told)}: {row[-1]}")
+            print_line(screen, f"{', '.join(row[i] for i in told)}: {row[-1]}")
 
 
-def told(words: Sequence[str], config: str = "") -> str:
-    """The command as its run keeps it: without what an absolute path, or one above the folder, tells of the machine.
+def shareable_command(words: Sequence[str], config: str = "") -> str:
+    """Return the command as its run keeps it: without what an absolute path, or one above the folder, gives away.
 
     Args:
         words: of the command line, without the program's name.

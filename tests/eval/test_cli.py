@@ -265,7 +265,7 @@ def test_the_command_that_is_kept_tells_nothing_of_the_machine(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path / "here")
     given = [word.replace("HERE", str(tmp_path / "here")).replace("ABOVE", str(tmp_path)) for word in words]
     config = next(word for word in given if word.endswith(("yaml", "quickstart")))
-    assert shlex.split(terminal.told(["run", *given], config)) == ["hyperleak", "run", *kept]
+    assert shlex.split(terminal.shareable_command(["run", *given], config)) == ["hyperleak", "run", *kept]
 
 
 def test_no_report_holds_a_path_of_the_machine(path, monkeypatch):

@@ -154,4 +154,4 @@ def test_updates(file):
         path = Path(folder) / f"u.{ending}"
         path.write_bytes(content)
         with suppress(*REFUSALS):
-            captured_update.load(path)
+            captured_update.load_update(path)

@@ -126,7 +126,7 @@ def test_an_audit_without_named_attacks_takes_those_that_fit(
     subject: tuple[nn.Module, Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, images, labels = subject
-    monkeypatch.setattr("eval.audit.attack_selection.defaults", lambda *_: ("analytic", "guess"))
+    monkeypatch.setattr("eval.audit.attack_selection.default_attacks", lambda *_: ("analytic", "guess"))
     first, second = hyperleak.audit(model, images, labels, method="fedavg").findings
     assert first.verified
     assert (first.attack, second.attack) == ("analytic", "guess")

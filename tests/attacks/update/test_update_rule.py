@@ -68,7 +68,7 @@ def test_other_rules_are_named(rule: str, lr: float) -> None:
     for net in (chains.initialized(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, x)
         assert guess_update_rule(view).startswith(SAID[rule])
-        assert SAID[rule] in update_sanity.doubt(view)
+        assert SAID[rule] in update_sanity.find_inconsistency(view)
 
 
 @pytest.mark.parametrize("rule", list(PLAIN))

@@ -15,7 +15,7 @@ from attacks.base import NotApplicable, Reconstruction
 from eval import cli
 from eval.audit import attack_selection, execution
 from eval.audit import user_model as audited
-from eval.audit.request import Request
+from eval.audit.request import AuditRequest
 from eval.audit.user_model import Subject
 from eval.commands import terminal
 from eval.metrics import self_verification
@@ -114,10 +114,10 @@ def test_what_was_left_out_keeps_no_checkpoint_and_is_not_prepared_for_again(min
 def test_a_hypernetwork_is_peeled_first():
     words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "device": "cpu"}
     for method in ("hyperfl", "dp-hyperfl"):
-        assert [*Request(method=method, **words).attacks] == ["peel+cascade", "peel+ig", "ig"]
+        assert [*AuditRequest(method=method, **words).attacks] == ["peel+cascade", "peel+ig", "ig"]
     for method in ("fedper", "pfedhn"):  # the latter sends the update of what its hypernetwork made
-        assert [*Request(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "april", "ig"]
-    (training,) = Request(method="hyperfl", **words).plan().trainings
+        assert [*AuditRequest(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "april", "ig"]
+    (training,) = AuditRequest(method="hyperfl", **words).plan().trainings
     assert [watch.attack.label for watch in training.watches] == ["peel+cascade", "peel+ig", "ig"]
 
 
@@ -135,8 +135,8 @@ def test_what_one_training_spares_is_still_part_of_another(tmp_path):
 
 
 def test_batches_are_told_apart_by_what_can():
-    assert attack_selection.defaults(FedAvg(), 2) == ("analytic", "spear", "cascade", "ig")
-    assert attack_selection.defaults(HyperFL(), 2) == attack_selection.defaults(HyperFL(), 1)
+    assert attack_selection.default_attacks(FedAvg(), 2) == ("analytic", "spear", "cascade", "ig")
+    assert attack_selection.default_attacks(HyperFL(), 2) == attack_selection.default_attacks(HyperFL(), 1)
 
 
 def row(update, **more):
@@ -182,7 +182,7 @@ def test_a_part_of_a_batch_settles_nothing():
 
 def test_only_updates_that_are_open_are_attacked_again(mine):
     model = __import__(mine).flat()
-    faces = audited.first(audited.whole("{name: faces, size: 12}"), 2, "faces")
+    faces = audited.take_first(audited.load_images("{name: faces, size: 12}"), 2, "faces")
     pairs = [from_batch(model, faces.inputs[i : i + 1], faces.labels[i : i + 1]) for i in range(2)]
     view, truth = pairs[1]
     noise = torch.randn(16, 144, generator=torch.Generator().manual_seed(0))
@@ -199,7 +199,7 @@ def test_only_updates_that_are_open_are_attacked_again(mine):
 
 
 def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(mine):
-    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
+    face = audited.take_first(audited.load_images("{name: faces, size: 12}"), 1, "faces")
     view, _ = from_batch(__import__(mine).pooled(), face.inputs, face.labels)
     np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
     result = audit("--update", "update.npz", "--model", f"{mine}:pooled", "--input-shape", "1,12,12")
@@ -210,7 +210,7 @@ def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(min
 
 
 def test_an_update_of_adam_settles_nothing_and_is_named(mine):
-    face = audited.first(audited.whole("{name: faces, size: 12}"), 1, "faces")
+    face = audited.take_first(audited.load_images("{name: faces, size: 12}"), 1, "faces")
     model = __import__(mine).flat()
     method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
     view, truth = from_batch(model, face.inputs, face.labels, method=method)

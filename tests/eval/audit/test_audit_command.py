@@ -10,8 +10,8 @@ from support.tiny import Registered
 from typer.testing import CliRunner
 
 from eval import cli
-from eval.audit.findings import of_rows
-from eval.audit.request import Request
+from eval.audit.findings import report_from_rows
+from eval.audit.request import AuditRequest
 from eval.commands import terminal
 from eval.io.jsonl import read_rows
 from fl.capture import from_batch
@@ -93,7 +93,7 @@ def test_a_method(tmp_path, monkeypatch):
 def test_a_method_with_a_length_of_its_own_keeps_it(monkeypatch):
     words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
     for method, steps in (("fedavg", 1), ("{name: fedavg, steps: 3}", 3), ("{name: fedavg, epochs: 2}", None)):
-        (training,) = Request(method=method, **words).plan().trainings
+        (training,) = AuditRequest(method=method, **words).plan().trainings
         assert training.watches[0].scene.method.steps == steps
 
 
@@ -405,7 +405,7 @@ def test_a_method_has_flags_and_forward_errors():
     assert "forward-mismatch" not in finding["flags"]
     assert finding["images"][0]["forward_error"] < 1e-4
     wrong = [{**row, "forward_error": 0.1} for row in finding["images"]]
-    (flagged,) = of_rows(
+    (flagged,) = report_from_rows(
         "x", [{**row, "attack": "guess"} for row in wrong], threat=ThreatModel(), defended=True
     ).findings
     assert {"forward-mismatch", "defense-known"} <= set(flagged.flags)

@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 from attacks.base import Reconstruction
 from eval import cli
 from eval.audit.findings import AttackFinding, AuditReport
-from eval.audit.request import Request
-from eval.audit.user_model import first, whole
+from eval.audit.request import AuditRequest
+from eval.audit.user_model import take_first, whole
 from eval.audit.verdict import verdict
 from eval.commands import terminal
 from eval.metrics.score import score
@@ -35,7 +35,7 @@ def call(*words: object):
 
 @pytest.mark.parametrize("method", ["dp-fedavg", "{name: dp-fedavg, rate: null}", "centaur", "ppsgd", "dp-hyperfl"])
 def test_a_private_method_is_observed_with_the_noise_it_trains_with(method):
-    (training,) = Request(method=method, **WORDS).plan().trainings
+    (training,) = AuditRequest(method=method, **WORDS).plan().trainings
     trained, seen = training.method.item, training.watches[0].scene.method
     assert (seen.rate, seen.local_steps, seen.batch_size) == (trained.rate, trained.local_steps, trained.batch_size)
     assert seen.steps == 1
@@ -43,7 +43,7 @@ def test_a_private_method_is_observed_with_the_noise_it_trains_with(method):
 
 def test_a_default_count_is_whole_batches():
     for batch, count in ((1, 4), (3, 3), (5, 5)):
-        (training,) = Request(method="fedavg", batch_size=batch, **WORDS).plan().trainings
+        (training,) = AuditRequest(method="fedavg", batch_size=batch, **WORDS).plan().trainings
         assert sum(len(victim.samples) for victim in training.watches[0].scene.victims) == count
 
 
@@ -75,7 +75,7 @@ def test_images_come_from_a_folder_of_ones_own(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(5):
             Image.new("L", (8, 8), gray).save(tmp_path / name / f"{number}.png")
-    found = first(whole(f"{{name: folder, path: {tmp_path}, mode: gray, size: 8}}"), 3, "folder")
+    found = take_first(whole(f"{{name: folder, path: {tmp_path}, mode: gray, size: 8}}"), 3, "folder")
     assert found.inputs.mean((1, 2, 3)).tolist() == found.labels.tolist()
     with pytest.raises(ValueError, match="did you mean 'path'"):
         whole("{name: folder, pathh: x}")
@@ -88,10 +88,10 @@ def test_a_limit_that_guesses_exceed_is_said_to_be_one():
         {"picture": "0:3", "psnr": 12.0, "floor_mean_psnr": 30.0, "floor_grey_psnr": 9.0},
     ]
     found = AuditReport("x", [AttackFinding("ig", rows, "", ""), AttackFinding("rog", rows[:1], "", "")])
-    assert found.above("psnr", 20).startswith(
+    assert found.describe_excess("psnr", 20).startswith(
         "PSNR 48.8 > 20; of the 2 image(s) above it, the best guess without the update exceeds it for 1, too (by up to "
     )
-    assert AuditReport("x", [AttackFinding("ig", rows[1:], "", "")]).above("psnr", 20) == "PSNR 25 > 20"
+    assert AuditReport("x", [AttackFinding("ig", rows[1:], "", "")]).describe_excess("psnr", 20) == "PSNR 25 > 20"
 
 
 def test_what_came_back_without_a_picture_is_said():

@@ -8,9 +8,9 @@ from support.captured import SHAPE, network
 from torch import nn
 
 from defenses import Defense
-from eval.audit.captured_update import Captured, fitted, load, of_update
+from eval.audit.captured_update import CapturedUpdate, load_update, of_update, with_model_names
 from eval.audit.execution import audit_updates
-from eval.audit.input_shape import classes
+from eval.audit.input_shape import count_classes
 from fl.capture import ClientSettings, from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -35,7 +35,9 @@ def change(model, batch, steps=1, lr=0.1):
 
 def subject(model, update, given=None, size=1, method=None):
     client = ClientSettings(method=method, defense=Defense())
-    return of_update(model, fitted(Captured(update), model), client, input_shape=SHAPE, batch_size=size, given=given)
+    return of_update(
+        model, with_model_names(CapturedUpdate(update), model), client, input_shape=SHAPE, batch_size=size, given=given
+    )
 
 
 def said(found):
@@ -45,7 +47,7 @@ def said(found):
 def test_a_whole_state_is_taken_and_its_buffers_are_what_the_server_sees_after_training():
     model, batch = network(norm=True), images(4)
     update = change(model, batch)
-    captured = fitted(Captured(update), model)
+    captured = with_model_names(CapturedUpdate(update), model)
     assert captured.update.keys() == dict(model.named_parameters()).keys()
     assert captured.notes == (
         "3 buffer(s) of the file (running statistics, say) are no part of the update; attacks are told how they moved",
@@ -69,7 +71,7 @@ def test_frozen_parameters_of_a_whole_state_are_left_out_unless_they_moved():
     model = network()
     model[0].requires_grad_(False)
     update = change(model, images(1))
-    captured = fitted(Captured(update), model)
+    captured = with_model_names(CapturedUpdate(update), model)
     assert set(captured.update) == {"3.weight", "3.bias"}
     assert captured.notes == ("2 frozen parameter(s) of the file that have not moved are left out",)
     with pytest.raises(ValueError, match=r"unexpected '0\.bias' \(frozen by requires_grad=False"):
@@ -86,24 +88,26 @@ def test_frozen_parameters_of_a_whole_state_are_left_out_unless_they_moved():
 )
 def test_names_lose_what_wrapping_a_model_adds(wrap, words):
     model, update = network(), change(network(), images(1))
-    captured = fitted(Captured({wrap(name): value for name, value in update.items()}), model)
+    captured = with_model_names(CapturedUpdate({wrap(name): value for name, value in update.items()}), model)
     assert captured.update == update
     assert captured.notes == (f"names lose {words}, which wrapping a model adds",)
-    assert fitted(Captured(update), model).notes == ()
+    assert with_model_names(CapturedUpdate(update), model).notes == ()
     strange = {"module.extra": torch.zeros(1)} | {wrap(name): value for name, value in update.items()}
-    assert fitted(Captured(strange), model) == Captured(strange)  # then the error names what the user knows
+    assert with_model_names(CapturedUpdate(strange), model) == CapturedUpdate(
+        strange
+    )  # then the error names what the user knows
 
 
 def test_a_models_own_part_may_be_called_module():
     model = nn.ModuleDict({"module": network()})
     update = dict(model.state_dict())
-    assert fitted(Captured(update), model) == Captured(update)
+    assert with_model_names(CapturedUpdate(update), model) == CapturedUpdate(update)
 
 
 def test_one_dictionary_inside_another_is_the_update(tmp_path):
     update, path = change(network(), images(1)), tmp_path / "nested.pt"
     torch.save({"epoch": 3, "model": update}, path)
-    found = load(path)
+    found = load_update(path)
     assert found.update.keys() == update.keys()
     assert found.notes == ("the update is what nested.pt holds under 'model'",)
 
@@ -125,14 +129,14 @@ def test_one_dictionary_inside_another_is_the_update(tmp_path):
 def test_what_is_no_tensor_is_named(tmp_path, held, words):
     torch.save(held, tmp_path / "odd.pt")
     with pytest.raises(ValueError, match=words):
-        load(tmp_path / "odd.pt")
+        load_update(tmp_path / "odd.pt")
 
 
 def test_images_that_are_not_the_first_are_found():
     model, given = network(), images()
     update = change(model, Batch(given.inputs[2:3], given.labels[2:3]))
     found = subject(model, update, given)
-    assert found.given == 6
+    assert found.n_given == 6
     assert len(found.truth.inputs) == 1
     assert "relative error 1" in said(found)
     assert "makes of images[2] of those given" in said(found)
@@ -149,12 +153,12 @@ def test_images_that_are_not_the_first_are_found():
 def test_of_all_sizes_that_fit_a_model_the_likeliest_is_said():
     flat = nn.Sequential(nn.Flatten(), nn.Linear(100, 3))
     with pytest.raises(ValueError, match=r"got 3x32x32; it runs on 1x10x10$"):
-        classes(flat, (3, 32, 32))
+        count_classes(flat, (3, 32, 32))
     pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
     for shape, fits in (((1, 30, 30), "3x32x32"), ((1, 48, 48), "3x48x48")):
         with pytest.raises(ValueError, match=rf"it runs on {fits} \(and 10 more"):
-            classes(pooled, shape)
-    assert classes(pooled, (3, 50, 50)) == 3
+            count_classes(pooled, shape)
+    assert count_classes(pooled, (3, 50, 50)) == 3
 
 
 def test_the_order_of_local_steps_is_found():

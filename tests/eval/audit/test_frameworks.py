@@ -9,7 +9,7 @@ from support.captured import CLASSES, SHAPE, network
 from torch import nn
 
 from defenses import Defense
-from eval.audit.captured_update import fitted, load, of_update
+from eval.audit.captured_update import load_update, of_update, with_model_names
 from eval.audit.execution import audit_updates
 from fl.capture import ClientSettings, from_update
 from fl.methods.fedavg import FedAvg
@@ -36,14 +36,16 @@ def change(model, data, **settings):
 
 def subject(model, path, given=None, size=1, method=None):
     client = ClientSettings(method=method, defense=Defense())
-    return of_update(model, fitted(load(path), model), client, input_shape=SHAPE, batch_size=size, given=given)
+    return of_update(
+        model, with_model_names(load_update(path), model), client, input_shape=SHAPE, batch_size=size, given=given
+    )
 
 
 @pytest.mark.parametrize("prefix", ["model.", "net.", "_module.", "module.", "_orig_mod.", "a.b.", "_module.net."])
 def test_what_stands_before_all_names_is_taken_off(tmp_path, prefix):
     model, data = network(), batch()
     torch.save({prefix + name: value for name, value in change(model, data).items()}, tmp_path / "u.pt")
-    found = fitted(load(tmp_path / "u.pt"), model)
+    found = with_model_names(load_update(tmp_path / "u.pt"), model)
     assert found.update.keys() == dict(model.named_parameters()).keys()
     assert found.notes[0].startswith("names lose ")
     assert not subject(model, tmp_path / "u.pt", data).mismatched
@@ -54,7 +56,7 @@ def test_what_the_model_has_before_all_names_is_put_on(tmp_path):
     torch.save(change(inner, data), tmp_path / "u.pt")
     model = nn.Sequential()
     model.add_module("net", inner)
-    found = fitted(load(tmp_path / "u.pt"), model)
+    found = with_model_names(load_update(tmp_path / "u.pt"), model)
     assert found.notes == ("names gain net., as the model has them",)
     assert not subject(model, tmp_path / "u.pt", data).mismatched
 
@@ -73,7 +75,7 @@ def test_weights_before_and_after_in_one_file(tmp_path, words, turned):
     found = subject(other, tmp_path / "both.pt", data, 2)
     assert not found.mismatched
     assert found.view.buffers_after is not None
-    notes = fitted(load(tmp_path / "both.pt"), other).notes
+    notes = with_model_names(load_update(tmp_path / "both.pt"), other).notes
     assert notes[0] == f"the update is {words[0]!r} - {words[1]!r} of both.pt"
 
 
@@ -87,10 +89,10 @@ def test_weights_before_and_after_in_one_npz_file(tmp_path):
 def test_weights_that_do_not_belong_together_are_refused(tmp_path):
     torch.save({"before": {"a": torch.ones(2)}, "after": {"b": torch.ones(2)}}, tmp_path / "u.pt")
     with pytest.raises(ValueError, match="expected the same names under 'before' and 'after'"):
-        load(tmp_path / "u.pt")
+        load_update(tmp_path / "u.pt")
     torch.save({"before": {"a": torch.ones(2)}, "after": {"a": torch.ones(3)}}, tmp_path / "u.pt")
     with pytest.raises(ValueError, match=r"got \(2,\) and \(3,\)"):
-        load(tmp_path / "u.pt")
+        load_update(tmp_path / "u.pt")
 
 
 def test_arrays_without_names_are_told_whose_names_they_have(tmp_path):
@@ -99,7 +101,7 @@ def test_arrays_without_names_are_told_whose_names_they_have(tmp_path):
     torch.save([torch.from_numpy(array) for array in arrays], tmp_path / "flower.pt")
     for name in ("flower.npz", "flower.pt"):
         with pytest.raises(ValueError, match=r"save dict\(zip\(model.state_dict\(\), arrays\)\), of weights before"):
-            load(tmp_path / name)
+            load_update(tmp_path / name)
 
 
 class Tied(nn.Module):
@@ -116,7 +118,7 @@ def test_tied_weights_come_by_both_names(tmp_path):
     model, data = Tied(), batch()
     update = change(model, data)
     torch.save(update, tmp_path / "u.pt")
-    found = fitted(load(tmp_path / "u.pt"), model)
+    found = with_model_names(load_update(tmp_path / "u.pt"), model)
     assert found.notes == ("b.weight: further names of parameters that have another (tied weights)",)
     assert not subject(model, tmp_path / "u.pt", data).mismatched
     assert "a.weight" in from_update(model, update, input_shape=SHAPE, num_classes=CLASSES).update
@@ -171,6 +173,6 @@ def test_an_optimizer_that_nobody_stated_leaves_the_audit_undecided(tmp_path, op
     torch.save(change(model, batch(), optimizer=optimizer, lr=1e-3), tmp_path / "u.pt")
     for given in (None, batch()):
         found = audit_updates("x", [subject(model, tmp_path / "u.pt", given)], {"analytic": build("analytic")})
-        assert found.undecided({})
-        assert found.undecided({"psnr": 60})
+        assert found.open_questions({})
+        assert found.open_questions({"psnr": 60})
         assert found.mismatch

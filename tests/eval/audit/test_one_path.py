@@ -11,7 +11,7 @@ from support.tiny import Registered
 from typer.testing import CliRunner
 
 from eval import cli
-from eval.audit.request import Request
+from eval.audit.request import AuditRequest
 from eval.commands import terminal
 from eval.io.jsonl import read_rows
 from eval.run import attack_cell, training_cell
@@ -64,7 +64,7 @@ def files(folder: Path, *names: str) -> dict[str, bytes]:
 
 def test_the_same_case_gives_the_same_figures_from_every_source(mine, tmp_path, monkeypatch):
     """A linear network, one image an update: the analytic attack draws nothing, so all figures have to agree."""
-    plan = Request(model=NETWORK, attack=("analytic",), **METHOD).plan()
+    plan = AuditRequest(model=NETWORK, attack=("analytic",), **METHOD).plan()
     (training,) = plan.trainings
     with training_cell.federation_of(training) as federation:
         seen = attack_cell.observe_targets(federation, training, training.watches[0].scene)

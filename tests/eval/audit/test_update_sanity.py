@@ -8,7 +8,7 @@ from torch import nn
 
 from defenses.noise import Noise
 from eval.audit.execution import audit_updates
-from eval.audit.update_sanity import doubt
+from eval.audit.update_sanity import find_inconsistency
 from eval.audit.user_model import Subject
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
@@ -40,43 +40,45 @@ def view(images=1, turn=1.0, size=None, change=lambda name, value: value, model=
 
 @pytest.mark.parametrize("images", [1, 2, 4])
 def test_a_turned_sign_is_told_without_images(images):
-    assert doubt(view(images)) == ""
-    assert doubt(view(images, turn=0.01)) == ""
-    said = doubt(view(images, turn=-1.0))
+    assert find_inconsistency(view(images)) == ""
+    assert find_inconsistency(view(images, turn=0.01)) == ""
+    said = find_inconsistency(view(images, turn=-1.0))
     assert said.startswith(TURNED)
     assert f"where {images} image(s) leave {images} at most; give weights before - after" in said
 
 
 def test_what_can_not_be_told_is_left_unsaid():
-    assert doubt(view(8, turn=-1.0)) == ""  # no more than eight classes are negative either way
-    assert doubt(view(1, turn=-1.0, model=network(classes=2))) == ""
-    assert doubt(view(1, turn=-1.0, model=network(bias=False))) == ""
-    assert doubt(view(1, turn=-1.0, defense=Noise(std=0.1))) == ""
-    assert doubt(view(1, change=lambda name, value: torch.zeros_like(value))) == ""
+    assert find_inconsistency(view(8, turn=-1.0)) == ""  # no more than eight classes are negative either way
+    assert find_inconsistency(view(1, turn=-1.0, model=network(classes=2))) == ""
+    assert find_inconsistency(view(1, turn=-1.0, model=network(bias=False))) == ""
+    assert find_inconsistency(view(1, turn=-1.0, defense=Noise(std=0.1))) == ""
+    assert find_inconsistency(view(1, change=lambda name, value: torch.zeros_like(value))) == ""
     lifted = {"change": lambda name, value: value + 1}
-    assert doubt(view(1, **lifted)).startswith("the update is not that of a softmax")
+    assert find_inconsistency(view(1, **lifted)).startswith("the update is not that of a softmax")
     for method in (FedAvg(steps=1, weight_decay=2.0), FedAvg(steps=2, weight_decay=2.0)):
-        assert doubt(view(1, **lifted, method=method)) == ""
+        assert find_inconsistency(view(1, **lifted, method=method)) == ""
 
 
 @pytest.mark.parametrize("like", [FedAvg(steps=3, lr=0.1), FedAvg(steps=3, lr=0.1, momentum=0.9)])
 def test_steps_without_decay_keep_the_signs(like):
-    assert doubt(view(1, like=like)) == ""
-    assert doubt(view(1, like=like, method=like)) == ""
-    assert doubt(view(1, turn=-1.0, like=like, method=like)).startswith(TURNED)
+    assert find_inconsistency(view(1, like=like)) == ""
+    assert find_inconsistency(view(1, like=like, method=like)) == ""
+    assert find_inconsistency(view(1, turn=-1.0, like=like, method=like)).startswith(TURNED)
 
 
 def test_more_images_than_were_said_are_told():
-    assert "is negative for 4 classes, where 2 image(s) leave 2 at most; check --batch-size" in doubt(view(4, size=2))
-    assert doubt(view(2, size=4)) == ""
+    assert "is negative for 4 classes, where 2 image(s) leave 2 at most; check --batch-size" in find_inconsistency(
+        view(4, size=2)
+    )
+    assert find_inconsistency(view(2, size=4)) == ""
 
 
 def test_an_update_of_another_loss_is_told():
     noise = stream(0, "noise")
-    said = doubt(view(1, change=lambda name, value: torch.rand(value.shape, generator=noise)))
+    said = find_inconsistency(view(1, change=lambda name, value: torch.rand(value.shape, generator=noise)))
     assert "sums to 1 of its size and not to zero" in said
     rounded = view(1, change=lambda name, value: value.half().float())
-    assert doubt(rounded) == ""
+    assert find_inconsistency(rounded) == ""
 
 
 def test_rounding_of_weights_is_no_sum():
@@ -91,7 +93,7 @@ def test_rounding_of_weights_is_no_sum():
 
     seen = view(1, model=model, change=captured)
     assert seen.update["3.bias"].sum().abs() > 0.05 * seen.update["3.bias"].abs().sum()
-    assert doubt(seen) == ""
+    assert find_inconsistency(seen) == ""
 
 
 class Negated(nn.Module):
@@ -110,18 +112,20 @@ def test_a_model_whose_bias_is_not_that_of_logits_is_left_alone():
     seen, _ = from_batch(Negated(), inputs, torch.tensor([0]))
     captured = from_update(Negated(), seen.update, input_shape=SHAPE, num_classes=CLASSES)
     assert int((captured.update["body.3.bias"] < 0).sum()) == CLASSES - 1
-    assert doubt(captured) == ""
+    assert find_inconsistency(captured) == ""
 
 
 def test_an_audit_says_it():
     seen = view(1, turn=-1.0)
-    assert audit_updates("x", [Subject(seen, None, doubt=doubt(seen))], {}).mismatch.startswith(TURNED)
+    assert audit_updates("x", [Subject(seen, None, inconsistency=find_inconsistency(seen))], {}).mismatch.startswith(
+        TURNED
+    )
 
 
 @pytest.mark.parametrize("size", [1e-6, 1e-10, 1e-30])
 def test_a_small_gradient_has_its_signs_where_a_small_difference_has_none(size):
     for turn, said in ((size, ""), (-size, TURNED)):
         seen = view(1, turn=turn, kind="gradient")
-        assert doubt(seen).startswith(said)
-        assert bool(doubt(seen)) == bool(said)
-    assert doubt(replace(view(1, turn=-1e-10, kind="gradient"), rounded=True)) == ""
+        assert find_inconsistency(seen).startswith(said)
+        assert bool(find_inconsistency(seen)) == bool(said)
+    assert find_inconsistency(replace(view(1, turn=-1e-10, kind="gradient"), rounded=True)) == ""

@@ -7,7 +7,7 @@ from support.fakerun import CONFIG, FakeRun
 from support.reports import blocks
 
 from eval.audit.findings import verdict
-from eval.audit.verdict import content
+from eval.audit.verdict import image_verdict
 from eval.report.assemble import build_report
 from eval.report.blocks import FindingBlock
 from eval.report.load import load
@@ -35,7 +35,7 @@ def test_an_audit_has_the_bar_of_the_report(tmp_path, psnr, further, word):
     made = FakeRun().attack("fedavg", "ig", psnr, label_correct=None, **further)
     folder = made.write(tmp_path / "out")
     rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
-    said = content(rows)
+    said = image_verdict(rows)
     assert said.startswith(word)
     (found,) = blocks(build_report(folder), FindingBlock)
     assert ("leaked" in said.partition(":")[0]) is found.leaks
@@ -52,12 +52,12 @@ def test_more_attacks_raise_the_bar_for_names(tmp_path):
     made = FakeRun().attack("fedavg", "ig", [5.0, 5.0], label_correct=None, identified=True, identified_among=8)
     folder = made.write(tmp_path / "out")
     rows = [json.loads(line) for line in (folder / "images.jsonl").read_text().splitlines()]
-    assert content(rows).startswith("identity of images leaked")
-    assert not content(rows, tests=20).startswith("identity of images leaked")
+    assert image_verdict(rows).startswith("identity of images leaked")
+    assert not image_verdict(rows, tests=20).startswith("identity of images leaked")
 
 
 def test_nothing_is_said_without_images():
-    assert content([]) == ""
+    assert image_verdict([]) == ""
 
 
 def test_a_choice_of_classes_stands_beside_the_number_of_images(tmp_path):

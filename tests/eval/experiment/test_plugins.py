@@ -188,8 +188,8 @@ def test_audits_import(own, tmp_path):
 
 @pytest.mark.parametrize("words", [["--import", "/elsewhere/own.py"], ["--import=/elsewhere/own.py"]])
 def test_the_command_that_is_kept_tells_no_folder(words):
-    assert "elsewhere" not in terminal.told(["run", "quickstart", *words], "quickstart")
-    assert "own.py" in terminal.told(["run", "quickstart", *words], "quickstart")
+    assert "elsewhere" not in terminal.shareable_command(["run", "quickstart", *words], "quickstart")
+    assert "own.py" in terminal.shareable_command(["run", "quickstart", *words], "quickstart")
 
 
 def test_settings_of_the_command_line_import_nothing(tmp_path):

@@ -58,10 +58,10 @@ def test_nothing_is_markup_for_the_terminal(words, screen_is_terminal):
 
     def show(screen: Console) -> None:
         terminal.show_table(screen, found)
-        terminal.line(screen, words)
-        with terminal.progress(screen) as told:
+        terminal.print_line(screen, words)
+        with terminal.show_progress(screen) as told:
             told(words, 0, 1)
-        with terminal.warnings_on(screen):
+        with terminal.show_warnings(screen):
             logging.getLogger("eval").warning(words)
 
     printed = shown_on(screen_is_terminal, show)
@@ -80,9 +80,9 @@ def test_no_escape_reaches_the_terminal(screen_is_terminal):
 
 
 def test_errors_and_json_are_plain_text(capsys):
-    terminal.say(HOSTILE)
-    terminal.tell(HOSTILE)
-    terminal.emit({"title": HOSTILE})
+    terminal.print_message(HOSTILE)
+    terminal.print_output(HOSTILE)
+    terminal.print_json({"title": HOSTILE})
     told = capsys.readouterr()
     assert not set(told.out + told.err) & set("\r\x1b\x9b\u202e\u2066\ud800\x07")
     assert json.loads(told.out.partition("\n")[2]) == {"title": HOSTILE}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attacks.base import Reconstruction
-from eval.audit.findings import of_rows
+from eval.audit.findings import report_from_rows
 from eval.audit.update import leakage
 from eval.metrics.score import score
 from eval.metrics.self_verification import columns, notes, verification_words
@@ -40,7 +40,7 @@ def test_the_share_of_fixed_pixels_goes_with_the_image_it_is_of(truth):
     lines = leakage(swapped, truth).splitlines()
     assert lines[1].endswith("exact to 8 bits, 93.8 % of pixels confirmed by the attack")
     named = [{**row, "attack": "cascade", "update": 0, "picture": str(row["image"])} for row in rows]
-    (finding,) = of_rows("x", named, threat=ThreatModel(), defended=False).findings
+    (finding,) = report_from_rows("x", named, threat=ThreatModel(), defended=False).findings
     assert finding.notes == notes(rows)
     assert "fixed" not in columns(Reconstruction(None), score(Reconstruction(None), truth))[0]
 

@@ -72,10 +72,10 @@ def audit(*words: object):
 
 def test_too_few_images_are_mended_as_the_source_of_updates_allows():
     """Of a model more images can be attacked; one captured update has those that it has."""
-    finding = AttackFinding("ig", [], "", "too few", few=2)
-    (of_model,) = AuditReport("a model", [finding]).undecided({})
+    finding = AttackFinding("ig", [], "", "too few", too_few_images=2)
+    (of_model,) = AuditReport("a model", [finding]).open_questions({})
     assert of_model.remedy == "attack 6 images or more (--count)"
-    (of_update,) = AuditReport("an update", [finding], captured=True).undecided({})
+    (of_update,) = AuditReport("an update", [finding], captured=True).open_questions({})
     assert of_update.remedy.startswith("one update holds no further images: let the model make updates of 6 images")
 
 
