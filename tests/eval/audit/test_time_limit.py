@@ -189,7 +189,7 @@ def test_progress_is_said_in_words():
 
 def test_elsewhere_than_on_a_terminal_a_search_has_a_line_now_and_then(clock, capsys):
     screen = terminal.console(as_json=True)
-    with terminal.progress(screen) as seen:
+    with terminal.show_progress(screen) as seen:
         seen.stage("fedavg: ig", 0, 6)
         for iteration in range(0, 2880, 10):
             clock.now += 1

@@ -60,7 +60,7 @@ def test_nothing_is_markup_for_the_terminal(words, screen_is_terminal):
         terminal.show_table(screen, found)
         terminal.print_line(screen, words)
         with terminal.show_progress(screen) as told:
-            told(words, 0, 1)
+            told.stage(words, 0, 1)
         with terminal.show_warnings(screen):
             logging.getLogger("eval").warning(words)
 
