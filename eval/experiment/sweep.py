@@ -2,12 +2,14 @@
 
 A list for a setting that takes one value spreads the entries that have it: `attack.ig.tv_weight=[1e-4, 1e-2]` makes
 of `ig` the entries `ig@tv_weight=0.0001` and `ig@tv_weight=0.01`. Settings of `task` and `federation` spread the
-methods, as in `fedavg@rounds=10`, settings of `observe` the attacks; the others are one for a whole table.
+methods, as in `fedavg@rounds=10`, settings of `observe` the attacks; the others are one for a whole table. Labels have
+today's name of the setting, also where it was given by a former one.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -84,6 +86,29 @@ def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment
     return experiment
 
 
+def with_current_labels(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
+    """The experiment with published figures of `ig@tv=1` as those of `ig@tv_weight=1`, which a sweep of `tv` makes."""
+    current = {(keys := key.split("."))[-1]: current_keys(experiment, keys)[-1] for key in map(str, sweep)}
+    former = {key: now for key, now in current.items() if key != now}
+    if not former:
+        return experiment
+    named = re.compile(rf"@({'|'.join(map(re.escape, former))})=")
+
+    def renamed(label: str) -> str:
+        return named.sub(lambda found: f"@{former[found[1]]}=", label)
+
+    published = tuple(
+        replace(
+            figures,
+            method=renamed(figures.method),
+            attack=None if figures.attack is None else renamed(figures.attack),
+            reference_method=renamed(figures.reference_method),
+        )
+        for figures in experiment.published
+    )
+    return replace(experiment, published=published)
+
+
 def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) -> Experiment:
     """The experiment as one method and one attack have it: with the settings that are theirs alone.
 
@@ -135,12 +160,10 @@ def _listed(data: Mapping[str, Any], key: str) -> list[Any]:
 
 
 def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
-    keys = key.split(".")
+    keys = current_keys(experiment, key.split("."))
     if not isinstance(values, list) or not values or not all(isinstance(value, Scalar) for value in values):
         raise ValueError(f"expected a list of single values, got {values!r}")
-    resolve_paths(
-        to_plain(experiment), current_keys(experiment, keys)
-    )  # says what is close where there is no such setting
+    resolve_paths(to_plain(experiment), keys)  # says what is close where there is no such setting
     words = [_word(value) for value in values]
     if len(set(words)) < len(words):
         raise ValueError(f"expected different values, got {values}")
@@ -156,7 +179,7 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
         kind, choices = keys[0], [getattr(version, keys[0]) for version in versions]
     else:
         kind = owner
-        given = [{key: value} for value in values]
+        given = [{".".join(keys): value} for value in values]
         choices = [tuple(replace(e, changes={**e.changes, **new}) for e in getattr(experiment, kind)) for new in given]
     made: dict[str, list[Entry[Any]]] = {}
     for entry, *found in zip(getattr(experiment, kind), *choices, strict=True):

@@ -116,7 +116,7 @@ def _split(
     values["imports"] = list(import_plugins(words if not own or asked(own) else [], folder, given))
     sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
     values = with_current_names(values)
-    experiment = build(values)
+    experiment = grid.with_current_labels(build(values), sweep)
     if experiment.task.model.user_code:
         search_modules_in(folder)
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]

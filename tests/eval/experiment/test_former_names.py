@@ -101,11 +101,10 @@ def test_overrides_take_former_names(override: str, section: str, key: str, valu
 def test_an_override_meets_a_sweep_by_whichever_name(tmp_path: Path, swept: str, given: str) -> None:
     file = tmp_path / "swept.yaml"
     file.write_text(f"{NEW}sweep: {{{swept}: [0.25, 0.5]}}\n")
-    word = swept.rpartition(".")[2]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FormerNameWarning)
         labels = {entry.label for entry in yaml_config.load(file, [f"{given}=[0.5, 1]"]).method}
-    assert labels == {f"{name}@{word}={share}" for name in ("fedavg", "hyperfl") for share in (0.5, 1)}
+    assert labels == {f"{name}@client_fraction={share}" for name in ("fedavg", "hyperfl") for share in (0.5, 1)}
 
 
 def test_the_same_setting_twice_is_an_error() -> None:

@@ -292,3 +292,32 @@ def test_some_of_what_a_sweep_sets_can_not_be_set_apart(path):
             ValueError, match=r"method.fedavg.lr: the sweep 'method.lr' has values for this and for more"
         ):
             yaml_config.load(path, [f"method.fedavg.lr={value}"])
+
+
+@pytest.mark.filterwarnings("ignore::fl.settings.FormerNameWarning")
+@pytest.mark.parametrize(
+    ("former", "today", "label"),
+    [
+        ("attack.tv=[1e-4, 1e-2]", "attack.tv_weight=[1e-4, 1e-2]", "ig@tv_weight=0.0001"),
+        ("federation.rate=[0.5, 1.0]", "federation.client_fraction=[0.5, 1.0]", "fedavg@client_fraction=0.5"),
+    ],
+)
+def test_labels_have_todays_name_of_a_setting(path, former, today, label):
+    by_former, by_today = (yaml_config.load(path, [text]) for text in (former, today))
+    assert by_former == by_today
+    assert label in labels(by_former, "attack") + labels(by_former, "method")
+
+
+@pytest.mark.filterwarnings("ignore::fl.settings.FormerNameWarning")
+@pytest.mark.parametrize("overrides", [[], ["seeds=[0]"]])
+def test_published_figures_of_a_sweep_by_a_former_name(path, overrides):
+    path.write_text(
+        f"{TEXT}sweep: {{attack.tv: [1e-4, 1e-2]}}\n"
+        "published:\n  - {method: fedavg, attack: ig@tv=0.01, psnr: 16, source: a paper}\n"
+    )
+    assert yaml_config.load(path, overrides).published[0].attack == "ig@tv_weight=0.01"
+
+
+def test_labels_of_an_old_run_stay_in_its_own_config(path):
+    path.write_text(TEXT.replace("attack:\n", "attack:\n  - {name: ig, as: ig@tv=0.01, tv_weight: 1e-2}\n"))
+    assert labels(yaml_config.load(path), "attack")[0] == "ig@tv=0.01"

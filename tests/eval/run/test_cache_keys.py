@@ -191,6 +191,10 @@ def test_another_kind_of_device_is_another_cell():
     assert cache_keys.training_cell(elsewhere, *words).id != first.cell.id
 
 
+def test_labels_are_no_part_of_a_cell():
+    assert ids('attack={name: guess, as: "guess@a-former-name=0.1"}') == ids("attack=guess")
+
+
 def test_run_ids_follow_config_and_version(monkeypatch):
     first = cache_keys.run_id(tiny())
     assert first == cache_keys.run_id(tiny())
