@@ -86,6 +86,7 @@ def run(
         path = config_catalog.resolve(config)  # before what takes seconds to import
     from attacks.search_control import SearchControl
     from eval.experiment import yaml_config as configs
+    from eval.experiment.default_differences import differences_in_file
     from eval.run import runner
     from eval.run.resources import choose_workers
     from eval.run.run_directory import RunDir
@@ -107,6 +108,10 @@ def run(
         chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
         folder = RunDir(out or default_folder(path))
+        own = path.resolve().parent == folder.path.resolve()  # it has every default written down
+        unlike = None if own else differences_in_file(experiment, path, overrides)
+        if unlike:
+            note(unlike)
         plan = runner.prepare(experiment, device=device)
     with _locked_folder(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = runner.Options(
@@ -116,6 +121,7 @@ def run(
             name=_run_name(path, folder, experiment.title),
             command=shareable_command(sys.argv[1:], config),
             control=control,
+            unlike_defaults=unlike,
         )
         for words in notes:
             log.info(words)

@@ -25,6 +25,8 @@ from torchvision.utils import save_image
 from eval.experiment import yaml_config
 from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
+from eval.io.run_layout import UNLIKE_DEFAULTS
+from eval.io.text import sentence
 from eval.metrics.score import Row
 from eval.report import results_table
 from eval.report.load import PRIVACY, load, picture_file_names, read_pictures
@@ -91,9 +93,11 @@ def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder
 
 
 def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
-    """What to know of the whole table: what failed or was cut short, other code, images shared, privacy claimed."""
+    """What to know of the whole table: what failed or was cut short, other code, unlike defaults, claims and more."""
     said = (incomplete(failures, plan), cut_short(failures, plan, folder), mixed_code_warning(folder.about_run()))
     found = [note for note in said if note]
+    if unlike := folder.about_run().get(UNLIKE_DEFAULTS):
+        found.append(f"{sentence(str(unlike))}.")
     found += partition_notes.shared_images([about for _, about in partition_files.distinct_partitions(plan)])
     return [
         *found,

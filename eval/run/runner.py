@@ -16,6 +16,7 @@ from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchProgress
 from eval.io import file_digests, jsonl
 from eval.io.errors import RUN_ERRORS, describe_origin
+from eval.io.run_layout import UNLIKE_DEFAULTS
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
@@ -78,6 +79,8 @@ class Options:
         keep_checkpoints: whether they stay when no unfinished cell needs them.
         name: what the run is called.
         command: what it was started by.
+        unlike_defaults: defaults in which its methods differ (`eval.experiment.default_differences`), in a line for
+            readers; None keeps what the folder says of the same experiment.
         needed: which attacks are of use; others are left out, and no part of the run.
         control: ends searches and trainings after a time, or at an interrupt, and with them the run. What is left of
             the time is shared equally among the searches and trainings that are left.
@@ -89,6 +92,7 @@ class Options:
     keep_checkpoints: bool = False
     name: str = ""
     command: str = ""
+    unlike_defaults: str | None = None
     needed: AttackFilter = keep_all
     control: SearchControl = field(default_factory=SearchControl)
     on_search: SearchListener = ignore_search
@@ -358,8 +362,9 @@ class _Run:
 
     def write_status(self, status: str) -> None:
         """Write down what the run is and how far it is."""
+        name = run_id(self.plan.experiment)
         about = {
-            "id": run_id(self.plan.experiment),
+            "id": name,
             "title": self.plan.experiment.title,
             "name": self.options.name,
             "command": self.options.command,
@@ -367,9 +372,17 @@ class _Run:
             "code": source_digest(),
             "status": status,
             **self._about_captures(),
+            **({UNLIKE_DEFAULTS: words} if (words := self._unlike_defaults(name)) else {}),
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
         jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
+
+    def _unlike_defaults(self, name: str) -> str:
+        """What is to be known of the methods' defaults, in the run called `name`."""
+        if self.options.unlike_defaults is not None:
+            return self.options.unlike_defaults
+        before = self.folder.about_run()
+        return str(before.get(UNLIKE_DEFAULTS) or "") if before.get("id") == name else ""
 
     def _about_captures(self) -> dict[str, object]:
         """What is to be known of updates of the user's own; nothing where there are none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eval.io.run_layout import UNLIKE_DEFAULTS
 from eval.io.text import count, join, sentence
 from eval.metrics import validity_flags
 from eval.report.blocks import Block, DefinitionList, FindingBlock, Note, Paragraph, Section
@@ -75,13 +76,20 @@ def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBloc
         return Section(
             "leaked",
             "What leaked",
-            [*unfinished_notes(run), *_mixed_code_notes(run), *_overlap_notes(run), Paragraph(NO_ATTACK_ASKED)],
+            [
+                *unfinished_notes(run),
+                *_mixed_code_notes(run),
+                *_unlike_defaults_notes(run),
+                *_overlap_notes(run),
+                Paragraph(NO_ATTACK_ASKED),
+            ],
         ), []
     given = bool(run.settings.threat.get("knows_labels", False))
     found = findings(run.groups, labels_given=given)
     blocks: list[Block] = [
         *unfinished_notes(run),
         *_mixed_code_notes(run),
+        *_unlike_defaults_notes(run),
         *_overlap_notes(run),
         *_update_notes(run),
         *flag_notes(numbered),
@@ -118,6 +126,11 @@ def unfinished_notes(run: Run) -> list[Block]:
 def _mixed_code_notes(run: Run) -> list[Block]:
     words = mixed_code_warning(run.metadata)
     return [Note("Computed by different source code", [("code", sentence(words))])] if words else []
+
+
+def _unlike_defaults_notes(run: Run) -> list[Block]:
+    words = str(run.metadata.get(UNLIKE_DEFAULTS) or "")
+    return [Note("To know before methods are compared", [("defaults", sentence(words))])] if words else []
 
 
 def _update_notes(run: Run) -> list[Block]:
