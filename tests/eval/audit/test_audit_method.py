@@ -12,7 +12,7 @@ from attacks.base import Reconstruction
 from eval import cli
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.request import AuditRequest
-from eval.audit.user_model import take_first, whole
+from eval.audit.user_model import load_images, take_first
 from eval.audit.verdict import verdict
 from eval.commands import terminal
 from eval.metrics.score import score
@@ -75,10 +75,10 @@ def test_images_come_from_a_folder_of_ones_own(tmp_path):
         (tmp_path / name).mkdir()
         for number in range(5):
             Image.new("L", (8, 8), gray).save(tmp_path / name / f"{number}.png")
-    found = take_first(whole(f"{{name: folder, path: {tmp_path}, mode: gray, size: 8}}"), 3, "folder")
+    found = take_first(load_images(f"{{name: folder, path: {tmp_path}, mode: gray, size: 8}}"), 3, "folder")
     assert found.inputs.mean((1, 2, 3)).tolist() == found.labels.tolist()
     with pytest.raises(ValueError, match="did you mean 'path'"):
-        whole("{name: folder, pathh: x}")
+        load_images("{name: folder, pathh: x}")
 
 
 def test_a_limit_that_guesses_exceed_is_said_to_be_one():
