@@ -287,11 +287,12 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "A round is five epochs. `peel+surrogate+cascade` finds pictures of single images, which takes the round for",
         "one step; what solves exactly for several steps needs the classifier. Searches: `peel+ig` with 500",
         "iterations on single images, `peel+surrogate+ig` with 200 on one client of fifty. Their figures are means,",
-        "over as many pictures; the floor is each image's mean color. A dash was not measured, or no gradient arrived.",
+        "over as many pictures; the baseline is each image's mean color. A dash was not measured, or no gradient "
+        "arrived.",
         "",
     ]
     head = ["images", "init", "work", "on", "clients", "a gradient arrives", "active", "embedding", "extractor"]
-    head += ["peel verified", "exact", "above 40 dB", "search, dB", "floor, dB"]
+    head += ["peel verified", "exact", "above 40 dB", "search, dB", "baseline, dB"]
     body = []
     for dataset in SETS:
         for init in INITIALIZATIONS:

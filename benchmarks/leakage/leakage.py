@@ -163,7 +163,7 @@ def _report_idlg(
                 "median",
                 ">= 40 dB [95 %]",
                 "labels right",
-                "mean-color floor",
+                "mean-color baseline",
                 "CPU s",
             ],
             body,
@@ -285,7 +285,7 @@ def _photographs(
         [what, "one start", *[f"{fmean(o):.1f} ({min(o):.1f} to {max(o):.1f})" for o in ours], f"{seconds:.0f}"],
         [what, f"best of {len(data)} by objective", *[f"{b:.1f}" for b in best], ""],
         [what, "anchor", *["-" if a is None else f"{a:.1f}" for a in anchor], ""],
-        [what, "mean-color floor", *[f"{f:.1f}" for f in floors], ""],
+        [what, "mean-color baseline", *[f"{f:.1f}" for f in floors], ""],
     ]
 
 
@@ -354,7 +354,8 @@ def beside_fedavg(
         )
     some = next(iter(found.values()))
     for floor, called in (("mean", "mean"), ("grey", "gray"), ("noise", "noise")):
-        body.append([f"floor: {called}", "", f"{mean_interval(some, f'floor_{floor}_psnr').value:.2f}", "", "", "", ""])
+        mean = mean_interval(some, f"floor_{floor}_psnr").value
+        body.append([f"baseline: {called}", "", f"{mean:.2f}", "", "", "", ""])
     pairs = []
     reference = "HyperFL: peel+ig"
     for key, data in found.items():

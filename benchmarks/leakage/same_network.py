@@ -88,7 +88,7 @@ def section(name: str, init: str, measured: Measured) -> list[str]:
             [key, len(data), interval, f"{median(data):.1f}", f"{100 * rate.value:.0f} %", f"{seconds[key]:.0f}"]
         )
     floor = mean_interval(found[PEELED], "floor_mean_psnr").value
-    body.append(["floor: mean", "", f"{floor:.2f}", "", "", ""])
+    body.append(["baseline: mean", "", f"{floor:.2f}", "", "", ""])
     pairs = []
     for key in (CUT, PLAIN):
         gap = paired_difference(found[PEELED], found[key])

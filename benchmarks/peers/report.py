@@ -37,7 +37,7 @@ def section(case: Case, outcome: Outcome) -> list[str]:
         ends = f"{middle:.2f} [{low:.1f}, {high:.1f}]"
         rows.append([name, done, ends, figures.broken, f"{sum(figures.seconds):.1f}", f"{figures.rate:.0f}"])
     rows += [[name, "", "not run", "", "", ""] for name in outcome.missing]
-    rows.append(["floor: mean color", "", f"{np.median(outcome.floor):.2f}", "", "", ""])
+    rows.append(["baseline: mean color", "", f"{np.median(outcome.floor):.2f}", "", "", ""])
     head = ["", "iterations", "PSNR dB, median [quartiles]", "not finite", "CPU s", "image-iterations per CPU s"]
     lines = [f"## {case.title}", "", case.notes, "", *table(head, rows), ""]
     if pairs := _pairs(outcome):
