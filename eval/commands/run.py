@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,6 +84,8 @@ def run(
 
     with exit_on_errors(USAGE):
         path = config_catalog.resolve(config)  # before what takes seconds to import
+        if not import_:
+            _check_names(path, set_ or ())
     from attacks.search_control import SearchControl
     from eval.experiment import yaml_config as configs
     from eval.experiment.default_differences import differences_in_file
@@ -156,6 +158,40 @@ def _print_results(
         print_message(
             f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})"
         )
+
+
+def _check_names(path: Path, overrides: Sequence[str]) -> None:
+    """Refuse a misspelled name of a method, a data set or the like, before anything is imported.
+
+    Raises:
+        ValueError: says which and what is close; what else is wrong is left to who reads it all.
+    """
+    from eval.experiment import source_catalog
+    from eval.io import yaml12
+    from fl.settings import SettingError
+
+    if not source_catalog.certain():
+        return
+    data: Any = None
+    with suppress(ValueError, OSError):
+        data = yaml12.parse(yaml12.read(path))
+    if not isinstance(data, dict) or data.get("imports"):  # of modules that may register more
+        return
+    try:
+        source_catalog.check_config_names(data)
+    except SettingError as error:
+        raise ValueError(f"{path}: {error}") from error
+    for text in overrides:
+        key, _, value = text.partition("=")
+        changed: Any = None
+        with suppress(ValueError):
+            changed = yaml12.parse(value)
+        for part in reversed(key.strip().split(".")):
+            changed = {part: changed}
+        try:
+            source_catalog.check_config_names(changed)
+        except SettingError as error:
+            raise ValueError(f"{text}: {error.reason}") from error
 
 
 def default_folder(path: Path) -> Path:

@@ -160,7 +160,8 @@ def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -
     try:
         path = config_catalog.resolve(name)
     except config_catalog.UnknownConfigError as error:
-        if closest_name(name, (*others, *error.near)) in error.near:
+        near = {*error.near, *(other.rpartition("/")[2] for other in error.near)}
+        if closest_name(name, (*others, *sorted(near))) in near:
             raise
         note = "; configs: `hyperleak list configs`" + ("" if imports else f"; {IMPORT_HINT}")
         raise UnknownNameError("name", name, others, note) from error

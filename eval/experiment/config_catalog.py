@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from eval.io import yaml12
+from fl.registry import closest_name
 
 _CHECKOUT = Path(__file__).parents[2]
 CONFIGS = _CHECKOUT / "configs" if (_CHECKOUT / "pyproject.toml").is_file() else Path(__file__).parent / "configs"
@@ -14,17 +15,24 @@ NEAREST = 3
 """How many names are offered in place of one that is not there."""
 ENOUGH = 0.6
 """How alike two names must be for that: twice the characters that they share, over those that they have."""
+ALMOST = 0.8
+"""How alike for the beginning of names to be meant, as it is less than any of them."""
 
 
 class UnknownConfigError(FileNotFoundError):
     """A name that no config has.
 
     Attributes:
-        near: names that may be meant.
+        near: names that may be meant, or the beginning of several.
     """
 
-    def __init__(self, name: str, near: Sequence[str], count: int) -> None:
-        self.near = tuple(near)
+    def __init__(self, name: str, near: Sequence[str], count: int, beginning: tuple[str, int] = ("", 0)) -> None:
+        start, number = beginning
+        self.near = (start,) if start else tuple(near)
+        if start:
+            wanted = f"did you mean one of the {number} whose names begin with {start!r}?"
+            super().__init__(f"no config {name!r}; {wanted} `hyperleak list configs {start}` shows them")
+            return
         hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
         there = f"`hyperleak list configs` shows all {count}" if count else "this installation has none to name"
         super().__init__(f"no config {name!r}; {hint}{there}")
@@ -53,7 +61,7 @@ def resolve(name: str) -> Path:
         raise FileNotFoundError(f"{len(ending)} configs are called {name!r}: {', '.join(ending)}")
     if any(in_folder_or_named(other, f"{name}/") for other in known):
         raise FileNotFoundError(f"{name!r} is a folder of configs; `hyperleak list configs {name}` shows them")
-    raise UnknownConfigError(name, _near(name, known), len(known))
+    raise UnknownConfigError(name, _near(name, known), len(known), _beginning(name, known))
 
 
 def name_of(path: Path) -> str:
@@ -97,6 +105,26 @@ def _near(name: str, known: Sequence[str]) -> list[str]:
     alike = {other: max(_alike(whole, end) for end in _endings(other)) for other in known}
     best = sorted(known, key=lambda other: -alike[other])[:NEAREST]
     return [other for other in best if alike[other] > ENOUGH]
+
+
+def _beginning(name: str, known: Sequence[str]) -> tuple[str, int]:
+    """How several names begin that are meant by `name`, and how many; nothing where a whole name is as close."""
+    whole = name.removesuffix(".yaml")
+    starts = {start for other in known for end in _endings(other) for start in _starts(end)}
+    start = closest_name(whole, starts)
+    if start is None or _alike(whole, start) < ALMOST:
+        return "", 0
+    begun = [other for other in known if in_folder_or_named(other, start)]
+    if len(begun) < 2 or max(_alike(whole, end) for other in known for end in _endings(other)) >= _alike(whole, start):
+        return "", 0
+    return start, len(begun)
+
+
+def _starts(name: str) -> list[str]:
+    """The name up to each "-" of its last part."""
+    folder, slash, last = name.rpartition("/")
+    parts = last.split("-")
+    return [folder + slash + "-".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _endings(name: str) -> list[str]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from fl.registry import UnknownNameError
+from fl.settings import SettingError
 
 ROOT = Path(__file__).parents[2]
 OURS = frozenset({"fl", "defenses", "attacks", "eval"})
@@ -28,6 +29,16 @@ SEARCHED = ("fl", "defenses", "attacks")
 """Packages that register something."""
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
 """The registries by their plurals, by which they go in the source as well."""
+NAMED_IN_CONFIGS = {
+    ("task", "dataset"): "datasets",
+    ("task", "model"): "models",
+    ("federation", "partition"): "partitions",
+    ("federation", "augment"): "augmentations",
+    ("method",): "methods",
+    ("defense",): "defenses",
+    ("attack",): "attacks",
+}
+"""Where configs name what is registered."""
 SECTIONS = ("eval.experiment.serialization", "SECTIONS")
 """Where a config's sections are listed: the module, and the name in it."""
 _ENTRY = re.compile(r"^@(\w+)\.register\(\"([^\"]+)\"\)$", flags=re.MULTILINE)
@@ -141,6 +152,22 @@ def check_names(kind: str, spec: object) -> None:
     for part in name.split("+") if kind == "attacks" else [name]:
         if part not in _modules(kind):
             raise UnknownNameError(kind.removesuffix("s"), part, names(kind))
+
+
+def check_config_names(config: object) -> None:
+    """Refuse names in a config that the source knows nothing by; whatever else is wrong is left to who reads it.
+
+    Raises:
+        SettingError: says what is close.
+    """
+    for path, kind in NAMED_IN_CONFIGS.items():
+        spec = config
+        for key in path:
+            spec = spec.get(key) if isinstance(spec, Mapping) else None
+        try:
+            check_names(kind, spec)
+        except UnknownNameError as error:
+            raise SettingError(path, str(error)) from error
 
 
 @functools.cache

@@ -49,6 +49,32 @@ def test_what_is_not_found_is_said_with_what_is_close(few, name, said):
         config_catalog.resolve(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "tabel7",
+            "^no config 'tabel7'; did you mean one of the 2 whose names begin with 'table7'\\? `hyperleak list con",
+        ),
+        ("table7", "one of the 2 whose names begin with 'table7'"),
+        ("d/tabel7", "one of the 2 whose names begin with 'd/table7'"),
+        ("table7-cifra10", "did you mean 'd/table7-cifar10'"),
+        ("table8", "did you mean"),
+    ],
+)
+def test_the_beginning_of_several_names(few, name, said):
+    (few / "d").mkdir()
+    for name_there in ("table7-cifar10", "table7-emnist"):
+        (few / "d" / f"{name_there}.yaml").write_text("title: A table\n")
+    with pytest.raises(config_catalog.UnknownConfigError, match=said):
+        config_catalog.resolve(name)
+
+
+def test_show_of_a_misspelled_config_names_configs():
+    assert "`hyperleak list configs table1` shows them" in call("show", "tabel1").stderr
+    assert "did you mean 'reproduce/hyperfl/table1-cifar10'" in call("show", "table1-cifra10").stderr
+
+
 def test_an_installation_without_configs_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(config_catalog, "CONFIGS", tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="this installation has none to name"):

@@ -8,10 +8,12 @@ import pytest
 
 from eval.commands import show
 from eval.commands.list_ import registries
-from eval.experiment import source_catalog
+from eval.experiment import config_catalog, source_catalog
 from eval.experiment.docstrings import citations, summarize
 from eval.experiment.serialization import SECTIONS
+from eval.io import yaml12
 from fl.registry import UnknownNameError
+from fl.settings import SettingError
 
 
 def registered(kind):
@@ -35,13 +37,15 @@ def test_everything_that_is_shown_is_as_in_the_registry(kind):
         outline = source_catalog.entry(kind, name)
         assert summarize(outline) == summarize(entry), name
         assert citations(outline) == citations(entry), name
-        assert show._about(kind, outline) == show._about(kind, entry), name
+        assert show._describe_entry(kind, outline) == show._describe_entry(kind, entry), name
 
 
 def test_sections_are_those_of_a_config():
     assert source_catalog.sections() == list(SECTIONS)
     for name, section in SECTIONS.items():
-        assert show._about("section", source_catalog.section(name), name) == show._about("section", section, name)
+        assert show._describe_entry("section", source_catalog.section(name), name) == show._describe_entry(
+            "section", section, name
+        )
 
 
 def test_what_the_source_leaves_open_is_not_made_up(tmp_path, monkeypatch):
@@ -91,7 +95,34 @@ QUICK = {  # commands, and the codes they leave with
     "audit method fedavg --dataset facess": 2,
     "audit method fedavg --dataset faces --model hyperfl-gray --defense [noise,prune]": 2,
     "audit model mine:build --attack igg": 2,
+    "show tabel1": 2,
+    "run nosuch": 2,
+    "run quickstart --set method=fedagv": 2,
+    "run quickstart --set attack=peel+igg": 2,
+    "run quickstart --set task.dataset=cifar": 2,
 }
+
+
+def test_every_name_in_shipped_configs_is_known_from_the_source():
+    for name in config_catalog.names():
+        source_catalog.check_config_names(yaml12.parse(yaml12.read(config_catalog.resolve(name))))
+
+
+@pytest.mark.parametrize("config", [None, [], "text", {"method": 3}, {"task": "faces"}, {"method": "fedavg"}])
+def test_what_is_no_config_is_left_to_who_reads_it(config):
+    source_catalog.check_config_names(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"method": ["fedavg", {"name": "fedagv"}]}, "^method: unknown method 'fedagv'; did you mean 'fedavg'"),
+        ({"federation": {"partition": {"name": "idd"}}}, "^federation.partition: unknown partition 'idd'"),
+    ],
+)
+def test_a_misspelled_name_in_a_config_is_refused_from_the_source(config, said):
+    with pytest.raises(SettingError, match=said):
+        source_catalog.check_config_names(config)
 
 
 def test_commands_that_compute_nothing_import_no_torch():
