@@ -19,7 +19,7 @@ from eval.audit.captured_update import CapturedUpdate
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
 from eval.audit.user_model import Subject
-from eval.experiment import config_catalog, default_differences, yaml_config
+from eval.experiment import config_catalog, default_differences, plugins, yaml_config
 from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
 from eval.report.writer import write_figures
@@ -142,10 +142,11 @@ def run(
         ValueError: settings that are wrong or do not fit each other, or a folder that holds something else.
         RuntimeError: nothing could be finished; names the first cause.
     """
-    control, unlike = _control(minutes), None
+    control, unlike, modules = _control(minutes), None, ""
     if isinstance(experiment, str | Path):
         path = config_catalog.resolve(str(experiment))
         name, described = path.stem, yaml_config.load(path, overrides)
+        modules = plugins.module_folder(described, path)
         if out is None or path.resolve().parent != Path(out).resolve():  # a run's own config has every default in it
             unlike = default_differences.differences_in_file(described, path, overrides)
     elif overrides:
@@ -158,7 +159,11 @@ def run(
     folder = RunDir(Path("results") / name if out is None else Path(out))
     plan = prepare(described, device=device)
     options = runner.Options(
-        workers=choose_workers(workers, plan.device), name=name, control=control, unlike_defaults=unlike
+        workers=choose_workers(workers, plan.device),
+        name=name,
+        control=control,
+        unlike_defaults=unlike,
+        module_folder=modules,
     )
     with folder.locked(), folder.logged():
         failed = runner.run(plan, folder, options, progress)

@@ -89,6 +89,7 @@ def run(
     from attacks.search_control import SearchControl
     from eval.experiment import yaml_config as configs
     from eval.experiment.default_differences import differences_in_file
+    from eval.experiment.plugins import module_folder
     from eval.run import runner
     from eval.run.resources import choose_workers
     from eval.run.run_directory import RunDir
@@ -112,8 +113,6 @@ def run(
         folder = RunDir(out or default_folder(path))
         own = path.resolve().parent == folder.path.resolve()  # it has every default written down
         unlike = None if own else differences_in_file(experiment, path, overrides)
-        if unlike:
-            note(unlike)
         plan = runner.prepare(experiment, device=device)
     with _locked_folder(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = runner.Options(
@@ -124,7 +123,10 @@ def run(
             command=shareable_command(sys.argv[1:], config),
             control=control,
             unlike_defaults=unlike,
+            module_folder=module_folder(experiment, path),
         )
+        if unlike:
+            note(unlike)
         for words in notes:
             log.info(words)
         failures = _compute(plan, folder, options, screen)

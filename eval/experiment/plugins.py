@@ -13,7 +13,10 @@ from typing import Any
 
 import attacks
 from defenses import defenses
+from eval.experiment.spec import Experiment
+from eval.io import jsonl
 from eval.io.errors import IMPORT_ERRORS
+from eval.io.run_layout import MODULE_FOLDER, RUN
 from eval.io.shareable_paths import relative_to_cwd
 from fl.data import datasets
 from fl.data.augment import augmentations
@@ -85,6 +88,39 @@ def _bring(word: str, folders: Sequence[Path]) -> str:
         raise ValueError(f"{word}: there is another module {path.stem!r} ({origin}); rename the file")
     _import(path.stem, word)
     return relative_to_cwd(str(path))
+
+
+def shareable_folder(folder: Path) -> str:
+    """Return a folder relative to the current one; nothing where it is not below that, as it tells of the machine."""
+    whole, here = folder.resolve(), Path.cwd().resolve()
+    return whole.relative_to(here).as_posix() if whole != here and whole.is_relative_to(here) else ""
+
+
+def module_folder(experiment: Experiment, config: Path) -> str:
+    """Return where the module of `task.model` lies, for the config that a run writes (`shareable_folder`).
+
+    Args:
+        experiment: that is run.
+        config: the file it was read from: its author's, or that of a run which goes on.
+    """
+    if not experiment.task.model.user_code:
+        return ""
+    if (config.parent / RUN).is_file():
+        return recorded_module_folder(config.parent)
+    return shareable_folder(config.parent)
+
+
+def recorded_module_folder(folder: Path) -> str:
+    """Return where the module of `task.model` lies, as the run in `folder` says; nothing where it says nothing.
+
+    Only a folder below the current one counts: whoever wrote the run can't lead elsewhere.
+    """
+    try:
+        about = jsonl.read_json(folder / RUN)
+    except (OSError, ValueError):
+        return ""
+    found = about.get(MODULE_FOLDER) if isinstance(about, dict) else None
+    return shareable_folder(Path(found)) if isinstance(found, str) and found else ""
 
 
 def search_modules_in(folder: Path) -> None:

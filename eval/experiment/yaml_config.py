@@ -33,7 +33,12 @@ from typing import Any
 from eval.experiment import sweep as grid
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.overrides import ConfigDraft, apply_overrides
-from eval.experiment.plugins import import_plugins, not_on_command_line, search_modules_in
+from eval.experiment.plugins import (
+    import_plugins,
+    not_on_command_line,
+    recorded_module_folder,
+    search_modules_in,
+)
 from eval.experiment.selection import select_entries, with_published_figures
 from eval.experiment.serialization import build, mapping, to_plain, with_current_names
 from eval.experiment.spec import Experiment, check_taken
@@ -119,6 +124,8 @@ def _split(
     experiment = grid.with_current_labels(build(values), sweep)
     if experiment.task.model.user_code:
         search_modules_in(folder)
+        if recorded := recorded_module_folder(folder):  # the config is a run's own, which lies elsewhere
+            search_modules_in(Path(recorded))
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
     for settings, taken in zip(given, to_plain(experiment)["method"], strict=True):
         for name in settings if isinstance(settings, dict) else ():

@@ -16,7 +16,7 @@ from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl, SearchProgress
 from eval.io import file_digests, jsonl
 from eval.io.errors import RUN_ERRORS, describe_origin
-from eval.io.run_layout import UNLIKE_DEFAULTS
+from eval.io.run_layout import MODULE_FOLDER, UNLIKE_DEFAULTS
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
@@ -81,6 +81,8 @@ class Options:
         command: what it was started by.
         unlike_defaults: defaults in which its methods differ (`eval.experiment.default_differences`), in a line for
             readers; None keeps what the folder says of the same experiment.
+        module_folder: where the module of `task.model` lies, relative to the current folder; empty where nothing is to
+            be said of it.
         needed: which attacks are of use; others are left out, and no part of the run.
         control: ends searches and trainings after a time, or at an interrupt, and with them the run. What is left of
             the time is shared equally among the searches and trainings that are left.
@@ -93,6 +95,7 @@ class Options:
     name: str = ""
     command: str = ""
     unlike_defaults: str | None = None
+    module_folder: str = ""
     needed: AttackFilter = keep_all
     control: SearchControl = field(default_factory=SearchControl)
     on_search: SearchListener = ignore_search
@@ -373,6 +376,7 @@ class _Run:
             "status": status,
             **self._about_captures(),
             **({UNLIKE_DEFAULTS: words} if (words := self._unlike_defaults(name)) else {}),
+            **({MODULE_FOLDER: self.options.module_folder} if self.options.module_folder else {}),
             "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
         }
         jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")

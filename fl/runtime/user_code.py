@@ -86,7 +86,7 @@ def import_user_module(name: str) -> ModuleType:
         if error.name != name.partition(".")[0] and error.name != name:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
         where = f"{Path.cwd()} or among those installed"
-        raise ValueError(f"no module {name!r} in {where}; if its file is elsewhere, give it by --import") from error
+        raise ValueError(f"no module {name!r} in {where}; give its file by --import FOLDER/{name}.py") from error
     except IMPORT_ERRORS as error:
         raise ValueError(_raised_message(error, name, name)) from error
 
