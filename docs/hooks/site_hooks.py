@@ -23,6 +23,7 @@ SHOWN_AT = "results/benchmarks"
 """Where the site has them."""
 KINDS = ("methods", "attacks", "defenses", "datasets", "models", "partitions", "augmentations")
 FENCED = re.compile(r"(^```.*?^```$)", re.DOTALL | re.MULTILINE)
+INTERVAL = re.compile(r"\[-?[\d.]+, -?[\d.]+\](?=[^<>]*</td>)")
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 
 
@@ -57,6 +58,11 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         part if part.startswith("```") else LINK.sub(lambda m: _link(m, home, source, files), part)
         for part in FENCED.split(markdown)
     )
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Keep intervals in tables on one line each."""
+    return INTERVAL.sub(lambda found: f'<span class="interval">{found[0]}</span>', html)
 
 
 def repository_path(source: str) -> str:
