@@ -62,6 +62,8 @@ def _run(case: Case, folder: Path) -> tuple[int, str]:
     def settle() -> None:
         for name, most in case.limits.items():
             resource.setrlimit(getattr(resource, name), (most, most))
+        if case.sent is not None:  # heard, also where the shell that started this ignores it
+            signal.signal(case.sent[0], signal.SIG_DFL)
         if case.ignored:
             signal.signal(case.ignored, signal.SIG_IGN)
         if case.stdout == "closed":

@@ -5,14 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 from support.runs import tiny
 from support.tiny import Registered
 
-from eval.run import results, runner
+from eval.run import runner
+from eval.run.execute import run_and_publish
 from eval.run.run_directory import LOCK, LOG, RunDir
 from fl.runtime import atomic_files
 
@@ -24,7 +26,7 @@ class Stopped(BaseException):
 @contextmanager
 def failing(at: int, stopped: bool = False) -> Iterator[list[str]]:
     """Step number `at` of the file layer fails, or stops all; yields the kinds of the steps as they are taken."""
-    before, taken = atomic_files.before_disk_change, list[str]()
+    taken = list[str]()
 
     def step(kind: str, path: Path) -> None:
         taken.append(kind)
@@ -36,29 +38,23 @@ def failing(at: int, stopped: bool = False) -> Iterator[list[str]]:
             raise MemoryError
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
-    vars(atomic_files)["step"] = step
-    try:
+    with mock.patch.object(atomic_files, "before_disk_change", step):
         yield taken
-    finally:
-        vars(atomic_files)["step"] = before
+
+
+def stopped_clock() -> float:
+    """The time: always the same."""
+    return 0.0
 
 
 def go(path: Path) -> None:
     """A small run with its report, with a clock that stands still."""
-    clock: Callable[[], float] = time.perf_counter
-    vars(time)["perf_counter"] = lambda: 0.0
     folder = RunDir(path)
-    try:
-        with Registered(), folder.locked(), folder.logged():
-            plan = runner.prepare(
-                tiny("attack=guess", "observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1}]"), device="cpu"
-            )
-            failures = runner.run(plan, folder, runner.Options(checkpoint_seconds=0.0))
-            rows = results.assemble(plan, folder)
-            if rows:
-                results.publish(rows, failures, plan, folder)
-    finally:
-        vars(time)["perf_counter"] = clock
+    with mock.patch.object(time, "perf_counter", stopped_clock), Registered(), folder.locked(), folder.logged():
+        plan = runner.prepare(
+            tiny("attack=guess", "observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1}]"), device="cpu"
+        )
+        run_and_publish(plan, folder, runner.Options(checkpoint_seconds=0.0))
 
 
 def left(folder: Path) -> dict[str, bytes]:

@@ -38,6 +38,14 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
+def interruptible():
+    """Ctrl-C is heard, also where whoever started the tests ignores it, as a shell does for what runs behind it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def mine(monkeypatch, tmp_path):
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
@@ -78,6 +86,7 @@ def test_an_audit_ends_in_time_and_says_what_was_cut_short(clock, mine, tmp_path
     assert again["findings"] == fresh["findings"]
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_key_pressed_during_a_search_ends_it_with_its_best(clock, mine, tmp_path, monkeypatch):
     def tick():
         clock.now += 1
@@ -97,6 +106,7 @@ def test_a_key_pressed_during_a_search_ends_it_with_its_best(clock, mine, tmp_pa
     assert clock.now - begun == 40 + 120  # of the first attack one update was whole
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_key_pressed_twice_stops_at_once(clock, mine, monkeypatch):
     def tick():
         clock.now += 1
@@ -111,6 +121,24 @@ def test_a_key_pressed_twice_stops_at_once(clock, mine, monkeypatch):
     assert "nothing was found before it" in found.stderr
 
 
+def test_an_ignored_key_stays_ignored(clock, mine, monkeypatch):
+    def tick():
+        clock.now += 1
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(clock, "tick", tick, raising=False)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        found = audit(mine, "--attack", "{name: paced, iterations: 4}", "--json")
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert found.exit_code == 0, found.output
+    assert json.loads(found.stdout)["findings"][0]["cut_short"] is None
+    assert clock.now == 8
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_without_a_search_a_key_stops_at_once():
     control = SearchControl()
     with first_interrupt_ends_search(control):
