@@ -6,8 +6,8 @@ from eval.run.results import (
     incomplete,
     installed,
     notes,
-    publish,
 )
+from eval.run.results import write_table_and_report as publish
 
 __all__ = [
     "assemble",

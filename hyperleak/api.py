@@ -23,7 +23,8 @@ from eval.experiment import config_catalog, default_differences, plugins, yaml_c
 from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
 from eval.report.writer import write_figures
-from eval.run import results, runner
+from eval.run import runner
+from eval.run.execute import run_and_publish
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir
@@ -166,17 +167,13 @@ def run(
         module_folder=modules,
     )
     with folder.locked(), folder.logged():
-        failed = runner.run(plan, folder, options, progress)
-        rows = results.assemble(plan, folder)
-        if rows:
-            results.publish(rows, failed, plan, folder)
-    cut = runner.unfinished_attacks(plan, folder, failed)
-    failures = tuple(f"{failure.name}: {failure.reason}" for failure in failed)
-    if not rows:
-        raise RuntimeError(
-            f"nothing could be finished: {failures[0] if failures else 'the time limit came first' if cut else NOTHING}"
-        )
-    return RunResult(folder.path, failures, tuple(cut))
+        outcome = run_and_publish(plan, folder, options, progress)
+    failures = tuple(f"{failure.name}: {failure.reason}" for failure in outcome.failures)
+    unfinished = tuple(outcome.unfinished)
+    if not outcome.rows:
+        why = failures[0] if failures else "the time limit came first" if unfinished else NOTHING
+        raise RuntimeError(f"nothing could be finished: {why}")
+    return RunResult(folder.path, failures, unfinished)
 
 
 def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:

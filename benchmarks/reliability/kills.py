@@ -20,6 +20,7 @@ import time
 import traceback
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -27,7 +28,8 @@ from attacks.parallel import AttackPool
 from benchmarks.reliability.page import Figure, record
 from eval.experiment import yaml_config
 from eval.io import yaml12
-from eval.run import results, runner
+from eval.run import runner
+from eval.run.execute import run_and_publish
 from eval.run.run_directory import LOCK, LOG, RunDir
 from fl import engines
 
@@ -42,19 +44,23 @@ score: {lpips: off}
 """
 
 
+def stopped_clock() -> float:
+    """The time: always the same."""
+    return 0.0
+
+
 def go(path: Path, workers: int = 1) -> None:
     """The whole run with its report, as `hyperleak run` does it."""
     torch.set_num_threads(1)
-    vars(time)["perf_counter"] = lambda: 0.0
+    mock.patch.object(time, "perf_counter", stopped_clock).start()
     # workers are started at once, not when a run has taken as long as they take to start
-    vars(engines)["START"] = 0.0
-    vars(runner)["Spread"] = partial(AttackPool, patience=0.0)
+    mock.patch.object(engines, "START_SECONDS", 0.0).start()
+    mock.patch.object(runner, "AttackPool", partial(AttackPool, patience=0.0)).start()
     experiment = yaml_config.read(yaml12.parse(CONFIG))
     folder = RunDir(path)
     with folder.locked(), folder.logged():
         plan = runner.prepare(experiment, device="cpu")
-        failures = runner.run(plan, folder, runner.Options(checkpoint_seconds=0.05, workers=workers, name="tiny"))
-        results.publish(results.assemble(plan, folder), failures, plan, folder)
+        run_and_publish(plan, folder, runner.Options(checkpoint_seconds=0.05, workers=workers, name="tiny"))
 
 
 def child(path: Path, workers: int = 1) -> int:

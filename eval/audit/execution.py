@@ -20,9 +20,10 @@ from eval.io import jsonl, manifest
 from eval.metrics.score import Row
 from eval.run import results, runner
 from eval.run.attack_cell import LABELS
+from eval.run.execute import run_and_publish
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
-from eval.run.runner import Failure, RunStopped
+from eval.run.runner import Failure
 
 FINDINGS = "audit.json"
 """In the folder of an audit: what `--json` prints of it, but for limits."""
@@ -59,23 +60,23 @@ def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
     stopping, options = EarlyStopping(folder), execution.options
     if execution.early_stop:
         plan, options = leave_out_settled(plan), replace(options, needed=stopping)
-    stopped, failures = "", list[Failure]()
     with folder.locked(), folder.logged():
-        try:
-            failures = runner.run(plan, folder, options, execution.progress)
-        except RunStopped as stop:
-            failures = stop.failures
-            stopped = _stopped_at(plan, folder, failures, stopping)
-        left_out, remaining = stopping.left_out(plan), stopping.remaining(plan)
-        rows = results.assemble(remaining, folder)
-        if execution.keep_outputs and rows:
-            results.publish(rows, failures, remaining, folder)
-        report = _report(remaining, folder, rows, options.name)
-        report = replace(report, stopped=stopped)
-        others = _failed(plan, folder, failures, keep=execution.keep_outputs)
-        if not stopped:
-            others += _not_begun(remaining, folder, failures)
-        report = _with_others(report, plan, left_out, others)
+        outcome = run_and_publish(
+            plan,
+            folder,
+            options,
+            execution.progress,
+            reported_part=stopping.remaining,
+            with_report=execution.keep_outputs,
+            publish_when_stopped=True,
+        )
+        report = _report(outcome.plan, folder, outcome.rows, options.name)
+        others = _failed(plan, folder, outcome.failures, keep=execution.keep_outputs)
+        if outcome.is_stopped:
+            report = replace(report, stopped=_stopped_at(plan, folder, outcome.failures, stopping))
+        else:
+            others += _not_begun(outcome.plan, folder, outcome.failures)
+        report = _with_others(report, plan, stopping.left_out(plan), others)
         if execution.keep_outputs:
             _write_findings(folder.path, report)
     return report

@@ -37,7 +37,7 @@ from eval.commands.terminal import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rich.console import Console
 
@@ -178,24 +178,21 @@ def audit(
     update.npz --model my_model:build), and a method (audit method hyperfl --dataset faces). Without these words: audit
     my_model:build, audit --update update.npz ..., audit --method hyperfl ....
     """
-    if target is None and update is None and (method is None or dataset is None):  # said before anything is imported
-        print_message(f"error: {_NOTHING if method is None else _NO_DATASET}")
-        raise typer.Exit(USAGE)
+    of_method = update is None and target is None
+    if of_method:
+        _check_source(method, dataset)
     if not import_:
-        of_method = update is None and target is None
         _check_names("methods", method)
         _check_names("datasets", dataset)
         _check_names("models", model if of_method else None)
         _check_names("attacks", *(attack or ()))
         _check_names("defenses", defense)
-    from eval.audit.request import AuditRequest, check_limits
-    from eval.experiment.plugins import import_plugins
-
     stop_on_signals()
     with exit_on_errors(USAGE):
-        imports = import_plugins(import_ or ())
-        allowed = check_limits(psnr=max_psnr, ssim=max_ssim)
-        time_limit = seconds_of(minutes)
+        imports = _import_plugins(import_)
+        outputs = _output_options(out, workers, minutes, {"psnr": max_psnr, "ssim": max_ssim}, json=json)
+    from eval.audit.request import AuditRequest
+
     request = AuditRequest(
         target=target,
         method=method,
@@ -215,7 +212,31 @@ def audit(
         device=device,
         imports=imports,
     )
-    _audit(request, OutputOptions(out=out, limits=allowed, workers=workers, time_limit=time_limit, json=json))
+    _audit(request, outputs)
+
+
+def _check_source(method: str | None, dataset: str | None) -> None:
+    """Leave with a line, before anything is imported, where a method that is to be audited is not described in full."""
+    if method is None or dataset is None:
+        print_message(f"error: {_NOTHING if method is None else _NO_DATASET}")
+        raise typer.Exit(USAGE)
+
+
+def _import_plugins(words: Sequence[str] | None) -> tuple[str, ...]:
+    """Import the user's own files and modules."""
+    from eval.experiment.plugins import import_plugins
+
+    return import_plugins(words or ())
+
+
+def _output_options(
+    out: Path | None, workers: int | None, minutes: float | None, limits: Mapping[str, float | None], *, json: bool
+) -> OutputOptions:
+    """Check and gather what is to become of the findings."""
+    from eval.audit.request import check_limits
+
+    allowed = check_limits(**limits)
+    return OutputOptions(out=out, limits=allowed, workers=workers, time_limit=seconds_of(minutes), json=json)
 
 
 def _check_names(kind: str, *words: str | None) -> None:

@@ -33,14 +33,16 @@ from eval.commands.terminal import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rich.console import Console
 
-    from eval.report.results_table import Table
+    from attacks.search_control import SearchControl
+    from eval.experiment.spec import Experiment
+    from eval.run.execute import RunOutcome
     from eval.run.plan import Plan
     from eval.run.run_directory import RunDir
-    from eval.run.runner import Failure, Options
+    from eval.run.runner import Options
 
 log = logging.getLogger(__name__)
 
@@ -86,9 +88,6 @@ def run(
         path = config_catalog.resolve(config)  # before what takes seconds to import
         if not import_:
             _check_names(path, set_ or ())
-    from attacks.search_control import SearchControl
-    from eval.experiment import yaml_config as configs
-    from eval.experiment.default_differences import differences_in_file
     from eval.experiment.plugins import module_folder
     from eval.run import runner
     from eval.run.resources import choose_workers
@@ -96,23 +95,13 @@ def run(
 
     stop_on_signals()  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
-
-    def note(words: str) -> None:
-        notes.append(words)
-        print_message(f"note: {words}")
-
-    def own_code(modules: Sequence[str]) -> bool:
-        note(f"runs the code of {', '.join(modules)}, which {config} imports")
-        return True
-
+    overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
     with exit_on_errors(USAGE):
-        control = SearchControl(time_limit=seconds_of(minutes))
-        overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
-        chosen = {"imports": import_ or (), "without": without or (), "only": only or ()}
-        experiment = configs.load(path, overrides, **chosen, note=note, asked=own_code)
+        control = _time_limit(minutes)
+        selection = {"imports": import_ or (), "without": without or (), "only": only or ()}
+        experiment = _load_experiment(config, path, overrides, selection, notes)
         folder = RunDir(out or default_folder(path))
-        own = path.resolve().parent == folder.path.resolve()  # it has every default written down
-        unlike = None if own else differences_in_file(experiment, path, overrides)
+        unlike_defaults = _unlike_defaults(experiment, path, overrides, folder)
         plan = runner.prepare(experiment, device=device)
     with _locked_folder(folder):  # last: what is wrong in itself is said rather than that the folder is taken
         options = runner.Options(
@@ -122,41 +111,73 @@ def run(
             name=_run_name(path, folder, experiment.title),
             command=shareable_command(sys.argv[1:], config),
             control=control,
-            unlike_defaults=unlike,
+            unlike_defaults=unlike_defaults,
             module_folder=module_folder(experiment, path),
         )
-        if unlike:
-            note(unlike)
+        if unlike_defaults:
+            _note(unlike_defaults, notes)
         for words in notes:
             log.info(words)
-        failures = _compute(plan, folder, options, screen)
-        with exit_on_errors(FAILURE), show_warnings(screen):
-            found = _write(plan, folder, failures)
-    _print_results(screen, plan, folder, failures, found, json=json)
-    if failures:
+        outcome = _run_plan(plan, folder, options, screen)
+    _print_results(screen, folder, outcome, json=json)
+    if outcome.failures:
         raise typer.Exit(FAILURE)
 
 
-def _print_results(
-    screen: Console, plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None, *, json: bool
-) -> None:
-    """What came out, where it is, and what failed."""
-    from eval.run.runner import unfinished_attacks
+def _time_limit(minutes: float | None) -> SearchControl:
+    """What ends all searches in time."""
+    from attacks.search_control import SearchControl
 
+    return SearchControl(time_limit=seconds_of(minutes))
+
+
+def _load_experiment(
+    config: str, path: Path, overrides: Sequence[str], selection: Mapping[str, Sequence[str]], notes: list[str]
+) -> Experiment:
+    """Read the experiment as the command line changes it; what there is to say of it is printed and kept in `notes`."""
+    from eval.experiment import yaml_config
+
+    def note(words: str) -> None:
+        _note(words, notes)
+
+    def note_imports(modules: Sequence[str]) -> bool:
+        note(f"runs the code of {', '.join(modules)}, which {config} imports")
+        return True
+
+    return yaml_config.load(path, overrides, **selection, note=note, asked=note_imports)
+
+
+def _unlike_defaults(experiment: Experiment, path: Path, overrides: Sequence[str], folder: RunDir) -> str | None:
+    """Say in which defaults the methods differ; None for a run's own config, which has every default written down."""
+    from eval.experiment.default_differences import differences_in_file
+
+    if path.resolve().parent == folder.path.resolve():
+        return None
+    return differences_in_file(experiment, path, overrides)
+
+
+def _note(words: str, notes: list[str]) -> None:
+    """Print a note and keep it for the log of the run, which is not open yet."""
+    notes.append(words)
+    print_message(f"note: {words}")
+
+
+def _print_results(screen: Console, folder: RunDir, outcome: RunOutcome, *, json: bool) -> None:
+    """Print what came out, where it is, and what failed."""
     if json:
-        print_json(_summary(plan, folder, failures, found))
-    elif found is not None:
-        show_table(screen, found)
-    if found is not None:
+        print_json(_summary(folder, outcome))
+    elif outcome.table is not None:
+        show_table(screen, outcome.table)
+    if outcome.table is not None:
         screen.print()
         print_line(screen, f"Written to {folder.path}; open {folder.path / 'report.html'}", wrapped=False)
-    for name, begun in unfinished_attacks(plan, folder, failures).items():
+    for name, begun in outcome.unfinished.items():
         print_message(
             f"{'cut short' if begun else 'not begun'} for --minutes: {name}; the same command without it computes it"
         )
-    for failure in failures:
+    for failure in outcome.failures:
         print_message(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
-    if found is None:
+    if outcome.table is None:
         print_message(
             f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})"
         )
@@ -241,20 +262,13 @@ def _run_name(path: Path, folder: RunDir, title: str) -> str:
     return name
 
 
-def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> list[Failure]:
-    from eval.run import runner
-    from eval.run.run_directory import LostLockError
-    from fl.runtime.main_guard import UnguardedError
+def _run_plan(plan: Plan, folder: RunDir, options: Options, screen: Console) -> RunOutcome:
+    """Run the plan, write table and report, and show how far it is; leave with one line where that can't be done."""
+    from eval.run.execute import run_and_publish
 
     try:
-        with show_warnings(screen), show_progress(screen) as seen:
-            return runner.run(plan, folder, replace(options, on_search=seen.search), seen.stage)
-    except UnguardedError as error:
-        print_message(f"error: {error}")
-        raise typer.Exit(USAGE) from error
-    except LostLockError as error:
-        print_message(f"error: {error}")
-        raise typer.Exit(FAILURE) from error
+        with exit_on_errors(FAILURE), show_warnings(screen), show_progress(screen) as display:
+            return run_and_publish(plan, folder, replace(options, on_search=display.search), display.stage)
     except KeyboardInterrupt as error:
         print_message(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(STOPPED) from error
@@ -263,25 +277,17 @@ def _compute(plan: Plan, folder: RunDir, options: Options, screen: Console) -> l
         raise typer.Exit(int(error.code or 0)) from error
 
 
-def _write(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> Table | None:
-    """The files for readers; the table, unless nothing was finished."""
-    from eval.run import results
-
-    rows = results.assemble(plan, folder)
-    return results.publish(rows, failures, plan, folder) if rows else None
-
-
-def _summary(plan: Plan, folder: RunDir, failures: Sequence[Failure], found: Table | None) -> dict[str, Any]:
+def _summary(folder: RunDir, outcome: RunOutcome) -> dict[str, Any]:
+    """What `--json` prints of a run."""
     from eval.run.cache_keys import run_id
-    from eval.run.runner import unfinished_attacks
 
-    left = unfinished_attacks(plan, folder, failures)
+    unfinished = outcome.unfinished
     return {
-        "id": run_id(plan.experiment),
+        "id": run_id(outcome.plan.experiment),
         "folder": str(folder.path),
-        "status": "failed" if failures else "cut short" if left else "finished",
-        "cut_short": [name for name, begun in left.items() if begun],
-        "not_begun": [name for name, begun in left.items() if not begun],
-        "failures": [asdict(failure) for failure in failures],
-        "table": asdict(found) if found is not None else None,
+        "status": "failed" if outcome.failures else "cut short" if unfinished else "finished",
+        "cut_short": [name for name, begun in unfinished.items() if begun],
+        "not_begun": [name for name, begun in unfinished.items() if not begun],
+        "failures": [asdict(failure) for failure in outcome.failures],
+        "table": asdict(outcome.table) if outcome.table is not None else None,
     }

@@ -75,7 +75,7 @@ def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
     return images
 
 
-def publish(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder: RunDir) -> Table:
+def write_table_and_report(rows: Sequence[Row], failures: Sequence[Failure], plan: Plan, folder: RunDir) -> Table:
     """Write table and report beside what `assemble` wrote; returns the table.
 
     Args:

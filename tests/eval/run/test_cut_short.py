@@ -101,7 +101,7 @@ def test_what_was_cut_short_is_marked_for_readers(clock, tmp_path):
         plan = runner.prepare(tiny(*SEARCHES), device="cpu")
         failures = runner.run(plan, folder, runner.Options(control=SearchControl(time_limit=15)))
         rows = results.assemble(plan, folder)
-        table = results.publish(rows, failures, plan, folder)
+        table = results.write_table_and_report(rows, failures, plan, folder)
     assert any(
         words.startswith("Cut short by a time limit or an interrupt, with the best found by then: fedavg: first after")
         and "Not begun: fedavg: guess after round 2." in words

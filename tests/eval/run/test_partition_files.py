@@ -35,7 +35,7 @@ def whole(folder: Path, *overrides: str, **changed) -> dict[str, str]:
     with place.locked(), place.logged():
         plan = runner.prepare(experiment, device="cpu")
         assert not runner.run(plan, place)
-        table = results.publish(results.assemble(plan, place), [], plan, place)
+        table = results.write_table_and_report(results.assemble(plan, place), [], plan, place)
     assert to_markdown(table) == (folder / "table.md").read_text()
     return {name: (folder / name).read_text() for name in ("log.txt", "table.md", "report.md", "report.html")}
 
