@@ -20,11 +20,11 @@ from torch import Tensor
 from attacks.labels.assignment import assign_labels
 from attacks.result import Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
-from attacks.update.layer_signal import LayerSignal, view_below_classifier
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
+from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from fl.defense import Defense
 from fl.parametrization import Parametrization
 from fl.predict import predict

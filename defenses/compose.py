@@ -44,7 +44,7 @@ class Chain(Defense):
         changing = [part.name for part in self.members() if overrides(part, "gradient")]
         if len(changing) > 1:
             raise ValueError(f"expected at most 1 defense that changes the gradient, got {', '.join(changing)}")
-        if early := [part.name for part in self.members()[:-1] if part.group > 1]:
+        if early := [part.name for part in self.members()[:-1] if part.group_size > 1]:
             raise ValueError(
                 f"expected {early[0]} once, as the last of a chain: each client's update is defended before the mean "
                 f"is taken, noise included; got {', '.join(part.name for part in self.members())}"

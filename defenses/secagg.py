@@ -52,11 +52,6 @@ class SecAgg(Defense):
         """Return a mean over two clients."""
         return cls(group_size=2)
 
-    @property
-    def group(self) -> int:
-        """As many as `group_size`."""
-        return self.group_size
-
     def check(self, method: Method, task: Task) -> None:
         """Refuse a method whose server needs every client's update on its own."""
         if not method.aggregates_mean_only:

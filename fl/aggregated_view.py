@@ -112,14 +112,14 @@ def combine_views(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[fl
     view = replace(
         first,
         update=weighted_update([view.update for view in views], shares),
-        private=_join_named([view.private for view in views]),
+        private=_prefix_by_client([view.private for view in views]),
         schedule=joint_schedule(parts),
         batch_size=_sum_if_known([view.batch_size for view in views]),
         labels=torch.cat(labels) if len(labels) == len(views) else None,
         buffers_after=None if first.buffers_after is None else weighted_update(buffers, shares),  # type: ignore[arg-type]
         order=_joint_order(orders, truths) if len(orders) == len(views) else None,
         draws=_joint_draws(draws) if len(draws) == len(views) else None,
-        private_init=_join_named(starts) or None,
+        private_init=_prefix_by_client(starts) or None,
         parts=parts,
     )
     return view, _joint_truth(truths)
@@ -224,8 +224,8 @@ def _joint_truth(truths: Sequence[Truth]) -> Truth:
             indices=torch.cat([trace.indices for trace in traces]),
             draws=_joint_draws([trace.draws for trace in traces]),
         ),
-        private=_join_named([truth.private for truth in truths]),
-        extractor=_join_named([truth.extractor for truth in truths]),
+        private=_prefix_by_client([truth.private for truth in truths]),
+        extractor=_prefix_by_client([truth.extractor for truth in truths]),
     )
 
 
@@ -243,7 +243,7 @@ def _floating_buffers(buffers: Mapping[str, Tensor]) -> Tensors:
     return {name: value for name, value in buffers.items() if value.is_floating_point()}
 
 
-def _join_named(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _prefix_by_client(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the clients' tensors under names of their own."""
     return {f"part/{i}/{name}": value for i, part in enumerate(each) for name, value in part.items()}
 
@@ -297,7 +297,7 @@ def _member_batch_size(schedule: Schedule, phase: int, step: int, batch: int) ->
 
 def _joint_draws(each: Sequence[Draws]) -> Draws:
     return tuple(
-        tuple(_join_named(list(drawn)) for drawn in zip_longest(*steps, fillvalue={}))
+        tuple(_prefix_by_client(list(drawn)) for drawn in zip_longest(*steps, fillvalue={}))
         for steps in zip(*each, strict=True)
     )
 

@@ -54,8 +54,8 @@ class Client:
             )
 
     @cached_property
-    def predictor(self) -> nn.Module:
-        """The same network, but running statistics stay as they are (its outputs in train mode do not use them)."""
+    def fixed_statistics_model(self) -> nn.Module:
+        """A copy of the network whose running statistics stay as they are; outputs in train mode do not use them."""
         model = copy.deepcopy(self.task.model)
         for module in model.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
@@ -64,7 +64,7 @@ class Client:
 
     @cached_property
     def stackable(self) -> nn.Module:
-        """The same network for `vmap`: batch norm in train mode applies its weight and bias as steps of their own.
+        """The network in a form for `vmap`: batch norm in train mode applies its weight and bias as steps of their own.
 
         In one step with them, the gradient of its gradient is wrong under `vmap` (seen with torch 2.15).
         """
@@ -72,9 +72,9 @@ class Client:
         def concerned(module: nn.Module) -> bool:
             return isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and module.affine
 
-        if not any(map(concerned, self.predictor.modules())):
-            return self.predictor
-        model = copy.deepcopy(self.predictor)
+        if not any(map(concerned, self.fixed_statistics_model.modules())):
+            return self.fixed_statistics_model
+        model = copy.deepcopy(self.fixed_statistics_model)
         for module in filter(concerned, model.modules()):
             module.forward = partial(_normalize_separately, module)  # type: ignore[arg-type]
         return model
@@ -98,7 +98,7 @@ class Client:
 
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
         """Return the client's network with the weights that `params` stand for."""
-        return Network(self.predictor, self.method.parametrization.network(params, self.task), buffers)
+        return Network(self.fixed_statistics_model, self.method.parametrization.network(params, self.task), buffers)
 
 
 def _normalize_separately(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
@@ -198,7 +198,7 @@ class LossGradient(Gradient):
 
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Return the gradients of the parameters that move from those of the network's weights."""
-        return self.client.method.parametrization.pullback(params, grads, self.client.task, self.live)
+        return self.client.method.parametrization.pull_back(params, grads, self.client.task, self.live)
 
 
 def client_loss_gradient(grad: Gradient) -> LossGradient:
@@ -367,7 +367,7 @@ class _Course:
         """Return the method's direction for a step, along gradients as the defense hands them over."""
         client, training = self.client, self.training
         looks = step.phase is not None and step.phase.records_direction_as is not None
-        still = client.stackable if training.derivative is func_derivative else client.predictor
+        still = client.stackable if training.derivative is func_derivative else client.fixed_statistics_model
         # a look leaves running statistics alone
         model = client.task.model if training.track_statistics and not looks else still
         raw = LossGradient(client, step, moving, self.buffers, model, fixed, training.derivative)

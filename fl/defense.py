@@ -33,6 +33,7 @@ class Defense(FormerHooks):
     registry: ClassVar[Registry[Defense]] = defenses
     former_hooks: ClassVar[Mapping[str, str]] = {
         "deviations": "noise_std",
+        "group": "group_size",
         "guide": "search_gradient",
         "keeps_ratios": "preserves_norm_ratios",
         "passed": "transmit_known_part",
@@ -43,9 +44,9 @@ class Defense(FormerHooks):
     """What it does, in words for a reader who knows none of the papers."""
 
     @property
-    def group(self) -> int:
+    def group_size(self) -> int:
         """The number of clients of whom the server sees the mean alone."""
-        return max((part.group for part in self.members() if part is not self), default=1)
+        return max((part.group_size for part in self.members() if part is not self), default=1)
 
     def members(self) -> tuple[Defense, ...]:
         """Return the defenses it is made of: itself, but for a chain."""

@@ -66,7 +66,7 @@ class Federation(FederationState):
             raise ValueError(f"expected different clients, got {wanted}")
         chosen = [number for number in wanted if not self.client.method.exclusion_reason(self.server, number)]
         method, task = self.client.method, self.client.task
-        self.server = method.select(self.server, chosen, task)
+        self.server = method.begin_round(self.server, chosen, task)
         uploads, states, finite = Uploads(method), list(self.clients), dict[int, torch.Tensor]()
         for number, done in zip(chosen, self._engine.train(self, chosen, evaluate=evaluate), strict=True):
             check_finite([done.upload], self.server.round, finite)
@@ -164,7 +164,7 @@ class Federation(FederationState):
                 not given for each of a group; or earlier views are not of as many clients.
         """
         client = client or self.client
-        group = self.group_of(number, client.defense.group)
+        group = self.group_of(number, client.defense.group_size)
         if any(max(len(past.parts), 1) != len(group) for past in history):
             raise ValueError(f"expected earlier views of the clients {list(group)} together, got others")
         given = [None] * len(group) if data is None else [data] if isinstance(data, Batch) else list(data)

@@ -77,6 +77,7 @@ class Method(FormerHooks):
         "per_sample": "has_per_sample_loss",
         "plain_gradient": "follows_loss_gradient",
         "plain_loss": "uses_plain_cross_entropy",
+        "select": "begin_round",
         "server_numbers": "server_metrics",
         "silent": "exclusion_reason",
         "takes_means": "aggregates_mean_only",
@@ -248,7 +249,7 @@ class Method(FormerHooks):
         """Return why client number `client` takes part in no round any more, or an empty string."""
         return ""
 
-    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+    def begin_round(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
         """Return the server's state once it knows the clients of the round, before any of them trains."""
         return server
 

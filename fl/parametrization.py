@@ -27,7 +27,7 @@ class Parametrization(FormerHooks):
 
     name: ClassVar[str]
     registry: ClassVar[Registry[Parametrization]] = parametrizations
-    former_hooks: ClassVar[Mapping[str, str]] = {"initial": "initial_parameters"}
+    former_hooks: ClassVar[Mapping[str, str]] = {"initial": "initial_parameters", "pullback": "pull_back"}
     structured: ClassVar[bool] = False
     """Whether gradients come as sums of outer products, which only SGD leaves what they are."""
 
@@ -51,7 +51,7 @@ class Parametrization(FormerHooks):
         """Return the names of the network's weights whose gradients the parameters `live` need."""
         return [name for name in task.parameters if name in live]
 
-    def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
+    def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """Return the gradients of the parameters `live` from those of the network's weights."""
         return {name: grads[name] for name in live}
 
@@ -64,7 +64,7 @@ class Parametrization(FormerHooks):
 class Generated(Parametrization):
     """A generator of some of the network's weights, pulled back by autograd.
 
-    A subclass says what it generates from which parameters; one with more structure overrides `pullback`.
+    A subclass says what it generates from which parameters; one with more structure overrides `pull_back`.
     """
 
     def generates(self, task: Task) -> list[str]:
@@ -86,7 +86,7 @@ class Generated(Parametrization):
         moves = any(name not in task.parameters for name in live)
         return [name for name in task.parameters if (name in made and moves) or (name not in made and name in live)]
 
-    def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
+    def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """Return the vector-Jacobian product of `generate`."""
         own = {name: dense(params[name]) for name in live if name not in task.parameters}
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
-from fl.settings import SettingError, check_fields, current_names, first_name, first_value, format_value
+from fl.settings import SettingError, check_fields, current_names, format_value, oldest_name, oldest_value
 
 T = TypeVar("T")
 Entry = TypeVar("Entry", bound=Callable[..., Any])
@@ -221,14 +221,14 @@ class Registry(Generic[T]):
         """Return the dataclass or function registered as `name`, or None."""
         return self._entries.get(name) if isinstance(name, str) and name in self.names() else None
 
-    def spec(self, instance: T, *, first_names: bool = False) -> dict[str, Any]:
+    def spec(self, instance: T, *, oldest_names: bool = False) -> dict[str, Any]:
         """Return `instance` as `{"name": name, field: value, ...}` in str, int, float, bool, None, list and dict.
 
         `build(spec(x)) == x`, also after a round trip through YAML or JSON.
 
         Args:
             instance: a registered object.
-            first_names: whether fields and values have the first names that they ever had (`fl.settings`).
+            oldest_names: whether fields and values have the first names that they ever had (`fl.settings`).
 
         Raises:
             ValueError: `instance` is not of this registry.
@@ -239,7 +239,7 @@ class Registry(Generic[T]):
         name: str = instance.name  # type: ignore[attr-defined]
         if not dataclasses.is_dataclass(instance):
             return {"name": name}
-        return {"name": name} | _fields(instance, f"{self.kind} {name!r}", first_names)
+        return {"name": name} | _fields(instance, f"{self.kind} {name!r}", oldest_names)
 
     def examples(self) -> Iterator[tuple[str, T]]:
         """Yield every entry's name with a tiny instance: its `example()` where it has one, its defaults otherwise."""
@@ -283,22 +283,22 @@ def _check_settings(entry: type) -> None:
         raise ValueError(f"expected no field 'name' in {entry.__qualname__}: it holds the registered name")
 
 
-def _fields(instance: Any, where: str, first_names: bool) -> dict[str, Any]:
+def _fields(instance: Any, where: str, oldest_names: bool) -> dict[str, Any]:
     """Return the fields of a dataclass in plain data."""
     kind, found = type(instance), {}
     for key in (f.name for f in dataclasses.fields(kind) if f.init):
-        value = _plain(getattr(instance, key), f"{where}, {key}", first_names)
-        if first_names:
-            key, value = first_name(kind, key), first_value(kind, key, value)
+        value = _plain(getattr(instance, key), f"{where}, {key}", oldest_names)
+        if oldest_names:
+            key, value = oldest_name(kind, key), oldest_value(kind, key, value)
         found[key] = value
     return found
 
 
-def _plain(value: Any, where: str, first_names: bool) -> Any:
+def _plain(value: Any, where: str, oldest_names: bool) -> Any:
     registry = getattr(type(value), "registry", None)
     if isinstance(registry, Registry):
-        return registry.spec(value, first_names=first_names)
-    plain = partial(_plain, where=where, first_names=first_names)
+        return registry.spec(value, oldest_names=oldest_names)
+    plain = partial(_plain, where=where, oldest_names=oldest_names)
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, Enum):
@@ -313,5 +313,5 @@ def _plain(value: Any, where: str, first_names: bool) -> Any:
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
     if dataclasses.is_dataclass(value):
-        return _fields(value, where, first_names)
+        return _fields(value, where, oldest_names)
     raise TypeError(f"{where}: expected plain data, got {type(value).__qualname__}")

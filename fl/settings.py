@@ -203,7 +203,7 @@ def former_names(kind: type) -> dict[str, str]:
     return {former: now for former, now in found.items() if now in own and former not in own}
 
 
-def first_name(kind: type, key: str) -> str:
+def oldest_name(kind: type, key: str) -> str:
     """Return the first name that the field `key` of a dataclass had."""
     return next((former for former, now in former_names(kind).items() if now == key), key)
 
@@ -250,7 +250,7 @@ def current_value(kind: type, key: str, value: Any) -> Any:
     return value
 
 
-def first_value(kind: type, key: str, value: Any) -> Any:
+def oldest_value(kind: type, key: str, value: Any) -> Any:
     """Return the first name that the value of a field had."""
     for former, now in _former_values(kind, key).items():
         if type(value) is type(now) and value == now:

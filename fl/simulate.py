@@ -1,4 +1,4 @@
-"""One round of one client, and what the server sees of it: the public names of `fl.simulation.client_round`."""
+"""The public import of one client's round, and of what the server sees of it (code: `fl.simulation.client_round`)."""
 
 from fl.simulation.client_round import (
     ClientState,

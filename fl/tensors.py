@@ -378,7 +378,7 @@ def leaf_tensors(values: Mapping[str, Value]) -> Iterator[Tensor]:
             yield value
 
 
-def compress(matrix: Tensor, rank: int) -> LowRank:
+def low_rank_approximation(matrix: Tensor, rank: int) -> LowRank:
     """Return the best approximation of a dense (n, m) matrix by `rank` outer products (m small)."""
     if not 1 <= rank <= min(matrix.shape):
         raise ValueError(f"expected rank in [1, {min(matrix.shape)}], got {rank}")

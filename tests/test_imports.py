@@ -68,7 +68,7 @@ def test_contracts_hold():
         ("attacks.labels.counts", "attacks.gradient_matching.ig", "Rooms of attacks"),
         ("eval.io.text", "eval.metrics.image", "Rooms of eval"),
         ("fl.local.sampling", "fl.simulation.federation_state", "Rooms of fl"),
-        ("attacks.update.rescaling", "attacks.update.layer_signal", "No circle "),
+        ("attacks.update.overflow_safe_scaling", "attacks.update.view_below_classifier", "No circle "),
     ],
 )
 def test_contracts_can_fail(tree: Path, importer: str, imported: str, broken: str):
@@ -86,7 +86,7 @@ def test_no_modules_import_each_other(package: str):
 @pytest.mark.parametrize(
     ("importer", "imported"),
     [
-        ("attacks.update.rescaling", "attacks.update.layer_signal"),
+        ("attacks.update.overflow_safe_scaling", "attacks.update.view_below_classifier"),
         ("attacks.result", "attacks"),
     ],
 )

@@ -26,7 +26,7 @@ from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from fl.tensors import dense
@@ -347,7 +347,7 @@ class _InversionState:
         self.values, self.signal = layer.split_images(fit.x), layer.split_images(solution.input_signal)
         self.relative_error, self.visible_cells = max(fit.gradient_error, self.relative_error), layer.visible_input_size
         if number > 0:
-            self.std = layer.split_images(solution.relative_deviations())
+            self.std = layer.split_images(solution.relative_uncertainty())
         return None
 
     def reconstruction(self) -> Reconstruction:

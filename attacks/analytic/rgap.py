@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from attacks.analytic.recursive.base import LayerwiseInversion, invert_layers, layer_gradients, layer_output_shape
-from attacks.analytic.recursive.top_signal import TopSignal
+from attacks.analytic.recursive.start_signal import StartSignal
 from attacks.base import NotApplicable, attacks
 from attacks.network.layer_chain import extract_layer_chain
 from fl.seeds import stream
@@ -88,7 +88,7 @@ def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> 
     pixels = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64)
     top = len(stages) - 1
     signal = torch.randn(1, *layer_output_shape(stages[top]), generator=draw, dtype=torch.float64)
-    start = TopSignal(top, signal)
+    start = StartSignal(top, signal)
     solved = invert_layers(stages, layer_gradients(stages, start, pixels), start, None, cutoff, math.inf)
     return tuple(
         LayerRank(stage.name, s.unknown_count, s.gradient_rank, s.rank, s.condition)

@@ -227,7 +227,7 @@ def batch_norms(view: ServerView) -> dict[str, _BatchNorm]:
     """Return the layers whose statistics the server has, by name, in the network's order."""
     return {
         name: module
-        for name, module in view.client.predictor.named_modules()
+        for name, module in view.client.fixed_statistics_model.named_modules()
         if isinstance(module, _BatchNorm) and f"{name}.running_mean" in view.buffers
     }
 
@@ -343,7 +343,9 @@ def _client_moments(
     params = {k: v for k, v in private.items() if "/" not in k and k not in own}
     buffers = {**own, **view.buffers, **{k: v for k, v in private.items() if k in own}}
     start = client.method.parametrization.lift({**view.shared, **params})
-    handles = [client.predictor.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names]
+    handles = [
+        client.fixed_statistics_model.get_submodule(n).register_forward_pre_hook(partial(keep, n)) for n in names
+    ]
     try:
         client.network(start, buffers)(images)  # type: ignore[arg-type]
     finally:

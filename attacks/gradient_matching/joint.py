@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from attacks.base import NotApplicable, Preset, attacks
 from attacks.gradient_matching.ig import InvertingGradients
-from fl.models.hypernetworks.hypernetwork import EMBEDDING
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING
 from fl.ranges import Count, StepSize, Weight
 from fl.view import ServerView
 

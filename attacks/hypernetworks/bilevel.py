@@ -25,11 +25,11 @@ from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_vie
 from attacks.hypernetworks.peel import SolvedHypernet
 from attacks.search_control import SearchControl, SearchMonitor
 from fl.client import Client
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
 from fl.network import Network
 from fl.ranges import Count, Limit, StepSize, Weight
 from fl.seeds import stream
-from fl.tensors import Tensors, compress, dense, leaf_tensors
+from fl.tensors import Tensors, dense, leaf_tensors, low_rank_approximation
 from fl.view import ServerView
 
 MAX_RANK = 8
@@ -61,7 +61,7 @@ class EmbeddingProblem:
         for name in hypernet.update.shared:  # not a shared classifier or further payloads: no inner loss reaches them
             value = hypernet.change[name]
             if name.startswith("hypernet.heads.") and isinstance(value, Tensor) and value.ndim == 2:
-                value = compress(value, min(rank, *value.shape))
+                value = low_rank_approximation(value, min(rank, *value.shape))
             observed[name] = value
         lr = hypernet.group.lr
         return cls(hypernet.view, {name: value * (1 / lr) for name, value in observed.items()}, inner)
@@ -83,7 +83,7 @@ class EmbeddingProblem:
 
     def generate(self, embedding: Tensor) -> dict[str, Tensor]:
         """Return h(v), by the network's names."""
-        return self._generator.generate(_hypernet_parameters(self.view, embedding), self.view.client.task)
+        return self._hypernetwork.generate(_hypernet_parameters(self.view, embedding), self.view.client.task)
 
     def objective(self, embedding: Tensor, outputs: Mapping[str, Tensor]) -> Tensor:
         """Return the squared distance of the inner loss's gradient and the observed one, relative to the latter."""
@@ -100,18 +100,18 @@ class EmbeddingProblem:
             vmapped: whether this runs under `torch.vmap`; nothing depends on it.
         """
         view = replace(self.view, shared=constants["shared"], update=constants["update"])
-        params, generator = _hypernet_parameters(view, variables[private_key(EMBEDDING)]), self._generator
+        params, generator = _hypernet_parameters(view, variables[private_key(EMBEDDING)]), self._hypernetwork
         made = generator.generate(params, client.task)
         residuals = {n: w - variables[private_key(n)] for n, w in made.items()}
         if self.inner == "logcosh":
             residuals = {n: r.tanh() for n, r in residuals.items()}
-        predicted = generator.pullback(params, residuals, client.task, list(constants["observed"]))
+        predicted = generator.pull_back(params, residuals, client.task, list(constants["observed"]))
         if view.threat.knows_defense:
             predicted = view.defense.surrogate(predicted, view.update)
         return l2(predicted, constants["observed"], constants["size"])
 
     @property
-    def _generator(self) -> Hypernetwork:
+    def _hypernetwork(self) -> Hypernetwork:
         generator = self.view.method.parametrization
         assert isinstance(generator, Hypernetwork)
         return generator
@@ -184,7 +184,7 @@ class ImageProblem:
         else:
             inputs = inputs.detach()
         pixels = inputs * constants["scale"] + constants["offset"]
-        network = Network(client.predictor, {**constants["extractor"], **classifier}, constants["buffers"])
+        network = Network(client.fixed_statistics_model, {**constants["extractor"], **classifier}, constants["buffers"])
         loss = nn.functional.cross_entropy(network(pixels), constants["labels"])
         return loss + self.tv_weight * total_variation(pixels, constants["scale"].flatten())
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
-from attacks.update.layer_signal import LAYER_SIGNAL, LayerSignal
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.step_gradient import exact_step_gradient
+from attacks.update.view_below_classifier import LAYER_SIGNAL, LayerSignal
 from fl.methods.hyperfedzero import HyperFedZero
 from fl.models.hyperfedzero import JoinedNet, ZeroNet
 from fl.tensors import Tensors, dense
@@ -121,7 +121,7 @@ class HyperFedZeroPeel(ViewRewriter):
 
 def _network(view: ServerView) -> ZeroNet | JoinedNet:
     """Return the client's network with the weights that the server sent."""
-    model = copy.deepcopy(view.client.predictor)
+    model = copy.deepcopy(view.client.fixed_statistics_model)
     known = {**view.shared, **view.buffers}
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:

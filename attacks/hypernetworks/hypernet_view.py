@@ -14,7 +14,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
 from attacks.update.update_rule import is_sign_compressed
 from fl.defense import overrides
-from fl.models.hypernetworks.hypernetwork import TRUNK_WEIGHT, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import TRUNK_WEIGHT, Hypernetwork
 from fl.privacy.private_method import PrivateMethod
 from fl.tensors import Tensors, norm
 from fl.types import Group, Phase

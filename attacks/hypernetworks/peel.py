@@ -16,9 +16,9 @@ from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_vie
 from attacks.hypernetworks.rank_one_equations import HypernetUpdate
 from attacks.rewriting.headless import Headless
 from attacks.update.earlier_rounds import with_history
-from attacks.update.layer_signal import LayerSignal
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, freeze_untrained, training_phases
+from attacks.update.view_below_classifier import LayerSignal
 from fl.defense import Defense
 from fl.method import Method
 from fl.methods.centaur import Centaur
@@ -26,7 +26,7 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.models.building_blocks.adapters import ConvAdapter
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, TRUNK_BIAS
 from fl.privacy.private_method import PrivateMethod
 from fl.tensors import Tensors, dense, norm
 from fl.types import Scope

@@ -37,7 +37,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
+from fl.models.hypernetworks.hyperfl_hypernetwork import TRUNK_BIAS, TRUNK_WEIGHT, head_bias, head_weight
 from fl.tensors import LowRank, Tensors, Value, dense, inner, map_values, matvec, norm, rmatvec
 
 

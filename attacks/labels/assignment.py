@@ -66,7 +66,7 @@ def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Ten
 
     In double precision on the CPU, as some devices have none.
     """
-    model = copy.deepcopy(view.client.predictor).to("cpu", torch.float64)
+    model = copy.deepcopy(view.client.fixed_statistics_model).to("cpu", torch.float64)
     known = {**frozen(model), **view.shared}
     if any(name not in known for name, _ in model.named_parameters()):
         return None

@@ -305,7 +305,7 @@ def _noise_features(view: ServerView, layer: str, marks: list[float]) -> Tensor 
     """
     if view.private:
         return None
-    model = copy.deepcopy(view.client.predictor)
+    model = copy.deepcopy(view.client.fixed_statistics_model)
     seen: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -131,7 +131,9 @@ def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
 
 def trace_view(view: ServerView, device: torch.device | str = "cpu") -> tuple[nn.Module, Graph] | NotApplicable:
     """Return the network of `view` in float64, and what it computes from an image, or why that can't be told."""
-    model = load_sent_weights(copy.deepcopy(view.client.predictor).to(device=device, dtype=torch.float64), view)
+    model = load_sent_weights(
+        copy.deepcopy(view.client.fixed_statistics_model).to(device=device, dtype=torch.float64), view
+    )
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from attacks.base import NotApplicable, Reconstruction, ViewRewriter, attacks
 from attacks.labels.recovery import single_label
-from attacks.update.layer_signal import LAYER_SIGNAL, view_below_classifier
+from attacks.update.view_below_classifier import LAYER_SIGNAL, view_below_classifier
 from fl.view import ServerView
 
 

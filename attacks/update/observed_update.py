@@ -21,7 +21,7 @@ from torch import Tensor
 from attacks.result import NotApplicable
 from attacks.update.classifier_update import is_update_sign_flipped
 from attacks.update.float_rounding import RMS_ROUNDING
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
 from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
 from fl.defense import Defense, overrides

@@ -19,10 +19,10 @@ from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
 from benchmarks.hyperfl.peel import error, uploaded
 from fl.client import Client
-from fl.data.partitions.partition import DominantGroups
+from fl.data.partitions.dominant_classes import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.models.resnet_adapter import ResNetAdapter
 from fl.types import Truth
 from fl.view import ServerView
@@ -38,14 +38,15 @@ def federation(init: str) -> Federation:
     split = DominantGroups(clients=10, train_size=200, test_size=100)(images)
     own = ClientData(images.train.take(split.train[0]), images.test.take(split.test[0]))
     method = HyperFLLPM(steps=1, head_epochs=0, batch_size=None, parametrization=Hypernetwork(init=init))  # type: ignore[arg-type]
-    task = ResNetAdapter(stages=3, weights=TRUNK, image_size=64).task(num_classes=images.num_classes)
+    task = ResNetAdapter(stages=3, weights=TRUNK, image_size=64).build_task(num_classes=images.num_classes)
     return Federation(Client(task, method), [own])
 
 
 def given(view: ServerView, truth: Truth) -> Tensor:
     """The mean (C,) over the map that the layer was really given."""
     client, seen = view.client, list[Tensor]()
-    handle = client.predictor.get_submodule(LAYER).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model = client.fixed_statistics_model
+    handle = model.get_submodule(LAYER).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     params = view.method.parametrization.lift({**view.shared, **truth.private})
     with torch.no_grad():
         client.network(params, client.task.buffers)(truth.inputs)

@@ -21,10 +21,10 @@ from attacks.base import NotApplicable
 from attacks.hypernetworks.peel import HypernetPeel
 from benchmarks.common import publish, table
 from fl.client import Client
-from fl.data.partitions.partition import DominantGroups
+from fl.data.partitions.dominant_classes import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.tensors import dense, sub
 from fl.types import Batch, Truth
 from fl.view import ServerView

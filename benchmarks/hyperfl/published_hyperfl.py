@@ -32,12 +32,12 @@ from eval.metrics.image import psnr
 from eval.metrics.matching import assign
 from fl.client import Client
 from fl.data import Dataset
-from fl.data.partitions.partition import DominantGroups
+from fl.data.partitions.dominant_classes import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.simulation.client_round import prepare, train
 from fl.tensors import dense
 from fl.types import Batch

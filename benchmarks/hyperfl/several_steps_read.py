@@ -19,11 +19,11 @@ from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from benchmarks.hyperfl.peel import error
 from fl.client import Client
-from fl.data.partitions.partition import DominantGroups
+from fl.data.partitions.dominant_classes import DominantGroups
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.network import Network
 from fl.tensors import Tensors, dense, norm
 from fl.types import Batch, Task, Truth
@@ -69,9 +69,9 @@ class Recorded(Hypernetwork):
     limit: float
     kept: list[Tensor] = field(default_factory=list, compare=False)
 
-    def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
+    def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """As without."""
-        pulled = super().pullback(params, grads, task, live)
+        pulled = super().pull_back(params, grads, task, live)
         length = float(norm({name: value for name, value in pulled.items() if name != EMBEDDING}))
         self.kept.append(flat(grads, self.generates(task)) * min(1.0, self.limit / length))
         return pulled

@@ -113,14 +113,14 @@ CASES = (
 
 def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list[Row]:
     """Scores of every image under one defense, for an attacker who knows it or not."""
-    task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).task(num_classes=10, seed=0)
+    task = fl.models.models.build({"name": "lenet-zhu", "input_shape": (1, 28, 28)}).build_task(num_classes=10, seed=0)
     defense = defenses.build(case.defense)
     client = Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), defense)
     parts = [images.take(torch.arange(i, i + case.images)) for i in range(0, len(images), case.images)]
     threat = ThreatModel(knows_defense=known)
-    each = case.images // defense.group
+    each = case.images // defense.group_size
     given = [[part.take(torch.arange(i, i + each)) for i in range(0, case.images, each)] for part in parts]
-    data = [ClientData(images, images)] * defense.group
+    data = [ClientData(images, images)] * defense.group_size
     seeds = range(len(given)) if case.redrawn else [0] * len(given)
     runs = [Federation(client, data, seed=seed) for seed in seeds]
     seen = [
@@ -134,7 +134,7 @@ def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list
         if isinstance(result, NotApplicable):
             raise ValueError(f"expected a reconstruction, got: {result.reason}")
         ones = score(result, truth)
-        mine = ones if defense.group > 1 else score(result, original(truth, part))
+        mine = ones if defense.group_size > 1 else score(result, original(truth, part))
         for fed, owned in zip(ones, mine, strict=True):
             own = {"update": update, "psnr_original": owned["psnr"], "place": fed["image"]}
             found.append({**fed, **own, "defense": case.name, "images": case.images, "known": known})

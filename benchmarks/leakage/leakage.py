@@ -37,7 +37,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.types import Batch, Task, Truth
 from fl.view import ServerView
 
@@ -249,7 +249,7 @@ def run_ig() -> None:
     out, lines, seconds = [], list[list[str]](), dict[str, float]()
     for what, mode, network, settings, anchor in ANCHORS:
         images = fl.data.load("photos", mode=mode, size=32 if mode == "color" else 28).train
-        task = fl.models.models.build(network).task(num_classes=62 if mode == "gray" else 10, seed=0)
+        task = fl.models.models.build(network).build_task(num_classes=62 if mode == "gray" else 10, seed=0)
         victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
         views = [view for view, _ in victims]
         begin = time.process_time()

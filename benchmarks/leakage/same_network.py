@@ -28,7 +28,7 @@ from eval.metrics.score import Row
 from eval.metrics.statistics import mean_interval, median, paired_difference, success_rate
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.tensors import dense
 from fl.types import Batch, Task, Truth
 

@@ -19,7 +19,7 @@ from attacks.gradient_matching.engine.traced_objective import MIN_EVALUATIONS_TO
 from benchmarks.performance.noise_data import STEP, victims
 from fl.method import Method
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.view import ServerView
 
 NETWORKS = ("hyperfl-colour", "lenet-zhu")

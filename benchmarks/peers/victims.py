@@ -65,7 +65,7 @@ def gradients(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Tensor]:
 
 def network(name: str, classes: int, settings: dict[str, object]) -> Task:
     """A network of ours from seed 0, its parameters ready for autograd."""
-    task = models.build({"name": name, **settings}).task(num_classes=classes, seed=0)
+    task = models.build({"name": name, **settings}).build_task(num_classes=classes, seed=0)
     for parameter in task.model.parameters():
         parameter.requires_grad_()
     return task

@@ -32,7 +32,7 @@ from fl.engines import EngineName
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.types import Task
 
 MIB = 2**20

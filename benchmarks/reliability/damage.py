@@ -31,7 +31,7 @@ from eval.io import manifest, yaml12
 from eval.report.load import load
 from eval.run import runner
 from eval.run.run_directory import RUN, RunDir, check_cell
-from fl.data.sources import stored
+from fl.data.sources import npz_files
 from fl.models.building_blocks import pretrained
 from fl.simulation import checkpoint
 
@@ -67,7 +67,7 @@ def make(place: Path) -> list[Kind]:
     digest = hashlib.sha256(stated.read_bytes()).hexdigest()
     stated.with_name("stated.safetensors.sha256").write_text(f"{digest}  {stated.name}\n")
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 3), dtype=np.uint8)
-    stored.save_images(place / "data.npz", images, np.arange(40) % 10, [*"abcdefghij"])
+    npz_files.save_images(place / "data.npz", images, np.arange(40) % 10, [*"abcdefghij"])
     readers = [folder / name for name in ("config.yaml", "env.json", "images.jsonl", "rounds.jsonl", manifest.MANIFEST)]
     cells = [path for path in folder.glob("cells/*/*") if path.is_file()]
     return [
@@ -79,7 +79,7 @@ def make(place: Path) -> list[Kind]:
         Kind("run.json", [folder / RUN], lambda _: _run(folder)),
         Kind("pictures for readers", [*folder.glob("images/*")], lambda _: _changes(folder)),
         Kind("cells", cells, _cell),
-        Kind("checkpoints", [*folder.glob("checkpoints/*/*.npz")], checkpoint.check),
+        Kind("checkpoints", [*folder.glob("checkpoints/*/*.npz")], checkpoint.check_intact),
     ]
 
 
@@ -116,7 +116,7 @@ def _weights(path: Path) -> Any:
 
 
 def _data(path: Path) -> Any:
-    found = stored.read_pixels(path)
+    found = npz_files.read_pixels(path)
     return found.images.tobytes(), found.labels.tobytes(), found.class_names
 
 

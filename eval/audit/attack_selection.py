@@ -13,7 +13,7 @@ from eval.run.cache_keys import behind
 from eval.run.plan import AttackTask, Plan, Source
 from eval.run.run_directory import RunDir
 from fl.method import Method
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 
 PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""

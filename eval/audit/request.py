@@ -116,7 +116,7 @@ class AuditRequest:
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
         method, size = yaml12.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
-        if (clients := defenses.build(_defense(self.defense)).group) > 1:
+        if (clients := defenses.build(_defense(self.defense)).group_size) > 1:
             size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
         if self.target:
             return f"{self.target} under {method}, {size}"

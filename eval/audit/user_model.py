@@ -15,7 +15,7 @@ from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
 from fl.capture import ClientSettings, from_batch
 from fl.data import Source, datasets
-from fl.data.sources.stored import REQUIRED_ARRAYS, read_batch
+from fl.data.sources.npz_files import REQUIRED_ARRAYS, read_batch
 from fl.models.function import require_weights
 from fl.registry import UnknownNameError
 from fl.runtime.user_code import call_user_function, find_callable

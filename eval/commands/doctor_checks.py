@@ -64,10 +64,10 @@ def _device() -> list[Check]:
 
 
 def _folder() -> Check:
-    from fl.data.sources import stored
+    from fl.data.sources import npz_files
 
-    place = stored.data_folder()
-    remedy = f"set {stored.DATA_VARIABLE} to a folder of .npz files, or let --download make this one"
+    place = npz_files.data_folder()
+    remedy = f"set {npz_files.DATA_VARIABLE} to a folder of .npz files, or let --download make this one"
     try:
         if place.is_dir():
             return Check("data folder", FINE, str(place))

@@ -24,10 +24,10 @@ from fl.settings import (
     SettingError,
     current_name,
     current_settings,
-    first_name,
-    first_value,
     fit_value,
     format_value,
+    oldest_name,
+    oldest_value,
     type_hints,
 )
 from fl.view import ThreatModel
@@ -154,43 +154,43 @@ def _grid_hint(error: ListError) -> str:
     return f"; for a grid write `sweep: {{{key}: {values}}}` in the file, or `--set {key}={values.replace(', ', ',')}`"
 
 
-def to_plain(experiment: Experiment | CaptureSpec, *, first_names: bool = False) -> dict[str, Any]:
+def to_plain(experiment: Experiment | CaptureSpec, *, oldest_names: bool = False) -> dict[str, Any]:
     """The experiment in plain data with every default written out; `build(plain(x)) == x`.
 
     Args:
         experiment: any.
-        first_names: whether settings have the first names that they ever had (`fl.settings`).
+        oldest_names: whether settings have the first names that they ever had (`fl.settings`).
     """
     if isinstance(experiment, CaptureSpec):
-        return _capture_to_plain(experiment, first_names=first_names)
+        return _capture_to_plain(experiment, oldest_names=oldest_names)
     result: dict[str, Any] = {"title": experiment.title}
     if experiment.imports:
         result["imports"] = list(experiment.imports)
     for key, registry in {**SECTIONS, **LISTS}.items():
         value = getattr(experiment, key)
         if key in LISTS:
-            result[key] = [_entry_spec(experiment, entry, registry, first_names) for entry in value]
+            result[key] = [_entry_spec(experiment, entry, registry, oldest_names) for entry in value]
         else:
-            result[key] = section_spec(value, first_names=first_names)
-    if first_names:
+            result[key] = section_spec(value, oldest_names=oldest_names)
+    if oldest_names:
         own = experiment.observe.method.items()
         result["observe"]["method"] = dict(_first_of_methods(experiment, key, value) for key, value in own)
-    published = [section_spec(figures, first_names=first_names) for figures in experiment.published]
+    published = [section_spec(figures, oldest_names=oldest_names) for figures in experiment.published]
     return {**result, "seeds": list(experiment.seeds), **({"published": published} if published else {})}
 
 
-def _capture_to_plain(spec: CaptureSpec, *, first_names: bool) -> dict[str, Any]:
+def _capture_to_plain(spec: CaptureSpec, *, oldest_names: bool) -> dict[str, Any]:
     """What an audit without a federation is of, in plain data: for readers, no config that could be run."""
     return {
         "title": spec.title,
         "audit": dict(spec.source),
         **({"imports": list(spec.imports)} if spec.imports else {}),
         "task": spec.task,
-        "threat": section_spec(spec.threat, first_names=first_names),
+        "threat": section_spec(spec.threat, oldest_names=oldest_names),
         "observe": {"images": spec.images, "batch_size": spec.batch_size},
-        "score": section_spec(spec.score, first_names=first_names),
+        "score": section_spec(spec.score, oldest_names=oldest_names),
         **{
-            key: [_entry_spec(spec, entry, registry, first_names) for entry in getattr(spec, key)]
+            key: [_entry_spec(spec, entry, registry, oldest_names) for entry in getattr(spec, key)]
             for key, registry in LISTS.items()
         },
         "seeds": list(spec.seeds),
@@ -243,37 +243,37 @@ def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, A
     return found
 
 
-def attack_spec(attack: Attack, *, first_names: bool = False) -> dict[str, Any]:
+def attack_spec(attack: Attack, *, oldest_names: bool = False) -> dict[str, Any]:
     """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`.
 
     Args:
         attack: any.
-        first_names: whether settings have the first names that they ever had (`fl.settings`).
+        oldest_names: whether settings have the first names that they ever had (`fl.settings`).
     """
     if isinstance(attack, Chain):
         name = {"name": attacks.label(attack)}
         if attacks.build(attack_spec(attack.then) | name) == attack:
-            return attack_spec(attack.then, first_names=first_names) | name
-    return attacks.attacks.spec(attack, first_names=first_names)
+            return attack_spec(attack.then, oldest_names=oldest_names) | name
+    return attacks.attacks.spec(attack, oldest_names=oldest_names)
 
 
-def section_spec(section: Any, *, first_names: bool = False) -> dict[str, Any]:
+def section_spec(section: Any, *, oldest_names: bool = False) -> dict[str, Any]:
     """Settings of a section, every default written out.
 
     Args:
         section: any.
-        first_names: whether settings have the first names that they ever had (`fl.settings`).
+        oldest_names: whether settings have the first names that they ever had (`fl.settings`).
     """
     kind: type = type(section)
     found: dict[str, Any] = {}
     for key in (f.name for f in dataclasses.fields(section)):
         value: Any = getattr(section, key)
         if (registry := _registry(kind, key)) is not None:
-            value = registry.spec(value, first_names=first_names)
+            value = registry.spec(value, oldest_names=oldest_names)
         else:
             value = list(value) if isinstance(value, tuple) else copy.deepcopy(value)
-        if first_names:
-            key, value = first_name(kind, key), first_value(kind, key, value)
+        if oldest_names:
+            key, value = oldest_name(kind, key), oldest_value(kind, key, value)
         found[key] = value
     return found
 
@@ -397,18 +397,18 @@ def _name(item: Any) -> str:
 
 
 def _entry_spec(
-    experiment: Experiment | CaptureSpec, entry: Entry[Any], registry: Registry[Any], first_names: bool
+    experiment: Experiment | CaptureSpec, entry: Entry[Any], registry: Registry[Any], oldest_names: bool
 ) -> dict[str, Any]:
     if isinstance(entry.item, Attack):
-        spec = attack_spec(entry.item, first_names=first_names)
+        spec = attack_spec(entry.item, oldest_names=oldest_names)
     else:
-        spec = registry.spec(entry.item, first_names=first_names)
+        spec = registry.spec(entry.item, oldest_names=oldest_names)
     if entry.label != _name(entry.item):
         spec["as"] = entry.label
     if entry.against:
         spec["against"] = list(entry.against)
     changes = copy.deepcopy(entry.changes)
-    if first_names:
+    if oldest_names:
         changes = dict(_first_of_change(experiment, key, value) for key, value in changes.items())
     return {**spec, "with": changes} if changes else spec
 
@@ -419,7 +419,7 @@ def _first_of_change(experiment: Experiment | CaptureSpec, dotted: str, value: A
     found = []
     for key in dotted.split("."):
         if dataclasses.is_dataclass(holder):
-            key, value = first_name(type(holder), key), first_value(type(holder), key, value)
+            key, value = oldest_name(type(holder), key), oldest_value(type(holder), key, value)
         found.append(key)
         holder = getattr(holder, key, None)
     return ".".join(found), value
@@ -429,7 +429,7 @@ def _first_of_methods(experiment: Experiment, key: str, value: Any) -> tuple[str
     """A setting of methods by its first name, and its value by that which this had."""
     for kind in (type(entry.item) for entry in experiment.method):
         if any(f.name == key for f in dataclasses.fields(kind)):
-            return first_name(kind, key), first_value(kind, key, value)
+            return oldest_name(kind, key), oldest_value(kind, key, value)
     return key, value
 
 

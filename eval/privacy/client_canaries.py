@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import ServerState
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.privacy.private_method import PrivateMethod
 from fl.seeds import derive_seed
 from fl.tensors import dense

@@ -70,7 +70,7 @@ class RunSettings:
         """Return how many clients' mean, at least, the server sees alone; 1 for a defense not known here."""
         spec = {key: value for key, value in self.defenses.get(defense, {}).items() if key != "as"}
         try:
-            return defenses.build(spec).group
+            return defenses.build(spec).group_size
         except ValueError:
             return 1
 

@@ -62,10 +62,10 @@ def training_cell(
     return Cell(
         {
             "kind": "training",
-            "task": section_spec(world.task_spec, first_names=True),
+            "task": section_spec(world.task_spec, oldest_names=True),
             "data": world.digest,
-            "federation": _measuring(section_spec(federation, first_names=True)),
-            "method": _without_optimizer(methods.spec(method, first_names=True)),
+            "federation": _measuring(section_spec(federation, oldest_names=True)),
+            "method": _without_optimizer(methods.spec(method, oldest_names=True)),
             "defense": _spec(defense),
             "seed": seed,
             "device": world.device.type,
@@ -119,7 +119,7 @@ def attack_cell(
         perceptual: LPIPS, or why there is none.
         public: digests of the data sets that the attack names.
     """
-    observed_part = section_spec(updates.observe, first_names=True)
+    observed_part = section_spec(updates.observe, oldest_names=True)
     watched = {key: value for key, value in observed_part.items() if key not in {"rounds", "method"}}
     if updates.observe.split == "train":  # as in cells from before there was a choice
         del watched["part"]
@@ -128,9 +128,9 @@ def attack_cell(
             "kind": "attack",
             "training": updates.training.id,
             "round": updates.rounds,
-            "method": _without_optimizer(methods.spec(updates.method, first_names=True)),
-            "attack": _as_before(attack_spec(attack, first_names=True), updates.training.settings["defense"]),
-            "threat": _known(section_spec(updates.threat, first_names=True)),
+            "method": _without_optimizer(methods.spec(updates.method, oldest_names=True)),
+            "attack": _as_before(attack_spec(attack, oldest_names=True), updates.training.settings["defense"]),
+            "threat": _known(section_spec(updates.threat, oldest_names=True)),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
@@ -182,11 +182,11 @@ def capture_cell(
         {
             "kind": "attack",
             "updates": digest,
-            "method": methods.spec(updates.method, first_names=True),
+            "method": methods.spec(updates.method, oldest_names=True),
             "defense": defense,
             "seed": updates.seed,
-            "attack": _as_before(attack_spec(attack, first_names=True), defense),
-            "threat": _known(section_spec(updates.threat, first_names=True)),
+            "attack": _as_before(attack_spec(attack, oldest_names=True), defense),
+            "threat": _known(section_spec(updates.threat, oldest_names=True)),
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
             "device": updates.device,
             "version": version(),
@@ -272,7 +272,7 @@ def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
 
 def run_id(experiment: Experiment | CaptureSpec) -> str:
     """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
-    spec = yaml_config.to_plain(experiment, first_names=True)
+    spec = yaml_config.to_plain(experiment, oldest_names=True)
     plain = {key: value for key, value in spec.items() if key != "imports"}
     plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
     return short_hash({"config": plain, "version": version()})
@@ -311,6 +311,6 @@ def _package() -> hashlib._Hash:
 def _spec(defense: Defense) -> dict[str, Any]:
     """A defense's settings; one that is not registered (made in Python) is known by its class and fields."""
     try:
-        return defenses.spec(defense, first_names=True)
+        return defenses.spec(defense, oldest_names=True)
     except ValueError:
         return {"name": type(defense).__qualname__, "settings": repr(defense)}

@@ -79,7 +79,7 @@ class FederationData:
 
     def task(self, seed: int) -> Task:
         """The task with the network that `seed` starts from."""
-        task = self.task_spec.model.task(num_classes=self.dataset.num_classes, seed=seed)
+        task = self.task_spec.model.build_task(num_classes=self.dataset.num_classes, seed=seed)
         return task.to(device=self.device)
 
     @cached_property

@@ -98,7 +98,7 @@ def _checkpoints(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]
     for own in _folders(folder / "checkpoints"):
         for path in sorted(own.glob("round-*.npz")):
             try:
-                checkpoint.check(path)
+                checkpoint.check_intact(path)
             except (OSError, ValueError) as error:
                 place = f"checkpoints/{own.name}/{path.name}"
                 yield place, f"is damaged ({error}); the same command goes on from an earlier one"

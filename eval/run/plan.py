@@ -317,7 +317,7 @@ class _PlanBuilder:
             if attack.against and method.label not in attack.against:
                 continue
             part = sweep.part(self.experiment, method, attack)
-            scene = self._scene(part, world, method.label, defense.item.group)
+            scene = self._scene(part, world, method.label, defense.item.group_size)
             self._check(task, scene.method, defense, f"observe.method {method.label!r}")
             self._refuse(attack, scene, world)
             for number in _watched(part, method):

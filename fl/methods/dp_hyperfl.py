@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from fl.method import methods
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.parametrization import Parametrization
 from fl.privacy.dp_sgd import ClipTarget
 from fl.privacy.private_method import PrivateMethod

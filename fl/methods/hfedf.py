@@ -179,7 +179,9 @@ class HFedF(FedAvg):
         """Return each client's gradient, in the parts that GradAlign weights apart."""
         before, made = server.own[HYPERNETWORK], self.generator(task, server.clients)
         sign = -1.0 if self.align == "as-printed" else 1.0  # trained - sent, or sent - trained
-        pulled = [made.pulled(before, upload.client, scale_tensors(upload.update, sign)) for upload in uploads]
+        pulled = [
+            made.pull_back_update(before, upload.client, scale_tensors(upload.update, sign)) for upload in uploads
+        ]
         parts = {ALIGNMENT: [{k: v for k, v in one.items() if k != EMBEDDINGS} for one in pulled]}
         if self.embeddings == "learned":
             parts[f"{ALIGNMENT} of embeddings"] = [{EMBEDDINGS: one[EMBEDDINGS]} for one in pulled]

@@ -175,7 +175,7 @@ class HyperGenFL(FedAvg):
         }
         return replace(after, shared=shared, buffers={**server.buffers, **buffers})
 
-    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+    def begin_round(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
         """Return, with aggregates="stored", the state with the model that `clients` start from (lines 5 to 9)."""
         if self.aggregates == "arrived":
             return server

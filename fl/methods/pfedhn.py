@@ -130,9 +130,9 @@ class PFedHN(FedAvg):
         if not uploads:
             return after
         made, own = self.generator(task, server.clients), server.own
-        total = made.pulled(own[HYPERNETWORK], uploads[0].client, uploads[0].update)
+        total = made.pull_back_update(own[HYPERNETWORK], uploads[0].client, uploads[0].update)
         for upload in uploads[1:]:
-            total = add_scaled(total, made.pulled(own[HYPERNETWORK], upload.client, upload.update))
+            total = add_scaled(total, made.pull_back_update(own[HYPERNETWORK], upload.client, upload.update))
         grads = scale_tensors(total, 1 / len(uploads))
         moved, kept = server_step(self._server_phase(), own[HYPERNETWORK], grads, own[OPTIMIZER])
         return replace(after, own={HYPERNETWORK: moved, OPTIMIZER: kept})

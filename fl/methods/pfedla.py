@@ -17,8 +17,8 @@ from fl.models.hypernetworks.server_hypernetwork import (
     EMBEDDINGS,
     HYPERNETWORK,
     ServerHypernetwork,
-    head_bias,
-    head_weight,
+    server_head_bias,
+    server_head_weight,
 )
 from fl.ranges import Count, CountFrom0, Length, StepSize, Width
 from fl.tensors import Tensors, add_scaled, dense, dot, weighted_sum
@@ -91,8 +91,8 @@ class PFedLA(PersonalModels):
         like = dense(next(iter(server.shared.values())))
         network = self.generator(server).initial_parameters(generator, like)
         for name in layers(server):  # positive, so that ReLU leaves something
-            drawn = torch.rand(tuple(network[head_weight(name)].shape), generator=generator)
-            network |= {head_weight(name): drawn.to(like), head_bias(name): torch.zeros(clients).to(like)}
+            drawn = torch.rand(tuple(network[server_head_weight(name)].shape), generator=generator)
+            network |= {server_head_weight(name): drawn.to(like), server_head_bias(name): torch.zeros(clients).to(like)}
         embeddings: Tensors = {
             str(i): torch.randn(self.embedding, generator=generator).to(like) for i in range(clients)
         }

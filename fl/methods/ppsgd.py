@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.models.hypernetworks.common_plus_personal_head import PERSONAL, AdditiveHead
+from fl.models.building_blocks.additive_head import PERSONAL, AdditiveHead
 from fl.parametrization import Parametrization
 from fl.privacy.private_method import PrivateMethod
 from fl.ranges import ShareBelow1, StepSize, Weight

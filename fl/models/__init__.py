@@ -12,7 +12,7 @@ from torch import nn
 from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.layers import Classifier, Normalize, usual_statistics
 from fl.ranges import Positive, Width
-from fl.registry import Registry
+from fl.registry import FormerHooks, Registry
 from fl.types import Task
 
 
@@ -31,7 +31,7 @@ models = NetworkRegistry("model", "fl.models")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(FormerHooks):
     """Settings of a network; a subclass says what its extractor is.
 
     Attributes:
@@ -42,6 +42,7 @@ class Network:
     """
 
     registry: ClassVar[Registry[Network]] = models
+    former_hooks: ClassVar[Mapping[str, str]] = {"task": "build_task"}
     head_bias: ClassVar[bool] = True
     """Whether the head has a bias."""
     user_code: ClassVar[bool] = False
@@ -63,7 +64,7 @@ class Network:
         """
         initialize(model, generator)
 
-    def task(self, *, num_classes: int, seed: int = 0) -> Task:
+    def build_task(self, *, num_classes: int, seed: int = 0) -> Task:
         """Return the network with its initial parameters, equal to `torch.manual_seed(seed)` followed by construction.
 
         Raises:
@@ -85,7 +86,7 @@ class Network:
         return Task(model, self.input_shape, num_classes, "head.", mean, std)
 
     def fingerprint(self, *, num_classes: int, seed: int) -> str:
-        """Return a hash of what `task` depends on beside settings and seed: nothing, for networks of this package."""
+        """Return a hash of what else `build_task` depends on than settings and seed: here, nothing."""
         return ""
 
     def _normalization(self) -> Normalize | None:
@@ -156,4 +157,4 @@ def build(
     if isinstance(spec, str):
         spec = {"name": spec}
     network = models.build({**spec, **settings} if isinstance(spec, Mapping) else spec)
-    return network if num_classes is None else network.task(num_classes=num_classes, seed=seed)
+    return network if num_classes is None else network.build_task(num_classes=num_classes, seed=seed)

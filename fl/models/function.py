@@ -67,7 +67,7 @@ class FunctionNetwork(Network):
         """Return a linear classifier."""
         return cls(function=f"{__name__}:linear_classifier", input_shape=(1, 4, 4))
 
-    def task(self, *, num_classes: int, seed: int = 0) -> Task:
+    def build_task(self, *, num_classes: int, seed: int = 0) -> Task:
         """Return the network as the function returns it after `torch.manual_seed(seed)`.
 
         Raises:
@@ -100,7 +100,7 @@ class FunctionNetwork(Network):
         """Return a hash of the source and the initial weights.
 
         Raises:
-            ValueError: as `task`; or the function returns other weights every time.
+            ValueError: as `build_task`; or the function returns other weights every time.
         """
         return _fingerprint(self, num_classes, seed)
 
@@ -147,7 +147,7 @@ def require_weights(model: nn.Module, target: str) -> nn.Module:
 
 @functools.cache
 def _fingerprint(network: FunctionNetwork, num_classes: int, seed: int) -> str:
-    first, second = (network.task(num_classes=num_classes, seed=seed).model for _ in range(2))
+    first, second = (network.build_task(num_classes=num_classes, seed=seed).model for _ in range(2))
     weights = _named_weights(first)
     if digest(weights) != digest(_named_weights(second)):
         raise SettingError(

@@ -302,9 +302,9 @@ class PrivateMethod(Method):
             return ""
         return f"client {client} has spent its privacy budget on {self.rounds} rounds and neither trains nor sends more"
 
-    def select(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
+    def begin_round(self, server: ServerState, clients: Sequence[int], task: Task) -> ServerState:
         """Return the state of the method behind, with the round charged to its clients before anything leaves them."""
-        server = super().select(server, clients, task)
+        server = super().begin_round(server, clients, task)
         count = dense(server.own[PARTICIPATION]["rounds"]).clone()
         count[list(clients)] += 1
         return replace(server, own={**server.own, PARTICIPATION: {"rounds": count}})

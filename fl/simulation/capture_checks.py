@@ -133,8 +133,8 @@ def refuse_secure_aggregation(defense: Defense | None) -> None:
     Raises:
         ValueError: says what to do instead.
     """
-    if defense is not None and defense.group > 1:
-        name = next(part.name for part in defense.members() if part.group > 1)
+    if defense is not None and defense.group_size > 1:
+        name = next(part.name for part in defense.members() if part.group_size > 1)
         raise ValueError(
             f"{name}: a single client's batch or update has no group; leave the defense out, or simulate a federation "
             "(hyperleak audit --method, fl.federation)"

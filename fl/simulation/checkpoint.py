@@ -67,8 +67,8 @@ def load(path: Path, run: FederationState) -> None:
     run.clients = [_read_client(clients.get(str(i), {}), state) for i, state in enumerate(run.clients)]
 
 
-def check(path: Path) -> None:
-    """Whether the file `path` is as it was written.
+def check_intact(path: Path) -> None:
+    """Check that the file `path` is as it was written.
 
     Raises:
         FileNotFoundError: there is no such file.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fl.models.hypernetworks import filter_hypernetwork, hypernetwork, server_hypernetwork
+from fl.models.hypernetworks import filter_hypernetwork, hyperfl_hypernetwork, server_hypernetwork
 from fl.simulation.accuracy import Predictor
 from fl.simulation.federation_state import FederationState
 from fl.simulation.scores import all_images
@@ -21,7 +21,7 @@ from fl.types import Batch
 N_BINS = 10
 """Of equal width, over [0, 1], in which `confidence_histogram` counts."""
 _EMBEDDED = {
-    hypernetwork.EMBEDDING,
+    hyperfl_hypernetwork.EMBEDDING,
     filter_hypernetwork.EMBEDDINGS.rstrip("."),
     server_hypernetwork.EMBEDDINGS,
 }
@@ -141,7 +141,7 @@ def embedding(run: FederationState, number: int) -> Tensor | None:
     if own:
         return torch.cat(own)
     kept = run.server.own.get(f"{server_hypernetwork.HYPERNETWORK}.{number}", {})  # a hypernetwork for each client
-    if (single := kept.get(hypernetwork.EMBEDDING)) is not None:
+    if (single := kept.get(hyperfl_hypernetwork.EMBEDDING)) is not None:
         return dense(single)
     if (single := run.server.own.get(server_hypernetwork.EMBEDDINGS, {}).get(str(number))) is not None:
         return dense(single)

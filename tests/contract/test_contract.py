@@ -101,7 +101,13 @@ def test_the_same_seed_gives_the_same_federation(row: str, column: str) -> None:
 @STAR
 def test_a_prediction_changes_nothing(row: str, column: str) -> None:
     view, truth = observed(row, column)
-    held = [view, truth, view.client.task.parameters, view.client.task.buffers, view.client.predictor.state_dict()]
+    held = [
+        view,
+        truth,
+        view.client.task.parameters,
+        view.client.task.buffers,
+        view.client.fixed_statistics_model.state_dict(),
+    ]
     before = [value.clone() for value in tensors(held)]
     predict(view, truth.candidate())
     with torch.no_grad():

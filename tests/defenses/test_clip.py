@@ -13,7 +13,7 @@ from attacks.base import NotApplicable, Reconstruction, build
 from defenses.clip import Clip
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, add_scaled, dense, norm, scale_tensors

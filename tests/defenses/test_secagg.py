@@ -213,7 +213,7 @@ def test_earlier_views_are_of_the_group_as_well() -> None:
     "parts", [(SecAgg(group_size=2), Noise()), (SecAgg(group_size=2), SecAgg(group_size=2))], ids=str
 )
 def test_it_is_the_last_of_a_chain(parts: tuple[Defense, ...]) -> None:
-    assert Chain(parts=(Noise(), SecAgg(group_size=2))).group == 2
+    assert Chain(parts=(Noise(), SecAgg(group_size=2))).group_size == 2
     with pytest.raises(ValueError, match="expected secagg once, as the last of a chain"):
         Chain(parts=parts)
 

@@ -13,7 +13,7 @@ from eval.audit.update import leakage
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.types import Candidate

@@ -9,6 +9,7 @@ import torch
 
 from fl.defense import Defense, overrides
 from fl.methods.fedavg import FedAvg
+from fl.models.mlp import MLP
 from fl.registry import Registry, UnknownNameError
 from fl.settings import FormerNameWarning, SettingError, current_settings, declared
 from fl.tensors import Tensors
@@ -93,8 +94,8 @@ def test_what_is_close_is_told_of_todays_names_alone() -> None:
 def test_what_is_written_has_todays_names_and_the_first_ones_where_they_are_asked_for() -> None:
     saw = Saw(length=4)
     assert tools.spec(saw) == {"name": "saw", "length": 4, "material": "wood"}
-    assert tools.spec(saw, first_names=True) == {"name": "saw", "len": 4, "kind": "timber"}
-    assert tools.spec(Saw(material="metal"), first_names=True)["kind"] == "metal"
+    assert tools.spec(saw, oldest_names=True) == {"name": "saw", "len": 4, "kind": "timber"}
+    assert tools.spec(Saw(material="metal"), oldest_names=True)["kind"] == "metal"
 
 
 def test_plain_data_is_brought_to_todays_names_however_deep() -> None:
@@ -149,6 +150,21 @@ def test_class_attributes_and_properties_by_their_former_names_are_heard() -> No
     assert not method.aggregates_mean_only
     with pytest.warns(DeprecationWarning, match="Lonely.tuning is now Lonely.fine_tuning_phases"):
         assert method.tuning  # type: ignore[attr-defined]
+
+
+def test_a_network_and_a_group_by_their_former_names_are_heard() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Grouped\.group is now Grouped\.group_size"):
+
+        @dataclass(frozen=True, kw_only=True)
+        class Grouped(Defense):
+            @property
+            def group(self) -> int:
+                return 3
+
+    assert Grouped().group_size == 3
+    with pytest.warns(DeprecationWarning, match=r"MLP\.task is now MLP\.build_task"):
+        task = MLP(input_shape=(1, 4, 4)).task(num_classes=3, seed=0)  # type: ignore[attr-defined]
+    assert task.num_classes == 3
 
 
 def test_an_unknown_attribute_is_an_error_and_that_of_a_property_says_its_own() -> None:

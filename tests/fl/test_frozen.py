@@ -55,10 +55,10 @@ def test_a_network_takes_them_from_its_module_and_all_else_from_outside() -> Non
     x = worlds.images(2).inputs
     weights = dict(client.task.parameters)
     expected = client.task.model(x)
-    assert torch.equal(Network(client.predictor, weights, {})(x), expected)
+    assert torch.equal(Network(client.fixed_statistics_model, weights, {})(x), expected)
     del weights["head.bias"]
     with pytest.raises(RuntimeError, match=r"head\.bias"):
-        Network(client.predictor, weights, {})(x)
+        Network(client.fixed_statistics_model, weights, {})(x)
 
 
 def test_a_network_notices_what_was_frozen_thawed_or_taken_out_after_its_first_call() -> None:

@@ -160,14 +160,14 @@ def test_each_reaches_all_factors_and_keeps_the_structure() -> None:
 
 def test_compress_finds_the_best_outer_products() -> None:
     low = by_hand(structured("c", scale=0.0))
-    assert near(dense(tensors.compress(low, 3)), low, 1e-10)
+    assert near(dense(tensors.low_rank_approximation(low, 3)), low, 1e-10)
     full = numbers(N, M, key="full")
     values = torch.linalg.svdvals(full)
-    error = (dense(tensors.compress(full, 2)) - full).square().sum()
+    error = (dense(tensors.low_rank_approximation(full, 2)) - full).square().sum()
     assert near(error, values[2:].square().sum(), 1e-10)
     for rank in (0, M + 1):
         with pytest.raises(ValueError, match="expected rank"):
-            tensors.compress(full, rank)
+            tensors.low_rank_approximation(full, rank)
 
 
 @pytest.mark.parametrize("x", [v for v in KINDS.values() if isinstance(v, LowRank)])

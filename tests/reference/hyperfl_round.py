@@ -28,7 +28,7 @@ class DenseHypernetwork(nn.Module):
                 parameter.copy_(params[name])
 
     def named(self) -> dict[str, nn.Parameter]:
-        """Parameters by the names of `fl.models.hypernetworks.hypernetwork`."""
+        """Parameters by the names of `fl.models.hypernetworks.hyperfl_hypernetwork`."""
         named = {"hypernet.trunk.weight": self.trunk.weight, "hypernet.trunk.bias": self.trunk.bias}
         for name, head in zip(self.shapes, self.heads, strict=True):
             named[f"hypernet.heads.{name}.weight"] = head.weight

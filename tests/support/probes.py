@@ -20,7 +20,7 @@ from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.methods.pfedhn import PFedHN
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.filter_hypernetwork import Filters
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.privacy.dp_sgd import Privatization, private_gradient
 from fl.tensors import Tensors
 from fl.types import Batch, Scope, Task

@@ -17,7 +17,7 @@ from fl.federation import Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.view import ServerView
 
 TINY = Hypernetwork(embedding=4, hidden=24, init="scaled")

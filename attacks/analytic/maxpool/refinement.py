@@ -155,7 +155,7 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
     for o in undecided.any(1).nonzero().flatten().tolist():
         at = undecided[o].nonzero().flatten()
         for _ in range(len(at)):
-            other = _flip_factor(equations.side_factor[o, at], factor[o, at])
+            other = _side_switch_factor(equations.side_factor[o, at], factor[o, at])
             change = equations.signal[o, at] * factor[o, at] * (other - 1)
             after = (residual[o] - change[:, None] * cells[o, at]).square().sum(-1)
             best = int(after.argmin())
@@ -174,7 +174,7 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
     return moved, evaluate(moved, fit.x, fit.selection)
 
 
-def _flip_factor(side_factor: Tensor, factor: Tensor) -> Tensor:
+def _side_switch_factor(side_factor: Tensor, factor: Tensor) -> Tensor:
     """Return what moves an output to the other side of the bend, from the side it is on."""
     return torch.where(factor == 1, side_factor, 1 / side_factor)
 

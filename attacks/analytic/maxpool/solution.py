@@ -133,7 +133,7 @@ class LayerSolution:
             return torch.full_like(self.fit.x, float("inf"))
         return factor.variances().sqrt().view_as(self.fit.x)
 
-    def relative_deviations(self, most: float = 30.0) -> Tensor:
+    def relative_uncertainty(self, most: float = 30.0) -> Tensor:
         """Return how far each number of the input may be off (I, H, W), relative to their root mean square.
 
         From the gradient's equations alone, which keep channels apart; where these leave a number open, or

@@ -16,13 +16,13 @@ from attacks.analytic.recursive.layer_equations import (
     negative_slope,
     solve_input,
 )
-from attacks.analytic.recursive.top_signal import Gradients, TopSignal, top_signals
+from attacks.analytic.recursive.start_signal import Gradients, StartSignal, start_signals
 from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from fl.ranges import OpenShare, Positive
@@ -44,7 +44,7 @@ class LayerwiseInversion(Attack):
     the logits follow from the loss (`attacks.analytic.recursive.bias_free_classifier`). Then, stage by stage: what a
     layer returned and what flows back into it follow from the input of the stage above; its own input solves linear
     equations (`attacks.analytic.recursive.layer_equations`). What flows back of each of several images is told apart
-    first (`attacks.analytic.recursive.top_signal`); from there down, their inputs of a layer solve its equations
+    first (`attacks.analytic.recursive.start_signal`); from there down, their inputs of a layer solve its equations
     together.
 
     All runs in float64 on the CPU. `private` holds for every layer, under `rank/name`, how many numbers come in, how
@@ -96,7 +96,7 @@ class LayerwiseInversion(Attack):
         even, unit = rescale_to_unit({**observed})
         gradients = {n: dense(g) for n, g in even.items()}
         count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
-        starts = top_signals(view, stages, observed, unit, count)
+        starts = start_signals(view, stages, observed, unit, count)
         if isinstance(starts, NotApplicable):
             return starts
         reason = self._refusal(stages[: starts[0].top + 1], gradients, count)
@@ -128,7 +128,7 @@ class LayerwiseInversion(Attack):
         return None
 
     def _attempt(
-        self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: TopSignal
+        self, view: ServerView, stages: Sequence[Stage], gradients: Gradients, start: StartSignal
     ) -> Reconstruction:
         solved = invert_layers(stages, gradients, start, self.gradient_trust, self.cutoff, self.gigabytes)
         names = [stage.name for stage in stages[: start.top + 1]]
@@ -163,7 +163,7 @@ class LayerwiseInversion(Attack):
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
 
-def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: TopSignal) -> Reconstruction:
+def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: StartSignal) -> Reconstruction:
     """Return the one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].end_reason
     head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)
@@ -186,7 +186,7 @@ def _input_scale(stage: Stage, pixels: Tensor) -> float:
 def invert_layers(
     stages: Sequence[Stage],
     gradients: Gradients,
-    start: TopSignal,
+    start: StartSignal,
     trust: float | None,
     cutoff: float,
     gigabytes: float,
@@ -218,7 +218,7 @@ def invert_layers(
     return found
 
 
-def layer_gradients(stages: Sequence[Stage], start: TopSignal, pixels: Tensor) -> Gradients:
+def layer_gradients(stages: Sequence[Stage], start: StartSignal, pixels: Tensor) -> Gradients:
     """Return the gradient of <signal, output of the start's layer> at images (N, C, H, W), by parameter.
 
     Args:

@@ -192,7 +192,7 @@ class _NetworkProbe:
 
     def __post_init__(self) -> None:
         view = self.view
-        self.model = copy.deepcopy(view.client.predictor).double()
+        self.model = copy.deepcopy(view.client.fixed_statistics_model).double()
         draw = stream(0, "probe")
         self.tensor_trust, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():

@@ -184,7 +184,9 @@ class GradientMatching(Attack):
         sizes = ("lr", "label_lr", "last_lr", "langevin", "tv_weight", "landmark_weight")
         names = (*sizes, "warmup", "tolerance", "patience", "success_threshold", "order_candidates")
         given = {name: getattr(self, name) for name in names}
-        given |= {f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._private_steps.items()}
+        given |= {
+            f"private_lr{begins and f' of {begins!r}'}": size for begins, size in self._private_step_sizes.items()
+        }
         for name, value in given.items():
             if not 0 <= value < math.inf:
                 raise ValueError(f"expected {name} >= 0 and finite, got {value}")
@@ -193,7 +195,7 @@ class GradientMatching(Attack):
                 raise ValueError(f"expected {name}{what} in [0, 1], got {getattr(self, name)}")
 
     @property
-    def _private_steps(self) -> dict[str, float]:
+    def _private_step_sizes(self) -> dict[str, float]:
         """Step sizes for private tensors by how their names begin."""
         return dict(self.private_lr) if isinstance(self.private_lr, Mapping) else {"": self.private_lr}
 
@@ -203,12 +205,12 @@ class GradientMatching(Attack):
         default = own.default if own.default_factory is MISSING else own.default_factory()
         if self.private_lr == default:
             return []
-        return [begins for begins in self._private_steps if not any(name.startswith(begins) for name in private)]
+        return [begins for begins in self._private_step_sizes if not any(name.startswith(begins) for name in private)]
 
     def private_step(self, name: str) -> float:
         """Return the step size for the private tensor `name`."""
-        fits = [begins for begins in self._private_steps if name.startswith(begins)]
-        return self._private_steps[max(fits, key=len)] if fits else PRIVATE_LR
+        fits = [begins for begins in self._private_step_sizes if name.startswith(begins)]
+        return self._private_step_sizes[max(fits, key=len)] if fits else PRIVATE_LR
 
     @classmethod
     def example(cls) -> GradientMatching:
@@ -418,7 +420,7 @@ class GradientMatching(Attack):
     # ---- what a subclass may change ----------------------------------------------------------------------------------
     def build_problem(self, view: ServerView) -> MatchingProblem:
         """Return what is searched for, and compared with what."""
-        labels = fixed_labels(view, self.label_rule(view))
+        labels = fixed_labels(view, self.label_mode(view))
         space, terms = self.search_space(view), self.regularizers(view)
         compared = (self.objective, self.tv_weight, self.landmark_weight, self.tv_units, space, terms, self.balance)
         now = MatchingProblem(view, labels, *compared)
@@ -426,7 +428,7 @@ class GradientMatching(Attack):
         past = [replace(now, view=earlier, tv_weight=0.0, regularizers=()) for earlier in searchable]
         return replace(now, earlier=tuple(rank_orders(problem, self.order_candidates, 1)[0] for problem in past))
 
-    def label_rule(self, view: ServerView) -> str:
+    def label_mode(self, view: ServerView) -> str:
         """Return `labels`, but that those read off are dealt out where it matters which image has which."""
         return "joint" if self.labels == "auto" and order_matters(view) else self.labels
 
@@ -477,7 +479,7 @@ class GradientMatching(Attack):
     def _initial_logits(self, problem: MatchingProblem, draw: torch.Generator, restart: int) -> Tensor:
         """Return where the search for labels begins (N, K): those read off, dealt as is likeliest, then at random."""
         count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
-        recovered = problem.recovered_labels if self.label_rule(problem.view) == "joint" else None
+        recovered = problem.recovered_labels if self.label_mode(problem.view) == "joint" else None
         if recovered is None:
             return torch.randn(count, classes, generator=draw)
         likeliest = (

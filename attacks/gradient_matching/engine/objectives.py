@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from fl.tensors import LowRank, Tensors, dense, norm, scale_tensors, split_dense, squared_distance, vector_norm
 
 

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.dominant_classes import DominantSplit, dominant_groups, published_groups
-from fl.data.partitions.hyperfl_published import OFFSETS, sequential_slices
-from fl.ranges import Count, CountFrom0, Seed, Share
+from fl.ranges import Count, Seed
 from fl.registry import Registry
 from fl.runtime.atomic_files import atomic_write
 from fl.runtime.safe_paths import require_regular_file
@@ -158,63 +156,6 @@ class Iid(Partitioner):
             for key, part, size in sizes
         )
         return Partition(train, test)
-
-
-@partitions.register("dominant")
-@dataclass(frozen=True, kw_only=True)
-class DominantGroups(Partitioner):
-    """HyperFL's split: a share of each client's images from all classes alike, the rest from its dominant ones.
-
-    Attributes:
-        clients: how many; client i has group i modulo the number of groups.
-        groups: dominant classes; `()` takes the published ones for 10 and for 62 classes.
-        share: part of a client's images spread over all classes.
-        train_size: training images per client.
-        test_size: test images per client.
-        disjoint: no image goes to two clients; otherwise the images of a class that runs out are dealt again.
-        compat: slice as the authors' code does, in file order and wrapping, from image 2000 (test: 500) of every class
-            of CIFAR-10 and CINIC-10; `disjoint` and `seed` then have no effect.
-        seed: of the shuffle within each class.
-    """
-
-    clients: Count = 20
-    groups: tuple[tuple[CountFrom0, ...], ...] = ()
-    share: Share = 0.2
-    train_size: Count = 600
-    test_size: Count = 300
-    disjoint: bool = True
-    compat: bool = False
-    seed: Seed = 0
-
-    def __call__(self, dataset: Dataset) -> Partition:
-        """Return the partition of `dataset`.
-
-        Raises:
-            ValueError: a class has too few images (says which size fits), or the groups don't fit the classes.
-        """
-        parts = ((dataset.train, self.train_size, "train"), (dataset.test, self.test_size, "test"))
-        train, test = (self._deal(dataset, part.labels, size, key) for part, size, key in parts)
-        return Partition(train, test)
-
-    def _deal(self, dataset: Dataset, labels: Tensor, size: int, key: str) -> tuple[Tensor, ...]:
-        split = DominantSplit(
-            num_classes=dataset.num_classes,
-            groups=self.groups or published_groups(dataset.num_classes),
-            clients=self.clients,
-            size=size,
-            share=self.share,
-            size_name=f"{key}_size",
-        )
-        if self.compat:
-            offset = OFFSETS.get(dataset.name, (0, 0))[key == "test"]
-            # 62 classes: the authors' code for EMNIST counts on without the remainder
-            return sequential_slices(labels, split, offset=offset, rewind=dataset.num_classes == 62)
-        return dominant_groups(labels, split, disjoint=self.disjoint, seed=derive_seed(self.seed, key))
-
-    @classmethod
-    def example(cls) -> DominantGroups:
-        """Return a split of two clients and two classes."""
-        return cls(clients=2, groups=((0,), (1,)), train_size=8, test_size=4)
 
 
 def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:

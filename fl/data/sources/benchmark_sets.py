@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from fl.data import Dataset, datasets
 from fl.data.sources.download import MANUAL_DOWNLOADS, downloadable_sets
-from fl.data.sources.stored import LimitedSource, data_folder, load_pair
+from fl.data.sources.npz_files import LimitedSource, data_folder, load_pair
 from fl.runtime.safe_paths import is_accessible_file
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl.data import Dataset, Groups, datasets, stratified_split
 from fl.data.sources.folders import decode_images, list_classes, list_images
-from fl.data.sources.stored import DatasetMissingError, LimitedSource, Pixels, data_folder, find_file, read_pixels
+from fl.data.sources.npz_files import DatasetMissingError, LimitedSource, Pixels, data_folder, find_file, read_pixels
 from fl.ranges import OpenShare, Seed, Width
 from fl.runtime.safe_paths import join_inside, printable_name
 from fl.types import Batch

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fl.data.sources import stored
+from fl.data.sources import npz_files
 from fl.data.sources.folders import decode_images, list_classes, list_images
-from fl.data.sources.stored import DatasetMissingError
+from fl.data.sources.npz_files import DatasetMissingError
 from fl.registry import UnknownNameError
 from fl.runtime.safe_paths import join_inside, require_regular_file
 from fl.seeds import stream
@@ -63,9 +63,11 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
     """
     if name not in downloadable_sets():
         raise UnknownNameError("data set to download", name, downloadable_sets())
-    folder = stored.data_folder() if folder is None else Path(folder)
-    if folder == stored.DEFAULT_FOLDER:
-        raise DatasetMissingError(f"there is no home folder to write {name} to; set {stored.DATA_VARIABLE} to a folder")
+    folder = npz_files.data_folder() if folder is None else Path(folder)
+    if folder == npz_files.DEFAULT_FOLDER:
+        raise DatasetMissingError(
+            f"there is no home folder to write {name} to; set {npz_files.DATA_VARIABLE} to a folder"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     paths = {part: folder / f"{name}_{part}.npz" for part in ("train", "test")}
     with tempfile.TemporaryDirectory(dir=folder, prefix=".download-") as scratch:
@@ -75,7 +77,7 @@ def download(name: str, folder: Path | None = None, *, source: Path | None = Non
             else:
                 pixels, labels, class_names = _from_torchvision(name, part, source, Path(scratch))
                 _check_published(name, part, np.asarray(labels), source)
-                stored.save_images(path, pixels, labels, class_names)
+                npz_files.save_images(path, pixels, labels, class_names)
     return list(paths.values())
 
 
@@ -180,7 +182,7 @@ def _from_folder(name: str, part: str, path: Path, source: Path | None, scratch:
     order = torch.randperm(len(files), generator=stream(0, "order", name, part))
     pixels = np.memmap(scratch / f"{part}.raw", dtype=np.uint8, mode="w+", shape=(len(files), size, size, 3))
     decode_images([files[i] for i in order.tolist()], None, "color", out=pixels)
-    stored.save_images(path, pixels, labels[order].numpy(), class_names)
+    npz_files.save_images(path, pixels, labels[order].numpy(), class_names)
 
 
 def _cinic10(source: Path, part: str) -> tuple[list[Path], torch.Tensor, Sequence[str]]:

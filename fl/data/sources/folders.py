@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 
 from fl.data import Dataset, datasets, stratified_split
-from fl.data.sources.stored import DatasetMissingError, LimitedSource, Pixels
+from fl.data.sources.npz_files import DatasetMissingError, LimitedSource, Pixels
 from fl.ranges import OpenShare, Seed, Width
 from fl.runtime.safe_paths import join_inside, printable_name, require_inside, require_regular_file
 from fl.seeds import stream

@@ -29,7 +29,7 @@ from fl.engines.sequential import Engine
 from fl.gradient import autograd_derivative
 from fl.local.optimizers import OptimState, clip_gradients, optimize
 from fl.method import Method, Step
-from fl.models.hypernetworks.hypernetwork import (
+from fl.models.hypernetworks.hyperfl_hypernetwork import (
     EMBEDDING,
     TRUNK_BIAS,
     TRUNK_WEIGHT,

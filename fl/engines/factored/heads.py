@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from fl.client import Client
-from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, Hypernetwork, head_bias, head_weight
+from fl.models.hypernetworks.hyperfl_hypernetwork import TRUNK_BIAS, Hypernetwork, head_bias, head_weight
 from fl.tensors import Tensors, dense
 
 

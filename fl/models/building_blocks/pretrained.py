@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fl.data.sources.stored import DATA_VARIABLE, data_folder
+from fl.data.sources.npz_files import DATA_VARIABLE, data_folder
 from fl.runtime import tensor_archives
 from fl.runtime.safe_paths import is_accessible_file
 

@@ -37,12 +37,12 @@ def layer_bias(index: int) -> str:
     return f"mlp.{index}.bias"
 
 
-def head_weight(name: str) -> str:
+def server_head_weight(name: str) -> str:
     """Return the name of the weight of the head that generates `name`."""
     return f"heads.{name}.weight"
 
 
-def head_bias(name: str) -> str:
+def server_head_bias(name: str) -> str:
     """Return the name of the bias of the head that generates `name`."""
     return f"heads.{name}.bias"
 
@@ -98,7 +98,7 @@ class ServerHypernetwork:
         for i, (inputs, outputs) in enumerate(pairwise((self.embedding, *self.hidden))):
             linear(layer_weight(i), layer_bias(i), outputs, inputs)
         for name, shape in self.shapes.items():
-            linear(head_weight(name), head_bias(name), shape.numel(), self.hidden[-1])
+            linear(server_head_weight(name), server_head_bias(name), shape.numel(), self.hidden[-1])
         return params
 
     def generate(self, params: Tensors, embedding: Tensor) -> dict[str, Tensor]:
@@ -108,10 +108,11 @@ class ServerHypernetwork:
             x = functional.linear(x, dense(params[layer_weight(i)]), dense(params[layer_bias(i)]))
             if self.last_activation or i < len(self.hidden) - 1:
                 x = torch.relu(x) if self.activation == "relu" else functional.leaky_relu(x, 0.01)
-        return {
-            name: functional.linear(x, dense(params[head_weight(name)]), dense(params[head_bias(name)])).view(shape)
-            for name, shape in self.shapes.items()
-        }
+        result = {}
+        for name, shape in self.shapes.items():
+            weight, bias = params[server_head_weight(name)], params[server_head_bias(name)]
+            result[name] = functional.linear(x, dense(weight), dense(bias)).view(shape)
+        return result
 
     def pull_back(self, params: Tensors, embedding: Tensor, grads: Tensors) -> tuple[dict[str, Tensor], Tensor]:
         """Return what a gradient of the generated tensors is for the generator: its vector-Jacobian product.
@@ -129,8 +130,8 @@ class ServerHypernetwork:
         made, back = pull({name: dense(grads[name]) for name in self.shapes})
         return made, back
 
-    def pulled(self, own: Tensors, client: int, update: Tensors) -> Tensors:
-        """What one client's update asks for, of the hypernetwork that generated its network and of all embeddings."""
+    def pull_back_update(self, own: Tensors, client: int, update: Tensors) -> Tensors:
+        """Return what one client's update is for the hypernetwork that generated its network and for all embeddings."""
         grads, back = self.pull_back(own, embedding_of(own, client), update)
         rows = torch.zeros_like(dense(own[EMBEDDINGS]))
         rows[client] = back

@@ -86,7 +86,7 @@ def test_no_unit_of_the_update_changes_the_result() -> None:
     assert torch.equal(plain.inputs, loud.inputs)
 
 
-@pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group == 1])
+@pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group_size == 1])
 @pytest.mark.parametrize("attack_", [RConv(), RGAP()], ids=["rconv", "rgap"])
 def test_under_every_defense_it_answers_and_claims_nothing_false(attack_: LayerwiseInversion, defense: Defense) -> None:
     view, truth = chains.seen(chains.chain(lambda: nn.LeakyReLU(0.2)), defense=defense)

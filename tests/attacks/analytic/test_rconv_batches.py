@@ -208,7 +208,7 @@ def test_an_update_of_turned_sign_gets_no_labels() -> None:
     assert "turned" in result.note
 
 
-@pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group == 1])
+@pytest.mark.parametrize("defense", [pytest.param(d, id=n) for n, d in defenses.examples() if d.group_size == 1])
 def test_under_every_defense_it_answers_and_claims_nothing_false(defense: Defense) -> None:
     view, truth = seen(chain(leaky), [1, 5], defense=defense)
     result = RConv()(view)

@@ -34,7 +34,7 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
 from fl.models.building_blocks.layers import Normalize
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel

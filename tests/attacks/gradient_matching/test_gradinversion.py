@@ -123,7 +123,7 @@ def test_the_statistics_are_zero_at_the_truth_and_pull_guesses_towards_them() ->
     target = term.constants(view)
     assert term(view, truth.candidate(), view.client, target) < 1e-9
     assert term(view, replace(truth.candidate(), inputs=1 - truth.inputs), view.client, target) > 1e-2
-    assert not view.client.predictor.get_submodule(NORM)._forward_pre_hooks
+    assert not view.client.fixed_statistics_model.get_submodule(NORM)._forward_pre_hooks
     only = {
         "tv_weight": 0.0,
         "energy_weight": 0.0,

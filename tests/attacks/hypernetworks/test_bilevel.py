@@ -20,7 +20,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.fedprox import FedProx
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.seeds import stream
 from fl.tensors import dense, sub
 from fl.types import Truth

@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_not_confirmed() -> None:
 
 
 @pytest.mark.parametrize("known", [True, False])
-@pytest.mark.parametrize("column", [name for name, defense in COLUMNS.items() if defense.group == 1])
+@pytest.mark.parametrize("column", [name for name, defense in COLUMNS.items() if defense.group_size == 1])
 def test_what_a_defense_has_changed_is_not_confirmed_unless_it_is_right(column: str, known: bool) -> None:
     method = HyperFedNet(parametrization=ONE, epochs=None, steps=1, batch_size=None, lr=0.1)
     run = worlds.federation(method, COLUMNS[column], worlds.deeper(), rounds=1)

@@ -22,7 +22,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build as network
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, TRUNK_BIAS, TRUNK_WEIGHT, Hypernetwork, head_bias
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, dense, sub

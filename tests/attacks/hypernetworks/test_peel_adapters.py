@@ -18,7 +18,7 @@ from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models import models
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
 from fl.tensors import dense, sub
 from fl.types import Batch, Task, Truth
@@ -35,7 +35,7 @@ LAST = {
 def task(name: str, dtype: torch.dtype) -> Task:
     if name == "vit-adapter":
         pytest.importorskip("timm")
-    given = dict(models.examples())[name].task(num_classes=worlds.CLASSES, seed=0).to(dtype=dtype)
+    given = dict(models.examples())[name].build_task(num_classes=worlds.CLASSES, seed=0).to(dtype=dtype)
     if name == "vit-adapter":  # as drawn, tokens hardly differ, and with them what an adapter is given
         with torch.no_grad():
             for parameter in given.model.parameters():
@@ -89,7 +89,8 @@ def test_what_is_left_is_a_known_network_with_a_known_gradient(name: str, n: int
 def _given(view: ServerView, truth: Truth, layer: str) -> Tensor:
     """What a layer was really given: its first token, or the mean over its map."""
     client, seen = view.client, []
-    handle = client.predictor.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model = client.fixed_statistics_model
+    handle = model.get_submodule(layer).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     params = view.method.parametrization.lift({**view.shared, **truth.private})
     client.network(params, client.task.buffers)(truth.inputs)
     handle.remove()

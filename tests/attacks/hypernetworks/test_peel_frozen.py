@@ -11,7 +11,7 @@ from support import worlds
 from attacks.base import NotApplicable, Reconstruction, build
 from attacks.hypernetworks.peel import HypernetPeel
 from fl.methods.fedbabu import FedBABU
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.tensors import add_scaled, norm
 from fl.types import Candidate, Truth

@@ -19,7 +19,7 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.predict import predict
 from fl.privacy.private_method import NOISE_KEY, PrivateMethod
 from fl.tensors import Tensors, dense

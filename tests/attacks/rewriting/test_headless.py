@@ -12,7 +12,7 @@ from torch import nn
 from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.rewriting.headless import Headless
-from attacks.update.layer_signal import LAYER_SIGNAL, LayerSignal, truncate_at
+from attacks.update.view_below_classifier import LAYER_SIGNAL, LayerSignal, truncate_at
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.gradient import func_derivative
@@ -20,7 +20,7 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.tensors import dense
 from fl.types import Candidate, Task, Truth

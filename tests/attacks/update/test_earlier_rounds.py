@@ -21,7 +21,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch

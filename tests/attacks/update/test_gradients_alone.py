@@ -17,7 +17,7 @@ from fl.method import Method
 from fl.methods.hyperfednet import HyperFedNet
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.filter_hypernetwork import Filters
-from fl.models.hypernetworks.hypernetwork import EMBEDDING, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.tensors import dense
 from fl.types import Truth
 from fl.view import ServerView

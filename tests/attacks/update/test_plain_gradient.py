@@ -24,7 +24,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedprox import FedProx
 from fl.methods.fedsam import FedSAM
 from fl.models.hypernetworks.filter_hypernetwork import Filters
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.parametrization import Parametrization
 from fl.tensors import Tensors, scale_tensors
 from fl.types import Batch

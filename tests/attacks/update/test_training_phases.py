@@ -27,7 +27,7 @@ from fl.methods.fedjets import FedJETs
 from fl.methods.ga import GA
 from fl.methods.hyperfl import HyperFL
 from fl.methods.scaffold import Scaffold
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.tensors import dense
 from fl.types import Task
 from fl.view import ServerView

@@ -15,7 +15,7 @@ from eval.audit.request import AuditRequest
 from eval.commands import terminal
 from eval.io.jsonl import read_rows
 from fl.capture import from_batch
-from fl.data.sources import stored
+from fl.data.sources import npz_files
 from fl.methods.fedavg import FedAvg
 from fl.view import ThreatModel
 
@@ -126,7 +126,7 @@ def test_a_model_with_its_own_images(mine, tmp_path):
 
 def test_a_model_with_images_from_a_file(mine, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 255, (6, 8, 8, 1), np.uint8)
-    stored.save_images(tmp_path / "data.npz", pixels, np.arange(6) % 3, ["a", "b", "c"])
+    npz_files.save_images(tmp_path / "data.npz", pixels, np.arange(6) % 3, ["a", "b", "c"])
     words = (f"{mine}:build", "--images", tmp_path / "data.npz", "--attack", "guess")
     assert len(json.loads(audit(*words, "--count", 6, "--json").stdout)["findings"][0]["images"]) == 6
     batch = audit(
@@ -140,7 +140,7 @@ def test_a_model_with_images_from_a_file(mine, tmp_path):
 
 def test_gray_images_from_a_file_need_no_channels_and_no_names(mine, tmp_path):
     pixels, labels = np.random.default_rng(0).integers(0, 255, (6, 8, 8), np.uint8), np.arange(6) % 3
-    stored.save_images(tmp_path / "full.npz", pixels[..., None], labels, ["a", "b", "c"])
+    npz_files.save_images(tmp_path / "full.npz", pixels[..., None], labels, ["a", "b", "c"])
     np.savez(tmp_path / "bare.npz", images=pixels, labels=labels)
     words = (f"{mine}:build", "--attack", "guess", "--json", "--images")
     bare, full = (audit(*words, tmp_path / f"{name}.npz") for name in ("bare", "full"))
@@ -160,7 +160,7 @@ def captured(mine, tmp_path, suffix):
         np.savez(path, **{name: value.numpy() for name, value in view.update.items()})
     else:
         torch.save(dict(view.update), path)
-    stored.save_images(
+    npz_files.save_images(
         tmp_path / "true.npz", (inputs * 255).byte().permute(0, 2, 3, 1).numpy(), np.array([2]), ["a", "b", "c"]
     )
     return path

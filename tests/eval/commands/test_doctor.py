@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from eval import cli
 from eval.commands import doctor_checks, terminal
-from fl.data.sources import stored
+from fl.data.sources import npz_files
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_every_absence_has_a_remedy(folder):
 def test_a_data_set_in_the_folder_is_found(folder):
     for part in ("train", "test"):
         images, labels = np.zeros((4, 8, 8, 1), np.uint8), np.arange(4)
-        stored.save_images(folder / f"mnist_{part}.npz", images, labels, [str(i) for i in range(10)])
+        npz_files.save_images(folder / f"mnist_{part}.npz", images, labels, [str(i) for i in range(10)])
     output = doctor().output
     assert "ok      data set mnist: in the data folder\n" in output
     assert (

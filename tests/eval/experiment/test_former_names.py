@@ -76,7 +76,7 @@ def test_what_is_written_has_todays_names() -> None:
 
 
 def test_a_run_is_known_by_the_first_names() -> None:
-    first = to_plain(read(NEW), first_names=True)
+    first = to_plain(read(NEW), oldest_names=True)
     assert (first["federation"]["rate"], first["threat"]["rounds"]) == (0.5, 2)
     assert first["method"][0]["with"] == {"federation.fine_tune": 2}
     assert run_id(read(NEW)) == run_id(quietly(OLD))

@@ -33,7 +33,7 @@ from fl.methods.fedbn import FedBN
 from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import observe, prepare

@@ -24,7 +24,7 @@ from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.fedavg import FedAvg
 from fl.methods.ppsgd import PPSGD
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.privacy.accounting import Charge, compute_epsilon
 from fl.privacy.gaussian_noise import Noise
 from fl.privacy.private_method import PrivateMethod

@@ -71,7 +71,7 @@ def releases(sigma: float, candidates: Batch, seed: int) -> tuple[Tensor, Tensor
     client = Client(Task(Probe(size), (1, 1, size), 2, "head."), DPFedAvg(noise_multiplier=1.0))
     params = client.method.initial_parameters(client.task, stream(0, "init"))
     step = Step(client.task, params, {}, {}, {}, 0)
-    grad = LossGradient(client, step, ("body.weight",), {}, client.predictor, None, autograd_derivative)
+    grad = LossGradient(client, step, ("body.weight",), {}, client.fixed_statistics_model, None, autograd_derivative)
 
     def released(batch: Batch, key: Tensor | None, noise: float) -> Tensor:
         source = None if key is None else Noise(key)

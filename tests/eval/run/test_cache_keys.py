@@ -11,7 +11,7 @@ from support.tiny import Registered
 
 from eval.run import cache_keys, runner
 from fl.data.sources.embedded import Faces
-from fl.data.sources.stored import Npz
+from fl.data.sources.npz_files import Npz
 from fl.methods.feddf import FedDF
 from fl.methods.fedlaw import FedLAW
 

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 
 from fl.data import Dataset, datasets, load, stratified_split
-from fl.data.sources.stored import DatasetMissingError, Npz, read_batch, save_images
+from fl.data.sources.npz_files import DatasetMissingError, Npz, read_batch, save_images
 from fl.registry import UnknownNameError
 
 FOLDER = os.environ.get("HYPERLEAK_DATA", "")

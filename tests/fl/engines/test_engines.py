@@ -23,7 +23,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork, head_bias, head_weight
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork, head_bias, head_weight
 from fl.runtime import workers
 from fl.runtime.interprocess_packing import flatten, pack, unpack
 from fl.simulation.client_round import Round

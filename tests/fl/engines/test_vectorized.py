@@ -33,7 +33,7 @@ from fl.methods.hyperfedzero import HyperFedZero
 from fl.methods.hyperfl import HyperFL
 from fl.methods.moon import Moon
 from fl.methods.scaffold import Scaffold
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.tensors import Tensors, dense
 from fl.types import Phase, Task
 

@@ -19,7 +19,7 @@ from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedbabu import FedBABU
 from fl.methods.scaffold import Scaffold
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense

@@ -23,7 +23,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.fedbe import FedBE
 from fl.methods.feddf import FedDF
 from fl.methods.fedlaw import FedLAW
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Task

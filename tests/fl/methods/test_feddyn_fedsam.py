@@ -18,7 +18,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.feddyn import FedDyn
 from fl.methods.fedprox import FedProx
 from fl.methods.fedsam import FedSAM
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
 from fl.tensors import dense
 

@@ -16,7 +16,7 @@ from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedensemble import FedEnsemble
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
 from fl.simulation.protocol import Protocol
 from fl.simulation.scores import scores

@@ -23,7 +23,7 @@ from fl.method import Step
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedgen import FedGen
 from fl.models import build
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, Task

@@ -17,7 +17,7 @@ from fl.client import Client
 from fl.method import ServerState
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedjets import FedJETs
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
 from fl.tensors import dense
 from fl.types import Task

@@ -90,7 +90,7 @@ def test_pull_back_is_the_gradient_of_the_loss_after_the_hypernetwork() -> None:
     rule = method(steps=1, batch_size=None, weight_decay=0.0)
     run = worlds.federation(rule, task_=task(0.0), rounds=0)
     done = run.train(1)
-    pulled = rule.generator(run.client.task, 3).pulled(run.server.own[HYPERNETWORK], 1, done.upload.update)
+    pulled = rule.generator(run.client.task, 3).pull_back_update(run.server.own[HYPERNETWORK], 1, done.upload.update)
     images = run.data[1].train
     mean, std = task().normalization(images.inputs)
 
@@ -149,7 +149,7 @@ def test_what_each_round_weighted_clients_by_can_be_had(settings: dict[str, Any]
         made = rule.generator(task(), 4)
         uploads = [run.train(number).upload for number in chosen]
         record = run.step()
-        pulled = [{k: dense(v) for k, v in made.pulled(before, u.client, u.update).items()} for u in uploads]
+        pulled = [{k: dense(v) for k, v in made.pull_back_update(before, u.client, u.update).items()} for u in uploads]
         names = [n for n in before if n != EMBEDDINGS]
         parts = {"alignment": [torch.cat([one[n].flatten() for n in names]) for one in pulled]}
         if rule.embeddings == "learned":

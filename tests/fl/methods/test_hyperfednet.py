@@ -209,7 +209,7 @@ def test_the_server_sees_no_statistics_and_predictions_move_none() -> None:
     view, truth = run.observe(0)
     assert not any("running" in name for name in (*view.buffers, *(view.buffers_after or {})))
     assert not view.buffers
-    held = [*tensors([run.clients, run.server]), *view.client.predictor.state_dict().values()]
+    held = [*tensors([run.clients, run.server]), *view.client.fixed_statistics_model.state_dict().values()]
     before = [value.clone() for value in held]
     assert_same(predict(view, truth.candidate()), view.update)
     assert all(torch.equal(x, y) for x, y in zip(before, held, strict=True))

@@ -12,7 +12,7 @@ from support.compare import assert_near
 from fl.client import Client
 from fl.methods.hyperfl import HyperFL
 from fl.models import build
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import ClientState, Round, prepare, train

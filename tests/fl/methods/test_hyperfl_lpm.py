@@ -22,7 +22,7 @@ from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl_lpm import STATISTICS, HyperFLLPM
 from fl.models import models
 from fl.models.building_blocks.layers import Classifier
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.models.resnet_adapter import ResNetAdapter
 from fl.models.vit_adapter import ViTAdapter
 from fl.predict import predict
@@ -41,7 +41,7 @@ CASES = pytest.mark.parametrize(
 
 def task(name: str, **settings: Any) -> Task:
     network = replace(dict(models.examples())[name], **settings)
-    return network.task(num_classes=worlds.CLASSES, seed=0).to(dtype=torch.float64)
+    return network.build_task(num_classes=worlds.CLASSES, seed=0).to(dtype=torch.float64)
 
 
 def federation(name: str, method: Method, **settings: Any) -> Federation:

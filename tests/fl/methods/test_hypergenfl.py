@@ -145,7 +145,7 @@ def test_both_readings_agree_on_all_clients_and_differ_on_some() -> None:
             method, run = fed(start="random", aggregates=aggregates)
             for clients in drawn:
                 run.run_round(clients)
-            found.append(method.select(run.server, drawn[-1], run.client.task).shared)
+            found.append(method.begin_round(run.server, drawn[-1], run.client.task).shared)
         if same:
             assert_near(*found, 1e-12)
         else:

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_
 from fl.client import Client
 from fl.methods.fedavg import FedAvg
 from fl.methods.moon import Moon
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
 from fl.tensors import dense
 

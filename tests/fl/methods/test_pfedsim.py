@@ -20,7 +20,7 @@ from fl.federation import Federation
 from fl.methods.bases.personal_models import last_model
 from fl.methods.fedavg import FedAvg
 from fl.methods.pfedsim import PFedSim, classifier_similarity
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.protocol import Protocol
 from fl.tensors import dense
 

@@ -19,7 +19,7 @@ from attacks.update.observed_update import ObservedUpdate
 from fl.local.weight_decay import decay_shares
 from fl.methods.fedavg import FedAvg
 from fl.methods.scaffold import Scaffold
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.simulation.client_round import Round
 from fl.tensors import dense
 from fl.types import Phase, Task

@@ -73,7 +73,7 @@ def network(function: str, **settings: object) -> Network:
 @pytest.mark.parametrize("function", ["build", "pair", "frozen"])
 def test_starts_from_the_seed_and_leaves_the_global_generator(function: str) -> None:
     before = torch.get_rng_state()
-    first, again, other = (network(function).task(num_classes=3, seed=seed) for seed in (1, 1, 2))
+    first, again, other = (network(function).build_task(num_classes=3, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(before, torch.get_rng_state())
     assert first.num_classes == 3
     assert first.head == "1."
@@ -83,7 +83,7 @@ def test_starts_from_the_seed_and_leaves_the_global_generator(function: str) -> 
 
 
 def test_frozen_weights_do_not_train() -> None:
-    assert [*network("frozen").task(num_classes=3).parameters] == ["1.weight"]
+    assert [*network("frozen").build_task(num_classes=3).parameters] == ["1.weight"]
 
 
 def test_short_form_is_built_written_and_read() -> None:
@@ -93,15 +93,15 @@ def test_short_form_is_built_written_and_read() -> None:
 
 
 def test_a_model_itself_is_copied() -> None:
-    first, second = (network("ready").task(num_classes=5) for _ in range(2))
+    first, second = (network("ready").build_task(num_classes=5) for _ in range(2))
     with torch.no_grad():
         first.model[1].bias.fill_(7.0)
     assert not torch.equal(first.model[1].bias, second.model[1].bias)
 
 
 def test_a_layer_that_normalizes_is_put_before() -> None:
-    plain = network("build", mean=[0.5], std=[0.25]).task(num_classes=3)
-    layered = network("build", normalize=True, mean=[0.5], std=[0.25]).task(num_classes=3)
+    plain = network("build", mean=[0.5], std=[0.25]).build_task(num_classes=3)
+    layered = network("build", normalize=True, mean=[0.5], std=[0.25]).build_task(num_classes=3)
     assert plain.mean == layered.mean == (0.5,)
     assert layered.head == "network.1."
     x = torch.rand(2, 1, 4, 4)
@@ -122,14 +122,14 @@ def test_a_layer_that_normalizes_is_put_before() -> None:
 )
 def test_what_is_no_network_is_said(function: str, words: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
-        network(function).task(num_classes=3)
+        network(function).build_task(num_classes=3)
     assert str(caught.value).startswith("task.model")
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_module_is_said() -> None:
     with pytest.raises(ValueError, match=r"task\.model: no module 'own_netwroks' in "):
-        models.build({"name": "own_netwroks:build", "input_shape": (1, 4, 4)}).task(num_classes=3)
+        models.build({"name": "own_netwroks:build", "input_shape": (1, 4, 4)}).build_task(num_classes=3)
 
 
 @pytest.mark.parametrize("name", ["own_networks:", ":build"])
@@ -163,7 +163,7 @@ def test_timm_networks_start_as_timm_starts_them() -> None:
         f"import timm\n\ndef build():\n    return timm.create_model('test_vit', **{settings})\n"
     )
     chosen = {"name": "timm_networks:build", "input_shape": (1, 8, 8), "normalize": True}
-    task = models.build(chosen).task(num_classes=3, seed=4)
+    task = models.build(chosen).build_task(num_classes=3, seed=4)
     with torch.random.fork_rng():
         torch.manual_seed(4)  # noqa: TID251
         expected = timm.create_model("test_vit", **settings)

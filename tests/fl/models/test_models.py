@@ -68,7 +68,7 @@ def test_uniform_initial_values_of_lenet(init: str) -> None:
 def _example(name: str, num_classes: int, seed: int = 0) -> Task:
     """The network `name` at its example's size; skips where it needs an extra that is not installed."""
     try:
-        return dict(models.examples())[name].task(num_classes=num_classes, seed=seed)
+        return dict(models.examples())[name].build_task(num_classes=num_classes, seed=seed)
     except ModuleNotFoundError as error:
         pytest.skip(str(error))
 
@@ -202,7 +202,7 @@ def test_pixels_are_normalized_whatever_initialize_leaves_out() -> None:
             for value in model.parameters():
                 nn.init.normal_(value, std=0.1, generator=generator)
 
-    task = Filled(input_shape=(1, 4, 4)).task(num_classes=3)
+    task = Filled(input_shape=(1, 4, 4)).build_task(num_classes=3)
     assert task.model.normalize.mean.item() == pytest.approx(0.1307)
     assert task.model.normalize.std.item() == pytest.approx(0.3081)
 
@@ -213,4 +213,4 @@ def test_what_initialize_leaves_without_a_value_is_said() -> None:
             nn.init.zeros_(model.head.weight)
 
     with pytest.raises(ValueError, match=r"expected initialize to fill 'body.fc1.weight', which has no value: .*timm"):
-        Empty(input_shape=(1, 4, 4)).task(num_classes=3)
+        Empty(input_shape=(1, 4, 4)).build_task(num_classes=3)

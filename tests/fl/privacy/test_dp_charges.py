@@ -17,7 +17,7 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.methods.ppsgd import PPSGD
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.privacy.accounting import Charge, compute_epsilon
 from fl.privacy.private_method import NOISE_KEY, PrivateMethod
 from fl.types import Order
@@ -114,7 +114,7 @@ def test_a_budget_holds_for_a_client_of_any_size() -> None:
         server, executed = run.server, 0
         while not method.exclusion_reason(server, 0):
             server, executed = (
-                method.select(server, [0], run.client.task),
+                method.begin_round(server, [0], run.client.task),
                 executed + most_steps(run.start(0).trace.order),
             )
         epsilon = method.epsilon or 0.0

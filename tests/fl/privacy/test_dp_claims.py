@@ -127,4 +127,4 @@ def test_the_former_name_of_where_noise_comes_from_is_read() -> None:
         method = methods.build({"name": "dp-fedavg", "profile": "release"})
     assert {str(w.message) for w in caught} == {"'profile' is now 'noise_source'", "'release' is now 'secure'"}
     assert method == DPFedAvg(noise_source="secure")
-    assert methods.spec(method, first_names=True)["profile"] == "release"
+    assert methods.spec(method, oldest_names=True)["profile"] == "release"

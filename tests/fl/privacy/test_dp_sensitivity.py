@@ -23,7 +23,7 @@ from fl.methods.centaur import Centaur
 from fl.methods.dp_fedavg import DPFedAvg
 from fl.methods.dp_hyperfl import DPHyperFL
 from fl.models import build
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
 from fl.privacy.gaussian_noise import Noise
 from fl.privacy.private_method import PrivateMethod
@@ -154,7 +154,9 @@ def wide(name: str) -> tuple[PrivateMethod, Gradient, Tensors]:
     phase = method.phases(client.task, 0)[-1]
     step = Step(client.task, params, {}, {}, {}, 0)
     live = tuple(phase.assign(params))
-    grad = LossGradient(client, step, live, client.task.buffers, client.predictor, None, autograd_derivative)
+    grad = LossGradient(
+        client, step, live, client.task.buffers, client.fixed_statistics_model, None, autograd_derivative
+    )
     return method, grad, params
 
 

@@ -42,7 +42,7 @@ def prepared(method: Method, task: Task | None = None, prefix: str = "") -> tupl
     live = tuple(name for name in params if name.startswith(prefix))
     step = Step(client.task, params, {}, {}, {}, 0)
     buffers = client.task.buffers
-    return LossGradient(client, step, live, buffers, client.predictor, None, autograd_derivative), params
+    return LossGradient(client, step, live, buffers, client.fixed_statistics_model, None, autograd_derivative), params
 
 
 def by_hand(model: torch.nn.Module, batch: Batch, clip: float, prefix: str = "") -> dict[str, Tensor]:

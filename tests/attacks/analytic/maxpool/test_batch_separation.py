@@ -24,7 +24,7 @@ from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.types import Batch, Task
 from fl.view import ServerView

@@ -214,7 +214,7 @@ def test_numbers_of_the_gradient_count_by_their_own_rounding() -> None:
     assert (nearer - x).norm() < 0.5 * (near - x).norm()
     assert torch.allclose((fine.dense() @ nearer.flatten()).view(4, -1), fine.rhs, rtol=1e-6)
     off = (
-        LayerSolution(equations, evaluate(equations, nearer, selection)).relative_deviations()
+        LayerSolution(equations, evaluate(equations, nearer, selection)).relative_uncertainty()
         * nearer.square().mean().sqrt()
     )
     assert 0.5 < ((nearer - x) / off).square().mean().sqrt() < 2  # it knows how far it is off

@@ -76,10 +76,10 @@ def test_of_precode_nothing_is_left_at_the_truth_with_its_draws(
     """What is left without them is no fault of the objective. Each row of them is one image's, in the order fed."""
     defense = Chain(parts=(Precode(latent=6, beta=0.1), *group))
     run = worlds.federation(FedAvg(lr=0.1, steps=1, weight_decay=weight_decay), defense)
-    data = [worlds.images(images, "victim", i) for i in range(defense.group)]
+    data = [worlds.images(images, "victim", i) for i in range(defense.group_size)]
     view, truth = run.observe(0, data=data)
     drawn = {name: dense(own) for name, own in truth.private.items()}
-    assert len(drawn) == defense.group
+    assert len(drawn) == defense.group_size
     back = truth.trace.order[0][0][0].argsort().view(-1, images)  # the clients' images stand one after the other
     in_turn = {name: own[rows % images] for (name, own), rows in zip(drawn.items(), back, strict=True)}
     for objective in ("l2", "cosine"):

@@ -10,11 +10,12 @@ from fl.data import Dataset, load
 from fl.data.partitions.dominant_classes import (
     CHARACTER_GROUPS,
     TRIPLES,
+    DominantGroups,
     DominantSplit,
     dominant_groups,
     published_groups,
 )
-from fl.data.partitions.partition import DominantGroups, Iid, Partition, deal_iid, partitions
+from fl.data.partitions.partition import Iid, Partition, deal_iid, partitions
 from fl.registry import UnknownNameError
 from fl.seeds import stream
 from fl.types import Batch

@@ -14,7 +14,7 @@ from torch import Tensor
 from fl.data import Dataset, Groups, load
 from fl.data.partitions.leave_one_domain_out import LeaveOneOut, deal_domains
 from fl.data.partitions.partition import Partition, partitions
-from fl.data.sources.stored import DATA_VARIABLE, DatasetMissingError
+from fl.data.sources.npz_files import DATA_VARIABLE, DatasetMissingError
 from fl.registry import UnknownNameError
 from fl.types import Batch
 

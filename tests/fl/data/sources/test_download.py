@@ -13,7 +13,7 @@ from fl.data import datasets, load
 from fl.data.sources import download as downloads
 from fl.data.sources.benchmark_sets import available_sets
 from fl.data.sources.download import download, downloadable_sets
-from fl.data.sources.stored import DatasetMissingError, Npz, data_folder, read_batch, save_images
+from fl.data.sources.npz_files import DatasetMissingError, Npz, data_folder, read_batch, save_images
 from fl.registry import UnknownNameError
 
 

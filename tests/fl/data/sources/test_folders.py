@@ -11,7 +11,7 @@ from PIL import Image
 
 from fl.data import datasets, load
 from fl.data.sources.folders import Folder
-from fl.data.sources.stored import DatasetMissingError
+from fl.data.sources.npz_files import DatasetMissingError
 
 
 def _picture(path: Path, seed: int = 0, size: tuple[int, int] = (8, 8), mode: str = "RGB") -> None:

@@ -14,7 +14,7 @@ from fl.engines.factored import engine as factored
 from fl.engines.factored.merging import merge_outer_products
 from fl.federation import ClientData, Federation
 from fl.methods.hyperfl import HyperFL
-from fl.models.hypernetworks.hypernetwork import TRUNK_BIAS, Hypernetwork
+from fl.models.hypernetworks.hyperfl_hypernetwork import TRUNK_BIAS, Hypernetwork
 from fl.tensors import LowRank
 from fl.types import Phase, Task
 

@@ -38,7 +38,7 @@ BOTH = pytest.mark.parametrize("name", list(SETTINGS))
 
 def tiny(name: str, **settings: Any) -> Task:
     network = replace(dict(models.examples())[name], **settings)
-    return network.task(num_classes=3, seed=0).to(dtype=torch.float64)
+    return network.build_task(num_classes=3, seed=0).to(dtype=torch.float64)
 
 
 def images(*shape: int) -> Tensor:
@@ -92,7 +92,7 @@ def test_adapters_have_the_published_size(network: Any, count: int, extra: float
 
 def test_the_transformer_is_timms() -> None:
     network = ViTAdapter(train="head", depth=1, image_size=32, width=24, heads=3)
-    task = network.task(num_classes=3, seed=0)
+    task = network.build_task(num_classes=3, seed=0)
     other = timm.models.vision_transformer.VisionTransformer(
         img_size=32, embed_dim=24, depth=1, num_heads=3, num_classes=0
     )
@@ -154,22 +154,22 @@ def test_weights_are_loaded_strictly(tmp_path: Path) -> None:
         np.savez(tmp_path / "mine.npz", **{n: v.numpy() for n, v in state.items()})
 
     with pytest.raises(FileNotFoundError, match=r"no weights .*mine\.npz"):
-        network.task(num_classes=3)
-    source = replace(network, weights="random").task(num_classes=3, seed=5).model.get_submodule("body")
+        network.build_task(num_classes=3)
+    source = replace(network, weights="random").build_task(num_classes=3, seed=5).model.get_submodule("body")
     state = {n: p.detach() for n, p in backbone_parameters(source).items()}
     saved({**state, "fc.weight": torch.zeros(3), "layer3.0.conv1.weight": torch.zeros(1)})  # of what comes later
-    loaded = network.task(num_classes=3, seed=0).model.get_submodule("body")
+    loaded = network.build_task(num_classes=3, seed=0).model.get_submodule("body")
     for name, value in backbone_parameters(loaded).items():
         assert torch.equal(value, state[name])
     saved({n: v for n, v in state.items() if n != "conv1.weight"})
     with pytest.raises(ValueError, match=r"got no 'conv1\.weight'"):
-        network.task(num_classes=3)
+        network.build_task(num_classes=3)
     saved({**state, "conv9.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match=r"got 'conv9\.weight', which the network has not"):
-        network.task(num_classes=3)
+        network.build_task(num_classes=3)
     saved({**state, "conv1.weight": torch.zeros(2)})
     with pytest.raises(ValueError, match=r"expected 'conv1\.weight' of shape \(4, 3, 7, 7\)"):
-        network.task(num_classes=3)
+        network.build_task(num_classes=3)
     (tmp_path / "mine.txt").touch()
     with pytest.raises(ValueError, match=r"expected weights in a file"):
         read_weights(str(tmp_path / "mine.txt"))
@@ -193,9 +193,9 @@ def test_both_forms_of_folding_agree() -> None:
 
 def test_a_random_backbone_is_said_to_be_one(caplog: pytest.LogCaptureFixture) -> None:
     network = dict(models.examples())["resnet18-adapter"]
-    replace(network, train="all").task(num_classes=3)
+    replace(network, train="all").build_task(num_classes=3)
     assert not caplog.records
-    network.task(num_classes=3)
+    network.build_task(num_classes=3)
     assert "random, not pre-trained" in caplog.text
 
 
@@ -222,4 +222,4 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], said: st
 def test_without_timm_the_transformer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'hyperleak\[lpm\]'"):
-        ViTAdapter.example().task(num_classes=3)
+        ViTAdapter.example().build_task(num_classes=3)

@@ -53,6 +53,6 @@ class AdditiveHead(Parametrization):
         """Return the classifier's weights where either part moves."""
         return [n for n in task.parameters if n in live or COMMON + n in live or PERSONAL + n in live]
 
-    def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
+    def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """Return the same gradient for both parts."""
         return {name: grads[name.removeprefix(COMMON).removeprefix(PERSONAL)] for name in live}

@@ -170,7 +170,7 @@ def find_file(name: str, remedy: str = "") -> Path:
     raise DatasetMissingError(
         f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {others}{unset}. "
         f"{first} {DATA_VARIABLE} to the folder that has it, or write it from any copy of the data with "
-        "fl.data.sources.stored.save(path, images, labels, class_names)"
+        "fl.data.sources.npz_files.save(path, images, labels, class_names)"
     )
 
 

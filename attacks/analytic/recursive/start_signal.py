@@ -20,7 +20,7 @@ from attacks.labels.recovery import recover_labels
 from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from fl.defense import overrides
 from fl.tensors import dense, scale_tensors
 from fl.types import frozen
@@ -30,7 +30,7 @@ Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class TopSignal:
+class StartSignal:
     """What flows back into the layer where a descent begins.
 
     Attributes:
@@ -46,9 +46,9 @@ class TopSignal:
     labels: Tensor | None = None
 
 
-def top_signals(
+def start_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
-) -> list[TopSignal] | NotApplicable:
+) -> list[StartSignal] | NotApplicable:
     """Return where to begin, or why nothing tells; several where the loss of one image has several solutions.
 
     Args:
@@ -69,12 +69,12 @@ def top_signals(
 
 def _single_image_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float
-) -> list[TopSignal] | NotApplicable:
+) -> list[StartSignal] | NotApplicable:
     """Return the highest stage whose signal the update of one image gives away."""
     for top in reversed(range(len(stages))):
         bias = observed.get(f"{stages[top].name}.bias")
         if isinstance(stages[top].layer, nn.Linear) and bias is not None and bool(bias.any()):
-            return [TopSignal(top, bias[None] / unit)]
+            return [StartSignal(top, bias[None] / unit)]
     last = stages[-1]
     name = f"{last.name}.weight"
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
@@ -90,14 +90,14 @@ def _single_image_signals(
     undone = _gradient_before_defense(view, last, observed)
     ratio = observed[name].norm() / undone.norm()
     found = [
-        TopSignal(len(stages) - 1, signal * ratio / unit) for signal in logit_gradients_without_bias(weight, undone)
+        StartSignal(len(stages) - 1, signal * ratio / unit) for signal in logit_gradients_without_bias(weight, undone)
     ]
     return found or NotApplicable("no logits explain the gradient of the classifier, which has no bias")
 
 
 def _batch_signals(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
-) -> list[TopSignal] | NotApplicable:
+) -> list[StartSignal] | NotApplicable:
     """Return what flows back of each image of a batch, or why that can't be told.
 
     At the classifier, by the loss, where the server knows both (`attacks.analytic.recursive.softmax_separation`); else
@@ -115,7 +115,7 @@ def _batch_signals(
 
 def _separate_at_classifier(
     view: ServerView, stages: Sequence[Stage], observed: Gradients, unit: float, count: int
-) -> TopSignal | str:
+) -> StartSignal | str:
     """Return the classifier's signals of each image, as the loss explains them, or why they can't be told."""
     last = stages[-1]
     weight, bias = (f"{last.name}.{kind}" for kind in ("weight", "bias"))
@@ -148,7 +148,7 @@ def _separate_at_classifier(
         given = "" if view.labels is None else " of the labels known"
         return f"the loss explains the classifier's gradient by no {count} images{given}"
     found, labels = told
-    return TopSignal(len(stages) - 1, found.signals * ratio / unit, found.relative_error, labels)
+    return StartSignal(len(stages) - 1, found.signals * ratio / unit, found.relative_error, labels)
 
 
 def _gradient_before_defense(view: ServerView, last: Stage, observed: Gradients) -> Tensor:
@@ -163,7 +163,7 @@ def _guess_labels(view: ServerView, count: int) -> Tensor | None:
     return None if guess is None or len(guess) != count else guess.cpu()
 
 
-def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) -> TopSignal | NotApplicable:
+def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) -> StartSignal | NotApplicable:
     """Return the signals of the first linear layer with a bias, told apart by the activation below."""
     gradients = {n: dense(g) for n, g in rescale_to_unit({**observed})[0].items()}
     top = first_layer_with_signal(stages, gradients)
@@ -175,7 +175,7 @@ def _separate_at_relu(stages: Sequence[Stage], observed: Gradients, count: int) 
     if not bool(gradients.get(f"{above.name}.weight", torch.zeros(1)).any()):
         return NotApplicable(f"no signal flows back into {above.name}: its weight did not move")
     found = separate_images(stages, gradients, top, count)
-    return found if isinstance(found, NotApplicable) else TopSignal(top, found.signals, found.relative_error)
+    return found if isinstance(found, NotApplicable) else StartSignal(top, found.signals, found.relative_error)
 
 
 def _size_is_known(view: ServerView, name: str) -> bool:

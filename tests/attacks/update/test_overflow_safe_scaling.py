@@ -11,7 +11,7 @@ from torch import nn
 
 from attacks.base import Reconstruction, build
 from attacks.gradient_matching.engine.objectives import normalize
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, Term, dense, norm

@@ -8,10 +8,15 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset
-from fl.data.partitions.dominant_classes import CHARACTER_GROUPS, TRIPLES, DominantSplit
-from fl.data.partitions.hyperfl_published import sequential_slices
+from fl.data.partitions.dominant_classes import (
+    CHARACTER_GROUPS,
+    TRIPLES,
+    DominantGroups,
+    DominantSplit,
+    sequential_slices,
+)
 from fl.data.partitions.overlap import describe_partition, format_report
-from fl.data.partitions.partition import DominantGroups, Iid, Partition
+from fl.data.partitions.partition import Iid, Partition
 from fl.seeds import stream
 from fl.types import Batch
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from attacks.result import NotApplicable
 from attacks.update.earlier_rounds import with_history
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.rescaling import rescale_to_unit
+from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import single_step_obstacle
 from fl.method import Method, Step
 from fl.network import Network
@@ -30,10 +30,10 @@ class _OutputTap:
     def __init__(self) -> None:
         self.value: Tensor | None = None
 
-    def keep(self, module: nn.Module, args: Any, output: Tensor) -> None:
+    def keep_output(self, module: nn.Module, args: Any, output: Tensor) -> None:
         self.value = output
 
-    def give(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
+    def replace_output(self, module: nn.Module, args: Any, output: Any) -> Tensor | None:
         value, self.value = self.value, None
         return value
 
@@ -54,8 +54,8 @@ def truncate_at(model: nn.Module, layer: str, head: str) -> nn.Module:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, nn.Identity())
     tap = _OutputTap()
-    model.get_submodule(layer).register_forward_hook(tap.keep)
-    model.register_forward_hook(tap.give)
+    model.get_submodule(layer).register_forward_hook(tap.keep_output)
+    model.register_forward_hook(tap.replace_output)
     return model
 
 
@@ -148,7 +148,7 @@ def _last_linear_below_classifier(view: ServerView) -> str | None:
 def _truncated_view(
     view: ServerView, layer: str, gradient: Tensors, delta: Tensor, features: Tensor
 ) -> ServerView | NotApplicable:
-    model = truncate_at(view.client.predictor, layer, view.task.head)
+    model = truncate_at(view.client.fixed_statistics_model, layer, view.task.head)
     weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     try:

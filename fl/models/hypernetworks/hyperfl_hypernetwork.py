@@ -126,7 +126,7 @@ class Hypernetwork(Generated):
         """Return how many hidden units are active (with none, every client gets the heads' biases)."""
         return {"active_units": float((self.preactivation(params) > 0).sum())}
 
-    def pullback(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
+    def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
         """Return outer products for the heads, plain tensors for the rest."""
         result: Tensors = {name: grads[name] for name in live if name in task.parameters}
         if len(result) == len(live):
