@@ -95,7 +95,10 @@ class ConfigDraft:
 def apply_overrides(state: ConfigDraft, overrides: Sequence[str]) -> ConfigDraft:
     """The state after the overrides, in their order; one that does not fit yet waits for the others.
 
-    When its turn comes, those given after it are applied once more: they go before it.
+    The experiment is built after each of them, not once after all: what one names (`defense=noise`) has its settings
+    only then, and the next may change them (`defense.std=0.1`).
+
+    When the turn of one that waited comes, those given after it are applied once more: they go before it.
 
     Raises:
         ValueError: one does not fit even then.

@@ -186,6 +186,24 @@ def test_an_override_that_waited_does_not_overtake_later_ones(tmp_path):
     assert yaml_config.load(tmp_path / "two.yaml", waits).observe.rounds == (2,)
 
 
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (["defense=noise", "defense.std=0.1"], lambda x: x.defense[0].item.std == 0.1),
+        (["defense=[none, noise]", "defense.noise.std=[0.1, 0.5]"], lambda x: len(x.defense) == 3),
+        (["task.dataset=photos", "task.dataset.size=16"], lambda x: x.task.dataset.size == 16),
+        (
+            ["federation.partition=dirichlet", "federation.partition.alpha=2"],
+            lambda x: x.federation.partition.alpha == 2,
+        ),
+        (["method=hyperfl", "method.parametrization.hidden=6", "attack=peel+ig"], lambda x: x.rounds == (5,)),
+    ],
+)
+def test_what_an_override_names_has_settings_that_later_ones_change(tmp_path, given, read):
+    (tmp_path / "two.yaml").write_text(TEXT)
+    assert read(yaml_config.load(tmp_path / "two.yaml", given))
+
+
 @pytest.mark.parametrize("bad", ["attack.ig.tv_weight", "attack.ig.tv_weight=bad"])
 def test_a_wrong_override_is_said_even_if_a_later_one_is_right(tmp_path, bad):
     (tmp_path / "two.yaml").write_text(TEXT)
