@@ -3,17 +3,11 @@
 from eval.run.results import (
     assemble,
     environment,
-    incomplete,
-    installed,
-    notes,
 )
 from eval.run.results import write_table_and_report as publish
 
 __all__ = [
     "assemble",
     "environment",
-    "incomplete",
-    "installed",
-    "notes",
     "publish",
 ]

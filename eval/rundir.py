@@ -1,4 +1,4 @@
-"""The folder of a run: the public names of `eval.run.run_directory`."""
+"""The former place of the folder of a run: what examples import of `eval.run.run_directory`."""
 
 from eval.run.run_directory import (
     BusyError,

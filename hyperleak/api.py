@@ -145,7 +145,7 @@ def run(
     """
     control, unlike, modules = _control(minutes), None, ""
     if isinstance(experiment, str | Path):
-        path = config_catalog.resolve(str(experiment))
+        path = config_catalog.find_config(str(experiment))
         name, described = path.stem, yaml_config.load(path, overrides)
         modules = plugins.module_folder(described, path)
         if out is None or path.resolve().parent != Path(out).resolve():  # a run's own config has every default in it

@@ -237,7 +237,7 @@ def test_commands_parse(page: str, line: str) -> None:
 def changed(given: dict) -> Experiment:
     """The config of a command line as its options leave it; files that it imports are the reader's own."""
     narrowed = {key: given[key] or () for key in ("without", "only")}
-    return yaml_config.load(config_catalog.resolve(given["config"]), given["set_"] or (), **narrowed)
+    return yaml_config.load(config_catalog.find_config(given["config"]), given["set_"] or (), **narrowed)
 
 
 def check(command: str, given: dict) -> None:

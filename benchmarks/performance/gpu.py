@@ -28,7 +28,7 @@ from benchmarks.common import publish, table
 from benchmarks.leakage.whole import COUNT, ITERATIONS, SETTINGS, WHOLE, photographs, victims
 from benchmarks.performance.noise_data import BATCH, federation
 from benchmarks.performance.speed import NETWORKS, by_hand
-from eval.run.federation_data import device_of
+from eval.run.federation_data import resolve_device
 from fl.engines import EngineName
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -189,7 +189,7 @@ def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(1)
-    device_of("cuda")  # in single precision
+    resolve_device("cuda")  # in single precision
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
         "copy_bytes_per_second": copied(),

@@ -126,7 +126,7 @@ def _run(folder: Path) -> Any:
 
 
 def _changes(folder: Path) -> None:
-    for name, wrong in manifest.changes(folder):
+    for name, wrong in manifest.changed_files(folder):
         raise ValueError(f"{name} {wrong}")
 
 

@@ -173,7 +173,7 @@ _COLUMNS = ("key", "type", "default", "meaning")
 
 
 def _catalog_page() -> str:
-    rows = [(f"`{name}`", escape(config_catalog.title(name))) for name in config_catalog.names()]
+    rows = [(f"`{name}`", escape(config_catalog.read_title(name))) for name in config_catalog.list_config_names()]
     text = "# Configs that come with hyperleak\n\n`hyperleak show NAME` says how many cells one comes to, "
     text += "`hyperleak run NAME` runs it. The first folders of a name may be left out.\n\n"
     return text + table(("name", "title"), rows)

@@ -19,7 +19,7 @@ from eval.experiment import config_catalog
 # The first comment of a config says what a paper leaves open.
 
 # %%
-path = config_catalog.resolve("hyperfl/table3-emnist")
+path = config_catalog.find_config("hyperfl/table3-emnist")
 print(path.read_text()[:460])
 
 # %% [markdown]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 from eval.io import jsonl
 from eval.metrics.score import Row
-from eval.metrics.self_verification import are_settled, not_needed
+from eval.metrics.self_verification import are_settled, not_needed_words
 from eval.run.attack_cell import IMAGES
-from eval.run.cache_keys import behind
+from eval.run.cache_keys import cell_after_attacks
 from eval.run.plan import AttackTask, Plan, Source
 from eval.run.run_directory import RunDir
 from fl.method import Method
@@ -40,7 +40,7 @@ def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:
         before: the rows of the others that are done, by label.
     """
     if all_settled := _settling(before):
-        return not_needed(all_settled)
+        return not_needed_words(all_settled)
     peeled = before.get(PEELED, ())
     # of a peel that did not confirm itself the plain search may know better
     if label == SEARCH and peeled and all(row.get("verified") for row in peeled):
@@ -72,7 +72,7 @@ class EarlyStopping:
 
     def __call__(self, one: Source, watch: AttackTask) -> bool:
         """Whether the attack may add something to those that stand before it."""
-        earlier = one.watches[: one.watches.index(watch)]
+        earlier = one.attack_tasks[: one.attack_tasks.index(watch)]
         done = {other.attack.label: cell for other in earlier if (cell := self.folder.latest(other.cell)) is not None}
         before = {label: jsonl.read_rows(self.folder.file(cell, IMAGES)) for label, cell in done.items()}
         reason = redundant_reason(watch.attack.label, before)
@@ -90,10 +90,10 @@ class EarlyStopping:
         """The plan without what was left out."""
 
         def kept(source: Source) -> tuple[AttackTask, ...]:
-            return tuple(task for task in source.watches if task.cell.id not in self.reasons)
+            return tuple(task for task in source.attack_tasks if task.cell.id not in self.reasons)
 
-        trainings = tuple(replace(one, watches=kept(one)) for one in plan.trainings)
-        captures = tuple(replace(one, watches=kept(one)) for one in plan.captures)
+        trainings = tuple(replace(one, attack_tasks=kept(one)) for one in plan.trainings)
+        captures = tuple(replace(one, attack_tasks=kept(one)) for one in plan.captures)
         gone = self.left_out(plan)
         attacks = tuple(entry for entry in plan.experiment.attack if entry.label not in gone)
         return replace(
@@ -103,8 +103,8 @@ class EarlyStopping:
 
 def leave_out_settled(plan: Plan) -> Plan:
     """The plan in which no attack is tried on an update that one before it has settled."""
-    trainings = tuple(replace(one, watches=_in_turn(one.watches)) for one in plan.trainings)
-    captures = tuple(replace(one, watches=_in_turn(one.watches)) for one in plan.captures)
+    trainings = tuple(replace(one, attack_tasks=_in_turn(one.attack_tasks)) for one in plan.trainings)
+    captures = tuple(replace(one, attack_tasks=_in_turn(one.attack_tasks)) for one in plan.captures)
     return replace(plan, trainings=trainings, captures=captures)
 
 
@@ -113,5 +113,5 @@ def _in_turn(tasks: Sequence[AttackTask]) -> tuple[AttackTask, ...]:
     found: list[AttackTask] = []
     for task in tasks:
         before = tuple(other for other in found if other.round == task.round)
-        found.append(replace(task, after=before, cell=behind(task.cell, [other.cell for other in before])))
+        found.append(replace(task, after=before, cell=cell_after_attacks(task.cell, [other.cell for other in before])))
     return tuple(found)

@@ -24,7 +24,7 @@ from defenses import defenses
 from eval.audit.user_model import Subject
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import section_spec
-from eval.experiment.spec import Entry, Score
+from eval.experiment.spec import Entry, ScoreSpec
 from eval.run import auxiliary_overlap
 from eval.run.observation import Observation, WatchedUpdate
 from eval.run.plan import Plan, plan_capture
@@ -54,7 +54,7 @@ class CaptureRequest:
     source: Mapping[str, str]
     seed: int = 0
     device: str = "auto"
-    score: Score = field(default_factory=Score)
+    score: ScoreSpec = field(default_factory=ScoreSpec)
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

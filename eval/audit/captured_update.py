@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from eval.audit import image_identity, update_sanity
+from eval.audit import fed_images, update_sanity
 from eval.audit.input_shape import count_classes, with_command_hints
 from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
@@ -277,12 +277,12 @@ def _with_truth(
         scaled: whether the step size is unknown.
     """
     view = subject.view
-    truth = image_identity.take_truth(given, batch_size)
+    truth = fed_images.take_truth(given, batch_size)
     error = prediction_error(view, truth, scaled=scaled)
     known = replace(subject, truth=truth, error=error, tolerance=_tolerance(view, batch_size), n_given=len(given))
     if not known.mismatched:
         return replace(known, inconsistency="")
-    fits = image_identity.describe_matching_images(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
+    fits = fed_images.describe_matching_images(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
     return replace(known, inconsistency=fits or subject.inconsistency)
 
 

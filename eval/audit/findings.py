@@ -13,7 +13,7 @@ from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row
 from eval.report.result_groups import private_tensor_recoveries
 from eval.report.sections import inconclusive as undecided
-from eval.report.sections.inconclusive import Open, Outcome
+from eval.report.sections.inconclusive import OpenQuestion, Outcome
 from fl.view import ThreatModel
 
 PICTURED_KINDS = {"settled", "ran", "searched", "gave up", "contradicted"}
@@ -111,7 +111,7 @@ class AuditReport:
     stopped: str = ""
     captured: bool = False
 
-    def open_questions(self, limits: Mapping[str, float]) -> list[Open]:
+    def open_questions(self, limits: Mapping[str, float]) -> list[OpenQuestion]:
         """What keeps the audit from an answer: nothing where what leaked answers it.
 
         Without limits it is whether images leaked; with limits, whether any came closer than they allow. Attacks that
@@ -126,14 +126,16 @@ class AuditReport:
         if not limits and any(found.leaked for found in self.findings):
             return []
         outcomes = [one for found in self.findings for one in found.outcomes]
-        said = [undecided.contradicted(self.mismatch)] if self.mismatch else []
-        said += undecided.opened(outcomes)
+        said = [undecided.contradicted_settings(self.mismatch)] if self.mismatch else []
+        said += undecided.find_open_questions(outcomes)
         if late := [found.attack for found in self.findings if found.cut_short == NOT_BEGUN]:
             said.append(undecided.not_begun(late))
-        said += [undecided.without(figure, limits[figure]) for figure, value in figures.items() if value is None]
-        if not (limits and undecided.answered(outcomes)):
+        said += [
+            undecided.limit_without_figure(figure, limits[figure]) for figure, value in figures.items() if value is None
+        ]
+        if not (limits and undecided.is_answered(outcomes)):
             said += [
-                undecided.too_few(found.attack, found.too_few_images, captured=self.captured)
+                undecided.too_few_images(found.attack, found.too_few_images, captured=self.captured)
                 for found in self.findings
                 if found.too_few_images
             ]
@@ -144,7 +146,7 @@ class AuditReport:
             if not found.rows
             and any(one.kind in PICTURED_KINDS and one.update not in settled for one in found.outcomes)
         ]
-        return [*said, undecided.unjudged(blind)] if blind else said
+        return [*said, undecided.unjudged_pictures(blind)] if blind else said
 
     def best(self, figure: str) -> float | None:
         """The highest value of a figure over all attacks and images, or None."""
@@ -260,9 +262,10 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
         labels,
         all_verified(row.get("verified") for row in scored),
         validity_flags.audit_flags(judged, context.threat, defended=context.defended),
-        self_verification.notes(judged) or list(dict.fromkeys(row["note"] for row in unjudged if row.get("note"))),
+        self_verification.attack_notes(judged)
+        or list(dict.fromkeys(row["note"] for row in unjudged if row.get("note"))),
         spared=spared,
-        outcomes=undecided.of_rows(attack, open_to),
+        outcomes=undecided.outcomes_of_rows(attack, open_to),
         leaked=has_leaked(judged, context.tests),
         too_few_images=count_if_too_few(judged, context.tests),
         doubtful=any(row.get("labels_doubtful") for row in scored),

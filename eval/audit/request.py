@@ -20,7 +20,7 @@ from eval.audit.user_model import Subject
 from eval.experiment import serialization
 from eval.io import yaml12
 from eval.run import runner
-from eval.run.federation_data import device_of
+from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.method import methods
@@ -115,20 +115,25 @@ class AuditRequest:
         """What is audited."""
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
-        method, size = yaml12.named(self.method or "fedavg").get("name"), f"{self.batch_size} image(s) per update"
+        method, size = (
+            yaml12.parse_settings(self.method or "fedavg").get("name"),
+            f"{self.batch_size} image(s) per update",
+        )
         if (clients := defenses.build(_defense(self.defense)).group_size) > 1:
             size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
         if self.target:
             return f"{self.target} under {method}, {size}"
-        return f"{method} on {yaml12.named(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
+        return (
+            f"{method} on {yaml12.parse_settings(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
+        )
 
     @property
     def attacks(self) -> dict[str, Attack]:
         """The attacks to try, by label: the name, with a number where one comes again."""
-        method = methods.build(yaml12.named(self.method or "fedavg"))
+        method = methods.build(yaml12.parse_settings(self.method or "fedavg"))
         found: dict[str, Attack] = {}
         for text in self.attack or attack_selection.default_attacks(method, self.batch_size):
-            attack = attacks.build(yaml12.named(text))
+            attack = attacks.build(yaml12.parse_settings(text))
             name = label = attacks.label(attack)
             number = 1
             while label in found:
@@ -200,7 +205,7 @@ class AuditRequest:
         if self.method is None or self.dataset is None:
             raise ValueError(NO_SUBJECT)
         self._refuse_idle("method")
-        given = yaml12.named(self.method)
+        given = yaml12.parse_settings(self.method)
         method = methods.build(given)
         settings = methods.spec(method)
         # one step on all images of an update, unless the method is given with a length of its own
@@ -210,7 +215,7 @@ class AuditRequest:
         observed = {} if {"steps", "epochs"} & set(given) else {k: v for k, v in observed.items() if k not in given}
         data: dict[str, Any] = {
             "title": f"Audit of {self.name}",
-            "task": {"dataset": yaml12.named(self.dataset), "model": self._network()},
+            "task": {"dataset": yaml12.parse_settings(self.dataset), "model": self._network()},
             "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": self.rounds},
             "method": given,
             "defense": _defense(self.defense),
@@ -238,7 +243,7 @@ class AuditRequest:
         if self.target and self.model:
             raise ValueError(f"expected one model, got {self.target} and --model {self.model}")
         self._refuse_idle("model" if self.update is None else "update")
-        where = device_of(self.device)
+        where = resolve_device(self.device)
         target = self.target or self.model
         if target is None:
             raise ValueError("expected --model MODULE:FUNCTION, the model that the update belongs to")
@@ -282,7 +287,7 @@ class AuditRequest:
     def _client(self) -> ClientSettings:
         """How the client behind the updates trains."""
         return ClientSettings(
-            method=methods.build(yaml12.named(self.method)) if self.method else None,
+            method=methods.build(yaml12.parse_settings(self.method)) if self.method else None,
             defense=defenses.build(_defense(self.defense)),
             mean=_numbers(self.mean, "mean"),
             std=_numbers(self.std, "std"),
@@ -317,12 +322,12 @@ class AuditRequest:
             raise ValueError(
                 f"expected --model for images of {sizes}: '{{name: lenet-zhu, input_shape: {list(shape)}}}'"
             )
-        return yaml12.named(self.model or DEFAULT_NETWORKS[shape])
+        return yaml12.parse_settings(self.model or DEFAULT_NETWORKS[shape])
 
 
 def _shareable_source(source: str) -> str:
     """The name of a file or a data set, without what a path tells of the machine."""
-    return Path(source).name if source.endswith(".npz") else str(yaml12.named(source).get("name"))
+    return Path(source).name if source.endswith(".npz") else str(yaml12.parse_settings(source).get("name"))
 
 
 def _truth_notes(subject: Subject, source: str) -> list[str]:
@@ -375,7 +380,7 @@ def make_folder(path: Path | None) -> None:
 def _defense(text: str) -> dict[str, Any]:
     """Settings of a defense, given by name or as YAML, where a list of several is their chain."""
     value = yaml12.parse(text)
-    return {"name": "chain", "parts": value} if isinstance(value, list) else yaml12.named(text)
+    return {"name": "chain", "parts": value} if isinstance(value, list) else yaml12.parse_settings(text)
 
 
 def _numbers(text: str, what: str) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from attacks.base import NotApplicable, Result
 from eval.audit.verdict import image_line, verdict
 from eval.metrics.score import score
-from eval.metrics.self_verification import columns, verification_words
+from eval.metrics.self_verification import add_self_check_columns, verification_words
 from fl.types import Truth
 
 
@@ -26,7 +26,7 @@ def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
     """
     if isinstance(result, NotApplicable):
         return f"not applicable: {result.reason}"
-    rows = columns(result, score(result, truth, seed=seed))
+    rows = add_self_check_columns(result, score(result, truth, seed=seed))
     said = verdict(rows)
     if result.inputs is None:
         return "; ".join(words for words in (said, verification_words(result.verified)) if words)

@@ -137,7 +137,7 @@ def build_dataset(text: str) -> Source:
         UnknownNameError: there is no such data set or setting.
         ValueError: a setting that is missing or does not fit.
     """
-    settings = yaml12.named(text)
+    settings = yaml12.parse_settings(text)
     try:
         return datasets.build(settings)
     except UnknownNameError:

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.metrics.self_verification import verification_words
 from eval.report.result_groups import (
@@ -68,7 +68,8 @@ def describe_no_images(rows: Sequence[Row]) -> str:
     if not names:
         return "the attack recovered no images, nor any private tensor"
     meant = " (the input of a layer behind the first)" if names[0].partition("/")[0] == "features" else ""
-    return f"the attack recovered no images, only {join(names)}{meant}, of which there is no true value to compare with"
+    values = f"{join_words(names)}{meant}"
+    return f"the attack recovered no images, only {values}, of which there is no true value to compare with"
 
 
 def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:

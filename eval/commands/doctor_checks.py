@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from eval.run import resources
-from eval.run.results import installed
+from eval.run.results import installed_version
 from fl.runtime.workers import worker_thread_count
 
 REQUIRED = ("torch", "torchvision", "numpy", "scipy", "scikit-image", "lpips", "opacus", "pydantic", "PyYAML")
@@ -45,7 +45,7 @@ def _versions() -> list[Check]:
     remedy = "" if fine else "make a new environment with Python 3.11 or newer"
     found.append(Check("Python", FINE if fine else FAULT, platform.python_version(), remedy))
     for package in REQUIRED:
-        version = installed(package)
+        version = installed_version(package)
         remedy = "" if version else f"pip install {package}"
         found.append(Check(package, FINE if version else FAULT, version or "not installed", remedy))
     return found
@@ -55,7 +55,11 @@ def _device() -> list[Check]:
     import torch
 
     number, each = resources.default_workers(torch.device("cpu")), worker_thread_count()
-    found = [Check("processes", FINE, f"{number} of {each} thread(s); {resources.cores()} of {os.cpu_count()} cores")]
+    found = [
+        Check(
+            "processes", FINE, f"{number} of {each} thread(s); {resources.available_cores()} of {os.cpu_count()} cores"
+        )
+    ]
     if torch.cuda.is_available():
         return [*found, Check("GPU", FINE, torch.cuda.get_device_name())]
     reason = "this torch is built without CUDA" if torch.version.cuda is None else "no driver or no device"

@@ -111,4 +111,4 @@ def _configs() -> dict[str, str]:
     """Name and title of every config."""
     from eval.experiment import config_catalog
 
-    return {name: config_catalog.title(name) for name in config_catalog.names()}
+    return {name: config_catalog.read_title(name) for name in config_catalog.list_config_names()}

@@ -85,7 +85,7 @@ def run(
     from eval.experiment import config_catalog
 
     with exit_on_errors(USAGE):
-        path = config_catalog.resolve(config)  # before what takes seconds to import
+        path = config_catalog.find_config(config)  # before what takes seconds to import
         if not import_:
             _check_names(path, set_ or ())
     from eval.experiment.plugins import module_folder

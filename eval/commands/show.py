@@ -158,7 +158,7 @@ def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -
     from fl.registry import UnknownNameError, closest_name
 
     try:
-        path = config_catalog.resolve(name)
+        path = config_catalog.find_config(name)
     except config_catalog.UnknownConfigError as error:
         near = {*error.near, *(other.rpartition("/")[2] for other in error.near)}
         if closest_name(name, (*others, *sorted(near))) in near:
@@ -168,9 +168,9 @@ def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -
     from eval.experiment import yaml_config
     from eval.run import plan
 
-    about = {"kind": "config", "name": config_catalog.name_of(path), "plain": "", "papers": [], "fields": {}}
+    about = {"kind": "config", "name": config_catalog.config_name(path), "plain": "", "papers": [], "fields": {}}
     unread: list[str] = []
-    about |= {"comment": shorten(config_catalog.comment(path)), "unread": unread}
+    about |= {"comment": shorten(config_catalog.read_description(path)), "unread": unread}
 
     def asked(modules: Sequence[str]) -> bool:
         unread.extend(modules)
@@ -178,7 +178,7 @@ def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -
 
     try:
         experiment = yaml_config.load(path, imports=imports, asked=asked)
-        trainings, attacked = plan.count(experiment)
+        trainings, attacked = plan.count_tasks(experiment)
     except ValueError:
         if not unread:
             raise

@@ -174,8 +174,8 @@ def _silence() -> None:
 
 
 def _leave(words: str, code: int = FAILURE, *, error: bool = True) -> NoReturn:
-    from eval.io.sanitize import shorten, visible
+    from eval.io.sanitize import escape_controls, shorten
 
     with suppress(OSError):
-        typer.echo(visible(shorten(f"error: {words}" if error else words)), err=True)
+        typer.echo(escape_controls(shorten(f"error: {words}" if error else words)), err=True)
     raise typer.Exit(code)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eval.commands.system_errors import explain_os_error
-from eval.io.sanitize import shorten, visible
+from eval.io.sanitize import escape_controls, shorten
 from eval.io.shareable_paths import relative_to_cwd
 from fl.runtime.main_guard import UnguardedError
 
@@ -84,12 +84,12 @@ def print_json(value: Any) -> None:
 
 def print_message(words: str) -> None:
     """Print a line on stderr, without its middle where it is very long."""
-    typer.echo(visible(shorten(words)), err=True)
+    typer.echo(escape_controls(shorten(words)), err=True)
 
 
 def print_output(words: str) -> None:
     """Print a line on stdout."""
-    typer.echo(visible(words))
+    typer.echo(escape_controls(words))
 
 
 def console(*, as_json: bool = False) -> Console:
@@ -112,7 +112,7 @@ def print_line(
         wrapped: whether a terminal's lines end between words.
     """
     screen.print(
-        visible(words, lines=lines),
+        escape_controls(words, lines=lines),
         style=style,
         highlight=False,
         markup=False,
@@ -124,7 +124,7 @@ def print_rows(screen: Console, entries: Sequence[Sequence[str]]) -> None:
     """Print an entry a line, its cells set apart by tabs: for `grep`, `cut` and `awk`, where there is no terminal."""
     for entry in entries:
         # the console's own methods make blanks of tabs
-        screen.file.write("\t".join(visible(cell) for cell in entry) + "\n")
+        screen.file.write("\t".join(escape_controls(cell) for cell in entry) + "\n")
 
 
 @contextmanager
@@ -179,7 +179,7 @@ def show_progress(screen: Console) -> Iterator[ProgressDisplay]:
 
         def show(stage: str, done: int, total: int) -> None:
             if stage not in known:
-                known[stage] = bars.add_task(visible(stage), total=total, search="")
+                known[stage] = bars.add_task(escape_controls(stage), total=total, search="")
             totals[stage] = total
             bars.update(known[stage], completed=done, total=total)
             if done == total:
@@ -286,7 +286,7 @@ def table_cell(words: str) -> Text:
     """Return words for a drawn table, in which nothing is markup."""
     from rich.text import Text
 
-    return Text(visible(words))
+    return Text(escape_controls(words))
 
 
 def _draw_table(screen: Console, found: Table) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from attacks.base import Attack
 from defenses import Defense
-from eval.experiment.spec import Entry, Score
+from eval.experiment.spec import Entry, ScoreSpec
 from fl.method import Method
 from fl.view import ThreatModel
 
@@ -39,7 +39,7 @@ class CaptureSpec:
     images: int | None = None
     batch_size: int | None = 1
     seeds: tuple[int, ...] = (0,)
-    score: Score = field(default_factory=Score)
+    score: ScoreSpec = field(default_factory=ScoreSpec)
     imports: tuple[str, ...] = ()
 
     @property

@@ -11,9 +11,9 @@ from fl.registry import closest_name
 
 _CHECKOUT = Path(__file__).parents[2]
 CONFIGS = _CHECKOUT / "configs" if (_CHECKOUT / "pyproject.toml").is_file() else Path(__file__).parent / "configs"
-NEAREST = 3
+MAX_SUGGESTIONS = 3
 """How many names are offered in place of one that is not there."""
-ENOUGH = 0.6
+MIN_SIMILARITY = 0.6
 """How alike two names must be for that: twice the characters that they share, over those that they have."""
 ALMOST = 0.8
 """How alike for the beginning of names to be meant, as it is less than any of them."""
@@ -38,12 +38,12 @@ class UnknownConfigError(FileNotFoundError):
         super().__init__(f"no config {name!r}; {hint}{there}")
 
 
-def names() -> list[str]:
+def list_config_names() -> list[str]:
     """All of them, as paths below `configs` without ending."""
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
 
 
-def resolve(name: str) -> Path:
+def find_config(name: str) -> Path:
     """The config file at a path, or of that name in the checkout's `configs`, whose first folders may be left out.
 
     Raises:
@@ -53,7 +53,7 @@ def resolve(name: str) -> Path:
     for path in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if path.is_file():
             return path
-    known = names()
+    known = list_config_names()
     ending = [other for other in known if other.endswith(f"/{name.removesuffix('.yaml')}")]
     if len(ending) == 1:
         return CONFIGS / f"{ending[0]}.yaml"
@@ -64,7 +64,7 @@ def resolve(name: str) -> Path:
     raise UnknownConfigError(name, _near(name, known), len(known), _beginning(name, known))
 
 
-def name_of(path: Path) -> str:
+def config_name(path: Path) -> str:
     """What a config is called: its name in the checkout, else its file's."""
     below = path.is_relative_to(CONFIGS)
     return path.relative_to(CONFIGS).with_suffix("").as_posix() if below else path.name
@@ -75,13 +75,13 @@ def in_folder_or_named(name: str, beginning: str) -> bool:
     return f"/{beginning}" in f"/{name}"
 
 
-def title(name: str) -> str:
+def read_title(name: str) -> str:
     """What a config calls itself, read from its own line: reading the whole of a hundred files takes seconds."""
     lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line.removeprefix("title:").strip().strip("\"'") for line in lines if line.startswith("title:")), "")
 
 
-def comment(path: Path) -> str:
+def read_description(path: Path) -> str:
     """What the head of a config says, in a paragraph.
 
     Raises:
@@ -102,9 +102,9 @@ def comment(path: Path) -> str:
 def _near(name: str, known: Sequence[str]) -> list[str]:
     """Names like it, with their first folders or without."""
     whole = name.removesuffix(".yaml")
-    alike = {other: max(_alike(whole, end) for end in _endings(other)) for other in known}
-    best = sorted(known, key=lambda other: -alike[other])[:NEAREST]
-    return [other for other in best if alike[other] > ENOUGH]
+    alike = {other: max(_similarity(whole, end) for end in _endings(other)) for other in known}
+    best = sorted(known, key=lambda other: -alike[other])[:MAX_SUGGESTIONS]
+    return [other for other in best if alike[other] > MIN_SIMILARITY]
 
 
 def _beginning(name: str, known: Sequence[str]) -> tuple[str, int]:
@@ -112,10 +112,12 @@ def _beginning(name: str, known: Sequence[str]) -> tuple[str, int]:
     whole = name.removesuffix(".yaml")
     starts = {start for other in known for end in _endings(other) for start in _starts(end)}
     start = closest_name(whole, starts)
-    if start is None or _alike(whole, start) < ALMOST:
+    if start is None or _similarity(whole, start) < ALMOST:
         return "", 0
     begun = [other for other in known if in_folder_or_named(other, start)]
-    if len(begun) < 2 or max(_alike(whole, end) for other in known for end in _endings(other)) >= _alike(whole, start):
+    if len(begun) < 2 or max(_similarity(whole, end) for other in known for end in _endings(other)) >= _similarity(
+        whole, start
+    ):
         return "", 0
     return start, len(begun)
 
@@ -133,5 +135,5 @@ def _endings(name: str) -> list[str]:
     return ["/".join(parts[i:]) for i in range(len(parts))]
 
 
-def _alike(a: str, b: str) -> float:
+def _similarity(a: str, b: str) -> float:
     return difflib.SequenceMatcher(None, a, b).ratio()

@@ -16,7 +16,7 @@ from typing import Any
 
 from eval.experiment.serialization import with_current_names
 from eval.experiment.spec import Experiment
-from eval.experiment.sweep import parsed
+from eval.experiment.sweep import parse_override
 from eval.io import yaml12
 from fl.method import Method
 from fl.settings import FormerNameWarning, current_name
@@ -116,7 +116,7 @@ def _written_settings(experiment: Experiment, data: Mapping[str, Any], overrides
     """Return which settings of each method a config and its overrides write, by label."""
     entries, changes = data["method"], [str(key).split(".") for key in data.get("sweep") or {}]
     for text in overrides:
-        keys, value = parsed(text)
+        keys, value = parse_override(text)
         if keys == ["method"]:
             entries, changes = yaml12.parse(value), []
         elif keys == ["sweep"]:

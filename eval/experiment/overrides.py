@@ -9,7 +9,7 @@ from typing import Any
 
 from eval.experiment import sweep as grid
 from eval.experiment.selection import with_published_figures
-from eval.experiment.serialization import current_keys, mapping, resolve_paths, to_plain
+from eval.experiment.serialization import check_mapping, current_keys, resolve_paths, to_plain
 from eval.experiment.spec import Experiment, Published
 from eval.io import yaml12
 from fl.registry import UnknownNameError
@@ -36,7 +36,7 @@ class ConfigDraft:
             UnknownNameError: nothing has such a setting; says what is close.
             ValueError: it does not fit.
         """
-        keys, value = grid.parsed(text)
+        keys, value = grid.parse_override(text)
         if keys[0] == "imports":
             raise ValueError(f"{text}: modules are given by --import")
         if keys[0] == "sweep":
@@ -84,7 +84,7 @@ class ConfigDraft:
 
     def _swept(self, keys: Sequence[str], value: Any, text: str) -> dict[str, Any]:
         if not keys:
-            return dict(mapping(value, text))
+            return dict(check_mapping(value, text))
         key = ".".join(self._as_swept(keys))
         if value in (None, []) and key not in self.sweep:
             raise UnknownNameError("sweep", key, sorted(self.sweep))

@@ -55,7 +55,10 @@ def import_plugins(words: Sequence[str], folder: Path = Path(), given: Sequence[
     left = not_on_command_line(words, given)
     for registry in REGISTRIES if left or given else ():
         registry.names()  # ours come first: a name of theirs that is taken is their fault
-    kept = [*(_bring(word, (folder, Path())) for word in left), *(_bring(word, (Path(),)) for word in given)]
+    kept = [
+        *(_import_word(word, (folder, Path())) for word in left),
+        *(_import_word(word, (Path(),)) for word in given),
+    ]
     return tuple(dict.fromkeys(kept))
 
 
@@ -70,7 +73,7 @@ def plugin_sources() -> Mapping[str, bytes]:
     return _sources
 
 
-def _bring(word: str, folders: Sequence[Path]) -> str:
+def _import_word(word: str, folders: Sequence[Path]) -> str:
     if not word.endswith(".py") and os.sep not in word:
         search_modules_in(Path())
         _import(word, word)
@@ -131,14 +134,14 @@ def search_modules_in(folder: Path) -> None:
 
 
 def _import(name: str, word: str) -> None:
-    with _explained(name, word):
+    with _explain_import_error(name, word):
         module = importlib.import_module(name)
     if module.__file__ is not None:
         _sources.setdefault(name, Path(module.__file__).read_bytes())
 
 
 @contextmanager
-def _explained(name: str, word: str) -> Iterator[None]:
+def _explain_import_error(name: str, word: str) -> Iterator[None]:
     """Say in a line what a module raised, and where in it."""
     try:
         yield

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from eval.experiment.spec import Entry, Experiment, Published, lacking
+from eval.experiment.spec import Entry, Experiment, Published, find_unknown_label
 from fl.method import methods
 from fl.registry import UnknownNameError
 
@@ -51,7 +51,7 @@ def with_published_figures(
     """
     fits, lost = list[Published](), list[str]()
     for figures in published:
-        found = lacking(experiment, figures, swept=swept)
+        found = find_unknown_label(experiment, figures, swept=swept)
         if found is None:
             fits.append(figures)
         else:

@@ -15,7 +15,7 @@ import attacks
 from attacks.base import Attack, Chain
 from defenses import defenses
 from eval.experiment.capture_spec import CaptureSpec
-from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Published, Score, TaskSpec
+from eval.experiment.spec import Entry, Experiment, FederationSpec, ObserveSpec, Published, ScoreSpec, TaskSpec
 from eval.io.sanitize import shorten
 from fl.method import methods
 from fl.registry import Registry, UnknownNameError
@@ -41,8 +41,8 @@ SECTIONS: dict[str, Any] = {
     "task": TaskSpec,
     "federation": FederationSpec,
     "threat": ThreatModel,
-    "observe": Observe,
-    "score": Score,
+    "observe": ObserveSpec,
+    "score": ScoreSpec,
 }
 LISTS: dict[str, Registry[Any]] = {"method": methods, "defense": defenses, "attack": attacks.attacks}
 CHANGES = {"method": ("task", "federation"), "attack": ("observe",)}
@@ -121,7 +121,7 @@ def _with_parts(holder: Any) -> list[Any]:
 
 
 def _built(data: Any) -> Experiment:
-    values = with_current_names(mapping(data, "the config"))
+    values = with_current_names(check_mapping(data, "the config"))
     check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
     if absent := [key for key in ("task", "method") if key not in values]:
         raise ValueError(f"expected a value for {', '.join(absent)}, got none")
@@ -278,7 +278,7 @@ def section_spec(section: Any, *, oldest_names: bool = False) -> dict[str, Any]:
     return found
 
 
-def mapping(value: Any, where: str) -> Mapping[str, Any]:
+def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
     """`value`, which must be settings.
 
     Raises:
@@ -302,7 +302,7 @@ def check_keys(known: Sequence[str], values: Mapping[str, Any], where: str) -> N
 
 def _section(kind: type[T], values: Any, where: str) -> T:
     fields = dataclasses.fields(kind)  # type: ignore[arg-type]
-    check_keys([f.name for f in fields], mapping(values, where), where)
+    check_keys([f.name for f in fields], check_mapping(values, where), where)
     required = [f.name for f in fields if f.default is dataclasses.MISSING is f.default_factory]
     if absent := [key for key in required if key not in values]:
         raise SettingError((where,), f"expected a value for {', '.join(absent)}, got none")
@@ -333,7 +333,7 @@ def _checked(kind: type, key: str, value: Any, where: str) -> Any:
 
 
 def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any], ...]:
-    entries = tuple(_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
+    entries = tuple(_parse_entry(item, key, registry) for item in (value if isinstance(value, list) else [value]))
     if not entries and key != "attack":  # accuracy and cost can be had without
         raise SettingError((key,), "expected at least one, got none")
     labels = [entry.label for entry in entries]
@@ -342,8 +342,8 @@ def _entries(value: Any, key: str, registry: Registry[Any]) -> tuple[Entry[Any],
     return entries
 
 
-def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
-    settings = {"name": value} if isinstance(value, str) else dict(mapping(value, key))
+def _parse_entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
+    settings = {"name": value} if isinstance(value, str) else dict(check_mapping(value, key))
     own: dict[str, Any] = {"as": None}
     own |= {"against": []} if key == "attack" else {}
     own |= {"with": {}} if key in CHANGES else {}
@@ -360,7 +360,7 @@ def _entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
     if not LABEL.fullmatch(label):
         raise SettingError((key,), f"expected `as` of {LABEL_WORDS}, got {shorten(repr(label), 200)}")
     against = _checked(Entry, "against", given.get("against", []), f"{key}.against")
-    changes = dict(mapping(given.get("with", {}), f"{key}.with"))
+    changes = dict(check_mapping(given.get("with", {}), f"{key}.with"))
     for name in changes:
         if "." not in name:
             raise SettingError(

@@ -99,7 +99,7 @@ class FederationSpec:
 
 @declared("observe")
 @dataclass(frozen=True, kw_only=True)
-class Observe:
+class ObserveSpec:
     """Which updates the attacker gets: one for each batch of a watched client's images.
 
     The observed updates are what the client would send; they don't enter training.
@@ -144,7 +144,7 @@ class Observe:
 
 @declared("score")
 @dataclass(frozen=True, kw_only=True)
-class Score:
+class ScoreSpec:
     """Figures beyond those that are always taken.
 
     Attributes:
@@ -258,9 +258,9 @@ class Experiment:
     federation: FederationSpec = field(default_factory=FederationSpec)
     defense: tuple[Entry[Defense], ...] = (Entry(label="none", item=Defense()),)
     threat: ThreatModel = field(default_factory=ThreatModel)
-    observe: Observe = field(default_factory=Observe)
+    observe: ObserveSpec = field(default_factory=ObserveSpec)
     seeds: tuple[Seed, ...] = (0,)
-    score: Score = field(default_factory=Score)
+    score: ScoreSpec = field(default_factory=ScoreSpec)
     published: tuple[Published, ...] = ()
     imports: tuple[str, ...] = ()
 
@@ -314,7 +314,7 @@ class Experiment:
             except SettingError as error:
                 raise error.with_prefix("observe", "method", instead=1) from error
             for key, value in changes.items():
-                check_taken(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
+                check_not_overruled(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
         return built
 
 
@@ -329,12 +329,14 @@ def check_published(experiment: Experiment, *, swept: bool = True) -> None:
         UnknownNameError: one is not; says what is close.
     """
     for figures in experiment.published:
-        if (found := lacking(experiment, figures, swept=swept)) is not None:
+        if (found := find_unknown_label(experiment, figures, swept=swept)) is not None:
             place, label, known = found
             raise UnknownNameError(f"{place} in published", label, known)
 
 
-def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -> tuple[str, str, list[str]] | None:
+def find_unknown_label(
+    experiment: Experiment, figures: Published, *, swept: bool = True
+) -> tuple[str, str, list[str]] | None:
     """Which key of published figures names what is not there, its label and those that are; None where all is well."""
     places = (("method", experiment.method), ("reference_method", experiment.method), ("attack", experiment.attack))
     for place, entries in places:
@@ -347,7 +349,7 @@ def lacking(experiment: Experiment, figures: Published, *, swept: bool = True) -
     return None
 
 
-def check_taken(given: Any, new: Any, where: str) -> None:
+def check_not_overruled(given: Any, new: Any, where: str) -> None:
     """Refuse a number that another setting overrules (`epochs` beside `steps`, say).
 
     Raises:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from typing import Any
 
 from eval.experiment.serialization import CHANGES, LISTS, build, current_keys, resolve_paths, to_plain, with_changes
-from eval.experiment.spec import Entry, Experiment, check_published, check_taken
+from eval.experiment.spec import Entry, Experiment, check_not_overruled, check_published
 from eval.io import yaml12
 from fl.settings import SettingError
 
-MOST = 2000
+MAX_ENTRIES = 2000
 """Entries that a grid may come to: each is checked as a whole, and trained or run."""
 Scalar = str | int | float | bool | None
 
@@ -34,7 +34,7 @@ def override(experiment: Experiment, text: str) -> Experiment:
         UnknownNameError: nothing has such a setting; says what is close.
         ValueError: not `key=value`, a value that does not fit, or one that another setting overrules.
     """
-    keys, value = parsed(text)
+    keys, value = parse_override(text)
     try:
         return _set(experiment, keys, yaml12.parse(value))
     except ValueError as error:
@@ -47,7 +47,7 @@ def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
     Raises:
         ValueError: as `override`.
     """
-    keys, value = parsed(text)
+    keys, value = parse_override(text)
     try:
         given = yaml12.parse(value)
         if not isinstance(given, list) or len(keys) == 1 or not given:
@@ -76,10 +76,12 @@ def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment
         if twice := next((k for k in meant if k != key and meant[k] == meant[key]), None):
             raise ValueError(f"sweep: expected it once, got it as {key} and as {twice}, which name the same setting")
         many = len(values) if isinstance(values, list) else 1
-        if many * sum(len(getattr(experiment, kind)) for kind in LISTS) > MOST:
-            raise ValueError(f"sweep, {key}: expected a grid of at most {MOST} methods, defenses and attacks, got more")
+        if many * sum(len(getattr(experiment, kind)) for kind in LISTS) > MAX_ENTRIES:
+            raise ValueError(
+                f"sweep, {key}: expected a grid of at most {MAX_ENTRIES} methods, defenses and attacks, got more"
+            )
         try:
-            experiment = _spread(experiment, str(key), values)
+            experiment = _expand_key(experiment, str(key), values)
         except ValueError as error:
             raise _named_once(f"sweep, {key}", str(key).split("."), error) from error
     check_published(experiment)
@@ -109,7 +111,7 @@ def with_current_labels(experiment: Experiment, sweep: Mapping[str, Any]) -> Exp
     return replace(experiment, published=published)
 
 
-def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) -> Experiment:
+def experiment_of(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) -> Experiment:
     """The experiment as one method and one attack have it: with the settings that are theirs alone.
 
     Raises:
@@ -119,7 +121,7 @@ def part(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) 
     return with_changes(experiment, changes, f"{method.label} under {attack.label}" if attack else method.label)
 
 
-def parsed(text: str) -> tuple[list[str], str]:
+def parse_override(text: str) -> tuple[list[str], str]:
     """The keys and the value, still text, of `key=value`.
 
     Raises:
@@ -151,7 +153,7 @@ def _set(experiment: Experiment, keys: Sequence[str], value: Any) -> Experiment:
     after = build(data)
     if len(keys) > 1 and list(keys[:2]) != ["observe", "method"]:  # the experiment itself checks the latter
         for place in resolve_paths(to_plain(after), keys):
-            check_taken(value, place[keys[-1]], keys[-1])
+            check_not_overruled(value, place[keys[-1]], keys[-1])
     return after
 
 
@@ -159,12 +161,12 @@ def _listed(data: Mapping[str, Any], key: str) -> list[Any]:
     return data[key] if key in LISTS else []
 
 
-def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
+def _expand_key(experiment: Experiment, key: str, values: Any) -> Experiment:
     keys = current_keys(experiment, key.split("."))
     if not isinstance(values, list) or not values or not all(isinstance(value, Scalar) for value in values):
         raise ValueError(f"expected a list of single values, got {values!r}")
     resolve_paths(to_plain(experiment), keys)  # says what is close where there is no such setting
-    words = [_word(value) for value in values]
+    words = [_value_label(value) for value in values]
     if len(set(words)) < len(words):
         raise ValueError(f"expected different values, got {values}")
     owner = next((kind for kind, sections in CHANGES.items() if keys[0] in sections), None)
@@ -192,10 +194,12 @@ def _spread(experiment: Experiment, key: str, values: Any) -> Experiment:
     if kind != "method":
         changes: dict[str, Any] = {kind: entries}
         return build(to_plain(replace(experiment, **changes)))
-    return build(to_plain(replace(experiment, method=entries, attack=_renamed(experiment.attack, made))))
+    return build(to_plain(replace(experiment, method=entries, attack=_retarget_attacks(experiment.attack, made))))
 
 
-def _renamed(attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[Any]]]) -> tuple[Entry[Any], ...]:
+def _retarget_attacks(
+    attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[Any]]]
+) -> tuple[Entry[Any], ...]:
     """Attacks on a method are attacks on all that was made of it."""
     return tuple(
         replace(attack, against=tuple(new.label for label in attack.against for new in made[label]))
@@ -203,7 +207,7 @@ def _renamed(attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[An
     )
 
 
-def _word(value: Scalar) -> str:
+def _value_label(value: Scalar) -> str:
     """A value as labels have it: the shortest text that tells it apart."""
     if isinstance(value, bool) or value is None:
         return str(yaml12.dump(value)).split()[0]

@@ -40,8 +40,8 @@ from eval.experiment.plugins import (
     search_modules_in,
 )
 from eval.experiment.selection import select_entries, with_published_figures
-from eval.experiment.serialization import build, mapping, to_plain, with_current_names
-from eval.experiment.spec import Experiment, check_taken
+from eval.experiment.serialization import build, check_mapping, to_plain, with_current_names
+from eval.experiment.spec import Experiment, check_not_overruled
 from eval.experiment.sweep import override
 from eval.io import yaml12
 from eval.io.sanitize import shorten
@@ -58,7 +58,7 @@ def load(
     without: Sequence[str] = (),
     only: Sequence[str] = (),
     note: Callable[[str], None] = log.warning,
-    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
+    asked: Callable[[Sequence[str]], bool] = lambda _import_words: True,
 ) -> Experiment:
     """The experiment in a YAML file, changed as the command line asks for; runs the code that it `imports`.
 
@@ -112,14 +112,14 @@ def _split(
     data: Any,
     folder: Path = Path(),
     given: Sequence[str] = (),
-    asked: Callable[[Sequence[str]], bool] = lambda _words: True,
+    asked: Callable[[Sequence[str]], bool] = lambda _import_words: True,
 ) -> tuple[Experiment, dict[str, Any]]:
     """The experiment without its sweep, and the sweep."""
-    values = dict(mapping(data, "the config"))
-    words = _words(values.get("imports", []))
+    values = dict(check_mapping(data, "the config"))
+    words = _import_words(values.get("imports", []))
     own = not_on_command_line(words, given)
     values["imports"] = list(import_plugins(words if not own or asked(own) else [], folder, given))
-    sweep = dict(mapping(values.pop("sweep", {}), "sweep"))
+    sweep = dict(check_mapping(values.pop("sweep", {}), "sweep"))
     values = with_current_names(values)
     experiment = grid.with_current_labels(build(values), sweep)
     if experiment.task.model.user_code:
@@ -129,11 +129,11 @@ def _split(
     given = values["method"] if isinstance(values["method"], list) else [values["method"]]
     for settings, taken in zip(given, to_plain(experiment)["method"], strict=True):
         for name in settings if isinstance(settings, dict) else ():
-            check_taken(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
+            check_not_overruled(settings[name], taken.get(name, settings[name]), f"method.{taken['name']}.{name}")
     return experiment, sweep
 
 
-def _words(value: Any) -> list[str]:
+def _import_words(value: Any) -> list[str]:
     words = value if isinstance(value, list) else [value]
     if not all(isinstance(word, str) for word in words):
         raise ValueError(f"imports: expected files or modules such as my_attack.py, got {shorten(repr(value), 200)}")

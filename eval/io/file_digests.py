@@ -27,7 +27,7 @@ def file_digest(path: Path) -> dict[str, Any]:
     return {"sha256": digest.hexdigest(), **({"rows": lines} if path.suffix == ".jsonl" else {})}
 
 
-def changes(folder: Path, files: object) -> Iterator[tuple[str, str]]:
+def changed_files(folder: Path, files: object) -> Iterator[tuple[str, str]]:
     """The files that are not as `stated` said, each with what is wrong.
 
     Args:

@@ -83,12 +83,12 @@ def check(folder: Path) -> dict[str, Any]:
             f"the files in {folder} are of two states: a run was stopped as it wrote them; {HOW_TO_REWRITE}"
         )
     files = {name: said for name, said in about.get("files", {}).items() if not name.startswith("images/")}
-    for name, wrong in file_digests.changes(folder, files):
+    for name, wrong in file_digests.changed_files(folder, files):
         raise ValueError(f"{folder / name} {wrong}; {HOW_TO_REWRITE}")
     return about
 
 
-def changes(folder: Path) -> Iterator[tuple[str, str]]:
+def changed_files(folder: Path) -> Iterator[tuple[str, str]]:
     """All files that are not as the manifest states, pictures among them, each with what is wrong.
 
     Raises:
@@ -97,7 +97,7 @@ def changes(folder: Path) -> Iterator[tuple[str, str]]:
     about = read(folder)
     if about and not about[_WHOLE]:
         yield MANIFEST, "says that a run was stopped as it wrote its files"
-    yield from file_digests.changes(folder, about.get("files", {}))
+    yield from file_digests.changed_files(folder, about.get("files", {}))
 
 
 def _write(folder: Path, about: Mapping[str, Any]) -> None:

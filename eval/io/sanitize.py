@@ -28,7 +28,7 @@ _SPECIAL = re.compile(
 _LEADING = re.compile(r"^(\s*(?:\d+(?=[.)](?:\s|$)))?)([#>]|[-+](?=\s)|~(?=~~)|[.)](?=\s|$))")
 
 
-def visible(words: str, *, lines: bool = False) -> str:
+def escape_controls(words: str, *, lines: bool = False) -> str:
     r"""The words with control characters, and those that change the order of reading, as escapes: `\x1b`, `\u202e`.
 
     Args:
@@ -47,9 +47,9 @@ def shorten(words: str, most: int = LONGEST_MESSAGE) -> str:
     return f"{words[:first]} ... [{len(words) - first - last} characters left out] ... {words[-last:]}"
 
 
-def in_markdown(words: str) -> str:
+def escape_markdown(words: str) -> str:
     """The words on one line of Markdown, in a cell of a table too, in which nothing is markup."""
-    return _LEADING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", visible(words)))
+    return _LEADING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", escape_controls(words)))
 
 
 @cache

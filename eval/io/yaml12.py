@@ -140,7 +140,7 @@ def parse(text: str) -> Any:
         raise ValueError(f"a value is not of the type that its tag (!!int, say) says: {error}") from error
 
 
-def named(text: str) -> dict[str, Any]:
+def parse_settings(text: str) -> dict[str, Any]:
     """Settings given by name or as YAML: `ig`, `{name: ig, tv_weight: 1e-2}`.
 
     Raises:

@@ -34,7 +34,9 @@ Features = Callable[[Tensor], Tensor]
 """Of images (N, C, H, W) in [0, 1], what the classifier is given of them (N, ...)."""
 
 
-def distractors(reference: Batch, label: int, truth: Tensor, *, count: int = CANDIDATES - 1, seed: int = 0) -> Tensor:
+def draw_distractors(
+    reference: Batch, label: int, truth: Tensor, *, count: int = CANDIDATES - 1, seed: int = 0
+) -> Tensor:
     """Images of a class that are not the true one (to 8 bits), drawn at random; fewer where there are no more.
 
     Args:
@@ -53,7 +55,7 @@ def distractors(reference: Batch, label: int, truth: Tensor, *, count: int = CAN
 
 
 # ---- by what an attack brought back ----------------------------------------------------------------------------------
-def in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
+def is_closest_in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
     """Whether the true image is the closest one to the reconstruction by MSE; a tie is none.
 
     Args:
@@ -67,7 +69,7 @@ def in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
     return _first(pairwise_mse(shown, reconstruction[None].to(others))[:, 0].tolist())
 
 
-def in_features(features: Features, reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
+def is_closest_in_features(features: Features, reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
     """The same by the distance of what the classifier is given of each; arguments as in `in_pixels`."""
     if not bool(reconstruction.isfinite().all()):
         return False
@@ -75,7 +77,7 @@ def in_features(features: Features, reconstruction: Tensor, truth: Tensor, other
     return _first((made[1:] - made[:1]).flatten(1).square().sum(1).tolist())
 
 
-def features_of(view: ServerView, recovered: Tensors) -> Features | str:
+def classifier_features(view: ServerView, recovered: Tensors) -> Features | str:
     """The attacked network below its classifier, as far as an attacker knows it, or why it does not.
 
     Args:
@@ -117,7 +119,7 @@ def _features(
 
 
 # ---- by the update ---------------------------------------------------------------------------------------------------
-def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
+def closest_in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     """Which candidate's update is likeliest under Gaussian noise of one size: the closest to the observed one.
 
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
@@ -128,7 +130,7 @@ def in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
     return max(range(len(scores)), key=scores.__getitem__)
 
 
-def in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
+def is_closest_in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
     """Whether the update of the true image is closest to the observed one, which `unreplayed` has no objection to.
 
     Each candidate's update is what the client would have sent had it held that image alone, by the attacker's own model

@@ -99,10 +99,10 @@ def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
     """
     a, b = prepare(a, b)
     if a.shape[1] == 1:
-        return _global(a, b).squeeze(1).cpu()
+        return _whole_plane_ssim(a, b).squeeze(1).cpu()
     if a.shape[1] != 3:
         raise ValueError(f"expected 1 or 3 channels, got {a.shape[1]}")
-    return _global(_ycrcb(a), _ycrcb(b)).cpu() @ torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
+    return _whole_plane_ssim(_ycrcb(a), _ycrcb(b)).cpu() @ torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64)
 
 
 def exact8(a: Tensor, b: Tensor) -> Tensor:
@@ -151,7 +151,7 @@ def _smoothed(images: Tensor, weights: list[float]) -> Tensor:
     return images
 
 
-def _global(a: Tensor, b: Tensor) -> Tensor:
+def _whole_plane_ssim(a: Tensor, b: Tensor) -> Tensor:
     """SSIM of whole planes, (N, C)."""
     mean_a, mean_b = a.mean((2, 3)), b.mean((2, 3))
     da, db = a - mean_a[..., None, None], b - mean_b[..., None, None]

@@ -10,11 +10,11 @@ from torch import Tensor
 from attacks.base import Reconstruction
 from eval.metrics.identification import (
     Features,
-    distractors,
-    features_of,
-    in_features,
-    in_pixels,
-    in_update,
+    classifier_features,
+    draw_distractors,
+    is_closest_in_features,
+    is_closest_in_pixels,
+    is_closest_in_update,
     replay_obstacle,
 )
 from eval.metrics.score import Row
@@ -46,14 +46,14 @@ class IdentificationLineup:
         if reference is None or truth.labels.ndim > 1:
             return cls(view, truth, {})
         drawn = {
-            i: distractors(reference, int(truth.labels[i]), image.cpu(), seed=seed + i)
+            i: draw_distractors(reference, int(truth.labels[i]), image.cpu(), seed=seed + i)
             for i, image in enumerate(truth.inputs)
         }
         return cls(view, truth, {i: others for i, others in drawn.items() if len(others)})
 
     def rows(self, rows: list[Row], result: Reconstruction) -> list[Row]:
         """An attack's rows with whether their images are named, where there are others; what can't be told says why."""
-        features = "" if result.inputs is None or not self.others else features_of(self.view, result.private)
+        features = "" if result.inputs is None or not self.others else classifier_features(self.view, result.private)
         return [self._row(row, result, features) if row.get("image") in self.others else row for row in rows]
 
     @cached_property
@@ -61,7 +61,7 @@ class IdentificationLineup:
         """Whether the update itself names each of these images, or why nobody can tell by it: of one, or of all."""
         labels = self.truth.labels
         return replay_obstacle(self.view) or {
-            i: in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)
+            i: is_closest_in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)
             for i, others in self.others.items()
         }
 
@@ -83,5 +83,5 @@ def _brought_back(
     """Whether a reconstruction (None: there is none) is closest to the true image, as pixels and as features."""
     if found is None:
         return {BY_PICTURE: False, BY_FEATURES: features if isinstance(features, str) else False}
-    near = features if isinstance(features, str) else in_features(features, found, image, others)
-    return {BY_PICTURE: in_pixels(found, image, others), BY_FEATURES: near}
+    near = features if isinstance(features, str) else is_closest_in_features(features, found, image, others)
+    return {BY_PICTURE: is_closest_in_pixels(found, image, others), BY_FEATURES: near}

@@ -311,11 +311,11 @@ def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Map
     A mean does not say which client is which, no more than it says which image is: clients that train alike could
     change places. Clients of other tensors are never confused.
     """
-    mine, theirs = (_clients(tensors) for tensors in (recovered, true))
+    mine, theirs = (_tensors_by_client(tensors) for tensors in (recovered, true))
     if len(mine) < 2 or mine.keys() != theirs.keys():
         return recovered
     numbers = sorted(mine)
-    cost = np.array([[_apart(mine[j], theirs[i]) for j in numbers] for i in numbers])
+    cost = np.array([[_capped_relative_error(mine[j], theirs[i]) for j in numbers] for i in numbers])
     _, columns = linear_sum_assignment(cost)
     moved = {numbers[j]: i for i, j in zip(numbers, columns.tolist(), strict=True)}
 
@@ -326,7 +326,7 @@ def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Map
     return {renamed(name): value for name, value in recovered.items()}
 
 
-def _clients(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
+def _tensors_by_client(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
     """What of them belongs to each client of a group, by its number."""
     found: dict[int, dict[str, Value]] = {}
     for name, value in tensors.items():
@@ -335,7 +335,7 @@ def _clients(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
     return found
 
 
-def _apart(mine: Mapping[str, Value], true: Mapping[str, Value]) -> float:
+def _capped_relative_error(mine: Mapping[str, Value], true: Mapping[str, Value]) -> float:
     """The sum of relative errors, at most `_FAR`, which it is for tensors of other shapes."""
     shared = [name for name in mine if name in true]
     if any(mine[name].shape != true[name].shape for name in shared):

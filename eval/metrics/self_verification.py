@@ -7,20 +7,20 @@ from collections.abc import Sequence
 
 from attacks.base import NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics.score import Row
 
-FIXED = 0.9
+MIN_FIXED_SHARE = 0.9
 """Share of an image's pixels that the update must fix for it to count as settled: corners are often left open."""
 
-FOUND = (
+SETTLED_WORDS = (
     "recovered every image and confirmed it, or nearly all of its pixels; labels and private tensors that are not "
     "named were not searched for"
 )
 """What an attack that settles every update leaves."""
 
 
-def columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
+def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     """The rows of one update with what the attack says of itself: its objective's course, its check and its note.
 
     Args:
@@ -60,14 +60,14 @@ def is_settled(result: Result, size: int | None) -> bool:
         return False
     if result.verified or result.fixed is None:
         return bool(result.verified)
-    return float(result.fixed.flatten(1).double().mean(1).min()) >= FIXED
+    return float(result.fixed.flatten(1).double().mean(1).min()) >= MIN_FIXED_SHARE
 
 
 def are_settled(rows: Sequence[Row]) -> bool:
     """The same of the rows of one update."""
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
-    return all(row.get("verified") or row.get("fixed", 0.0) >= FIXED for row in rows)
+    return all(row.get("verified") or row.get("fixed", 0.0) >= MIN_FIXED_SHARE for row in rows)
 
 
 def settled_updates(rows: Sequence[Row]) -> list[str | int]:
@@ -78,9 +78,9 @@ def settled_updates(rows: Sequence[Row]) -> list[str | int]:
     return [key for key, own in updates.items() if are_settled(own)]
 
 
-def not_needed(names: Sequence[str]) -> str:
+def not_needed_words(names: Sequence[str]) -> str:
     """In words, that these attacks leave nothing to find."""
-    return f"not needed: {join(list(dict.fromkeys(names)))} {FOUND}"
+    return f"not needed: {join_words(list(dict.fromkeys(names)))} {SETTLED_WORDS}"
 
 
 def verification_words(verified: bool | None, fixed: float | None = None) -> str:
@@ -97,13 +97,13 @@ def _share(value: float) -> str:
     return "100 %" if value == 1 else f"{min(100 * value, 99.9):.3g} %"
 
 
-def notes(rows: Sequence[Row]) -> list[str]:
+def attack_notes(rows: Sequence[Row]) -> list[str]:
     """What the attack noted, each once, with the numbers of the images that it says it of."""
     found: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         if row.get("note"):
             found.setdefault(row["note"], []).append(number)
     return [
-        f"of image{'s' * (len(numbers) > 1)} {join([str(number) for number in numbers])} the attack says: {note}"
+        f"of image{'s' * (len(numbers) > 1)} {join_words([str(number) for number in numbers])} the attack says: {note}"
         for note, numbers in found.items()
     ]

@@ -143,15 +143,15 @@ def exact_interval(successes: float, trials: int, level: float = 0.95) -> tuple[
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"expected 0 <= successes <= trials and a trial, got {successes} of {trials}")
     tail = (1 - level) / 2
-    return at_least(successes, trials, tail), at_most(successes, trials, tail)
+    return rate_lower_bound(successes, trials, tail), rate_upper_bound(successes, trials, tail)
 
 
-def at_most(successes: float, trials: int, significance: float) -> float:
+def rate_upper_bound(successes: float, trials: int, significance: float) -> float:
     """Clopper and Pearson's one-sided upper bound on a rate."""
     return 1.0 if successes >= trials else float(beta.ppf(1 - significance, successes + 1, trials - successes))
 
 
-def at_least(successes: float, trials: int, significance: float) -> float:
+def rate_lower_bound(successes: float, trials: int, significance: float) -> float:
     """Clopper and Pearson's one-sided lower bound on a rate."""
     return 0.0 if successes <= 0 else float(beta.ppf(significance, successes, trials - successes + 1))
 

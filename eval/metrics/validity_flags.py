@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 """Forward error from which on an update is not what the attacker's own model of training makes of the true data."""
 
 
-def flags(
+def find_flags(
     rows: Sequence[Row],
     *,
     histories: Iterable[Sequence[float]] = (),
@@ -66,7 +66,7 @@ def flags(
         "extra-candidates": any(row["candidates"] > row["images"] for row in rows),
         "objective-never-improved": any(_stuck(history) for history in searches),
         "cut-short": any(row.get("cut_short") for row in rows),
-        "below-floor": _below_floor(rows),
+        "below-floor": _below_mean_color(rows),
         "labels-given": labels_given,
         "defense-known": defense_known,
         "forward-mismatch": forward_error is not None and not forward_error <= tolerance,
@@ -77,7 +77,7 @@ def flags(
     return [name for name in FLAGS if applies[name]]
 
 
-def tolerance_of(rows: Sequence[Row]) -> float:
+def forward_error_limit(rows: Sequence[Row]) -> float:
     """From which forward error on view, truth and update of these rows do not belong together."""
     return max((row.get("forward_tolerance", TOLERANCE) for row in rows), default=TOLERANCE)
 
@@ -87,13 +87,13 @@ def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool) -> 
     if not rows:
         return []
     errors = [row["forward_error"] for row in rows if "forward_error" in row]
-    found = flags(
+    found = find_flags(
         rows,
         histories=[[math.nan if value is None else value for value in row.get("history") or ()] for row in rows],
         labels_given=threat.knows_labels,
         defense_known=defended and threat.knows_defense,
         forward_error=max((math.inf if error is None else error for error in errors), default=None),
-        tolerance=tolerance_of(rows),
+        tolerance=forward_error_limit(rows),
         image="picture",
     )
     return [name for name in found if name != "lpips-missing"]  # an audit does not ask for it
@@ -104,7 +104,7 @@ def _stuck(history: Sequence[float]) -> bool:
     return not any(value < history[0] for value in history[1:])
 
 
-def _below_floor(rows: Sequence[Row]) -> bool:
+def _below_mean_color(rows: Sequence[Row]) -> bool:
     """Whether the mean PSNR of the images there are lies below that of their mean colors."""
     gains = [row["psnr"] - row["floor_mean_psnr"] for row in rows if row["psnr"] is not None]
     return bool(gains) and fmean(gains) < 0

@@ -119,8 +119,8 @@ def audit(
             shape = (statement.steps, len(coins))
             signs = 1 - 2 * torch.randint(2, shape, generator=stream(seed, "canaries", "signs")).double().numpy()
             every = client_canaries.noisy_client_releases(method, signs, coins, seed)
-            return np.concatenate([scores(read, coins.numpy(), signs) for _, read in every])
-        return scores(
+            return np.concatenate([canary_scores(read, coins.numpy(), signs) for _, read in every])
+        return canary_scores(
             noisy_releases(single_step_method(method, statement.rate), statement.steps, coins, seed), coins.numpy()
         )
 
@@ -158,7 +158,7 @@ def audit_defense(
     steps = single_step_defense(found[0], statement.rate)
 
     def told(coins: Tensor) -> Floats:
-        return scores(noisy_releases(steps, statement.steps, coins, seed), coins.numpy())
+        return canary_scores(noisy_releases(steps, statement.steps, coins, seed), coins.numpy())
 
     return _audited(told, statement, canaries, seed, significance)
 
@@ -186,7 +186,7 @@ def _audited(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Steps:
+class SingleStepAudit:
     """One noisy step a round, with nothing after the noise, and how it is read.
 
     Step sizes, momentum, decay and further clipping come after the noise and cost no privacy; without them a round's
@@ -226,7 +226,7 @@ class _Drawn(FedAvg):
         return (PoissonPhase(**{**settings, "sampler": "poisson", "batch_size": 1}, rate=self.rate),)
 
 
-def single_step_method(method: PrivateMethod, rate: float) -> Steps:
+def single_step_method(method: PrivateMethod, rate: float) -> SingleStepAudit:
     """A method's own noisy steps, each record drawn at `rate`."""
     tiny = 1e-9 / method.clip**2
     settings: dict[str, Any] = {
@@ -237,19 +237,21 @@ def single_step_method(method: PrivateMethod, rate: float) -> Steps:
     }
     one = replace(method, **{key: value for key, value in settings.items() if hasattr(method, key)})
     blank = one.sampler != "poisson"
-    return Steps(method=one, defense=Defense(), clip=one.clip, lr=tiny, divisor=one.denominator(), blank=blank)
+    return SingleStepAudit(
+        method=one, defense=Defense(), clip=one.clip, lr=tiny, divisor=one.denominator(), blank=blank
+    )
 
 
-def single_step_defense(defense: DPSGD, rate: float) -> Steps:
+def single_step_defense(defense: DPSGD, rate: float) -> SingleStepAudit:
     """The noisy steps of a defense, each record drawn at `rate`."""
     tiny = 1e-9 / defense.clip**2
     one = replace(defense, denominator=1.0)
-    return Steps(
+    return SingleStepAudit(
         method=_Drawn(lr=tiny, steps=1, rate=rate), defense=one, clip=one.clip, lr=tiny, divisor=1.0, blank=True
     )
 
 
-def noisy_releases(steps: Steps, count: int, coins: Tensor, seed: int) -> Floats:
+def noisy_releases(steps: SingleStepAudit, count: int, coins: Tensor, seed: int) -> Floats:
     """What every step gives away of every canary (steps, m): the noisy sum along its direction, over the clip.
 
     Args:
@@ -322,7 +324,7 @@ def canary_coordinates(update: Tensors) -> Tensor:
     raise ValueError(f"expected an update of which the layer's gradient can be read, got {', '.join(update)}")
 
 
-def scores(read: Floats, included: NDArray[np.bool_], signs: Floats | None = None) -> Floats:
+def canary_scores(read: Floats, included: NDArray[np.bool_], signs: Floats | None = None) -> Floats:
     """Ways to tell canaries apart (k, m): over all steps, over parts of them, and by noise that was used twice.
 
     Args:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import optimize, special, stats
 
-from eval.metrics.statistics import at_least
+from eval.metrics.statistics import rate_lower_bound
 from fl.privacy.accounting import gaussian_delta
 
 LARGEST = 100.0
@@ -51,7 +51,7 @@ class EpsilonEstimate:
     significance: float
 
 
-def estimate(
+def estimate_epsilon(
     scores: Sequence[float] | NDArray[np.float64],
     included: Sequence[bool] | NDArray[np.bool_],
     *,
@@ -193,11 +193,13 @@ def _at_most(successes: NDArray[np.int64], trials: int, significance: float) -> 
     return np.where(successes >= trials, 1.0, bound)
 
 
-def from_identification(hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05) -> float:
+def epsilon_from_identification(
+    hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05
+) -> float:
     """Largest epsilon refuted by naming `hits` of `trials` records among others, of any mechanism.
 
     Who names a record with probability `chance` without looking names it with exp(epsilon) chance + delta at most, and
-    fails with exp(-epsilon) (1 - chance - delta) at least (`eval.privacy.reconstruction_robustness.from_curve`).
+    fails with exp(-epsilon) (1 - chance - delta) at least (`eval.privacy.reconstruction_robustness.bound_from_curve`).
     Records count as independent.
 
     Args:
@@ -212,7 +214,7 @@ def from_identification(hits: int, trials: int, chance: float, *, delta: float, 
     """
     if not 0 <= hits <= trials or trials < 1 or not 0 < chance < 1:
         raise ValueError(f"expected 0 <= hits <= trials and a chance in (0, 1), got {hits}, {trials}, {chance}")
-    rate = at_least(hits, trials, significance)
+    rate = rate_lower_bound(hits, trials, significance)
     named = math.log((rate - delta) / chance) if rate > delta else 0.0
     failed = math.log((1 - chance - delta) / (1 - rate)) if chance + delta < 1 and rate < 1 else 0.0
     return max(0.0, named, failed)

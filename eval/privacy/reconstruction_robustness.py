@@ -19,7 +19,7 @@ from fl.privacy.accounting import Charge, delta_curve, merge_charges
 from fl.seeds import stream
 
 
-def full_batch(kappa: float, sigma: float, steps: int = 1) -> float:
+def full_batch_bound(kappa: float, sigma: float, steps: int = 1) -> float:
     """Gamma where every step takes every record: Phi(Phi^-1(kappa) + sqrt(steps) / sigma), tight.
 
     One captured step of a client is this with `steps=1`.
@@ -28,7 +28,7 @@ def full_batch(kappa: float, sigma: float, steps: int = 1) -> float:
     return float(special.ndtr(special.ndtri(kappa) + math.sqrt(steps) / sigma))
 
 
-def limit(kappa: float, sigma: float, q: float, steps: int) -> float:
+def central_limit_estimate(kappa: float, sigma: float, q: float, steps: int) -> float:
     """Gamma under Poisson sampling by the central limit theorem for many steps: close, and no bound.
 
     mu = q sqrt(steps (exp(1 / sigma^2) - 1)) (Dong, Roth, Su, 2022, Corollary 5.4).
@@ -39,7 +39,7 @@ def limit(kappa: float, sigma: float, q: float, steps: int) -> float:
 
 
 @lru_cache(maxsize=1024)
-def from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
+def bound_from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
     """Gamma after all `charges`, a bound: tight where every step takes every record, else by the accountants' curve.
 
     Args:
@@ -56,7 +56,7 @@ def from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
     if all(charge.rate == 1 for charge in known):
         mu = math.sqrt(sum(charge.steps / charge.noise_multiplier**2 for charge in known))
         return float(special.ndtr(special.ndtri(kappa) + mu))
-    return from_curve(kappa, _curve(known))
+    return bound_from_curve(kappa, _curve(known))
 
 
 @lru_cache(maxsize=64)
@@ -64,7 +64,7 @@ def _curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
     return delta_curve(charges)
 
 
-def from_curve(kappa: float, delta: Callable[[float], float], largest: float = 50.0) -> float:
+def bound_from_curve(kappa: float, delta: Callable[[float], float], largest: float = 50.0) -> float:
     """Gamma from any accountant, a bound: the least of exp(epsilon) kappa + delta(epsilon), and the same for failure.
 
     What bounds success in terms of chance bounds chance's failure in terms of the attack's, too:
@@ -91,7 +91,7 @@ def from_curve(kappa: float, delta: Callable[[float], float], largest: float = 5
     return min(1.0, gamma((low + high) / 2), gamma(points[best]))
 
 
-def sampled(kappa: float, sigma: float, q: float, steps: int, *, trials: int = 20_000, seed: int = 0) -> float:
+def simulate_poisson(kappa: float, sigma: float, q: float, steps: int, *, trials: int = 20_000, seed: int = 0) -> float:
     """Gamma under Poisson sampling by simulation: the best test's power at level kappa (Hayes et al., Algorithm 1).
 
     Args:

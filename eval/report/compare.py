@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.io.sanitize import in_markdown, visible
+from eval.io.sanitize import escape_controls, escape_markdown
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
@@ -91,22 +91,22 @@ class Comparison:
         """Return the tables for a terminal, columns padded with blanks."""
         parts = []
         for title, names, entries in self.tables():
-            columns, *rows = ([visible(cell) for cell in row] for row in [names, *entries])
+            columns, *rows = ([escape_controls(cell) for cell in row] for row in [names, *entries])
             widths = [max(len(row[i]) for row in [columns, *rows]) for i in range(len(columns))]
             padded = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in [columns, *rows]]
             body = [padded[0], "  ".join("-" * w for w in widths), *padded[1:]] if rows else ["none"]
             parts.append("\n".join([title, "", *(line.rstrip() for line in body)]))
-        return "\n\n".join([*parts, NOTE.format(first=visible(self.runs[0]))]) + "\n"
+        return "\n\n".join([*parts, NOTE.format(first=escape_controls(self.runs[0]))]) + "\n"
 
     def to_markdown(self) -> str:
         """Return the tables as Markdown."""
         parts = []
         for title, columns, rows in self.tables():
-            cells = [[in_markdown(cell) for cell in row] for row in [columns, *rows]]
+            cells = [[escape_markdown(cell) for cell in row] for row in [columns, *rows]]
             cells.insert(1, ["---"] * len(columns))
             lines = [f"| {' | '.join(row)} |" for row in cells]
             parts.append("\n".join([f"## {title}", "", *(lines if rows else ["none"])]))
-        return "\n\n".join([*parts, NOTE.format(first=in_markdown(self.runs[0]))]) + "\n"
+        return "\n\n".join([*parts, NOTE.format(first=escape_markdown(self.runs[0]))]) + "\n"
 
     def to_plain(self) -> dict[str, Any]:
         """Return the comparison as JSON values, without NaN."""
@@ -222,7 +222,7 @@ def _cells(line: ComparisonLine) -> list[str]:
     figures = [
         format_interval(group.psnr),
         format_interval(group.gain, sign=True),
-        *map(format_percent_interval, (group.share_reaching(20), group.labels)),
+        *map(format_percent_interval, (group.share_reaching(20), group.label_recovery_rate)),
     ]
     if not group.attacked_rows:
         figures[0] = "not applicable"
@@ -242,7 +242,7 @@ def _line_to_plain(line: ComparisonLine) -> dict[str, Any]:
         "psnr": _numbers(group.psnr),
         "gain": _numbers(group.gain),
         "reaching_20": _numbers(group.share_reaching(20)),
-        "labels": _numbers(group.labels),
+        "labels": _numbers(group.label_recovery_rate),
         "not_applicable": group.refusals,
         "difference": None if apart is None else {**(_numbers(apart.psnr) or {}), "how": apart.how},
     }

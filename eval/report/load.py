@@ -104,7 +104,7 @@ class Run:
         if not path.is_file():
             raise ValueError(f"there is no images/{name}")
         said = {f"images/{name}": self.digests[f"images/{name}"]} if f"images/{name}" in self.digests else {}
-        for damaged, wrong in file_digests.changes(self.folder, said):
+        for damaged, wrong in file_digests.changed_files(self.folder, said):
             raise ValueError(f"{damaged} {wrong}")
         return read_pictures(path)
 

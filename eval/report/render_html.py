@@ -9,7 +9,7 @@ from itertools import groupby
 
 from jinja2 import Environment, StrictUndefined
 
-from eval.io.sanitize import visible
+from eval.io.sanitize import escape_controls
 from eval.report.blocks import Block, FigureBlock, Report
 from eval.report.charts import style
 from eval.report.charts.render import render_swatch
@@ -27,7 +27,7 @@ def render_html(report: Report) -> str:
 
 def _shown(value: object) -> object:
     """Return words with their control characters made visible; markup as it is."""
-    return visible(value, lines=True) if type(value) is str else value
+    return escape_controls(value, lines=True) if type(value) is str else value
 
 
 def _file(name: str) -> str:

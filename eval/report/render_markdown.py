@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from eval.io.sanitize import in_markdown as escape
-from eval.io.sanitize import visible
+from eval.io.sanitize import escape_controls
+from eval.io.sanitize import escape_markdown as escape
 from eval.report.blocks import (
     Block,
     CodeBlock,
@@ -112,7 +112,7 @@ def _gallery(gallery: GalleryBlock, files: dict[str, bytes]) -> str:
 
 
 def _code(code: CodeBlock) -> str:
-    shown = visible(code.text, lines=True)
+    shown = escape_controls(code.text, lines=True)
     fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", shown)), default=0))
     text = f"{fence}text\n{shown}\n{fence}"
     if code.folded:

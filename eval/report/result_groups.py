@@ -11,7 +11,7 @@ from statistics import fmean
 from statistics import median as middle
 from typing import Any
 
-from eval.io.text import count
+from eval.io.text import format_count
 from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import NO_RECONSTRUCTION, Row
@@ -52,7 +52,7 @@ class PrivateTensorRecovery:
     @property
     def share_in_words(self) -> str:
         """Return words such as `1 of 2 updates`."""
-        return f"{self.n_recovered} of {count(len(self.errors), 'update')}"
+        return f"{self.n_recovered} of {format_count(len(self.errors), 'update')}"
 
     @property
     def best_error(self) -> float | None:
@@ -169,7 +169,7 @@ class ResultGroup:
         ]
 
     @cached_property
-    def labels(self) -> Interval | None:
+    def label_recovery_rate(self) -> Interval | None:
         """Return share of images whose class was recovered."""
         return success_share([{**row, "hit": float(row["label_correct"])} for row in self.labeled_rows], "hit")
 
@@ -204,7 +204,7 @@ class ResultGroup:
     @cached_property
     def label_gain(self) -> Interval | None:
         """Return share of labels recovered above what the commonest class of these images gets by itself."""
-        share, common = self.labels, self.commonest_label_share
+        share, common = self.label_recovery_rate, self.commonest_label_share
         if share is None or common is None:
             return None
         low, high = (None if end is None else end - common for end in (share.low, share.high))
@@ -237,13 +237,13 @@ class ResultGroup:
         errors = [row.get("forward_error", 0.0) for row in judged]
         histories = [row.get("history") or [] for row in judged]
         knows = setting.threat.get("knows_defense", False)
-        found = validity_flags.flags(
+        found = validity_flags.find_flags(
             judged,
             histories=[[math.nan if value is None else value for value in history] for history in histories],
             labels_given=bool(setting.threat.get("knows_labels", False)),
             defense_known=setting.defense_name(self.defense) != "none" and bool(knows),
             forward_error=max(math.inf if error is None else error for error in errors),
-            tolerance=validity_flags.tolerance_of(judged),
+            tolerance=validity_flags.forward_error_limit(judged),
             image=IMAGE,
         )
         return [name for name in found if name != "lpips-missing" or setting.lpips_asked]
@@ -343,7 +343,7 @@ class IdentificationRate:
 
     def excess_over_chance(self, tests: int) -> float:
         """Return by how much the share exceeds chance at least, as the best of so many tests (Bonferroni)."""
-        return statistics.at_least(self.hits, self.images, 0.025 / tests) - self.chance
+        return statistics.rate_lower_bound(self.hits, self.images, 0.025 / tests) - self.chance
 
 
 def chance_rate(row: Row) -> float:

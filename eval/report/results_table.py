@@ -12,7 +12,7 @@ from eval.experiment import sweep, yaml_config
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.docstrings import summarize
 from eval.experiment.spec import Experiment
-from eval.io.sanitize import in_markdown
+from eval.io.sanitize import escape_markdown
 from eval.metrics import validity_flags
 from eval.metrics.lineup import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
@@ -109,9 +109,9 @@ def build_table(rows: Sequence[Row], experiment: Experiment | CaptureSpec) -> Ta
 
 def to_markdown(content: Table) -> str:
     """Return the table in Markdown."""
-    lines = [f"# {in_markdown(content.title)}", "", _cells(content.columns), _rule(len(content.columns))]
+    lines = [f"# {escape_markdown(content.title)}", "", _cells(content.columns), _rule(len(content.columns))]
     lines += [_cells(row) for row in (*content.rows, *content.baselines)]
-    return "\n".join([*lines, "", *(f"- {in_markdown(sentence)}" for sentence in content.legend)]) + "\n"
+    return "\n".join([*lines, "", *(f"- {escape_markdown(sentence)}" for sentence in content.legend)]) + "\n"
 
 
 def _attacked(found: Sequence[ResultGroup]) -> bool:
@@ -123,7 +123,7 @@ def _rule(columns: int) -> str:
 
 
 def _cells(words: Sequence[str]) -> str:
-    return f"| {' | '.join(in_markdown(word) for word in words)} |"
+    return f"| {' | '.join(escape_markdown(word) for word in words)} |"
 
 
 def _line(group: ResultGroup, setting: RunSettings, several: bool, raised: dict[str, None]) -> tuple[str, ...]:
@@ -139,7 +139,7 @@ def _line(group: ResultGroup, setting: RunSettings, several: bool, raised: dict[
     raised.update(dict.fromkeys(found))
     refused = sum(group.refusals.values())
     words = [*found, *([f"not applicable to {refused}"] if refused else [])]
-    labels = "-" if group.labels is None else f"{group.labels.value:.0%}"
+    labels = "-" if group.label_recovery_rate is None else f"{group.label_recovery_rate.value:.0%}"
     return (*head, *_figures(group.attacked_rows, "", group.psnr), labels, _named(group), ", ".join(words) or "-")
 
 
@@ -176,11 +176,13 @@ def _verdicts(found: Sequence[ResultGroup], several: bool) -> list[str]:
     tests = Counter(subject_label(group) for group in found if group.identification is not None)
     for group in found:
         what = f"{subject_label(group)} under {group.attack}" + (f" (round {group.round})" if several else "")
-        lines += [f"{what}: {said}." for said in (*_pictures(group, tests[subject_label(group)]), *_secrets(group))]
+        lines += [
+            f"{what}: {said}." for said in (*_content_notes(group, tests[subject_label(group)]), *_secrets(group))
+        ]
     return lines
 
 
-def _pictures(group: ResultGroup, tests: int) -> list[str]:
+def _content_notes(group: ResultGroup, tests: int) -> list[str]:
     """Return PSNR against the best baseline, and images named, as the most telling of so many `tests`."""
     gain, floor = group.gain, group.best_baseline
     if gain is None or floor is None:
@@ -225,7 +227,7 @@ def _secrets(group: ResultGroup) -> list[str]:
 
 def _accuracy(found: Sequence[ResultGroup], experiment: Experiment) -> str:
     """Return what the column of accuracies is of: every line has that of its own round."""
-    last = {entry.label: sweep.part(experiment, entry, None).federation.rounds for entry in experiment.method}
+    last = {entry.label: sweep.experiment_of(experiment, entry, None).federation.rounds for entry in experiment.method}
     if all(group.round == last.get(group.method) for group in found):
         return ACCURACY.format(when="the last round")
     rounds = {group.round for group in found}

@@ -65,7 +65,7 @@ def write_figures(folder: str | Path, kind: str) -> list[Path]:
     with jsonl.locked(folder):
         files: dict[str, bytes] = {}
         with explain_damage(folder):
-            for figure in _figures(build_report(folder, show=False)):
+            for figure in _figure_blocks(build_report(folder, show=False)):
                 for width, suffix in zip(figure.widths, ("", "-column"), strict=True):
                     files[f"{figure.name}{suffix}.{kind}"] = render_file(figure.chart, kind, width, alt=figure.alt)
         make_folder(beside)
@@ -78,7 +78,7 @@ def write_figures(folder: str | Path, kind: str) -> list[Path]:
     return [beside / name for name in files]
 
 
-def _figures(report: Report) -> list[FigureBlock]:
+def _figure_blocks(report: Report) -> list[FigureBlock]:
     return [block for section in report.sections for block in section.blocks if isinstance(block, FigureBlock)]
 
 

@@ -45,34 +45,34 @@ IMAGES, PICTURES, LABELS = "images.jsonl", "pictures.npz", "labels.jsonl"
 def observe_targets(
     federation: Federation,
     training: TrainingTask,
-    scene: ObservationSpec,
+    spec: ObservationSpec,
     earlier: Sequence[Sequence[ServerView | NotApplicable]] = (),
 ) -> Observation:
-    """Observe every victim at the federation's present round; each draws its own noise.
+    """Observe every target at the federation's present round; each draws its own noise.
 
     Args:
         federation: at that round.
         training: what is trained.
-        scene: whom to watch.
-        earlier: what the server saw of every victim in rounds before, oldest first.
+        spec: whom to watch.
+        earlier: what the server saw of every target in rounds before, oldest first.
     """
-    client = Client(training.world.task(training.seed), scene.method, training.defense.item)
+    client = Client(training.data.task(training.seed), spec.method, training.defense.item)
     updates = []
-    for i, victim in enumerate(scene.victims):
-        if reason := _silent(federation, victim):
-            updates.append(WatchedUpdate(victim.key, victim.client, NotApplicable(reason), None, math.nan))
+    for i, target in enumerate(spec.targets):
+        if reason := _silence_reason(federation, target):
+            updates.append(WatchedUpdate(target.key, target.client, NotApplicable(reason), None, math.nan))
             continue
         past = tuple(view for views in earlier if isinstance(view := views[i], ServerView))
-        each = [_observed(federation, client, training, scene, member, past) for member in victim.group]
-        off = [_error(federation, client, one, member) for one, member in zip(each, victim.group, strict=True)]
+        each = [_observed(federation, client, training, spec, member, past) for member in target.group]
+        off = [_error(federation, client, one, member) for one, member in zip(each, target.group, strict=True)]
         view, truth = each[0]
-        if victim.others:
-            view, truth = combine_views(each, [len(member.data) for member in victim.group])
+        if target.others:
+            view, truth = combine_views(each, [len(member.data) for member in target.group])
             off.append(prediction_error(view, truth) or 0.0)
-        named = zip(each, victim.group, strict=True)
+        named = zip(each, target.group, strict=True)
         pictures = tuple(name for (_, own), member in named for name in _pictures(member, own))
-        updates.append(WatchedUpdate(victim.key, victim.client, view, truth, max(off), pictures))
-    return Observation(tuple(updates), training.seed, training.world.reference(scene.victims))
+        updates.append(WatchedUpdate(target.key, target.client, view, truth, max(off), pictures))
+    return Observation(tuple(updates), training.seed, training.data.reference(spec.targets))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def run_attack_cell(
     Returns:
         Whether some update was attacked to the end only in part, or not at all, for a time limit or an interrupt.
     """
-    results = _attacked(task.attack.item, observation, settled, folder / CHECKPOINT, execution)
+    results = _attack_updates(task.attack.item, observation, settled, folder / CHECKPOINT, execution)
     rows, labels, pictures = list[Row](), list[Row](), list[tuple[Tensor | None, Tensor]]()
     for i, (update, result) in enumerate(zip(observation.updates, results, strict=True)):
         head = _head(task.round, update)
@@ -124,7 +124,7 @@ def run_attack_cell(
             cut = {"cut_short": result.cut_short} if result.cut_short else {}
             rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared, **cut})
             continue
-        scored = _scored(task, observation, i, result, perceptual)
+        scored = _score_update(task, observation, i, result, perceptual)
         rows.extend({**head, "picture": _picture(update, row), **row} for row in scored)
         if result.labels is not None:
             labels.append({"update": update.key, "labels": result.labels.tolist()})
@@ -177,32 +177,32 @@ def _observed(
     federation: Federation,
     client: Client,
     training: TrainingTask,
-    scene: ObservationSpec,
-    victim: Target,
+    spec: ObservationSpec,
+    target: Target,
     history: tuple[ServerView, ...],
 ) -> tuple[ServerView, Truth]:
     start = prepare(
         client,
-        federation.clients[victim.client],
-        federation.download(victim.client),
-        victim.data,
-        augment=training.world.augment if scene.observe.augment else None,
-        key=federation.round_key(victim.client, derive_seed(training.seed, "observe", victim.key)),
+        federation.clients[target.client],
+        federation.download(target.client),
+        target.data,
+        augment=training.data.augment if spec.observe.augment else None,
+        key=federation.round_key(target.client, derive_seed(training.seed, "observe", target.key)),
     )
-    threat = replace(scene.threat, history_rounds=len(history))
+    threat = replace(spec.threat, history_rounds=len(history))
     view, truth, _ = observe(start, threat=threat, private_init=federation.private_init, history=history)
     return view, truth
 
 
-def _silent(federation: Federation, victim: Target) -> str:
-    """Why nothing is sent of a victim any more, or nothing: of a group, that one of it keeps out."""
+def _silence_reason(federation: Federation, target: Target) -> str:
+    """Why nothing is sent of a target any more, or nothing: of a group, that one of it keeps out."""
     silent = federation.client.method.exclusion_reason
-    reasons = (silent(federation.server, member.client) for member in victim.group)
+    reasons = (silent(federation.server, member.client) for member in target.group)
     reason = next((one for one in reasons if one), "")
     return f"nothing is sent: {reason}; watch it in an earlier round (observe.rounds)" if reason else ""
 
 
-def _attacked(
+def _attack_updates(
     attack: Attack,
     observation: Observation,
     settled: Mapping[str | int, str],
@@ -227,7 +227,7 @@ def _attacked(
     return [next(found) if isinstance(view, ServerView) else view for view in views]
 
 
-def _scored(
+def _score_update(
     task: AttackTask, observation: Observation, number: int, result: Reconstruction, perceptual: Perceptual | None
 ) -> list[Row]:
     """The rows of one attacked update."""
@@ -237,12 +237,12 @@ def _scored(
         rows = score_without_truth(result, update.size)
         if result.misfit is not None and math.isfinite(result.misfit):
             rows = [{**row, "misfit": result.misfit} for row in rows]
-        return self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
+        return self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     assert isinstance(update.view, ServerView)  # what was attacked was sent
     floor = derive_seed(observation.seed, "floor", update.key)
     near = _closest(observation).get(number)
     rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor)
-    rows = self_verification.columns(result, [{**row, "knowledge": knowledge} for row in rows])
+    rows = self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     if result.inputs is not None:
         rows = _bounded(rows, task.attack.item, truth)
     if number not in observation.lineups:
@@ -278,20 +278,20 @@ def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
     return [{**row, "bound_psnr": limits[row["image"]]} for row in rows]
 
 
-def _pictures(victim: Target, truth: Truth) -> list[str]:
+def _pictures(target: Target, truth: Truth) -> list[str]:
     """Which image of the data set every true image is."""
     met: Counter[int] = Counter()
     names = []
     for index in truth.trace.indices.tolist():
         copy = f"#{met[index]}" if met[index] else ""
-        names.append(victim.named(f"{int(victim.samples[index])}{copy}"))
+        names.append(target.named(f"{int(target.samples[index])}{copy}"))
         met[index] += 1
     return names
 
 
-def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], victim: Target) -> float:
+def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], target: Target) -> float:
     """How far the attacker's own model of training is from what one client would have sent."""
-    return forward_error(*seen, client, federation.clients[victim.client], federation.download(victim.client))
+    return forward_error(*seen, client, federation.clients[target.client], federation.download(target.client))
 
 
 def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:

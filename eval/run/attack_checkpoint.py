@@ -73,7 +73,7 @@ class AttackCheckpoint:
 
     def _write(self, results: Mapping[int, Result]) -> None:
         make_folder(self.folder)
-        told = {i: {"mark": self._mark(i), **_plain(result)} for i, result in results.items()}
+        told = {i: {"mark": self._view_digest(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
         text = json.dumps({"code": source_digest(), "results": told})
         with atomic_write(self.folder / f"{min(results):05d}.npz") as file:
@@ -90,14 +90,14 @@ class AttackCheckpoint:
             except DAMAGED:
                 continue
             if told["code"] == source_digest():
-                mine = {i: plain for i, plain in told["results"].items() if self._marked(int(i), plain["mark"])}
+                mine = {i: plain for i, plain in told["results"].items() if self._is_same_view(int(i), plain["mark"])}
                 known |= {int(i): _result(plain, _of(i, arrays)) for i, plain in mine.items()}
         return known
 
-    def _marked(self, number: int, mark: str) -> bool:
-        return number < len(self._views) and self._mark(number) == mark
+    def _is_same_view(self, number: int, mark: str) -> bool:
+        return number < len(self._views) and self._view_digest(number) == mark
 
-    def _mark(self, number: int) -> str:
+    def _view_digest(self, number: int) -> str:
         """Of a view's update; taken when it is asked for, as most attacks are done before anything is kept."""
         if number not in self._marks:
             self._marks[number] = _hash(self._views[number])

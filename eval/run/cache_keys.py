@@ -23,7 +23,7 @@ from defenses import Defense, defenses
 from eval.experiment import plugins, yaml_config
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import attack_spec, section_spec
-from eval.experiment.spec import Experiment, FederationSpec, Observe, Score
+from eval.experiment.spec import Experiment, FederationSpec, ObserveSpec, ScoreSpec
 from eval.metrics.perceptual import Lpips, Perceptual
 from eval.run.federation_data import FederationData
 from fl.data import Source
@@ -51,7 +51,7 @@ class Cell:
 
 
 def training_cell(
-    world: FederationData,
+    data: FederationData,
     federation: FederationSpec,
     method: Method,
     defense: Defense,
@@ -62,26 +62,26 @@ def training_cell(
     return Cell(
         {
             "kind": "training",
-            "task": section_spec(world.task_spec, oldest_names=True),
-            "data": world.digest,
+            "task": section_spec(data.task_spec, oldest_names=True),
+            "data": data.digest,
             "federation": _measuring(section_spec(federation, oldest_names=True)),
             "method": _without_optimizer(methods.spec(method, oldest_names=True)),
             "defense": _spec(defense),
             "seed": seed,
-            "device": world.device.type,
+            "device": data.device.type,
             "version": version(),
             **_public(public),
-            **_user_code(world, seed),
+            **_user_code(data, seed),
         }
     )
 
 
-def _user_code(world: FederationData, seed: int) -> dict[str, str]:
+def _user_code(data: FederationData, seed: int) -> dict[str, str]:
     """A hash of the source and weights of a network of the user's own; nothing for others, whose settings say it."""
-    network = world.task_spec.model
+    network = data.task_spec.model
     if not network.user_code:
         return {}
-    return {"network": network.fingerprint(num_classes=world.dataset.num_classes, seed=seed)[:DIGITS]}
+    return {"network": network.fingerprint(num_classes=data.dataset.num_classes, seed=seed)[:DIGITS]}
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,13 @@ class TrainedUpdates:
     rounds: int
     method: Method
     threat: ThreatModel
-    observe: Observe
+    observe: ObserveSpec
 
 
 def attack_cell(
     updates: TrainedUpdates,
     attack: Attack,
-    score: Score,
+    score: ScoreSpec,
     perceptual: Perceptual | None,
     public: Sequence[str] = (),
 ) -> Cell:
@@ -129,7 +129,9 @@ def attack_cell(
             "training": updates.training.id,
             "round": updates.rounds,
             "method": _without_optimizer(methods.spec(updates.method, oldest_names=True)),
-            "attack": _as_before(attack_spec(attack, oldest_names=True), updates.training.settings["defense"]),
+            "attack": _without_later_settings(
+                attack_spec(attack, oldest_names=True), updates.training.settings["defense"]
+            ),
             "threat": _known(section_spec(updates.threat, oldest_names=True)),
             "observe": watched,
             # whether LPIPS can be taken depends on the weights at hand, and so do the figures
@@ -163,7 +165,7 @@ def capture_cell(
     digest: str,
     updates: CapturedUpdates,
     attack: Attack,
-    score: Score,
+    score: ScoreSpec,
     perceptual: Perceptual | None,
     public: Sequence[str] = (),
 ) -> Cell:
@@ -185,7 +187,7 @@ def capture_cell(
             "method": methods.spec(updates.method, oldest_names=True),
             "defense": defense,
             "seed": updates.seed,
-            "attack": _as_before(attack_spec(attack, oldest_names=True), defense),
+            "attack": _without_later_settings(attack_spec(attack, oldest_names=True), defense),
             "threat": _known(section_spec(updates.threat, oldest_names=True)),
             "lpips": [score.lpips, perceptual.net if isinstance(perceptual, Lpips) else None],
             "device": updates.device,
@@ -195,7 +197,7 @@ def capture_cell(
     )
 
 
-def behind(cell: Cell, before: Sequence[Cell]) -> Cell:
+def cell_after_attacks(cell: Cell, before: Sequence[Cell]) -> Cell:
     """The cell of an attack that leaves out what those `before` it settle."""
     return Cell({**cell.settings, "after": [other.id for other in before]}) if before else cell
 
@@ -226,7 +228,7 @@ OMITTED_WHEN_OFF = frozenset({"compiled", "clamped", "balance"})
 """Settings of attacks that came after the first cells, and change nothing where they are off (0)."""
 
 
-def _as_before(attack: dict[str, Any], defense: object) -> dict[str, Any]:
+def _without_later_settings(attack: dict[str, Any], defense: object) -> dict[str, Any]:
     """`attack` without `LATER` settings that are off, as in cells from before there were these.
 
     Noise once weighed tensors itself, so under noise no balance is another attack than what had none to set.

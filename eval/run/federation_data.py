@@ -11,7 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from eval.experiment.spec import FederationSpec, Observe, TaskSpec
+from eval.experiment.spec import FederationSpec, ObserveSpec, TaskSpec
 from fl.aggregated_view import AggregationGroups
 from fl.data import Dataset
 from fl.data.augment import Augmentation
@@ -88,17 +88,17 @@ class FederationData:
         pairs = zip(self.partition.train, self.partition.test, strict=True)
         return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
 
-    def reference(self, victims: Sequence[Target]) -> Batch | None:
+    def reference(self, targets: Sequence[Target]) -> Batch | None:
         """Training images that no watched client holds: what an attacker may have had before, or None."""
         free = torch.ones(len(self.dataset.train), dtype=torch.bool)
-        for victim in victims:
-            for member in victim.group:
+        for target in targets:
+            for member in target.group:
                 free[self.partition.train[member.client]] = False
         if not free.any():
             return None
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
-    def victims(self, observe: Observe, division: AggregationGroups | None = None) -> tuple[Target, ...]:
+    def choose_targets(self, observe: ObserveSpec, division: AggregationGroups | None = None) -> tuple[Target, ...]:
         """Whom the attacker watches: of each group one update after the other, however many of it are named.
 
         Args:
@@ -110,7 +110,7 @@ class FederationData:
         """
         found: list[Target] = []
         for group in self._groups(observe, division):
-            each = [self._watched(observe, client) for client in group]
+            each = [self._updates_of_client(observe, client) for client in group]
             if len({len(own) for own in each}) > 1:
                 counts = ", ".join(f"{len(own)} of client {client}" for own, client in zip(each, group, strict=True))
                 reason = f"expected as many updates of every client of a group, got {counts}; set observe.images"
@@ -118,7 +118,7 @@ class FederationData:
             found += [replace(first, others=tuple(others)) for first, *others in zip(*each, strict=True)]
         return tuple(found)
 
-    def _groups(self, observe: Observe, division: AggregationGroups | None) -> list[range]:
+    def _groups(self, observe: ObserveSpec, division: AggregationGroups | None) -> list[range]:
         """The watched clients with those aggregated with them, each group once."""
         for client in observe.clients:
             if client >= len(self.partition):
@@ -131,7 +131,7 @@ class FederationData:
         except ValueError as error:
             raise SettingError(("defense",), str(error)) from error
 
-    def _watched(self, observe: Observe, client: int) -> list[Target]:
+    def _updates_of_client(self, observe: ObserveSpec, client: int) -> list[Target]:
         """The updates of one client."""
         classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
         whole: Batch = getattr(self.dataset, observe.split)
@@ -147,7 +147,7 @@ class FederationData:
         return [Target(client, chosen, whole.take(chosen), observe.split) for chosen in samples]
 
 
-def device_of(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
     """The device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
 
     A GPU is told to compute convolutions in single precision. By default it cuts their factors to TF32's eleven bits,

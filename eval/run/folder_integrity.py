@@ -108,7 +108,7 @@ def _checkpoints(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]
 
 def _readers(folder: Path, found: FolderReport) -> Iterator[tuple[str, str]]:
     try:
-        changed = dict(manifest.changes(folder))
+        changed = dict(manifest.changed_files(folder))
         stated = manifest.read(folder).get("files", {})
     except ValueError as error:
         yield "readers' files", f"can't be checked: {error}"

@@ -23,20 +23,20 @@ def distinct_partitions(plan: Plan) -> list[tuple[FederationData, dict[str, Any]
     """The different partitions of a run, each with what its file says beside the lists (see `notes`)."""
     found: dict[str, tuple[FederationData, dict[str, None]]] = {}
     for training in plan.trainings:
-        found.setdefault(training.world.digest, (training.world, {}))[1][training.method.label] = None
-    return [(world, _about(world, methods)) for world, methods in found.values()]
+        found.setdefault(training.data.digest, (training.data, {}))[1][training.method.label] = None
+    return [(data, _about(data, methods)) for data, methods in found.values()]
 
 
-def write(plan: Plan, folder: Path) -> None:
+def write_partitions(plan: Plan, folder: Path) -> None:
     """Put the partitions of a run in place of those that were in its folder."""
     with atomic_folder(folder / PARTITIONS) as new:
-        for number, (world, about) in enumerate(distinct_partitions(plan), 1):
-            world.partition.save(new / f"{number}.json", world.dataset, about)
+        for number, (data, about) in enumerate(distinct_partitions(plan), 1):
+            data.partition.save(new / f"{number}.json", data.dataset, about)
             words = [f"methods: {', '.join(about['methods'])}"]
-            words += overlap.format_report(overlap.describe_partition(world.partition, world.dataset))
+            words += overlap.format_report(overlap.describe_partition(data.partition, data.dataset))
             jsonl.write_text(new / f"{number}.txt", "\n".join(words) + "\n")
 
 
-def _about(world: FederationData, methods: Iterable[str]) -> dict[str, Any]:
-    images = {"train": len(world.dataset.train), "test": len(world.dataset.test)}
-    return {"methods": list(methods), "images": images, "shared": world.partition.overlap}
+def _about(data: FederationData, methods: Iterable[str]) -> dict[str, Any]:
+    images = {"train": len(data.dataset.train), "test": len(data.dataset.test)}
+    return {"methods": list(methods), "images": images, "shared": data.partition.overlap}

@@ -13,7 +13,7 @@ from defenses import Defense
 from eval.experiment import sweep
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import section_spec
-from eval.experiment.spec import Entry, Experiment, FederationSpec, Observe, Score
+from eval.experiment.spec import Entry, Experiment, FederationSpec, ObserveSpec, ScoreSpec
 from eval.metrics.perceptual import Perceptual, load_lpips
 from eval.run import auxiliary_overlap
 from eval.run.assembly_check import ASSEMBLY_ERRORS, check_assembly
@@ -26,7 +26,7 @@ from eval.run.cache_keys import (
     dataset_sources,
     training_cell,
 )
-from eval.run.federation_data import FederationData, Target, dataset_digest, device_of, load
+from eval.run.federation_data import FederationData, Target, dataset_digest, load, resolve_device
 from eval.run.observation import Observation
 from fl.aggregated_view import AggregationGroups
 from fl.client import Client
@@ -44,13 +44,13 @@ class ObservationSpec:
 
     Attributes:
         observe: the settings.
-        victims: the watched updates.
+        targets: the watched updates.
         method: the method in the observed round.
         threat: what the server knows.
     """
 
-    observe: Observe
-    victims: tuple[Target, ...]
+    observe: ObserveSpec
+    targets: tuple[Target, ...]
     method: Method
     threat: ThreatModel
 
@@ -62,21 +62,21 @@ class AttackTask:
     Attributes:
         attack: which.
         round: how many rounds were trained before.
-        scene: on whom.
+        observation_spec: on whom.
         cell: where the results go.
         after: attacks before it; what one of them settles is not attacked again.
     """
 
     attack: Entry[Attack]
     round: int
-    scene: ObservationSpec
+    observation_spec: ObservationSpec
     cell: Cell
     after: tuple[AttackTask, ...] = ()
 
     @property
     def history_rounds(self) -> range:
         """Rounds before it in which the attacker saw the same clients, oldest first."""
-        return range(max(0, self.round - self.scene.threat.history_rounds), self.round)
+        return range(max(0, self.round - self.observation_spec.threat.history_rounds), self.round)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,20 +87,20 @@ class TrainingTask:
         method: which, under its label.
         defense: likewise.
         seed: of the network and of everything random.
-        world: the data.
+        data: the data.
         federation: for how long it is trained, and how.
         cell: where the results go.
-        watches: by round, then as the attacks stand in the config.
+        attack_tasks: by round, then as the attacks stand in the config.
         name: what the progress and the timings call it.
     """
 
     method: Entry[Method]
     defense: Entry[Defense]
     seed: int
-    world: FederationData
+    data: FederationData
     federation: FederationSpec
     cell: Cell
-    watches: tuple[AttackTask, ...]
+    attack_tasks: tuple[AttackTask, ...]
     name: str
 
     @staticmethod
@@ -120,7 +120,7 @@ class CaptureTask:
         defense: likewise.
         observation: the updates.
         digest: of all that makes them; says in a folder whether its cells are of the same ones.
-        watches: as the attacks were asked for.
+        attack_tasks: as the attacks were asked for.
         name: what the progress and the timings call it.
     """
 
@@ -128,7 +128,7 @@ class CaptureTask:
     defense: Entry[Defense]
     observation: Observation
     digest: str
-    watches: tuple[AttackTask, ...]
+    attack_tasks: tuple[AttackTask, ...]
     name: str
 
     @property
@@ -164,23 +164,23 @@ class Plan:
     contradiction: str = ""
 
     @property
-    def sources(self) -> tuple[Source, ...]:
+    def attacked_tasks(self) -> tuple[Source, ...]:
         """Whatever is attacked."""
         return (*self.trainings, *self.captures)
 
     @property
     def attacks(self) -> list[AttackTask]:
         """All of them, in the order of their results."""
-        return [task for source in self.sources for task in source.watches]
+        return [task for source in self.attacked_tasks for task in source.attack_tasks]
 
     def cells(self) -> Iterator[tuple[str, Cell]]:
         """Every cell under a name for people, in order."""
         for training in self.trainings:
             yield training.name, training.cell
-            for watch in training.watches:
+            for watch in training.attack_tasks:
                 yield f"{training.name}: {watch.attack.label} after round {watch.round}", watch.cell
         for capture in self.captures:
-            for watch in capture.watches:
+            for watch in capture.attack_tasks:
                 yield f"{capture.name}: {watch.attack.label}", watch.cell
 
 
@@ -191,7 +191,7 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
         ValueError: settings that don't fit each other or the data; says which.
         FileNotFoundError: the data set is not there; says how to get it.
     """
-    maker = _PlanBuilder(experiment, device_of(device), perceptual_of(experiment.score))
+    maker = _PlanBuilder(experiment, resolve_device(device), load_perceptual(experiment.score))
     trainings = [
         maker.training(seed, method, defense)
         for seed in experiment.seeds
@@ -201,7 +201,7 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
     return Plan(experiment, tuple(trainings), maker.perceptual, maker.device)
 
 
-def perceptual_of(score: Score) -> Perceptual | None:
+def load_perceptual(score: ScoreSpec) -> Perceptual | None:
     """LPIPS as it is asked for, or why it can't be taken; None where it is off."""
     if score.lpips == "off":
         return None
@@ -227,15 +227,15 @@ def plan_capture(
         notes: what a reader has to know of them.
         contradiction: in words, if settings and updates can't belong together.
     """
-    perceptual, where = perceptual_of(spec.score), device_of(device)
+    perceptual, where = load_perceptual(spec.score), resolve_device(device)
     (method,), (defense,), (seed,) = spec.method, spec.defense, spec.seeds
-    observe = Observe(images=spec.images, batch_size=spec.batch_size)
-    scene = ObservationSpec(observe, (), method.item, spec.threat)
+    observe = ObserveSpec(images=spec.images, batch_size=spec.batch_size)
+    observed = ObservationSpec(observe, (), method.item, spec.threat)
     tasks = tuple(
         AttackTask(
             attack,
             0,
-            scene,
+            observed,
             capture_cell(
                 digest,
                 CapturedUpdates(method.item, defense.item, spec.threat, seed, where.type),
@@ -252,7 +252,7 @@ def plan_capture(
     return Plan(spec, (), perceptual, where, (capture,), tuple(notes), contradiction)
 
 
-def count(experiment: Experiment) -> tuple[int, int]:
+def count_tasks(experiment: Experiment) -> tuple[int, int]:
     """How many trainings and attacks (each after a round of a training) the experiment comes to; loads no data.
 
     Raises:
@@ -262,12 +262,12 @@ def count(experiment: Experiment) -> tuple[int, int]:
     for method in experiment.method:
         for attack in experiment.attack:
             if not attack.against or method.label in attack.against:
-                attacked += len(_watched(sweep.part(experiment, method, attack), method))
+                attacked += len(_watched_rounds(sweep.experiment_of(experiment, method, attack), method))
     times = len(experiment.seeds) * len(experiment.defense)
     return times * len(experiment.method), times * attacked
 
 
-def _watched(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
+def _watched_rounds(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
     """After how many rounds clients are watched: where nothing else is asked for, before the last update they send.
 
     Raises:
@@ -296,43 +296,43 @@ class _PlanBuilder:
     perceptual: Perceptual | None
     loaded: dict[str, Dataset] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
-    worlds: dict[str, FederationData] = field(default_factory=dict)
-    scenes: dict[str, ObservationSpec] = field(default_factory=dict)
+    federation_data: dict[str, FederationData] = field(default_factory=dict)
+    observation_specs: dict[str, ObservationSpec] = field(default_factory=dict)
     checked: set[str] = field(default_factory=set)
 
     def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> TrainingTask:
         """One training with its attacks."""
-        own = sweep.part(self.experiment, method, None)
-        world = self._world(own)
-        task = world.task(self.experiment.seeds[0])
-        every, outsiders = len(world.partition), own.federation.held_out_clients
+        own = sweep.experiment_of(self.experiment, method, None)
+        data = self._federation_data(own)
+        task = data.task(self.experiment.seeds[0])
+        every, outsiders = len(data.partition), own.federation.held_out_clients
         if outsiders >= every:
             reason = f"expected fewer than the {every} clients, got {outsiders}"
             raise SettingError(("federation", "held_out_clients"), reason)
         self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
         known = self._public(method.item, defense.item)
-        cell = training_cell(world, own.federation, method.item, defense.item, seed, known)
+        cell = training_cell(data, own.federation, method.item, defense.item, seed, known)
         watches = []
         for attack in self.experiment.attack:
             if attack.against and method.label not in attack.against:
                 continue
-            part = sweep.part(self.experiment, method, attack)
-            scene = self._scene(part, world, method.label, defense.item.group_size)
-            self._check(task, scene.method, defense, f"observe.method {method.label!r}")
-            self._refuse(attack, scene, world)
-            for number in _watched(part, method):
-                updates = TrainedUpdates(cell, number, scene.method, scene.threat, scene.observe)
+            part = sweep.experiment_of(self.experiment, method, attack)
+            spec = self._observation_spec(part, data, method.label, defense.item.group_size)
+            self._check(task, spec.method, defense, f"observe.method {method.label!r}")
+            self._refuse(attack, spec, data)
+            for number in _watched_rounds(part, method):
+                updates = TrainedUpdates(cell, number, spec.method, spec.threat, spec.observe)
                 made = attack_cell(updates, attack.item, part.score, self.perceptual, self._public(attack.item))
-                watches.append(AttackTask(attack, number, scene, made))
+                watches.append(AttackTask(attack, number, spec, made))
         watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
-        return TrainingTask(method, defense, seed, world, own.federation, cell, tuple(watches), name)
+        return TrainingTask(method, defense, seed, data, own.federation, cell, tuple(watches), name)
 
-    def _refuse(self, attack: Entry[Attack], scene: ObservationSpec, world: FederationData) -> None:
+    def _refuse(self, attack: Entry[Attack], spec: ObservationSpec, data: FederationData) -> None:
         """Once for all seeds, methods and defenses that are watched on the same images: others are read for it."""
-        key = f"{attack.item!r} {id(world)} {[victim.key for victim in scene.victims]}"
+        key = f"{attack.item!r} {id(data)} {[target.key for target in spec.targets]}"
         if key not in self.checked:
-            watched = (member.data.inputs for victim in scene.victims for member in victim.group)
+            watched = (member.data.inputs for target in spec.targets for member in target.group)
             auxiliary_overlap.check_no_overlap(attack.item, attack.label, watched)
             self.checked.add(key)
 
@@ -350,27 +350,27 @@ class _PlanBuilder:
             found.append(self.digests[key])
         return found
 
-    def _world(self, own: Experiment) -> FederationData:
+    def _federation_data(self, own: Experiment) -> FederationData:
         source = json.dumps(datasets.spec(own.task.dataset))
         federation = section_spec(own.federation)
         key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
-        if key not in self.worlds:
+        if key not in self.federation_data:
             if source not in self.loaded:
                 self.loaded[source] = own.task.dataset.load()
-            self.worlds[key] = load(own.task, own.federation, self.device, self.loaded[source])
-        return self.worlds[key]
+            self.federation_data[key] = load(own.task, own.federation, self.device, self.loaded[source])
+        return self.federation_data[key]
 
-    def _scene(self, part: Experiment, world: FederationData, method: str, size: int) -> ObservationSpec:
-        participants = len(world.partition) - part.federation.held_out_clients
+    def _observation_spec(self, part: Experiment, data: FederationData, method: str, size: int) -> ObservationSpec:
+        participants = len(data.partition) - part.federation.held_out_clients
         division = AggregationGroups(
             size=size, participants=participants, asked=n_sampled(part.federation.client_fraction, participants)
         )
-        key = json.dumps([id(world), method, section_spec(part.observe), asdict(division)])
-        if key not in self.scenes:
+        key = json.dumps([id(data), method, section_spec(part.observe), asdict(division)])
+        if key not in self.observation_specs:
             found = part.observed_methods()[method]
-            victims = world.victims(part.observe, division)
-            self.scenes[key] = ObservationSpec(part.observe, victims, found, part.threat)
-        return self.scenes[key]
+            targets = data.choose_targets(part.observe, division)
+            self.observation_specs[key] = ObservationSpec(part.observe, targets, found, part.threat)
+        return self.observation_specs[key]
 
     def _check(
         self,

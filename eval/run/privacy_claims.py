@@ -19,7 +19,7 @@ from eval.io import jsonl
 from eval.metrics.score import Row
 from eval.privacy import canaries
 from eval.privacy.claim_rows import BOUND, EPSILON, OF_UPDATE
-from eval.privacy.reconstruction_robustness import from_charges
+from eval.privacy.reconstruction_robustness import bound_from_charges
 from eval.run.federation_data import Target
 from eval.run.plan import AttackTask, TrainingTask
 from fl.client import Client
@@ -37,12 +37,12 @@ DISTINGUISHABLE_PARTITIONS = {
 """Partitions under which images of a class are not alike across clients, and why."""
 
 
-def write(training: TrainingTask, rounds: Sequence[Row], folder: Path) -> None:
+def write_claim(training: TrainingTask, rounds: Sequence[Row], folder: Path) -> None:
     """Keep a training's claim in its cell."""
     jsonl.write_text(folder / CLAIM, json.dumps(privacy_claim(training, rounds), indent=2, allow_nan=False) + "\n")
 
 
-def read(folder: Path, training: TrainingTask, rounds: Sequence[Row]) -> Row | None:
+def read_claim(folder: Path, training: TrainingTask, rounds: Sequence[Row]) -> Row | None:
     """A training's claim from its cell; of one that was trained before claims were kept, without an audit."""
     path = folder / CLAIM
     if not path.is_file():
@@ -62,10 +62,10 @@ def privacy_claim(training: TrainingTask, rounds: Sequence[Row], *, audit: bool 
     Returns:
         None where the method claims nothing.
     """
-    world = training.world
-    clients = range(len(world.clients) - training.federation.held_out_clients)
+    data = training.data
+    clients = range(len(data.clients) - training.federation.held_out_clients)
     taken = participations(rounds)
-    most, sizes = max((taken[c] for c in clients), default=0), [len(world.clients[c].train) for c in clients]
+    most, sizes = max((taken[c] for c in clients), default=0), [len(data.clients[c].train) for c in clients]
     statement = privacy_statement(training, training.method.item, sizes, most)
     if statement is None:
         return None
@@ -102,7 +102,7 @@ def privacy_statement(
     own = method.privacy(sizes, rounds, record_reader=record_reader(defense))
     if own is not None or not overrides(defense, "privacy"):
         return own
-    client = Client(training.world.task(training.seed), method, defense)
+    client = Client(training.data.task(training.seed), method, defense)
     return defense.privacy(method, client.task, sizes, rounds)
 
 
@@ -111,7 +111,7 @@ def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canar
     method, defense = training.method.item, training.defense.item
     if isinstance(method, PrivateMethod):
         return canaries.audit(method, sizes, rounds, seed=training.seed)
-    client = Client(training.world.task(training.seed), method, defense)
+    client = Client(training.data.task(training.seed), method, defense)
     return canaries.audit_defense(client, sizes, rounds, seed=training.seed)
 
 
@@ -150,7 +150,7 @@ class IdentificationBounds:
         charged: dict[str, list[tuple[tuple[Charge, ...], Charge]]] = {}
         if not reason:
             taken = participations(self.rounds, watch.round)
-            groups = {victim.key: victim.group for victim in watch.scene.victims}
+            groups = {target.key: target.group for target in watch.observation_spec.targets}
             charged = {key: [self._charges(watch, member, taken) for member in groups[key]] for key in named}
         return [self._with(row, reason, charged) if "identified_among" in row else row for row in rows]
 
@@ -162,8 +162,8 @@ class IdentificationBounds:
         found = charged[row["update"]]
         return {
             **row,
-            BOUND: max(from_charges(chance, merge_charges([*before, update])) for before, update in found),
-            OF_UPDATE: max(from_charges(chance, (update,)) for _, update in found),
+            BOUND: max(bound_from_charges(chance, merge_charges([*before, update])) for before, update in found),
+            OF_UPDATE: max(bound_from_charges(chance, (update,)) for _, update in found),
             EPSILON: max(compute_epsilon([*before, update], delta) for before, update in found),
         }
 
@@ -173,20 +173,20 @@ class IdentificationBounds:
         name = getattr(self.training.federation.partition, "name", "")
         if name in DISTINGUISHABLE_PARTITIONS:
             return f"{DISTINGUISHABLE_PARTITIONS[name]}; use a partition by classes"
-        if shared := self.training.world.partition.overlap["train"]:
+        if shared := self.training.data.partition.overlap["train"]:
             return f"{shared} images are held by several clients, and each tells of them; use disjoint ones"
         return ""
 
     def _objection(self, watch: AttackTask) -> str:
         """Why no guarantee holds against this attacker."""
-        for statement in (self.claims, privacy_statement(self.training, watch.scene.method, [1], 1)):
+        for statement in (self.claims, privacy_statement(self.training, watch.observation_spec.method, [1], 1)):
             if statement is None or statement.reason:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
-        if watch.scene.threat.knows_randomness and isinstance(watch.scene.method, PrivateMethod):
+        if watch.observation_spec.threat.knows_randomness and isinstance(watch.observation_spec.method, PrivateMethod):
             return "the attacker knows the noise (threat.knows_randomness), which no guarantee survives"
-        if watch.scene.observe.split == "test" and watch.round:
+        if watch.observation_spec.observe.split == "test" and watch.round:
             return (
                 "candidates were trained on and the watched images were not (observe.split), which may tell them apart"
             )
@@ -197,12 +197,12 @@ class IdentificationBounds:
 
         Sampling hides nothing from who knows which images are in a step, or how many.
         """
-        method, scene = self.training.method.item, watch.scene
-        size = len(self.training.world.clients[member.client].train)
+        method, spec = self.training.method.item, watch.observation_spec
+        size = len(self.training.data.clients[member.client].train)
         before = privacy_statement(self.training, method, [size], rounds[member.client])
-        update = privacy_statement(self.training, scene.method, [len(member.data)], 1)
+        update = privacy_statement(self.training, spec.method, [len(member.data)], 1)
         assert before is not None
         assert update is not None
-        rate = 1.0 if scene.threat.knows_schedule or scene.threat.knows_order else update.rate
+        rate = 1.0 if spec.threat.knows_schedule or spec.threat.knows_order else update.rate
         seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.history_rounds)))
         return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

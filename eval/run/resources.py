@@ -28,12 +28,12 @@ def default_workers(device: torch.device) -> int:
     """As many processes as there are cores and memory for; one on a GPU."""
     if device.type != "cpu":
         return 1
-    free = memory()
-    room = cores() if free is None else free // BYTES_PER_WORKER
-    return max(1, min(cores() // worker_thread_count(), room))
+    free = available_memory()
+    room = available_cores() if free is None else free // BYTES_PER_WORKER
+    return max(1, min(available_cores() // worker_thread_count(), room))
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Those this process may run on, within its container's share of time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(GROUP / "cpu.max").partition(" ")
@@ -44,7 +44,7 @@ def cores() -> int:
     return max(allowed, 1)
 
 
-def memory() -> int | None:
+def available_memory() -> int | None:
     """Bytes that are free or hold files that were read, within the container's limit; None where nothing tells."""
     known = [line.split()[1] for line in _read(KERNEL).splitlines() if line.startswith("MemAvailable:")]
     free = [int(value) * 1024 for value in known]

@@ -26,7 +26,7 @@ from eval.experiment import yaml_config
 from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
 from eval.io.run_layout import UNLIKE_DEFAULTS
-from eval.io.text import sentence
+from eval.io.text import to_sentence
 from eval.metrics.score import Row
 from eval.report import results_table
 from eval.report.load import PRIVACY, load, picture_file_names, read_pictures
@@ -66,12 +66,12 @@ def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
     rounds = {training: _rounds(training, folder) for training in done}
     jsonl.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
     images = [row for training in done for row in _images(training, folder, rounds[training])]
-    images += [row for capture in plan.captures for row in _captured_images(capture, folder)]
+    images += [row for capture in plan.captures for row in _captured_attack_rows(capture, folder)]
     jsonl.replace_rows(path / IMAGES, images)
     _write_claims([(training, rounds[training]) for training in done], folder, path)
     (path / PICTURED).mkdir()
     _write_pictures([*done, *plan.captures], folder, path / PICTURED)
-    partition_files.write(plan, path)
+    partition_files.write_partitions(plan, path)
     return images
 
 
@@ -85,19 +85,19 @@ def write_table_and_report(rows: Sequence[Row], failures: Sequence[Failure], pla
         folder: likewise.
     """
     found = results_table.build_table(rows, plan.experiment)
-    found = replace(found, legend=[*notes(failures, plan, folder), *found.legend])
+    found = replace(found, legend=[*table_notes(failures, plan, folder), *found.legend])
     jsonl.write_text(folder.path / TABLE, results_table.to_markdown(found))
     manifest.add_files(folder.path, TABLE)
     write_report(folder.path)
     return found
 
 
-def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
+def table_notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
     """What to know of the whole table: what failed or was cut short, other code, unlike defaults, claims and more."""
-    said = (incomplete(failures, plan), cut_short(failures, plan, folder), mixed_code_warning(folder.about_run()))
+    said = (incomplete_note(failures, plan), cut_short(failures, plan, folder), mixed_code_warning(folder.about_run()))
     found = [note for note in said if note]
     if unlike := folder.about_run().get(UNLIKE_DEFAULTS):
-        found.append(f"{sentence(str(unlike))}.")
+        found.append(f"{to_sentence(str(unlike))}.")
     found += partition_notes.shared_images([about for _, about in partition_files.distinct_partitions(plan)])
     return [
         *found,
@@ -109,7 +109,7 @@ def notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
     ]
 
 
-def incomplete(failures: Sequence[Failure], plan: Plan) -> str | None:
+def incomplete_note(failures: Sequence[Failure], plan: Plan) -> str | None:
     """A sentence for the table about cells that failed, or None."""
     if not failures:
         return None
@@ -133,7 +133,7 @@ def environment(device: str) -> dict[str, Any]:
     cuda = device.startswith("cuda")
     return {
         "python": platform.python_version(),
-        "versions": {name: installed(name) for name in _PACKAGES},
+        "versions": {name: installed_version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
         "device": torch.cuda.get_device_name(device) if cuda else device,
         "threads": torch.get_num_threads(),
@@ -141,7 +141,7 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
-def installed(package: str) -> str | None:
+def installed_version(package: str) -> str | None:
     """The version of an installed package, or None."""
     try:
         return metadata.version(package)
@@ -153,7 +153,7 @@ def _write_claims(trainings: Sequence[tuple[TrainingTask, list[Row]]], folder: R
     """What every training may claim; no file where none claims anything."""
     found = []
     for training, rounds in trainings:
-        row = privacy_claims.read(folder.file(training.cell, "."), training, rounds)
+        row = privacy_claims.read_claim(folder.file(training.cell, "."), training, rounds)
         if row is not None:
             found.append({**_head(training), **row})
     if found:
@@ -180,22 +180,22 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
     head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
     rows = [
         {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
-        for watch in training.watches
+        for watch in training.attack_tasks
         if (cell := folder.latest(watch.cell)) is not None
         for row in ceilings.of(watch, jsonl.read_rows(folder.file(cell, IMAGES)))
     ]
-    if training.watches:
+    if training.attack_tasks:
         return rows
     # an accuracy to compare with, without an attack
     last = training.federation.rounds
     return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NO_ATTACK, **accuracies(last)}]
 
 
-def _captured_images(capture: CaptureTask, folder: RunDir) -> list[Row]:
+def _captured_attack_rows(capture: CaptureTask, folder: RunDir) -> list[Row]:
     """The rows of all attacks on updates that came without a training."""
     return [
         {**_head(capture), "attack": watch.attack.label, **row}
-        for watch in capture.watches
+        for watch in capture.attack_tasks
         if (cell := folder.latest(watch.cell)) is not None
         for row in jsonl.read_rows(folder.file(cell, IMAGES))
     ]
@@ -217,7 +217,7 @@ def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> Non
     finished = {
         (source.method.label, source.defense.label, watch.attack.label, watch.round, source.seed): cell
         for source in sources
-        for watch in source.watches
+        for watch in source.attack_tasks
         if (cell := folder.latest(watch.cell)) is not None
     }
     for key, name in picture_file_names(finished).items():

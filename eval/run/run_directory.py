@@ -99,7 +99,7 @@ def hold_lock(path: Path) -> Iterator[Lock]:
     Raises:
         BusyError: another process has it.
     """
-    with open(path / LOCK, "a", opener=_unlinked) as file:
+    with open(path / LOCK, "a", opener=_open_nofollow) as file:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
         except OSError as error:
@@ -107,7 +107,7 @@ def hold_lock(path: Path) -> Iterator[Lock]:
         yield Lock(path / LOCK, file.fileno())
 
 
-def _unlinked(path: str, flags: int) -> int:
+def _open_nofollow(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
@@ -181,7 +181,7 @@ def check_cell(folder: Path, name: str) -> bool:
     if not isinstance(settings, dict) or short_hash(settings) != name:
         raise ValueError("its settings are those of another cell")
     if FILES in about:
-        for file, wrong in file_digests.changes(folder, about[FILES]):
+        for file, wrong in file_digests.changed_files(folder, about[FILES]):
             if file not in SPARED or (folder / file).exists():
                 raise ValueError(f"{file} {wrong}")
     _check_rows(folder, settings)

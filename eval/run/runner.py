@@ -161,7 +161,7 @@ def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] =
         Whether there is something of each: it was cut short; else it has not begun.
     """
     failed = {failure.id for failure in failures}
-    failed |= {watch.cell.id for one in plan.trainings if one.cell.id in failed for watch in one.watches}
+    failed |= {watch.cell.id for one in plan.trainings if one.cell.id in failed for watch in one.attack_tasks}
     waiting = {
         name: cell
         for name, cell in plan.cells()
@@ -226,7 +226,7 @@ class _Run:
         """One training with its attacks."""
         if self.is_out_of_time:
             return
-        open_to = [watch for watch in one.watches if self.is_pending(one, watch)]
+        open_to = [watch for watch in one.attack_tasks if self.is_pending(one, watch)]
         checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
             stage = f"{one.name}: training"
@@ -247,7 +247,7 @@ class _Run:
         if open_to:
             self._attacks(one, open_to)
         if not self.options.keep_checkpoints:
-            checkpoints.keep(one.observed_rounds(watch for watch in one.watches if self.is_pending(one, watch)))
+            checkpoints.keep(one.observed_rounds(watch for watch in one.attack_tasks if self.is_pending(one, watch)))
 
     def is_pending(self, one: Source, watch: AttackTask) -> bool:
         """Whether the attack is still to be run: not finished, nor of no more use."""
@@ -263,12 +263,12 @@ class _Run:
 
     def run_capture(self, one: CaptureTask) -> None:
         """The attacks on updates that are there already."""
-        for watch in one.watches:
+        for watch in one.attack_tasks:
             if self.is_next(one, watch):
                 self._attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
 
     def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
-        several = len({watch.round for watch in one.watches}) > 1
+        several = len({watch.round for watch in one.attack_tasks}) > 1
         with training_cell.federation_of(one) as federation:
             for number in sorted({watch.round for watch in open_to}):
                 sights: dict[ObservationSpec, Observation] = {}
@@ -276,7 +276,7 @@ class _Run:
                     if not self.is_next(one, watch):  # by now: another label may stand for the same cell
                         continue
                     stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
-                    self._attack(watch, stage, partial(self._seen, federation, one, watch, sights))
+                    self._attack(watch, stage, partial(self._observe, federation, one, watch, sights))
 
     def _attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
         """One attack on whatever is observed; it ends in a cell, or among the failures."""
@@ -309,10 +309,10 @@ class _Run:
                 continue
             rows = jsonl.read_rows(self.folder.file(known, attack_cell.IMAGES))
             for key in self_verification.settled_updates(rows):
-                found.setdefault(key, self_verification.not_needed([before.attack.label]))
+                found.setdefault(key, self_verification.not_needed_words([before.attack.label]))
         return found
 
-    def _seen(
+    def _observe(
         self,
         federation: Federation,
         one: TrainingTask,
@@ -320,16 +320,17 @@ class _Run:
         sights: dict[ObservationSpec, Observation],
     ) -> Observation:
         """What the server sees in the watch's round; what several attacks look at is made once."""
-        if watch.scene not in sights:
+        spec = watch.observation_spec
+        if spec not in sights:
             earlier = []
             for number in watch.history_rounds:
-                self._bring(federation, one, number)
-                earlier.append(attack_cell.observe_targets(federation, one, watch.scene).views)
-            self._bring(federation, one, watch.round)
-            sights[watch.scene] = attack_cell.observe_targets(federation, one, watch.scene, earlier)
-        return sights[watch.scene]
+                self._train_to(federation, one, number)
+                earlier.append(attack_cell.observe_targets(federation, one, spec).views)
+            self._train_to(federation, one, watch.round)
+            sights[spec] = attack_cell.observe_targets(federation, one, spec, earlier)
+        return sights[spec]
 
-    def _bring(self, federation: Federation, one: TrainingTask, number: int) -> None:
+    def _train_to(self, federation: Federation, one: TrainingTask, number: int) -> None:
         """The federation to its state after `number` rounds."""
         if federation.server.round != number:
             count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)

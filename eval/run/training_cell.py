@@ -34,12 +34,12 @@ class OutOfTimeError(Exception):
 @contextmanager
 def federation_of(training: TrainingTask, workers: int = 1) -> Iterator[Federation]:
     """The federation before its first round; its worker processes end with the context."""
-    client = Client(training.world.task(training.seed), training.method.item, training.defense.item)
+    client = Client(training.data.task(training.seed), training.method.item, training.defense.item)
     spec = training.federation
-    whole = training.world.dataset.test if spec.global_test else None
+    whole = training.data.dataset.test if spec.global_test else None
     federation = Federation(
         client,
-        training.world.clients,
+        training.data.clients,
         training.seed,
         spec.client_fraction,
         engine=spec.engine,
@@ -108,7 +108,7 @@ def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execut
                 checkpoints.keep({*watched, number})
                 saved = time.monotonic()
             if number == spec.rounds:
-                privacy_claims.write(training, jsonl.read_rows(path), folder)
+                privacy_claims.write_claim(training, jsonl.read_rows(path), folder)
                 return
             if stopped:
                 raise OutOfTimeError

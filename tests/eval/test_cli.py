@@ -242,9 +242,9 @@ def test_another_run_in_the_folder_is_said(path):
 
 
 def test_config_by_name():
-    assert config_catalog.resolve("quickstart") == config_catalog.CONFIGS / "quickstart.yaml"
+    assert config_catalog.find_config("quickstart") == config_catalog.CONFIGS / "quickstart.yaml"
     with pytest.raises(FileNotFoundError, match="did you mean 'quickstart'"):
-        config_catalog.resolve("quickstrat")
+        config_catalog.find_config("quickstrat")
     result = call("run", "quickstrat")
     assert result.exit_code == terminal.USAGE
 

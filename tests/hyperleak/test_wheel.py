@@ -20,7 +20,7 @@ def shipped(path):
 
 def test_configs_are_where_an_installation_looks_for_them():
     installed = Path(config_catalog.__file__).parent.relative_to(ROOT) / "configs"
-    for name in config_catalog.names():
+    for name in config_catalog.list_config_names():
         assert shipped(config_catalog.CONFIGS / f"{name}.yaml") == installed / f"{name}.yaml"
 
 

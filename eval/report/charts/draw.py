@@ -22,7 +22,7 @@ from matplotlib.style import context
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import Affine2D
 
-from eval.io.sanitize import visible
+from eval.io.sanitize import escape_controls
 from eval.report.charts import style
 from eval.report.charts.label_placement import Box, place_labels
 from eval.report.charts.specs import Baseline, Chart, Curve, Heatmap, LineChart, Marker, Point, ScatterPlot, StripPlot
@@ -387,13 +387,13 @@ def _line(
     if dashes := style.dashes(series):
         line.set_dashes(dashes)
     if tooltip:
-        line.set_gid(style.TOOLTIP + visible(tooltip))
+        line.set_gid(style.TOOLTIP + escape_controls(tooltip))
 
 
 def _mark(axes: Axes, x: float, y: float, look: Marker, *, size: float = _MARKER_SIZE, tooltip: str = "") -> None:
     (mark,) = axes.plot(x, y, **_marker_look(look, size), clip_on=False, zorder=3)
     if tooltip:
-        mark.set_gid(style.TOOLTIP + visible(tooltip))
+        mark.set_gid(style.TOOLTIP + escape_controls(tooltip))
 
 
 def _marker_look(look: Marker, size: float) -> dict[str, Any]:
@@ -423,4 +423,4 @@ def _text_width(words: str) -> float:
 def _wrapped(words: str, width: float) -> str:
     """Return words from anywhere, visible, on lines of at most so many pixels."""
     most = max(1, int(width / style.TEXT_SIZE / _CHARACTER_WIDTH))
-    return "\n".join(wrap(visible(words), most, break_on_hyphens=False)) or " "
+    return "\n".join(wrap(escape_controls(words), most, break_on_hyphens=False)) or " "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from xml.etree import ElementTree
 
-from eval.io.sanitize import visible
+from eval.io.sanitize import escape_controls
 from eval.report.charts import style
 
 _SVG, _XLINK = "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"
@@ -55,7 +55,7 @@ def to_file(drawn: str, *, alt: str) -> bytes:
 
 def _describe(root: ElementTree.Element, alt: str) -> None:
     if alt:
-        root.attrib |= {"role": "img", "aria-label": visible(alt)}
+        root.attrib |= {"role": "img", "aria-label": escape_controls(alt)}
     else:
         root.attrib["aria-hidden"] = "true"
 

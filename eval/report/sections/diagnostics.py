@@ -11,7 +11,7 @@ from functools import partial
 from itertools import combinations
 from statistics import fmean
 
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.report.blocks import Block, FigureBlock, Omission, TableBlock
 from eval.report.charts.specs import Heatmap
@@ -135,7 +135,7 @@ def _confidences(rows: Sequence[Row]) -> list[Block]:
         return []
     ends = [f">{i / bins:g} to {(i + 1) / bins:g}" for i in range(bins)]
     columns = ["method", "defense", "images", "answer", ">how many", *ends]
-    seeds = join(list(dict.fromkeys(f"{row['seed']}" for row in rows if row.get("confidence"))))
+    seeds = join_words(list(dict.fromkeys(f"{row['seed']}" for row in rows if row.get("confidence"))))
     return [TableBlock(f"Probability of the class named, after the last round (seed {seeds})", columns, lines)]
 
 
@@ -153,7 +153,9 @@ def _server_step(run: Run) -> list[Block]:
             )
     silent = [", ".join(subject) for subject, rows in asked.items() if not any(row["server"] for row in rows)]
     if silent:
-        figures.append(Omission(f"{SERVER_STEP}: {join(silent)}", "the method says nothing of single clients there"))
+        figures.append(
+            Omission(f"{SERVER_STEP}: {join_words(silent)}", "the method says nothing of single clients there")
+        )
     return figures
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics.statistics import Interval
 from eval.report.blocks import Block, FigureBlock, Omission, Section, TableBlock
 from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
@@ -206,7 +206,7 @@ def _drawn_baselines(groups: Sequence[ResultGroup]) -> list[Baseline]:
 def _baselines_in_words(found: Sequence[Baseline]) -> str:
     if not found:
         return ""
-    words = join([f"{floor.label} ({format_number(floor.value)} dB)" for floor in found])
+    words = join_words([f"{floor.label} ({format_number(floor.value)} dB)" for floor in found])
     return f" Broken lines: what a guess without the update scores on the same images, {words}."
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from eval.io.text import count, join
+from eval.io.text import format_count, join_words
 from eval.metrics import statistics
 from eval.metrics.statistics import Interval
 from eval.report.blocks import FindingBlock
@@ -70,17 +70,21 @@ def findings(groups: Sequence[ResultGroup], *, labels_given: bool = False) -> li
 
 def _open(groups: Sequence[ResultGroup]) -> list[str]:
     """Return what attacks leave open of a subject."""
-    from eval.report.sections.inconclusive import of_rows, opened  # which is written in words of this package
+    from eval.report.sections.inconclusive import (  # which is written in words of this package
+        find_open_questions,
+        outcomes_of_rows,
+    )
 
     return [
-        f"Not decided: {one}." for one in opened([one for group in groups for one in of_rows(group.attack, group.rows)])
+        f"Not decided: {one}."
+        for one in find_open_questions([one for group in groups for one in outcomes_of_rows(group.attack, group.rows)])
     ]
 
 
 def _finding(name: str, groups: Sequence[ResultGroup], several: bool, labels_given: bool) -> FindingBlock:
     if not any(group.attacked_rows for group in groups):
         reasons = list(dict.fromkeys(reason for group in groups for reason in group.refusals))
-        return FindingBlock(name, "not examined", None, [f"No attack says anything about it: {join(reasons)}."])
+        return FindingBlock(name, "not examined", None, [f"No attack says anything about it: {join_words(reasons)}."])
     pictures, pictures_leak = _pictures(groups, several)
     labels, labels_leak = _labels(groups, labels_given)
     secrets, secrets_leak = _private_tensors(groups)
@@ -90,7 +94,7 @@ def _finding(name: str, groups: Sequence[ResultGroup], several: bool, labels_giv
     if not leaks and (own := _unjudged(groups)):
         return FindingBlock(name, UNJUDGED, None, [*own, *secrets, *_open(groups)])
     if leaks:
-        return FindingBlock(name, f"{LEAKS}: {join(leaks)}", True, lines, leaks)
+        return FindingBlock(name, f"{LEAKS}: {join_words(leaks)}", True, lines, leaks)
     lines += _unseen(groups)
     lines += _open(groups)
     lines.append("That is no proof of safety: it says what these attacks with these settings did on these images.")
@@ -107,15 +111,14 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
     size, told = _comparison_in_words(best.gain)
     lines = [
         f"Strongest attack on the pictures: {best.attack}{where}, with a mean PSNR of "
-        f"{format_number(best.psnr.value)} dB "
-        f"over {count(best.n_images, 'image')}: {size} the best guess without the update ({BASELINE_SENTENCES[guess]}, "
-        f"{format_number(floor)} dB){told}."
+        f"{format_number(best.psnr.value)} dB over {format_count(best.n_images, 'image')}: {size} the best guess "
+        f"without the update ({BASELINE_SENTENCES[guess]}, {format_number(floor)} dB){told}."
     ]
     reached, guessed = (
         sum(row[c] >= RECOGNIZABLE_PSNR for row in best.image_rows) for c in ("psnr", f"floor_{guess}_psnr")
     )
     lines.append(
-        f"{reached} of its {count(len(best.image_rows), 'reconstruction')} reach {RECOGNIZABLE_PSNR:g} dB, from "
+        f"{reached} of its {format_count(len(best.image_rows), 'reconstruction')} reach {RECOGNIZABLE_PSNR:g} dB, from "
         "which on a "
         f"person recognizes the content (that guess: {guessed})."
     )
@@ -123,7 +126,8 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
     if alone.leaked_rows:
         exact = sum(bool(row.get("exact8")) for row in alone.leaked_rows)
         lines.append(
-            f"{alone.attack} brought {len(alone.leaked_rows)} of {count(len(alone.image_rows), 'reconstruction')} to "
+            f"{alone.attack} brought {len(alone.leaked_rows)} of "
+            f"{format_count(len(alone.image_rows), 'reconstruction')} to "
             f"{format_number(RECOGNIZABLE_PSNR, 0)} dB or more, at least {format_number(CLEAR_MARGIN, 0)} dB above "
             "every guess of that same image"
             f"{f'; {exact} of them exact to the 8-bit pixel' if exact else ''}."
@@ -145,7 +149,7 @@ def _unjudged(groups: Sequence[ResultGroup]) -> list[str]:
             told = [f"confirms {sum(row.get('verified') is True for row in rows)} of them itself"]
         if labels := [str(row["recovered_label"]) for row in rows if row.get("recovered_label") is not None]:
             told.append(f"names the labels {', '.join(labels)}")
-        lines.append(f"{group.attack} brought {count(len(rows), 'picture')}; it {join(told)}.")
+        lines.append(f"{group.attack} brought {format_count(len(rows), 'picture')}; it {join_words(told)}.")
     return [*lines, "They are shown below; give the true images (--images) to have them scored."] if lines else []
 
 
@@ -154,11 +158,10 @@ def _unseen(groups: Sequence[ResultGroup]) -> list[str]:
     tried = max(group.n_images for group in groups)
     if not tried or any(row["psnr"] >= RECOGNIZABLE_PSNR for group in groups for row in group.image_rows):
         return []
-    most = 100 * statistics.at_most(0, tried, 0.05)
+    most = 100 * statistics.rate_upper_bound(0, tried, 0.05)
     return [
-        f"None of {count(tried, 'image')} reached {RECOGNIZABLE_PSNR:g} dB. Of others like these up to {most:.0f} % "
-        "may "
-        "(Clopper and Pearson's bound, 95 %)."
+        f"None of {format_count(tried, 'image')} reached {RECOGNIZABLE_PSNR:g} dB. "
+        f"Of others like these up to {most:.0f} % may (Clopper and Pearson's bound, 95 %)."
     ]
 
 
@@ -175,8 +178,9 @@ def _identities(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str]
     told_apart = "" if leaked else ": not told apart from it"
     return [
         f"Named: what {group.attack}{where} brought is closer to its own image than to others of the same class for "
-        f"{best.hits} of {count(best.images, 'image')}{once} ({format_percent(best.hits / best.images)} [{low:.0f}, "
-        f"{high:.0f}]); chance is {format_percent(best.chance)}{told_apart}."
+        f"{best.hits} of {format_count(best.images, 'image')}{once} "
+        f"({format_percent(best.hits / best.images)} [{low:.0f}, {high:.0f}]); "
+        f"chance is {format_percent(best.chance)}{told_apart}."
     ], leaked
 
 
@@ -196,19 +200,19 @@ def _comparison_in_words(gain: Interval) -> tuple[str, str]:
 
 def _labels(groups: Sequence[ResultGroup], given: bool) -> tuple[list[str], bool]:
     """Return what is said of the labels, and whether they leaked."""
-    known = [group for group in groups if group.labels is not None]
+    known = [group for group in groups if group.label_recovery_rate is not None]
     if given:
         return (["The labels were given to the attacker."] if known else []), False
     if not known:
         return [], False
-    best = max(known, key=lambda group: group.labels.value if group.labels else 0.0)
+    best = max(known, key=lambda group: group.label_recovery_rate.value if group.label_recovery_rate else 0.0)
     gain = best.label_gain
     leaked = exceeds_baseline(gain)
     told = "" if leaked else ": not shown to leak"
     return [
-        f"Labels: {best.attack} names the right class for {format_percent_interval(best.labels)} of the images; "
-        "naming their "
-        f"commonest class every time gets {format_percent(best.commonest_label_share)}{told}."
+        f"Labels: {best.attack} names the right class for {format_percent_interval(best.label_recovery_rate)} "
+        f"of the images; naming their commonest class every time gets "
+        f"{format_percent(best.commonest_label_share)}{told}."
     ], leaked
 
 
@@ -227,9 +231,9 @@ def _private_tensors(groups: Sequence[ResultGroup]) -> tuple[list[str], bool]:
             for name, (secret, by) in recovered.items()
             if by == attack
         ]
-        lines.append(f"Private values: {attack} recovered the {join(own)}.")
+        lines.append(f"Private values: {attack} recovered the {join_words(own)}.")
     if rest := [name for name in best if name not in recovered]:
-        errors = join([f"{name} ({format_error(best[name][0].best_error)})" for name in rest])
+        errors = join_words([f"{name} ({format_error(best[name][0].best_error)})" for name in rest])
         lines.append(f"Private values not recovered: {errors}; in brackets the smallest relative error of any attack.")
     return lines, bool(recovered)
 
@@ -241,13 +245,13 @@ def _rank(secret: PrivateTensorRecovery) -> tuple[float, float]:
 
 def lead_sentence(found: Sequence[FindingBlock]) -> str:
     """Return the answer in a sentence or two."""
-    leaking = [f"{finding.subject} ({join(finding.leaked)})" for finding in found if finding.leaks]
+    leaking = [f"{finding.subject} ({join_words(finding.leaked)})" for finding in found if finding.leaks]
     open_ = [finding.subject for finding in found if finding.leaks is False]
     parts = []
     if leaking:
-        parts.append(f"{LEAKS[:1].upper()}{LEAKS[1:]}: {join(leaking)}.")
+        parts.append(f"{LEAKS[:1].upper()}{LEAKS[1:]}: {join_words(leaking)}.")
     if open_:
-        parts.append(f"{OPEN[:1].upper()}{OPEN[1:]}: {join(open_)}.")
+        parts.append(f"{OPEN[:1].upper()}{OPEN[1:]}: {join_words(open_)}.")
     if not parts and any(finding.verdict == UNJUDGED for finding in found):
         parts.append("What came back is shown below and not judged: the true images are not known.")
     if not parts:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics.lineup import AMONG, BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.report.blocks import Block, DefinitionList, Omission, TableBlock
 from eval.report.formatting import NO_VALUE, format_percent
@@ -75,4 +75,4 @@ def _missing(told: dict[int, ResultGroup]) -> list[Block]:
             for way in _WAYS:
                 if reason := row.get("missing", {}).get(way):
                     found.setdefault((way, reason), {})[f"{group.method} ({group.attack})"] = None
-    return [Omission(f"{_WAYS[way]} under {join(list(who))}", reason) for (way, reason), who in found.items()]
+    return [Omission(f"{_WAYS[way]} under {join_words(list(who))}", reason) for (way, reason), who in found.items()]

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attacks.verification import CONTRADICTED, RULE_UNKNOWN, SIZE_CONTRADICTED
-from eval.io.text import join
+from eval.io.text import join_words
 from eval.metrics import self_verification
 from eval.metrics.score import Row
 from eval.report.result_groups import MIN_IMAGES
 
-Kind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind", "cut short"]
+OutcomeKind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind", "cut short"]
 """What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
 and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
 it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images; a time limit or an
@@ -37,7 +37,7 @@ class Outcome:
 
     attack: str
     update: Hashable
-    kind: Kind
+    kind: OutcomeKind
     words: str = ""
 
     @property
@@ -47,7 +47,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Open:
+class OpenQuestion:
     """One thing that keeps an audit from being decided, in words.
 
     Attributes:
@@ -68,7 +68,7 @@ class Open:
         return {"what": self.what, "why": self.why, "remedy": self.remedy}
 
 
-def of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
+def outcomes_of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
     """What an attack came to on every update, by its rows.
 
     Args:
@@ -109,13 +109,13 @@ def _contradicted(note: str) -> str:
     return next((part for part in note.split("; ") if part.startswith(begun)), "")
 
 
-def _kind(verified: bool | None, *, pictured: bool) -> Kind:
+def _kind(verified: bool | None, *, pictured: bool) -> OutcomeKind:
     if not pictured:
         return "blind"
     return "searched" if verified is None else "ran"
 
 
-def opened(outcomes: Sequence[Outcome]) -> list[Open]:
+def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
     """What is left open of the images by what attacks came to; nothing of updates that one of them settled.
 
     Args:
@@ -133,10 +133,10 @@ def opened(outcomes: Sequence[Outcome]) -> list[Open]:
         if all(one.kind == "fact" for one in own):
             stopped.setdefault("fact", []).append(own[-1])
     total = len(updates)
-    return [_told(kind, found, total) for kind, found in stopped.items()]
+    return [_open_question(kind, found, total) for kind, found in stopped.items()]
 
 
-def answered(outcomes: Sequence[Outcome]) -> bool:
+def is_answered(outcomes: Sequence[Outcome]) -> bool:
     """Whether of every update an attack has an answer that does not hang on chance."""
     updates = {one.update for one in outcomes}
     return updates == {one.update for one in outcomes if one.kind in {"settled", "ran"}}
@@ -156,7 +156,7 @@ def _limits(own: Sequence[Outcome]) -> list[Outcome]:
     ]
 
 
-def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
+def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int) -> OpenQuestion:
     """Outcomes of one kind in words."""
     names = list(dict.fromkeys(one.attack for one in found))
     number = len({one.update for one in found})
@@ -164,36 +164,36 @@ def _told(kind: Kind | str, found: Sequence[Outcome], total: int) -> Open:
     reasons: dict[str, list[str]] = {}
     for one in found:
         reasons.setdefault(one.words, []).append(one.attack)
-    why = "; ".join(f"{join(list(dict.fromkeys(own)))}: {words}" for words, own in reasons.items())
+    why = "; ".join(f"{join_words(list(dict.fromkeys(own)))}: {words}" for words, own in reasons.items())
     if len(reasons) == 1:
         why = next(iter(reasons))
     if kind == "limit":
-        return Open(
-            f"{join(names)} could not be tried{some}",
+        return OpenQuestion(
+            f"{join_words(names)} could not be tried{some}",
             f"{why} (a limit of {'this attack' if len(names) == 1 else 'these attacks'}, not of what the update tells)",
             "write the network, with the same weights, of layers that these attacks undo, or raise the setting that is "
             "named",
         )
     if kind == "contradicted":
         remedy = "state how the client trained: --method '{name: fedavg, optimizer: adam, lr: 0.001}', say"
-        return Open(f"what {join(names)} found is not borne out{some}", why, remedy)
+        return OpenQuestion(f"what {join_words(names)} found is not borne out{some}", why, remedy)
     if kind == "gave up":
-        return Open(
-            f"the search of {join(names)} failed{some}",
+        return OpenQuestion(
+            f"the search of {join_words(names)} failed{some}",
             why,
             "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
         )
     if kind == "cut short":
-        return Open(f"{join(names)} ran out of time{some}", why, MORE_TIME)
-    return Open(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
+        return OpenQuestion(f"{join_words(names)} ran out of time{some}", why, MORE_TIME)
+    return OpenQuestion(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
 
 
-def not_begun(attacks: Sequence[str]) -> Open:
+def not_begun(attacks: Sequence[str]) -> OpenQuestion:
     """That the time limit came before attacks."""
-    return Open(f"{join([*attacks])} could not be tried", "the time limit came before", MORE_TIME)
+    return OpenQuestion(f"{join_words([*attacks])} could not be tried", "the time limit came before", MORE_TIME)
 
 
-def too_few(attack: str, images: int, *, captured: bool = False) -> Open:
+def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQuestion:
     """Say that so few images were attacked that content can't be told from chance.
 
     Args:
@@ -207,28 +207,32 @@ def too_few(attack: str, images: int, *, captured: bool = False) -> Open:
             f"one update holds no further images: let the model make updates of {MIN_IMAGES} images or more "
             f"(hyperleak audit model MODULE:FUNCTION --images FILE.npz --count {MIN_IMAGES})"
         )
-    return Open(
+    return OpenQuestion(
         f"{attack} came closer to an image than every guess",
         f"{images} image(s) are too few to tell content from chance",
         remedy,
     )
 
 
-def unjudged(attacks: Sequence[str]) -> Open:
+def unjudged_pictures(attacks: Sequence[str]) -> OpenQuestion:
     """That nobody can say what pictures show, as the true images are not known."""
-    return Open(
-        f"what {join([*attacks])} brought is not judged",
+    return OpenQuestion(
+        f"what {join_words([*attacks])} brought is not judged",
         "without the true images nobody can say whether it shows them",
         "give the true images (--images)",
     )
 
 
-def without(figure: str, limit: float) -> Open:
+def limit_without_figure(figure: str, limit: float) -> OpenQuestion:
     """That a limit can't be compared with anything."""
     why = f"so nothing can be said about the limit {limit:g}"
-    return Open(f"no {figure.upper()} could be taken", why, "an attack that recovers images, or the true images")
+    return OpenQuestion(
+        f"no {figure.upper()} could be taken", why, "an attack that recovers images, or the true images"
+    )
 
 
-def contradicted(words: str) -> Open:
+def contradicted_settings(words: str) -> OpenQuestion:
     """That settings and update contradict each other."""
-    return Open("settings and update contradict each other", words, "settings that fit the update, or the right file")
+    return OpenQuestion(
+        "settings and update contradict each other", words, "settings that fit the update, or the right file"
+    )

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from eval.io.text import sentence
+from eval.io.text import to_sentence
 from eval.report.blocks import Block, CodeBlock, DefinitionList, Note, Omission, Paragraph, Section, TableBlock
 from eval.report.glossary import glossary, papers_to_cite
 from eval.report.load import Run
@@ -81,10 +81,10 @@ def section(run: Run) -> Section:
     if words := glossary(run.settings):
         blocks += [
             Paragraph("What was trained, and what was tried on it:"),
-            DefinitionList([(n, sentence(w)) for n, w in words]),
+            DefinitionList([(n, to_sentence(w)) for n, w in words]),
         ]
     if cited := papers_to_cite(run.settings):
-        blocks += [Paragraph("Papers to cite:"), DefinitionList([(name, sentence(words)) for name, words in cited])]
+        blocks += [Paragraph("Papers to cite:"), DefinitionList([(name, to_sentence(words)) for name, words in cited])]
     return Section("method", "How the figures are made", blocks)
 
 

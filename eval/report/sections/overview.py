@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eval.io.run_layout import UNLIKE_DEFAULTS
-from eval.io.text import count, join, sentence
+from eval.io.text import format_count, join_words, to_sentence
 from eval.metrics import validity_flags
 from eval.report.blocks import Block, DefinitionList, FindingBlock, Note, Paragraph, Section
 from eval.report.load import Run
@@ -51,13 +51,15 @@ def facts(run: Run) -> list[tuple[str, str]]:
             dict.fromkeys(g.defense for g in run.groups if setting.defense_name(g.defense) != "none")
         ),
         "Attacks": ", ".join(dict.fromkeys(group.attack for group in run.groups if group.attack != NOT_ATTACKED)),
-        "Watched": f"client {join([str(c) for c in watched])}" if run.attacked and isinstance(watched, list) else "",
+        "Watched": f"client {join_words([str(c) for c in watched])}"
+        if run.attacked and isinstance(watched, list)
+        else "",
         "Images": _image_count(attacked)
         + (f"{batch} per update" if batch else "all of a client at once")
-        + (f", only of {join(chosen)}" if chosen else "")
+        + (f", only of {join_words(chosen)}" if chosen else "")
         if attacked
         else "",
-        "Seeds": join([str(seed) for seed in dict.fromkeys(row["seed"] for row in run.rows)]),
+        "Seeds": join_words([str(seed) for seed in dict.fromkeys(row["seed"] for row in run.rows)]),
     }
     return [(term, words) for term, words in entries.items() if words]
 
@@ -100,8 +102,9 @@ def verdict_section(numbered: NumberedGroups) -> tuple[Section, list[FindingBloc
         blocks.append(
             Paragraph(
                 "“Shown to leak” means: over the attacked images, the strongest attack comes closer to the true "
-                f"picture than the best guess made without the update ({join(guesses, 'or')}), and the 95 % interval "
-                f"of that difference, image by image, lies above zero, over at least {MIN_IMAGES} images; or single "
+                "picture than the best guess made without the update "
+                f"({join_words(guesses, 'or')}), and the 95 % interval of that difference, image by image, lies above "
+                f"zero, over at least {MIN_IMAGES} images; or single "
                 "images come back recognizable and far above every guess of themselves; or what came back names its "
                 "image among others of the same class (“identity”) more often than chance does, by a bar that rises "
                 "with the number of attacks. Labels are judged by their interval likewise; a private value leaked if "
@@ -119,27 +122,31 @@ def unfinished_notes(run: Run) -> list[Block]:
     left = [cell for cell in cells if cell.get("status", "finished") != "finished"]
     if not left:
         return []
-    entries = [(str(cell.get("name", "?")), sentence(str(cell.get("reason") or cell.get("status")))) for cell in left]
-    return [Note(f"Incomplete: {len(left)} of {count(len(cells), 'part')} of this run are not finished", entries)]
+    entries = [
+        (str(cell.get("name", "?")), to_sentence(str(cell.get("reason") or cell.get("status")))) for cell in left
+    ]
+    return [
+        Note(f"Incomplete: {len(left)} of {format_count(len(cells), 'part')} of this run are not finished", entries)
+    ]
 
 
 def _mixed_code_notes(run: Run) -> list[Block]:
     words = mixed_code_warning(run.metadata)
-    return [Note("Computed by different source code", [("code", sentence(words))])] if words else []
+    return [Note("Computed by different source code", [("code", to_sentence(words))])] if words else []
 
 
 def _unlike_defaults_notes(run: Run) -> list[Block]:
     words = str(run.metadata.get(UNLIKE_DEFAULTS) or "")
-    return [Note("To know before methods are compared", [("defaults", sentence(words))])] if words else []
+    return [Note("To know before methods are compared", [("defaults", to_sentence(words))])] if words else []
 
 
 def _update_notes(run: Run) -> list[Block]:
     """What is to be known of updates of the user's own, and whether they contradict their settings."""
     against, notes, said = str(run.metadata.get("contradiction") or ""), run.metadata.get("notes"), list[Block]()
     if against:
-        said.append(Note("Settings and update contradict each other", [("contradiction", sentence(against))]))
+        said.append(Note("Settings and update contradict each other", [("contradiction", to_sentence(against))]))
     if isinstance(notes, list) and notes:
-        said.append(Note("To know of what was audited", [("note", sentence(str(words))) for words in notes]))
+        said.append(Note("To know of what was audited", [("note", to_sentence(str(words))) for words in notes]))
     return said
 
 
@@ -161,8 +168,8 @@ def mixed_code_warning(about: Mapping[str, Any]) -> str | None:
         return None
     stale = sum(code != about.get("code") for code in known.values())
     return (
-        f"Not all of one version: {stale} of {count(len(known), 'finished cell')} were computed by source code other "
-        "than that which put them together; remove cells/ and run it again to have all of one"
+        f"Not all of one version: {stale} of {format_count(len(known), 'finished cell')} were computed by source "
+        "code other than that which put them together; remove cells/ and run it again to have all of one"
     )
 
 
@@ -191,15 +198,16 @@ def _attacks_with_flag(numbered: NumberedGroups, keys: list[int]) -> str:
             else f"Raised for {numbered.label(numbered.by_number[keys[0]])}."
         )
     if len(keys) <= MAX_NAMED:
-        return f"Raised for {join([numbered.label(numbered.by_number[key]) for key in keys])}."
+        return f"Raised for {join_words([numbered.label(numbered.by_number[key]) for key in keys])}."
     runs: list[list[int]] = []
     for key in keys:
         if runs and key == runs[-1][-1] + 1:
             runs[-1].append(key)
         else:
             runs.append([key])
-    spans = [f"{run[0]} to {run[-1]}" if len(run) > 2 else join([str(key) for key in run]) for run in runs]
-    return f"Raised for {len(keys)} of {len(numbered.by_number)} attacks; their numbers in the tables: {join(spans)}."
+    spans = [f"{run[0]} to {run[-1]}" if len(run) > 2 else join_words([str(key) for key in run]) for run in runs]
+    numbers = join_words(spans)
+    return f"Raised for {len(keys)} of {len(numbered.by_number)} attacks; their numbers in the tables: {numbers}."
 
 
 def attacker_section(numbered: NumberedGroups) -> Section:
@@ -218,18 +226,18 @@ def attacker_section(numbered: NumberedGroups) -> Section:
             f"The parameters it sends to a client, {_returned(run)}, the network's architecture, and the method with "
             "its settings. Never the images.",
         ),
-        ("Knows", sentence(join(known)) if known else "Nothing beyond that."),
-        ("Does not know", sentence(join(unknown)) if unknown else "Nothing on this list was withheld."),
+        ("Knows", to_sentence(join_words(known)) if known else "Nothing beyond that."),
+        ("Does not know", to_sentence(join_words(unknown)) if unknown else "Nothing on this list was withheld."),
     ]
     if groups := _groups(run):
-        sizes = join([f"groups of {size} ({label})" for label, size in groups.items()])
+        sizes = join_words([f"groups of {size} ({label})" for label, size in groups.items()])
         told = f"no single update, but the weighted mean over {sizes} with the watched client in it."
         left = "Clients left over make the last group larger; its size and members are known."
-        entries.insert(2, ("Aggregated", f"{sentence(told)} {left}"))
+        entries.insert(2, ("Aggregated", f"{to_sentence(told)} {left}"))
     if used:
-        entries.append(("Made use of", sentence(join(list(used)))))
+        entries.append(("Made use of", to_sentence(join_words(list(used)))))
     if observed := run.settings.section("observe", "method"):
-        changes = join([f"{key} = {value}" for key, value in observed.items()])
+        changes = join_words([f"{key} = {value}" for key, value in observed.items()])
         entries.append(
             (
                 "Observed round",
@@ -252,7 +260,7 @@ def _returned(run: Run) -> str:
         return "the update that comes back"
     if len(groups) == len(run.settings.defenses):
         return "the mean of what comes back from a group of them"
-    return f"the update that comes back (under {join(list(groups))} the mean of a group's)"
+    return f"the update that comes back (under {join_words(list(groups))} the mean of a group's)"
 
 
 def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> tuple[list[str], list[str]]:
@@ -264,7 +272,9 @@ def attacker_knowledge(threat: Mapping[str, Any], *, defended: bool = True) -> t
             continue
         if key == "history_rounds":
             if value:
-                known.append(f"up to {count(int(value), 'earlier round')} of the same client, as many as there are")
+                known.append(
+                    f"up to {format_count(int(value), 'earlier round')} of the same client, as many as there are"
+                )
             continue
         (known if value else unknown).append(KNOWLEDGE.get(key, key.replace("_", " ")))
     return known, unknown
@@ -282,4 +292,4 @@ def _rounds(total: object, run: Run) -> str:
     if total is None:
         return ""
     watched = sorted({group.round for group in run.groups if group.attacked_rows})
-    return f"{total}" + (f"; attacked after {join([str(number) for number in watched])}" if watched else "")
+    return f"{total}" + (f"; attacked after {join_words([str(number) for number in watched])}" if watched else "")

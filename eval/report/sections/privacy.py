@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from eval.io.text import join, sentence
+from eval.io.text import join_words, to_sentence
 from eval.metrics import statistics
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
@@ -99,11 +99,13 @@ class BoundedIdentification:
 
     def at_least(self, significance: float) -> float:
         """Return the lower end of the rate."""
-        return statistics.at_least(self.hits, self.trials, significance)
+        return statistics.rate_lower_bound(self.hits, self.trials, significance)
 
     def epsilon_at_least(self, hits: int, significance: float) -> float:
         """Return lower end of epsilon if so many had been named."""
-        return epsilon.from_identification(hits, self.trials, self.chance, delta=self.delta, significance=significance)
+        return epsilon.epsilon_from_identification(
+            hits, self.trials, self.chance, delta=self.delta, significance=significance
+        )
 
     def refutes_claim(self, significance: float) -> bool:
         """Return whether a bound is violated."""
@@ -166,7 +168,7 @@ def claims_at_a_glance(run: Run) -> str:
     """Return what is claimed, at a glance."""
     claims = [(subject, row) for subject, row in _claims(run).items() if row["epsilon"] is not None]
     if not claims:
-        return NOTHING if run.privacy or not _expected(run) else ""
+        return NOTHING if run.privacy or not _expects_claims(run) else ""
     words = [
         f"{_subject_label(subject)}: epsilon {format_number(row['epsilon'], 2)} at delta "
         f"{format_error(row['delta'])} per {row['unit']}"
@@ -189,7 +191,7 @@ def section(numbered: NumberedGroups) -> list[Section]:
     """Return claims, bounds and audits; nothing where no method claims anything."""
     run = numbered.run
     if not run.privacy:
-        if not _expected(run):
+        if not _expects_claims(run):
             return []
         why = f"there is no {PRIVACY}; start the run again in its folder, which computes nothing twice"
         return [Section("privacy", TITLE, [Omission("what the methods may claim", why)])]
@@ -202,22 +204,22 @@ def _without(run: Run) -> list[Block]:
     claims, blocks = _claims(run), list[Block]()
     silent = dict.fromkeys(_subject_label(group.subject) for group in run.groups if group.subject not in claims)
     if silent:
-        blocks.append(Paragraph(f"No differential privacy is claimed for {join(list(silent))}."))
+        blocks.append(Paragraph(f"No differential privacy is claimed for {join_words(list(silent))}."))
     if empty := [_subject_label(subject) for subject, row in claims.items() if row["epsilon"] is None]:
         words = "Without an epsilon nothing bounds how often images are named, nor is there anything to audit"
-        blocks.append(Paragraph(f"{words}: {join(empty)}."))
+        blocks.append(Paragraph(f"{words}: {join_words(empty)}."))
     return blocks
 
 
-def _expected(run: Run) -> bool:
+def _expects_claims(run: Run) -> bool:
     """Return whether the settings of some method, or of some defense, are those of one that makes claims."""
-    return any(map(_claiming, [*run.settings.methods.values(), *run.settings.defenses.values()]))
+    return any(map(_makes_claims, [*run.settings.methods.values(), *run.settings.defenses.values()]))
 
 
-def _claiming(spec: Mapping[str, Any]) -> bool:
+def _makes_claims(spec: Mapping[str, Any]) -> bool:
     parts = spec.get("parts")
     inner = [part for part in parts if isinstance(part, Mapping)] if isinstance(parts, list) else []
-    return set(spec) >= _PRIVATE or any(map(_claiming, inner))
+    return set(spec) >= _PRIVATE or any(map(_makes_claims, inner))
 
 
 def _subject_label(subject: tuple[str, str]) -> str:
@@ -238,7 +240,8 @@ def _claims(run: Run) -> dict[tuple[str, str], Row]:
 
 def _sentences(run: Run) -> list[tuple[str, str]]:
     return [
-        (_subject_label(subject), sentence(statement_of_row(row).sentence())) for subject, row in _claims(run).items()
+        (_subject_label(subject), to_sentence(statement_of_row(row).sentence()))
+        for subject, row in _claims(run).items()
     ]
 
 
@@ -331,7 +334,7 @@ def _unbounded(numbered: NumberedGroups) -> list[Block]:
             if reason := image.get("missing", {}).get(BOUND):
                 reasons.setdefault(reason, {})[_subject_label(group.subject)] = None
     what = "a bound on how often images of {} are named"
-    return [Omission(what.format(join(list(who))), why) for why, who in reasons.items()]
+    return [Omission(what.format(join_words(list(who))), why) for why, who in reasons.items()]
 
 
 def _audits(run: Run) -> dict[tuple[str, str], Row]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
-from eval.io.text import join, sentence
+from eval.io.text import join_words, to_sentence
 from eval.metrics import statistics, validity_flags
 from eval.metrics.score import Row
 from eval.report.blocks import Block, DefinitionList, Omission, Section, TableBlock
@@ -120,7 +120,7 @@ def _successes(numbered: NumberedGroups) -> TableBlock:
     for key, group in numbered.by_number.items():
         rates = [format_percent_interval(group.share_reaching(level)) for level in statistics.THRESHOLDS]
         exact = [float(row["exact8"]) for row in group.image_rows if row.get("exact8") is not None]
-        labels = [format_percent_interval(group.labels), format_percent(group.commonest_label_share)]
+        labels = [format_percent_interval(group.label_recovery_rate), format_percent(group.commonest_label_share)]
         shares = [format_percent(fmean(exact)) if exact else NO_VALUE]
         lines.append([*numbered.row(key, group), *rates, *shares, *labels])
     chosen = distinct_images([row for group in numbered.by_number.values() for row in group.image_rows])
@@ -173,7 +173,7 @@ def _bests(first: Mapping[tuple[str, str], ResultGroup]) -> list[Block]:
             rounds = list(dict.fromkeys(group.by_seed(f"{name}_best_round").values()))
             trained = trained or any(rounds)
             best = format_percent(group.mean_over_seeds(f"{name}_best"), 1)
-            cells.append(f"{best} ({join([str(number) for number in rounds])})" if rounds else best)
+            cells.append(f"{best} ({join_words([str(number) for number in rounds])})" if rounds else best)
         lines.append([method, defense, *cells])
     if not trained:
         return []
@@ -188,7 +188,7 @@ def _unscored(numbered: NumberedGroups) -> list[Block]:
         return []
     silent = {cost.method: None for cost in communication_costs(numbered.run.rounds) if not cost.down}
     words = f"Accuracy {FURTHER_ACCURACIES['unseen']}: {NOTHING_SENT}."
-    return [DefinitionList([(f"Missing for {join(list(silent))}", words)])] if silent else []
+    return [DefinitionList([(f"Missing for {join_words(list(silent))}", words)])] if silent else []
 
 
 def _secrets(numbered: NumberedGroups) -> list[Block]:
@@ -284,7 +284,7 @@ def _explained(numbered: NumberedGroups) -> list[Block]:
         for flag in group.flags(numbered.run.settings)
     ]
     missing = _missing(numbered)
-    notes: list[Block] = [DefinitionList([("Missing", sentence(reason)) for reason in missing])] if missing else []
+    notes: list[Block] = [DefinitionList([("Missing", to_sentence(reason)) for reason in missing])] if missing else []
     if not lines:
         return notes
     return [TableBlock("Flags", [*numbered.columns(), "flag", "what it means"], lines), *notes]

@@ -69,7 +69,7 @@ def test_a_network_with_max_pooling_is_solved_and_not_only_searched(mine):
     for number in range(2):
         assert f"  image {number}: PSNR 100.0 dB (best guess" in result.stdout
     assert result.stdout.count(", exact to 8 bits, confirmed by the attack\n") == 2
-    assert result.stdout.endswith(f"ig: not needed: cascade {self_verification.FOUND}\n")
+    assert result.stdout.endswith(f"ig: not needed: cascade {self_verification.SETTLED_WORDS}\n")
     assert "above the limit: PSNR 100 > 20" in result.stderr
 
 
@@ -84,7 +84,7 @@ def test_the_first_attack_that_confirms_its_pictures_is_the_last(mine, tmp_path)
     own = audit(f"{mine}:flat", *FACES)
     assert "image 1: PSNR 100.0 dB" in own.stdout
     for label in ("rconv", "cascade", "april", "ig"):
-        assert f"\n{label}: not needed: analytic {self_verification.FOUND}\n" in own.stdout
+        assert f"\n{label}: not needed: analytic {self_verification.SETTLED_WORDS}\n" in own.stdout
     assert ": rconv (" not in own.stderr
     folder = tmp_path / "kept"
     for _ in range(2):  # the second time everything is there
@@ -118,16 +118,16 @@ def test_a_hypernetwork_is_peeled_first():
     for method in ("fedper", "pfedhn"):  # the latter sends the update of what its hypernetwork made
         assert [*AuditRequest(method=method, **words).attacks] == ["analytic", "rconv", "cascade", "april", "ig"]
     (training,) = AuditRequest(method="hyperfl", **words).plan().trainings
-    assert [watch.attack.label for watch in training.watches] == ["peel+cascade", "peel+ig", "ig"]
+    assert [watch.attack.label for watch in training.attack_tasks] == ["peel+cascade", "peel+ig", "ig"]
 
 
 def test_what_one_training_spares_is_still_part_of_another(tmp_path):
     with Registered():
         plan = runner.prepare(tiny("attack=guess"), device="cpu")
-    one, two = (trained.watches[0].cell.id for trained in plan.trainings)
+    one, two = (trained.attack_tasks[0].cell.id for trained in plan.trainings)
     stopping = attack_selection.EarlyStopping(RunDir(tmp_path), {one: "settled"})
     assert stopping.left_out(plan) == {}
-    assert [len(trained.watches) for trained in stopping.remaining(plan).trainings] == [0, 1]
+    assert [len(trained.attack_tasks) for trained in stopping.remaining(plan).trainings] == [0, 1]
     assert [entry.label for entry in stopping.remaining(plan).experiment.attack] == ["guess"]
     stopping.reasons[two] = "settled"
     assert stopping.left_out(plan) == {"guess": "settled"}
@@ -146,10 +146,11 @@ def row(update, **more):
 def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peeled():
     exact = [row("a", verified=True), row("b", fixed=0.95)]
     assert (
-        attack_selection.redundant_reason("ig", {"cascade": exact}) == f"not needed: cascade {self_verification.FOUND}"
+        attack_selection.redundant_reason("ig", {"cascade": exact})
+        == f"not needed: cascade {self_verification.SETTLED_WORDS}"
     )
     assert attack_selection.redundant_reason("ig", {"rconv": [*exact[:1], row("b")], "cascade": exact[1:]}) == (
-        f"not needed: rconv and cascade {self_verification.FOUND}"
+        f"not needed: rconv and cascade {self_verification.SETTLED_WORDS}"
     )
     for other in (row("b"), row("b", fixed=0.5), row("b", verified=None), row("b", verified=True, candidates=0)):
         assert attack_selection.redundant_reason("ig", {"cascade": [exact[0], other]}) == ""

@@ -94,7 +94,7 @@ def test_a_method_with_a_length_of_its_own_keeps_it(monkeypatch):
     words = {"dataset": "{name: faces, size: 8}", "model": "tiny", "attack": ("guess",), "device": "cpu"}
     for method, steps in (("fedavg", 1), ("{name: fedavg, steps: 3}", 3), ("{name: fedavg, epochs: 2}", None)):
         (training,) = AuditRequest(method=method, **words).plan().trainings
-        assert training.watches[0].scene.method.steps == steps
+        assert training.attack_tasks[0].observation_spec.method.steps == steps
 
 
 def test_a_method_that_keeps_its_secrets_badly():

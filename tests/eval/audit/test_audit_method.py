@@ -36,7 +36,7 @@ def call(*words: object):
 @pytest.mark.parametrize("method", ["dp-fedavg", "{name: dp-fedavg, rate: null}", "centaur", "ppsgd", "dp-hyperfl"])
 def test_a_private_method_is_observed_with_the_noise_it_trains_with(method):
     (training,) = AuditRequest(method=method, **WORDS).plan().trainings
-    trained, seen = training.method.item, training.watches[0].scene.method
+    trained, seen = training.method.item, training.attack_tasks[0].observation_spec.method
     assert (seen.rate, seen.local_steps, seen.batch_size) == (trained.rate, trained.local_steps, trained.batch_size)
     assert seen.steps == 1
 
@@ -44,7 +44,7 @@ def test_a_private_method_is_observed_with_the_noise_it_trains_with(method):
 def test_a_default_count_is_whole_batches():
     for batch, count in ((1, 4), (3, 3), (5, 5)):
         (training,) = AuditRequest(method="fedavg", batch_size=batch, **WORDS).plan().trainings
-        assert sum(len(victim.samples) for victim in training.watches[0].scene.victims) == count
+        assert sum(len(victim.samples) for victim in training.attack_tasks[0].observation_spec.targets) == count
 
 
 def test_the_folder_is_that_of_one_audit(tmp_path):
@@ -122,7 +122,7 @@ def test_an_image_for_which_no_label_came_back_is_counted():
         {**row, "seed": 0, IMAGE: number, "label": number} for number, row in enumerate([*named[:1], *silent, *silent])
     )
     group = ResultGroup("fedavg", "none", "ig", 0, rows)
-    assert group.labels.value == pytest.approx(1 / 5)
+    assert group.label_recovery_rate.value == pytest.approx(1 / 5)
     assert group.commonest_label_share == pytest.approx(1 / 5)
     assert group.label_gain.value == 0
     assert ResultGroup("fedavg", "none", "ig", 0, rows[1:]).labels is None

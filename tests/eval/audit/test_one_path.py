@@ -67,7 +67,7 @@ def test_the_same_case_gives_the_same_figures_from_every_source(mine, tmp_path, 
     plan = AuditRequest(model=NETWORK, attack=("analytic",), **METHOD).plan()
     (training,) = plan.trainings
     with training_cell.federation_of(training) as federation:
-        seen = attack_cell.observe_targets(federation, training, training.watches[0].scene)
+        seen = attack_cell.observe_targets(federation, training, training.attack_tasks[0].observation_spec)
     first = seen.updates[0]
     images, labels = (torch.cat([getattr(one.truth, key) for one in seen.updates]) for key in ("inputs", "labels"))
     weight, bias = (dense(first.view.shared[f"head.{key}"]) for key in ("weight", "bias"))

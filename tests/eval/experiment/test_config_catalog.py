@@ -29,9 +29,9 @@ def few(tmp_path, monkeypatch):
 
 def test_the_first_folders_of_a_name_may_be_left_out(few):
     for name in ("table1", "b/table1", "a/b/table1", "b/table1.yaml", str(few / "a" / "b" / "table1.yaml")):
-        assert config_catalog.resolve(name) == few / "a" / "b" / "table1.yaml"
-    assert config_catalog.resolve("c/table2") == few / "a" / "c" / "table2.yaml"
-    assert config_catalog.name_of(config_catalog.resolve("c/table2")) == "a/c/table2"
+        assert config_catalog.find_config(name) == few / "a" / "b" / "table1.yaml"
+    assert config_catalog.find_config("c/table2") == few / "a" / "c" / "table2.yaml"
+    assert config_catalog.config_name(config_catalog.find_config("c/table2")) == "a/c/table2"
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_the_first_folders_of_a_name_may_be_left_out(few):
 )
 def test_what_is_not_found_is_said_with_what_is_close(few, name, said):
     with pytest.raises(FileNotFoundError, match=said):
-        config_catalog.resolve(name)
+        config_catalog.find_config(name)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_the_beginning_of_several_names(few, name, said):
     for name_there in ("table7-cifar10", "table7-emnist"):
         (few / "d" / f"{name_there}.yaml").write_text("title: A table\n")
     with pytest.raises(config_catalog.UnknownConfigError, match=said):
-        config_catalog.resolve(name)
+        config_catalog.find_config(name)
 
 
 def test_show_of_a_misspelled_config_names_configs():
@@ -78,7 +78,7 @@ def test_show_of_a_misspelled_config_names_configs():
 def test_an_installation_without_configs_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(config_catalog, "CONFIGS", tmp_path / "none")
     with pytest.raises(FileNotFoundError, match="this installation has none to name"):
-        config_catalog.resolve("quickstart")
+        config_catalog.find_config("quickstart")
 
 
 def test_list_configs(few):
@@ -89,12 +89,12 @@ def test_list_configs(few):
 
 
 def test_the_comment_at_the_head(few):
-    assert config_catalog.comment(few / "quick.yaml") == "About quick."
+    assert config_catalog.read_description(few / "quick.yaml") == "About quick."
 
 
 def test_titles_are_those_of_the_configs():
     for name in ("quickstart", "reproduce/hyperfl/table3-emnist"):
-        assert config_catalog.title(name) == yaml_config.load(config_catalog.resolve(name)).title
+        assert config_catalog.read_title(name) == yaml_config.load(config_catalog.find_config(name)).title
 
 
 def test_show_of_a_config():
@@ -113,8 +113,8 @@ def test_show_of_a_config():
 
 @pytest.mark.parametrize("overrides", [[], ["seeds=[0, 1]", "observe.rounds=[0, 2]", "defense=[none, noise]"]])
 def test_cells_are_counted_without_the_data(overrides):
-    experiment = yaml_config.load(config_catalog.resolve("quickstart"), overrides)
-    assert sum(plan.count(experiment)) == sum(1 for _ in runner.prepare(experiment, device="cpu").cells())
+    experiment = yaml_config.load(config_catalog.find_config("quickstart"), overrides)
+    assert sum(plan.count_tasks(experiment)) == sum(1 for _ in runner.prepare(experiment, device="cpu").cells())
 
 
 def test_a_slip_in_a_name_gets_the_nearest_of_all():

@@ -95,7 +95,7 @@ def test_without_training_the_observed_round_is_all_there_is() -> None:
 def test_shipped_configs_write_down_what_they_compare() -> None:
     found = {}
     for name in ("quickstart", "reproduce/hyperfl/table3-cifar10", "reproduce/hyperfl/figure4-emnist"):
-        path = config_catalog.resolve(name)
+        path = config_catalog.find_config(name)
         found[name] = differences_in_file(yaml_config.load(path), path)
     assert not any(found.values()), found
 

@@ -45,13 +45,13 @@ def test_it_is_read_and_its_entries_fit_the_rest(path):
     found = loaded(path)
     assert found.title
     for method in found.method:
-        own = sweep.part(found, method, None)
+        own = sweep.experiment_of(found, method, None)
         assert own.federation.fine_tune_epochs or not asked(found, method, "tuned")
         assert own.federation.held_out_clients or not asked(found, method, "unseen")
         assert own.federation.global_test or not asked(found, method, "global")
         for attack in found.attack:
             if not attack.against or method.label in attack.against:
-                sweep.part(found, method, attack)
+                sweep.experiment_of(found, method, attack)
 
 
 def asked(found: Experiment, method: Entry, kind: str) -> bool:
@@ -102,7 +102,7 @@ def test_what_is_published_of_rounds_can_be_had(path):
     found = loaded(path)
     for figures in found.published:
         (method, *_) = [entry for entry in found.method if called(figures.method, entry)]
-        own = sweep.part(found, method, None).federation
+        own = sweep.experiment_of(found, method, None).federation
         if figures.rounds_to_accuracy:
             assert own.evaluate_every == 1, "an accuracy is reached in rounds that are scored"
             assert set(figures.rounds_to_accuracy) <= set(found.score.target_accuracies)

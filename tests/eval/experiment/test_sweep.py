@@ -76,7 +76,7 @@ def test_sections_become_settings_of_entries(path):
     assert labels(found, "method")[:2] == ["fedavg@rounds=1", "fedavg@rounds=5"]
     assert found.method[0].changes == {"federation.rounds": 1}
     assert labels(found, "attack")[:2] == ["ig@batch_size=1", "ig@batch_size=8"]
-    part = grid.part(found, found.method[0], found.attack[1])
+    part = grid.experiment_of(found, found.method[0], found.attack[1])
     assert (part.federation.rounds, part.observe.batch_size) == (1, 8)
     assert part.rounds == (1,)
     task = yaml_config.load(path, ["task.dataset.test_share=[0.2, 0.4]", "federation.partition.clients=[2, 4]"])

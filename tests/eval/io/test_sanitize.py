@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from eval.commands import terminal
-from eval.io.sanitize import LONGEST_MESSAGE, in_markdown, shorten, visible
+from eval.io.sanitize import LONGEST_MESSAGE, escape_controls, escape_markdown, shorten
 from eval.report import render_html
 from eval.report.blocks import Paragraph, Report, Section
 from eval.report.render_markdown import render_markdown
@@ -33,7 +33,7 @@ def shown_on(screen_is_terminal: bool, show) -> str:
 @given(st.text())
 @example(HOSTILE)
 def test_nothing_invisible_is_left(words):
-    found = visible(words)
+    found = escape_controls(words)
     assert found.isascii() or not any(character in found for character in "\x9b\u202e\u2066\u2028\ud800\ufeff")
     assert not any(ord(character) < 32 for character in found)
     assert found.encode().decode() == found
@@ -41,7 +41,7 @@ def test_nothing_invisible_is_left(words):
 
 def test_what_people_write_stays():
     words = "Grüße ≥ 20 dB, 日本語, emoji 👩\u200d🔬, [17.9, 20.0] 10⁻⁷"
-    assert visible(words) == words
+    assert escape_controls(words) == words
 
 
 def test_the_middle_of_a_long_message_is_left_out():
@@ -103,7 +103,7 @@ def test_errors_and_json_are_plain_text(capsys):
     ],
 )
 def test_nothing_is_markup_in_markdown(words, shown):
-    assert in_markdown(words) == shown
+    assert escape_markdown(words) == shown
 
 
 def test_tables_in_markdown_keep_their_cells():

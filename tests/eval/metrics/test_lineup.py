@@ -89,7 +89,7 @@ def test_noise_of_a_private_method_hides_it_and_too_little_does_not() -> None:
     assert hits[100.0] <= 2
 
 
-@pytest.mark.parametrize("function", ["in_update", "in_gradients"])
+@pytest.mark.parametrize("function", ["is_closest_in_update", "closest_in_gradients"])
 def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pytest.MonkeyPatch, function: str) -> None:
     """A million parameters, updates of length 1 and on every parameter noise of that size."""
     view, _ = victim(STEP)
@@ -104,11 +104,11 @@ def test_rounding_decides_nothing_where_noise_dwarfs_the_update(monkeypatch: pyt
         seen = replace(view, update={"w": noisy})
         scores = [float(noisy.double() @ one.double() - one.double().square().sum() / 2) for one in sent]
         likeliest.append(max(range(8), key=scores.__getitem__))
-        if function == "in_update":
-            named.append(identification.in_update(seen, 0, images[0], images[1:]))
+        if function == "is_closest_in_update":
+            named.append(identification.is_closest_in_update(seen, 0, images[0], images[1:]))
         else:
-            named.append(identification.in_gradients(seen, candidates))
-    assert named == ([i == 0 for i in likeliest] if function == "in_update" else likeliest)
+            named.append(identification.closest_in_gradients(seen, candidates))
+    assert named == ([i == 0 for i in likeliest] if function == "is_closest_in_update" else likeliest)
     assert 0 in likeliest
 
 
@@ -200,11 +200,13 @@ def test_features_name_what_pixels_miss() -> None:
     def brightness(images: Tensor) -> Tensor:
         return images.mean((2, 3))
 
-    assert identification.in_features(brightness, turned, image, others)
-    assert not identification.in_pixels(turned, image, others)
-    assert not identification.in_features(brightness, others[3], image, others)
-    assert not identification.in_features(brightness, torch.full_like(image, torch.nan), image, others)
-    assert not identification.in_features(lambda images: 0 * brightness(images), image, image, others)  # a tie
+    assert identification.is_closest_in_features(brightness, turned, image, others)
+    assert not identification.is_closest_in_pixels(turned, image, others)
+    assert not identification.is_closest_in_features(brightness, others[3], image, others)
+    assert not identification.is_closest_in_features(brightness, torch.full_like(image, torch.nan), image, others)
+    assert not identification.is_closest_in_features(
+        lambda images: 0 * brightness(images), image, image, others
+    )  # a tie
 
 
 def test_rows_say_which_way_named_an_image() -> None:
@@ -220,7 +222,7 @@ def test_rows_say_which_way_named_an_image() -> None:
 
 def test_features_are_what_the_classifier_is_given() -> None:
     view, truth = victim(STEP, 3, rounds=1)
-    features = identification.features_of(view, {})
+    features = identification.classifier_features(view, {})
     assert not isinstance(features, str)
     made = features(truth.inputs)
     logits = torch.func.functional_call(view.task.model, {**view.shared}, (truth.inputs,))  # type: ignore[arg-type]
@@ -243,7 +245,7 @@ def test_a_network_that_is_all_classifier_has_its_images_for_features() -> None:
     data = worlds.images(1, "victim")
     data = Batch(data.inputs.float(), data.labels)
     view, truth = Federation(Client(task, STEP), [ClientData(data, data)]).observe(0)
-    features = identification.features_of(view, {})
+    features = identification.classifier_features(view, {})
     assert not isinstance(features, str)
     assert torch.equal(features(truth.inputs), truth.inputs.flatten(1))
 
@@ -252,8 +254,8 @@ def test_private_statistics_leave_features_unknown() -> None:
     task = worlds.normed()
     data = worlds.images(2, "victim")
     view, _ = Federation(Client(task, FedBN(lr=0.1, steps=1)), [ClientData(data, data)]).observe(0)
-    assert isinstance(identification.features_of(view, {}), str)
-    known = identification.features_of(replace(view, shared={**view.shared, **task.parameters}), {})
+    assert isinstance(identification.classifier_features(view, {}), str)
+    known = identification.classifier_features(replace(view, shared={**view.shared, **task.parameters}), {})
     assert isinstance(known, str)
     assert "statistics" in known
 
@@ -283,5 +285,5 @@ def test_the_update_is_asked_once_for_all_attacks(monkeypatch: pytest.MonkeyPatc
     view, truth = victim(STEP)
     lineup = IdentificationLineup.of(view, truth, POOL, 0)
     first = lineup.rows([{"image": 0, "matched": None}], Reconstruction(inputs=None))
-    monkeypatch.setattr("eval.metrics.lineup.in_update", lambda *_: pytest.fail("asked a second time"))
+    monkeypatch.setattr("eval.metrics.lineup.is_closest_in_update", lambda *_: pytest.fail("asked a second time"))
     assert lineup.rows([{"image": 0, "matched": None}], Reconstruction(inputs=None)) == first

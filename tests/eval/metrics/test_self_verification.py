@@ -9,7 +9,7 @@ from attacks.base import Reconstruction
 from eval.audit.findings import report_from_rows
 from eval.audit.update import leakage
 from eval.metrics.score import score
-from eval.metrics.self_verification import columns, notes, verification_words
+from eval.metrics.self_verification import add_self_check_columns, attack_notes, verification_words
 from fl.seeds import stream
 from fl.view import ThreatModel
 
@@ -33,16 +33,16 @@ def test_the_share_of_fixed_pixels_goes_with_the_image_it_is_of(truth):
     fixed = torch.ones(2, 1, 8, 8, dtype=torch.bool)
     fixed[0, 0, 0, :4] = False
     swapped = Reconstruction(truth.inputs.flip(0), verified=False, fixed=fixed, note="conv1: two cells open")
-    rows = columns(swapped, score(swapped, truth))
+    rows = add_self_check_columns(swapped, score(swapped, truth))
     assert [row["fixed"] for row in rows] == [1.0, 0.9375]
-    assert notes(rows) == ["of images 0 and 1 the attack says: conv1: two cells open"]
-    assert notes([{**rows[0], "note": ""}, rows[1]]) == ["of image 1 the attack says: conv1: two cells open"]
+    assert attack_notes(rows) == ["of images 0 and 1 the attack says: conv1: two cells open"]
+    assert attack_notes([{**rows[0], "note": ""}, rows[1]]) == ["of image 1 the attack says: conv1: two cells open"]
     lines = leakage(swapped, truth).splitlines()
     assert lines[1].endswith("exact to 8 bits, 93.8 % of pixels confirmed by the attack")
     named = [{**row, "attack": "cascade", "update": 0, "picture": str(row["image"])} for row in rows]
     (finding,) = report_from_rows("x", named, threat=ThreatModel(), defended=False).findings
-    assert finding.notes == notes(rows)
-    assert "fixed" not in columns(Reconstruction(None), score(Reconstruction(None), truth))[0]
+    assert finding.notes == attack_notes(rows)
+    assert "fixed" not in add_self_check_columns(Reconstruction(None), score(Reconstruction(None), truth))[0]
 
 
 def test_what_came_back_without_an_image_is_named(truth):

@@ -189,9 +189,9 @@ def test_unknown_columns_are_named():
 
 
 def test_rates_are_bounded_by_clopper_and_pearson() -> None:
-    assert statistics.at_most(0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100))
-    assert statistics.at_least(100, 100, 0.05) == pytest.approx(0.05 ** (1 / 100))
-    assert (statistics.at_most(5, 5, 0.05), statistics.at_least(0, 5, 0.05)) == (1.0, 0.0)
+    assert statistics.rate_upper_bound(0, 100, 0.05) == pytest.approx(1 - 0.05 ** (1 / 100))
+    assert statistics.rate_lower_bound(100, 100, 0.05) == pytest.approx(0.05 ** (1 / 100))
+    assert (statistics.rate_upper_bound(5, 5, 0.05), statistics.rate_lower_bound(0, 5, 0.05)) == (1.0, 0.0)
     low, high = statistics.exact_interval(7, 20)
     assert binom.sf(6, 20, low) == pytest.approx(0.025)
     assert binom.cdf(7, 20, high) == pytest.approx(0.025)

@@ -8,7 +8,7 @@ import torch
 
 from eval.metrics.perceptual import Unavailable
 from eval.metrics.score import score
-from eval.metrics.validity_flags import FLAGS, flags
+from eval.metrics.validity_flags import FLAGS, find_flags
 
 
 def rows(guess, count=2, size=16, perceptual=None, objective=0.1):
@@ -29,27 +29,27 @@ def good(truth):
 
 
 def test_a_good_attack_has_no_flags():
-    assert flags(rows(good), histories=[(1.0, 0.5, 0.1)], forward_error=1e-7) == []
+    assert find_flags(rows(good), histories=[(1.0, 0.5, 0.1)], forward_error=1e-7) == []
 
 
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("non-finite", lambda: flags(rows(broken))),
-        ("non-finite", lambda: flags(rows(good), histories=[(1.0, 0.5, math.nan)])),
-        ("non-finite", lambda: flags(rows(good, objective=math.inf), histories=[(1.0, 0.5)])),
-        ("unmatched", lambda: flags(rows(lambda x: x[:1]))),
-        ("extra-candidates", lambda: flags(rows(lambda x: torch.cat([x, x])))),
-        ("objective-never-improved", lambda: flags(rows(good), histories=[(1.0, 0.5), (1.0, 1.0, 2.0)])),
-        ("below-floor", lambda: flags(rows(lambda x: 1 - x))),
-        ("labels-given", lambda: flags(rows(good), labels_given=True)),
-        ("defense-known", lambda: flags(rows(good), defense_known=True)),
-        ("forward-mismatch", lambda: flags(rows(good), forward_error=0.1)),
-        ("forward-mismatch", lambda: flags(rows(good), forward_error=math.nan)),
-        ("single-image", lambda: flags(rows(good, count=1) * 3)),
-        ("lpips-missing", lambda: flags(rows(good, perceptual=Unavailable("alex", "no", "do")))),
-        ("lpips-missing", lambda: flags(rows(lambda x: x[:0], perceptual=Unavailable("alex", "no", "do")))),
-        ("ssim-missing", lambda: flags(rows(good, size=8))),
+        ("non-finite", lambda: find_flags(rows(broken))),
+        ("non-finite", lambda: find_flags(rows(good), histories=[(1.0, 0.5, math.nan)])),
+        ("non-finite", lambda: find_flags(rows(good, objective=math.inf), histories=[(1.0, 0.5)])),
+        ("unmatched", lambda: find_flags(rows(lambda x: x[:1]))),
+        ("extra-candidates", lambda: find_flags(rows(lambda x: torch.cat([x, x])))),
+        ("objective-never-improved", lambda: find_flags(rows(good), histories=[(1.0, 0.5), (1.0, 1.0, 2.0)])),
+        ("below-floor", lambda: find_flags(rows(lambda x: 1 - x))),
+        ("labels-given", lambda: find_flags(rows(good), labels_given=True)),
+        ("defense-known", lambda: find_flags(rows(good), defense_known=True)),
+        ("forward-mismatch", lambda: find_flags(rows(good), forward_error=0.1)),
+        ("forward-mismatch", lambda: find_flags(rows(good), forward_error=math.nan)),
+        ("single-image", lambda: find_flags(rows(good, count=1) * 3)),
+        ("lpips-missing", lambda: find_flags(rows(good, perceptual=Unavailable("alex", "no", "do")))),
+        ("lpips-missing", lambda: find_flags(rows(lambda x: x[:0], perceptual=Unavailable("alex", "no", "do")))),
+        ("ssim-missing", lambda: find_flags(rows(good, size=8))),
     ],
 )
 def test_each_flag(name, found):
@@ -58,14 +58,14 @@ def test_each_flag(name, found):
 
 
 def test_what_is_no_fault_raises_no_flag():
-    assert flags(rows(lambda x: x.mul(0) + 0.5)) == []  # exactly at the floor
-    assert flags(rows(good, objective=math.nan), histories=[()]) == []  # an analytic attack has no objective
-    assert flags(rows(lambda _x: None)) == []  # an attack that is not after images
-    assert flags(rows(good), histories=[(1.0, 2.0, 0.9)]) == []
+    assert find_flags(rows(lambda x: x.mul(0) + 0.5)) == []  # exactly at the floor
+    assert find_flags(rows(good, objective=math.nan), histories=[()]) == []  # an analytic attack has no objective
+    assert find_flags(rows(lambda _x: None)) == []  # an attack that is not after images
+    assert find_flags(rows(good), histories=[(1.0, 2.0, 0.9)]) == []
 
 
 def test_flags_come_in_their_listed_order_and_are_explained():
-    found = flags(rows(lambda x: 1 - x, count=1, size=8), labels_given=True, histories=[(1.0, 1.0)])
+    found = find_flags(rows(lambda x: 1 - x, count=1, size=8), labels_given=True, histories=[(1.0, 1.0)])
     assert found == ["objective-never-improved", "below-floor", "labels-given", "single-image", "ssim-missing"]
     assert found == [name for name in FLAGS if name in found]
     assert all(text.endswith(".") and len(text.split()) > 5 for text in FLAGS.values())
@@ -73,10 +73,10 @@ def test_flags_come_in_their_listed_order_and_are_explained():
 
 def test_images_of_several_batches_are_told_apart_by_their_column():
     several = [{**row, "picture": i} for i, row in enumerate(rows(good, count=1) * 2)]
-    assert flags(several) == ["single-image"]
-    assert flags(several, image="picture") == []
+    assert find_flags(several) == ["single-image"]
+    assert find_flags(several, image="picture") == []
 
 
 def test_no_rows_is_an_error():
     with pytest.raises(ValueError, match="at least one row"):
-        flags([])
+        find_flags([])

@@ -265,13 +265,13 @@ def test_noise_used_twice_is_seen_in_differences() -> None:
     included = np.arange(400) % 4 < 2
     noise = draw.normal(size=(2, 400)) * 100
     read = np.concatenate([noise, noise]) + (draw.random((4, 400)) < 0.5) * included
-    found = canaries.scores(read, included)
+    found = canaries.canary_scores(read, included)
     assert found.shape == (1 + 4 + 1, 400)
     assert found[0].tolist() == pytest.approx(read.sum(0).tolist())
     assert not (found[-1][~included] > 1e-9).any()
     assert (found[-1][included] > 0.5).mean() > 0.6
-    assert len(canaries.scores(draw.normal(size=(4, 400)), included)) == 1 + 4
-    assert len(canaries.scores(np.zeros((4, 400)), included)) == 1 + 4  # nothing to correlate
+    assert len(canaries.canary_scores(draw.normal(size=(4, 400)), included)) == 1 + 4
+    assert len(canaries.canary_scores(np.zeros((4, 400)), included)) == 1 + 4  # nothing to correlate
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,10 @@ def test_the_gaussian_mechanism_there_and_back() -> None:
 def test_right_mechanisms_are_never_flagged_and_broken_ones_are() -> None:
     mu = epsilon_bounds.mu_of(CLAIM, DELTA)
     for seed in range(6):
-        found = epsilon_bounds.estimate(*scores(seed, 1000, mu), delta=DELTA)
+        found = epsilon_bounds.estimate_epsilon(*scores(seed, 1000, mu), delta=DELTA)
         assert 0 < found.one_run <= found.f_dp < CLAIM
         assert found.gdp < CLAIM
-        broken = epsilon_bounds.estimate(
+        broken = epsilon_bounds.estimate_epsilon(
             *scores(seed, 1000, 2 * mu), delta=DELTA
         )  # noise halved, or clipping at twice the norm
         assert broken.gdp > CLAIM
@@ -45,7 +45,7 @@ def test_right_mechanisms_are_never_flagged_and_broken_ones_are() -> None:
 
 
 def test_nothing_to_see_gives_nothing() -> None:
-    found = epsilon_bounds.estimate(*scores(1, 400, 0.0), delta=DELTA)
+    found = epsilon_bounds.estimate_epsilon(*scores(1, 400, 0.0), delta=DELTA)
     assert found.one_run < 0.3
     assert found.gdp < 0.3
 
@@ -55,7 +55,7 @@ def test_without_noise_the_ceiling_is_reached_and_named() -> None:
     values = np.where(included, 1e6, -1e6) + values
     included[:] = np.arange(1000) % 2 == 0
     values = np.where(included, 1.0, -1.0) + np.arange(1000) * 1e-6
-    found = epsilon_bounds.estimate(values, included, delta=DELTA)
+    found = epsilon_bounds.estimate_epsilon(values, included, delta=DELTA)
     assert found.one_run == pytest.approx(found.ceiling_one_run, rel=1e-6)
     assert found.f_dp == pytest.approx(found.ceiling_f_dp, rel=1e-6)
     # all of 1000 right, without delta: e^eps / (1 + e^eps) = .05^(1/1000)
@@ -88,7 +88,7 @@ def test_one_run_against_its_formula() -> None:
 )
 def test_bad_input(values: list[float], included: list[bool], delta: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        epsilon_bounds.estimate(values, included, delta=delta)
+        epsilon_bounds.estimate_epsilon(values, included, delta=delta)
     with pytest.raises(ValueError, match="right <= guesses"):
         epsilon_bounds.one_run(10, 5, 6, delta=DELTA)
 
@@ -108,7 +108,7 @@ def test_the_better_of_several_scores_is_taken_and_costs_no_validity() -> None:
 
 def test_rates_have_clopper_and_pearson_s_bounds() -> None:
     counts = np.array([0, 1, 7, 49, 50])
-    expected = [statistics.at_most(count, 50, 0.02) for count in counts.tolist()]
+    expected = [statistics.rate_upper_bound(count, 50, 0.02) for count in counts.tolist()]
     assert epsilon_bounds._at_most(counts, 50, 0.02).tolist() == pytest.approx(expected, rel=1e-9)
 
 
@@ -121,10 +121,10 @@ def test_the_gaussian_ceiling_is_what_telling_all_apart_gives() -> None:
 
 
 def test_naming_refutes_what_its_rate_contradicts_and_no_more() -> None:
-    found = epsilon_bounds.from_identification(8, 8, 1 / 50, delta=DELTA)
+    found = epsilon_bounds.epsilon_from_identification(8, 8, 1 / 50, delta=DELTA)
     assert found == pytest.approx(math.log((0.05 ** (1 / 8) - DELTA) * 50), rel=1e-9)
-    assert epsilon_bounds.from_identification(1, 50, 1 / 50, delta=DELTA) == 0.0
-    assert epsilon_bounds.from_identification(
+    assert epsilon_bounds.epsilon_from_identification(1, 50, 1 / 50, delta=DELTA) == 0.0
+    assert epsilon_bounds.epsilon_from_identification(
         1000, 1000, 1 / 2, delta=DELTA
     ) == pytest.approx(  # by the rate of failures
         math.log((0.5 - DELTA) / (1 - 0.05 ** (1 / 1000))), rel=1e-9
@@ -134,12 +134,13 @@ def test_naming_refutes_what_its_rate_contradicts_and_no_more() -> None:
         for n in (2, 50):
             rate = math.exp(claim) / (math.exp(claim) + n - 1)
             refuted = [
-                epsilon_bounds.from_identification(int(draw.binomial(400, rate)), 400, 1 / n, delta=DELTA) > claim
+                epsilon_bounds.epsilon_from_identification(int(draw.binomial(400, rate)), 400, 1 / n, delta=DELTA)
+                > claim
                 for _ in range(200)
             ]
             assert sum(refuted) <= 20  # 5 % of them, at most
     with pytest.raises(ValueError, match="a chance in"):
-        epsilon_bounds.from_identification(1, 2, 1.0, delta=DELTA)
+        epsilon_bounds.epsilon_from_identification(1, 2, 1.0, delta=DELTA)
 
 
 @pytest.mark.parametrize("limit", [0.0, 0.3, 30.0, 70.0, 99.0])

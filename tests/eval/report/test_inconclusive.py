@@ -155,7 +155,7 @@ def outcome(kind: str, attack: str = "cascade", update: int = 0, words: str = "w
     ],
 )
 def test_what_is_left_open(outcomes, open_):
-    assert bool(inconclusive.opened(outcomes)) == open_
+    assert bool(inconclusive.find_open_questions(outcomes)) == open_
 
 
 def test_rows_say_what_attacks_came_to():
@@ -164,7 +164,7 @@ def test_rows_say_what_attacks_came_to():
     rows += [{"update": 4, "verified": None, "candidates": 1, "images": 1}, {"update": 5, "verified": True}]
     rows += [{"update": 6, "verified": True, "candidates": 1, "images": 1}]
     rows += [{"update": 7, "not_applicable": "not needed", "spared": True}]  # says nothing
-    kinds = [one.kind for one in inconclusive.of_rows("a", rows)]
+    kinds = [one.kind for one in inconclusive.outcomes_of_rows("a", rows)]
     assert kinds == ["limit", "gave up", "fact", "ran", "searched", "blind", "settled"]
 
 

@@ -25,7 +25,7 @@ def _guesses():
 def ids(*overrides: str):
     """Ids of the first training and of the first attack on it."""
     first = runner.prepare(tiny(*overrides), device="cpu").trainings[0]
-    return first.cell.id, first.watches[0].cell.id
+    return first.cell.id, first.attack_tasks[0].cell.id
 
 
 def test_ids_are_short_and_stable():
@@ -128,12 +128,12 @@ def test_the_data_of_a_server_or_an_attacker_count_where_they_are_used(tmp_path)
     assert ids(one_step, attacker)[1] != attacked[1]
     (_, other) = runner.prepare(tiny(one_step, server), device="cpu").trainings
     (first, *_) = runner.prepare(tiny(one_step, attacker), device="cpu").trainings
-    assert ids(one_step) == clients == (other.cell.id, first.watches[1].cell.id)  # nor do they concern the others
+    assert ids(one_step) == clients == (other.cell.id, first.attack_tasks[1].cell.id)  # nor do they concern the others
 
 
 def test_cells_of_what_names_no_data_are_called_as_they_were():
     (first, *_) = runner.prepare(tiny(), device="cpu").trainings
-    for cell in (first.cell, first.watches[0].cell):
+    for cell in (first.cell, first.attack_tasks[0].cell):
         assert "public" not in cell.settings
         assert cache_keys.short_hash(cell.settings) == cell.id
 
@@ -142,7 +142,7 @@ def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
     before, clamped = ids("attack=rog"), ids("attack=[{name: rog, clamp_upsampled: true}]")
     assert ids("attack=[{name: rog, clamp_upsampled: false}]") == before != clamped
     (first, *_) = runner.prepare(tiny("attack=rog"), device="cpu").trainings
-    spec = first.watches[0].cell.settings["attack"]
+    spec = first.attack_tasks[0].cell.settings["attack"]
     assert not {"compiled", "clamped", "balance"} & set(spec)
     assert {"factor", "boxed"} <= set(spec)
 
@@ -150,7 +150,7 @@ def test_a_setting_that_came_later_renames_no_cell_where_it_is_off():
 @pytest.mark.parametrize("defense", ["[{name: noise, std: 0.1}]", "[{name: chain, parts: [clip, noise]}]"])
 def test_a_search_under_noise_is_another_than_the_one_that_weighed_by_it(defense):
     (first, *_) = runner.prepare(tiny("attack=rog", f"defense={defense}"), device="cpu").trainings
-    spec = first.watches[0].cell.settings["attack"]
+    spec = first.attack_tasks[0].cell.settings["attack"]
     assert spec["balance"] == 0.0
     assert not {"compiled", "clamped"} & set(spec)
 
@@ -186,8 +186,8 @@ def test_what_the_same_bytes_stand_for_counts(monkeypatch, kind):
 def test_another_kind_of_device_is_another_cell():
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     words = (first.federation, first.method.item, first.defense.item, first.seed)
-    assert cache_keys.training_cell(first.world, *words).id == first.cell.id
-    elsewhere = replace(first.world, device=torch.device("cuda"))
+    assert cache_keys.training_cell(first.data, *words).id == first.cell.id
+    elsewhere = replace(first.data, device=torch.device("cuda"))
     assert cache_keys.training_cell(elsewhere, *words).id != first.cell.id
 
 
@@ -227,7 +227,7 @@ def build(num_classes, input_shape):
         (tmp_path / f"{name}.py").write_text(text)
         first = runner.prepare(tiny(f"task.model={name}:build"), device="cpu").trainings[0]
         found.append(first.cell.settings["network"])
-        assert first.cell.settings["task"]["model"]["input_shape"] == list(first.world.dataset.input_shape)
+        assert first.cell.settings["task"]["model"]["input_shape"] == list(first.data.dataset.input_shape)
         again = runner.prepare(tiny(f"task.model={name}:build"), device="cpu").trainings[0]
         assert again.cell.id == first.cell.id
     assert len({*found}) == 3

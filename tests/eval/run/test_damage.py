@@ -22,7 +22,7 @@ def _guesses():
 def test_damaged_pictures_of_an_older_cell_are_left_out(tmp_path, caplog):
     run(tiny(), tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
-    cell = tmp_path / "a" / "cells" / first.watches[0].cell.id
+    cell = tmp_path / "a" / "cells" / first.attack_tasks[0].cell.id
     unstated(cell)
     (cell / "pictures.npz").write_bytes(b"PK\x03\x04 cut off")
     rows = run(tiny(), tmp_path / "a")
@@ -37,9 +37,9 @@ def test_damaged_pictures_of_an_older_cell_are_left_out(tmp_path, caplog):
 def test_lost_pictures_are_named_and_the_cell_stays(tmp_path, caplog):
     run(tiny(), tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
-    (tmp_path / "a" / "cells" / first.watches[0].cell.id / "pictures.npz").unlink()
+    (tmp_path / "a" / "cells" / first.attack_tasks[0].cell.id / "pictures.npz").unlink()
     run(tiny(), tmp_path / "a")
-    assert f"are gone from cells/{first.watches[0].cell.id}" in caplog.text
+    assert f"are gone from cells/{first.attack_tasks[0].cell.id}" in caplog.text
     assert len(list((tmp_path / "a" / "images").glob("*.npz"))) == 1
 
 
@@ -68,7 +68,7 @@ DAMAGES = {
 def test_a_damaged_cell_is_computed_again(tmp_path, caplog, kind):
     run(tiny(), tmp_path / "a")
     before = reader_files(tmp_path / "a")
-    watch = runner.prepare(tiny(), device="cpu").trainings[0].watches[0]
+    watch = runner.prepare(tiny(), device="cpu").trainings[0].attack_tasks[0]
     name, change = DAMAGES[kind]
     path = tmp_path / "a" / "cells" / watch.cell.id / name
     path.write_bytes(change(path.read_bytes()))
@@ -95,7 +95,7 @@ def test_swapped_cells_are_computed_again(tmp_path, caplog):
     run(tiny(), tmp_path / "a")
     before = reader_files(tmp_path / "a")
     plan = runner.prepare(tiny(), device="cpu")
-    one, other = (tmp_path / "a" / "cells" / training.watches[0].cell.id for training in plan.trainings)
+    one, other = (tmp_path / "a" / "cells" / training.attack_tasks[0].cell.id for training in plan.trainings)
     for path in (one, other):
         unstated(path)
     one.rename(tmp_path / "x")

@@ -17,7 +17,7 @@ def _guesses():
 
 def victims(*overrides):
     plan = runner.prepare(tiny("observe.split=test", *overrides), device="cpu")
-    return plan.trainings[0].world, plan.trainings[0].watches[0].scene.victims
+    return plan.trainings[0].data, plan.trainings[0].attack_tasks[0].observation_spec.targets
 
 
 def test_clients_may_be_watched_on_images_that_none_has_trained_on(tmp_path):
@@ -44,7 +44,7 @@ def test_the_report_says_whether_images_were_new(part, tmp_path):
 
 def test_the_choice_of_part_renames_no_cell_from_before_there_was_one():
     def settings(*words):
-        return runner.prepare(tiny(*words), device="cpu").trainings[0].watches[0].cell.settings["observe"]
+        return runner.prepare(tiny(*words), device="cpu").trainings[0].attack_tasks[0].cell.settings["observe"]
 
     assert "part" not in settings()
     assert settings("observe.split=test", "observe.images=2")["part"] == "test"

@@ -46,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 def test_shared_images_are_said_everywhere(tmp_path):
     said = whole(tmp_path / "a", SHARED)
-    world = runner.prepare(tiny(*QUICK, SHARED), device="cpu").trainings[0].world
+    world = runner.prepare(tiny(*QUICK, SHARED), device="cpu").trainings[0].data
     train, test = world.partition.overlap["train"], world.partition.overlap["test"]
     assert min(train, test) > 0
     sentence = (

@@ -77,8 +77,8 @@ def test_images_are_bounded_by_everything_that_was_seen_of_them(done):
     assert len(rows) == 4
     for row in rows:
         chance = 1 / row["identified_among"]
-        assert row[OF_UPDATE] == reconstruction_robustness.full_batch(chance, 1.0)
-        assert row[BOUND] == reconstruction_robustness.from_charges(chance, (TRAINED, SEEN))
+        assert row[OF_UPDATE] == reconstruction_robustness.full_batch_bound(chance, 1.0)
+        assert row[BOUND] == reconstruction_robustness.bound_from_charges(chance, (TRAINED, SEEN))
         assert chance < row[OF_UPDATE] < row[BOUND] < 1
         assert row[EPSILON] == compute_epsilon([TRAINED, SEEN], 1e-5)
 
@@ -168,23 +168,25 @@ def test_the_defense_s_noise_is_accounted_for_too(tmp_path):
         assert row["audit"]["steps"] == row["steps"]
         assert row["audit"]["lower"] < row["audit"]["claimed"] == row["epsilon"]
     (one, *_) = [row for row in rows if row["method"] == "fedavg" and row["attack"] == "guess"]
-    assert one[BOUND] == reconstruction_robustness.from_charges(1 / one["identified_among"], (Charge(1.0, 1.0, 3),))
+    assert one[BOUND] == reconstruction_robustness.bound_from_charges(
+        1 / one["identified_among"], (Charge(1.0, 1.0, 3),)
+    )
 
 
 def test_who_knows_the_steps_gains_what_sampling_hides_from_others() -> None:
     words = ("observe={images: 4, batch_size: 4, method: {batch_size: 2, steps: 2}}",)
     for schedule, charge in ((False, Charge(1.0, 2 / 12, 2)), (True, Charge(1.0, 1.0, 2))):
         (training,) = runner.prepare(private(*words, f"threat.knows_schedule={schedule}"), device="cpu").trainings
-        (watch,) = training.watches
-        row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+        (watch,) = training.attack_tasks
+        row = {"update": watch.observation_spec.targets[0].key, "identified_among": 5}
         (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
-        assert found[OF_UPDATE] == reconstruction_robustness.from_charges(0.2, (charge,))
+        assert found[OF_UPDATE] == reconstruction_robustness.bound_from_charges(0.2, (charge,))
 
 
 def test_no_bound_against_who_knows_the_noise() -> None:
     (training,) = runner.prepare(private("threat.knows_randomness=true"), device="cpu").trainings
-    (watch,) = training.watches
-    row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+    (watch,) = training.attack_tasks
+    row = {"update": watch.observation_spec.targets[0].key, "identified_among": 5}
     (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert found[BOUND] is None
     assert "knows the noise" in found["missing"][BOUND]
@@ -194,8 +196,8 @@ def test_no_bound_against_who_knows_the_noise() -> None:
 def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: int, bounded: bool) -> None:
     words = (f"observe={{images: 2, split: test, rounds: [{number}]}}", "federation.rounds=1")
     (training,) = runner.prepare(private(*words), device="cpu").trainings
-    (watch,) = training.watches
-    row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+    (watch,) = training.attack_tasks
+    row = {"update": watch.observation_spec.targets[0].key, "identified_among": 5}
     (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert (found[BOUND] is not None) is bounded
     assert bounded or "may tell them apart" in found["missing"][BOUND]
@@ -204,7 +206,7 @@ def test_no_bound_on_new_images_once_their_candidates_were_trained_on(number: in
 def test_rounds_seen_before_are_charged_too(tmp_path):
     rows = run(private("threat.history_rounds=1"), tmp_path / "a")
     for row in rows:
-        assert row[OF_UPDATE] == reconstruction_robustness.full_batch(1 / row["identified_among"], 1.0, 2)
+        assert row[OF_UPDATE] == reconstruction_robustness.full_batch_bound(1 / row["identified_among"], 1.0, 2)
 
 
 @pytest.mark.parametrize(
@@ -214,17 +216,17 @@ def test_no_bound_where_candidates_are_no_match(kind: str, words: str, tmp_path:
     plan = runner.prepare(private(), device="cpu")
     (training,) = plan.trainings
     if kind == "overlap":
-        held = training.world.partition
+        held = training.data.partition
         both = (held.train[0], torch.cat([held.train[1], held.train[0][:6]]), held.train[2])
-        training = replace(training, world=replace(training.world, partition=Partition(both, held.test)))
+        training = replace(training, data=replace(training.data, partition=Partition(both, held.test)))
     else:
 
         class Domains(Partitioner):
             name = "domains"
 
         training = replace(training, federation=replace(training.federation, partition=Domains()))
-    (watch,) = training.watches
-    row = {"update": watch.scene.victims[0].key, "identified_among": 5, "missing": {"ssim": "small"}}
+    (watch,) = training.attack_tasks
+    row = {"update": watch.observation_spec.targets[0].key, "identified_among": 5, "missing": {"ssim": "small"}}
     (found,) = privacy_claims.IdentificationBounds(training, []).of(watch, [row])
     assert found[BOUND] is None
     assert words in found["missing"][BOUND]
@@ -244,12 +246,12 @@ def test_an_infinite_epsilon_is_none_with_a_reason() -> None:
 
 def test_under_secure_aggregation_the_member_who_is_charged_most_counts() -> None:
     (training,) = runner.prepare(private("defense={name: secagg, group_size: 2}"), device="cpu").trainings
-    (watch,) = training.watches
+    (watch,) = training.attack_tasks
     rounds = [{"round": 1, "clients": [1]}, {"round": 2, "clients": [0, 1]}]  # client 0 is watched with client 1
-    row = {"update": watch.scene.victims[0].key, "identified_among": 5}
+    row = {"update": watch.observation_spec.targets[0].key, "identified_among": 5}
     (found,) = privacy_claims.IdentificationBounds(training, rounds).of(watch, [row])
     assert (
         found[BOUND]
-        == reconstruction_robustness.from_charges(0.2, (TRAINED, SEEN))
-        > reconstruction_robustness.from_charges(0.2, (SEEN,))
+        == reconstruction_robustness.bound_from_charges(0.2, (TRAINED, SEEN))
+        > reconstruction_robustness.bound_from_charges(0.2, (SEEN,))
     )

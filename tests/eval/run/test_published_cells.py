@@ -57,14 +57,14 @@ def planned(wanted: Experiment, data: str) -> Iterator[Cell]:
     for seed in wanted.seeds:
         for method in wanted.method:
             for defense in wanted.defense:
-                own = sweep.part(wanted, method, None)
+                own = sweep.experiment_of(wanted, method, None)
                 world: Any = SimpleNamespace(task_spec=own.task, digest=data, device=torch.device("cpu"))
                 training = training_cell(world, own.federation, method.item, defense.item, seed)
                 yield training
                 for attack in wanted.attack:
                     if attack.against and method.label not in attack.against:
                         continue
-                    part = sweep.part(wanted, method, attack)
+                    part = sweep.experiment_of(wanted, method, attack)
                     observed = part.observed_methods()[method.label]
                     for number in part.rounds:
                         updates = TrainedUpdates(training, number, observed, part.threat, part.observe)

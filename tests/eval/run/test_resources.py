@@ -38,7 +38,7 @@ def test_a_worker_for_every_core(files: Path, monkeypatch: pytest.MonkeyPatch) -
 )
 def test_a_container_has_its_share_of_cores(files: Path, quota: str, found: int) -> None:
     (files / "cpu.max").write_text(quota + "\n")
-    assert resources.cores() == found
+    assert resources.available_cores() == found
 
 
 def test_containers_of_the_older_kind_count_as_well(files: Path) -> None:
@@ -46,14 +46,14 @@ def test_containers_of_the_older_kind_count_as_well(files: Path) -> None:
         (files / name).mkdir()
     (files / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
     (files / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
-    assert resources.cores() == 8
+    assert resources.available_cores() == 8
     (files / "cpu" / "cpu.cfs_quota_us").write_text("300000\n")
-    assert resources.cores() == 3
+    assert resources.available_cores() == 3
     (files / "memory" / "memory.limit_in_bytes").write_text(f"{6 * GIB}\n")
     (files / "memory" / "memory.usage_in_bytes").write_text(f"{5 * GIB}\n")
-    assert resources.memory() == GIB
+    assert resources.available_memory() == GIB
     (files / "memory" / "memory.stat").write_text(f"inactive_file 1\ntotal_inactive_file {4 * GIB}\n")
-    assert resources.memory() == 5 * GIB
+    assert resources.available_memory() == 5 * GIB
 
 
 def test_files_that_were_read_do_not_count_as_used(files: Path) -> None:
@@ -65,9 +65,9 @@ def test_files_that_were_read_do_not_count_as_used(files: Path) -> None:
 
 
 def test_memory_limits_workers(files: Path) -> None:
-    assert resources.memory() is None
+    assert resources.available_memory() is None
     (files / "meminfo").write_text("MemTotal: 1 kB\nMemAvailable:   10485760 kB\n")
-    assert resources.memory() == 10 * GIB
+    assert resources.available_memory() == 10 * GIB
     assert resources.default_workers(CPU) == 5
     (files / "memory.max").write_text("max\n")
     (files / "memory.current").write_text(f"{GIB}\n")

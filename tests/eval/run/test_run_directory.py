@@ -150,7 +150,7 @@ def test_a_failed_cell_keeps_its_traceback_and_stops_no_other(tmp_path):
     assert [cell["status"] for cell in about["cells"]].count("failed") == 2
     assert "Traceback" in (folder.path / "log.txt").read_text()
     assert len(list((folder.path / "checkpoints").glob("*/*.npz"))) == 2  # the failed attacks still need them
-    assert "2 of 7 parts" in (results.incomplete(failures, plan) or "")
+    assert "2 of 7 parts" in (results.incomplete_note(failures, plan) or "")
 
 
 def test_a_training_that_fails_stops_its_attacks_only(tmp_path, monkeypatch):
@@ -187,14 +187,14 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
     folder = RunDir(tmp_path / "a")
     run(tiny("attack=guess"), folder.path)
     plan = runner.prepare(tiny(), device="cpu")
-    assert not results.notes([], plan, folder)
+    assert not results.table_notes([], plan, folder)
     for place in (runner, run_directory):
         monkeypatch.setattr(place, "source_digest", lambda: "something else")
     run(tiny(), folder.path)
     about = folder.about_run()
     assert about["code"] == "something else"
     assert [cell["code"] == about["code"] for cell in about["cells"]] == [False, False, True, False, False]
-    (note,) = results.notes([], plan, folder)
+    (note,) = results.table_notes([], plan, folder)
     assert "4 of 5 finished cells were computed by source code other than" in note
 
 
@@ -203,7 +203,7 @@ def test_a_cell_that_cannot_be_read_is_computed_again(tmp_path, caplog, rounds, 
     run(tiny(), tmp_path / "a")
     before = reader_files(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
-    for cell in (first.cell, first.watches[0].cell):
+    for cell in (first.cell, first.attack_tasks[0].cell):
         (tmp_path / "a" / "cells" / cell.id / "cell.json").write_text(damage)
     rounds.clear()
     run(tiny(), tmp_path / "a")

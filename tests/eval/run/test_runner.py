@@ -177,7 +177,7 @@ def test_an_unknown_deterministic_defense_is_a_mismatch(tmp_path):
 
 def test_pictures_are_the_images_named_in_the_rows(done):
     folder, rows = done
-    (world, *_) = {training.world for training in runner.prepare(tiny(), device="cpu").trainings}
+    (world, *_) = {training.data for training in runner.prepare(tiny(), device="cpu").trainings}
     rows = [row for row in rows if row["attack"] == "guess" and row["method"] == "fedavg"]
     path = folder / "images" / "fedavg-none-guess-round2-seed0.npz"
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
@@ -191,7 +191,7 @@ def test_pictures_are_the_images_named_in_the_rows(done):
 
 def victims(*overrides: str):
     plan = runner.prepare(tiny(*overrides), device="cpu")
-    return plan.trainings[0].world, plan.trainings[0].watches[0].scene.victims
+    return plan.trainings[0].data, plan.trainings[0].attack_tasks[0].observation_spec.targets
 
 
 def test_victims_hold_the_classes_asked_for():
@@ -221,7 +221,7 @@ def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
 
     monkeypatch.setattr(attack_cell, "observe", noted)
     with training.federation_of(one) as federation:
-        attack_cell.observe_targets(federation, one, one.watches[0].scene)
+        attack_cell.observe_targets(federation, one, one.attack_tasks[0].observation_spec)
     assert len(seeds) == len(set(seeds)) == 4
 
 
@@ -252,7 +252,7 @@ def test_clients_of_bounded_participation_are_watched_before_their_last_update()
     spent = "method=[{name: dp-fedavg, rounds: 2, mode: as-published, epochs: 1}]"
     settings = ("attack=guess", "observe.method={}", spent)
     (training,) = runner.prepare(tiny(*settings, "federation.rounds=2"), device="cpu").trainings
-    assert [watch.round for watch in training.watches] == [1]
+    assert [watch.round for watch in training.attack_tasks] == [1]
     with pytest.raises(ValueError, match=r"at most 1 for 'dp-fedavg', whose clients send nothing after 2 rounds"):
         runner.prepare(tiny(*settings, "federation.rounds=2", "observe.rounds=[0, 2]"), device="cpu")
 
@@ -302,20 +302,20 @@ def test_missing_data_set_says_how_to_get_it(monkeypatch, tmp_path):
 
 
 def test_device_names():
-    assert federation_data.device_of("cpu").type == "cpu"
-    assert federation_data.device_of("auto").type in {"cpu", "cuda"}
+    assert federation_data.resolve_device("cpu").type == "cpu"
+    assert federation_data.resolve_device("auto").type in {"cpu", "cuda"}
     with pytest.raises(ValueError, match="expected device auto, cpu or cuda, got 'gpu'"):
-        federation_data.device_of("gpu")
+        federation_data.resolve_device("gpu")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="use --device cpu"):
-            federation_data.device_of("cuda")
+            federation_data.resolve_device("cuda")
 
 
 def test_a_gpu_computes_convolutions_in_single_precision(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name, left in (("cpu", True), ("auto", False), ("cuda:1", False)):
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
-        federation_data.device_of(name)
+        federation_data.resolve_device(name)
         assert torch.backends.cudnn.allow_tf32 is left
 
 

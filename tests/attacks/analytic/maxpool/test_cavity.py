@@ -23,7 +23,7 @@ from attacks.analytic.maxpool.refinement import evaluate, refine, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.maxpool.solver import FAST, SLOW, _solve_by_cavity, solve_layer
 from eval.metrics.score import score
-from eval.metrics.self_verification import columns
+from eval.metrics.self_verification import add_self_check_columns
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.seeds import stream
@@ -183,7 +183,7 @@ def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     assert isinstance(result, Reconstruction)
     assert bool(result.note) == changed
     assert ("body.0" in result.note) == changed
-    (row,) = columns(result, score(result, truth))
+    (row,) = add_self_check_columns(result, score(result, truth))
     assert row.get("note", "") == result.note
 
 

@@ -14,9 +14,9 @@ from support.reports import blocks, grid, reasons
 
 from defenses.dp_sgd import DPSGD
 from eval.metrics.lineup import BY_UPDATE
-from eval.metrics.statistics import at_least
+from eval.metrics.statistics import rate_lower_bound
 from eval.privacy import reconstruction_robustness
-from eval.privacy.epsilon_bounds import from_identification
+from eval.privacy.epsilon_bounds import epsilon_from_identification
 from eval.report import render_html, render_markdown
 from eval.report.assemble import build_report
 from eval.report.blocks import DefinitionList, Paragraph, Report
@@ -48,7 +48,10 @@ def claim(method: Any = None, label: str = "dp-fedavg", audit: dict[str, Any] | 
 def attacked(hits: Sequence[bool], run: FakeRun | None = None, attack: str = "ig", **more: Any) -> FakeRun:
     """A run in which these images were named among 50, and a bound holds for how often they can be."""
     run = run or FakeRun(config=PRIVATE)
-    bound, update = reconstruction_robustness.from_charges(0.02, SEEN), reconstruction_robustness.full_batch(0.02, 2.0)
+    bound, update = (
+        reconstruction_robustness.bound_from_charges(0.02, SEEN),
+        reconstruction_robustness.full_batch_bound(0.02, 2.0),
+    )
     figures = {"identified_among": 50, "identified_bound": bound, "identified_bound_update": update}
     run.attack(
         "dp-fedavg", attack, [20.0] * len(hits), identified_epsilon=compute_epsilon(SEEN, 1e-5), **figures, **more
@@ -84,13 +87,16 @@ def test_claims_bounds_and_audits(tmp_path):
             strict=True,
         )
     )
-    bound, update = reconstruction_robustness.from_charges(0.02, SEEN), reconstruction_robustness.full_batch(0.02, 2.0)
+    bound, update = (
+        reconstruction_robustness.bound_from_charges(0.02, SEEN),
+        reconstruction_robustness.full_batch_bound(0.02, 2.0),
+    )
     assert named["named"] == "1 of 8 [0, 53]\N{NO-BREAK SPACE}%"
     assert named["at most, update"] == f"{100 * update:.1f}\N{NO-BREAK SPACE}%"
     assert named["at most, all seen"] == f"{100 * bound:.1f}\N{NO-BREAK SPACE}%"
-    assert named["at least"] == f"{100 * at_least(1, 8, 0.05):.1f}\N{NO-BREAK SPACE}%"
+    assert named["at least"] == f"{100 * rate_lower_bound(1, 8, 0.05):.1f}\N{NO-BREAK SPACE}%"
     assert named["epsilon of all seen"] == f"{compute_epsilon(SEEN, 1e-5):.2f}"
-    assert named["could be shown"] == f"{from_identification(8, 8, 0.02, delta=1e-5):.2f}"
+    assert named["could be shown"] == f"{epsilon_from_identification(8, 8, 0.02, delta=1e-5):.2f}"
     assert named["refuted"] == "no"
     audit = grid(content, "The noisy steps, audited").rows[0]
     assert audit == ["dp-fedavg", "1,000", "8", "1.20", f"{epsilon:.2f}", "24.90", "no"]
