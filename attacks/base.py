@@ -287,7 +287,7 @@ def _check_result(name: str, result: object) -> None:
 
 
 def _check_view(view: ServerView) -> None:
-    """Return what is put into a view by hand is most often off: `fl.capture.from_update` checks all of it."""
+    """Check what is most often wrong in a view made by hand; `fl.capture.from_update` checks all of it."""
     if not isinstance(view, ServerView):
         hint = ": fl.capture.from_batch returns the view and the truth" if isinstance(view, tuple) else ""
         raise TypeError(f"expected a ServerView, got {type(view).__name__}{hint}")
@@ -353,11 +353,11 @@ class Chain(Attack):
         return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Return those of the attack on the rewritten views."""
+        """Return the batches that the second attack asks for."""
         return self.then.view_batches(views)
 
     def auxiliary_images(self) -> Batch | None:
-        """Return those of the attack on the rewritten views."""
+        """Return the auxiliary images of the second attack."""
         return self.then.auxiliary_images()
 
     def confirm(self, view: ServerView, result: Result) -> Result:

@@ -108,7 +108,7 @@ class ClipOfUnknownNorm(Defense):
         return known
 
     def preserves_norm_ratios(self) -> bool:
-        """Return the same as the clipping."""
+        """Return whether one factor clips all tensors, as in the clipping itself."""
         return self.scope == "global"
 
 

@@ -38,7 +38,7 @@ def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dic
 
 
 def func_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the same by torch.func, which `vmap` can stack: slower for one trial, much faster for many."""
+    """Return the gradient of `loss` at `values` by torch.func, which `vmap` can stack: much faster for many trials."""
     return func_grad(loss)(values)
 
 

@@ -73,7 +73,7 @@ class SettingError(ValueError):
         super().__init__(f"{'.'.join(self.path)}: {reason}")
 
     def with_prefix(self, *path: str, instead: int = 0) -> SettingError:
-        """Return the same error further inside: `path` before its own, in place of the first `instead` keys of that."""
+        """Return this error with `path` put before its own path, in place of the first `instead` keys of that."""
         return SettingError((*path, *self.path[instead:]), self.reason)
 
 
@@ -89,7 +89,7 @@ class ListError(SettingError):
         self.values = list(values)
 
     def with_prefix(self, *path: str, instead: int = 0) -> ListError:
-        """Return the same error further inside."""
+        """Return this error with `path` put before its own path, in place of the first `instead` keys of that."""
         return ListError((*path, *self.path[instead:]), self.reason, self.values)
 
 

@@ -370,7 +370,7 @@ def map_values(x: Mapping[str, Value], function: Callable[[Tensor], Tensor]) -> 
 
 
 def leaf_tensors(values: Mapping[str, Value]) -> Iterator[Tensor]:
-    """Yield every tensor; of a structured one its outer products' factors, one side at least zero where all is."""
+    """Yield every dense tensor and, of each outer product, the left factor times its coefficient."""
     for value in values.values():
         if isinstance(value, LowRank):
             yield from (term.left * term.coef for term in value.terms)

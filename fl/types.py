@@ -115,7 +115,7 @@ class Task:
         return mean, std
 
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Task:
-        """Return the same task with its model's floating-point tensors moved."""
+        """Return this task with its model's floating-point tensors moved."""
         import copy
 
         return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype))

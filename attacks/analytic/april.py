@@ -141,9 +141,9 @@ class TokenEmbedding:
         position: name of the parameter that is added to the tokens.
         weight: name of the patch layer's weight.
         graph: the recorded network.
-        layer: number of the patch layer's operation.
+        layer_node: number of the patch layer's operation.
         between: what stands between its outputs and the sum.
-        added: what is added, made of `position`.
+        added_ref: what is added, made of `position`.
         places: where each of its numbers stands in that; None where they lie alike.
         origin: how the patch layer's input is made of pixels.
     """

@@ -248,14 +248,14 @@ class _InversionState:
         stages: of its network, bottom first.
         gradients: of the weights, by name.
         top: number of the stage it begins at.
-        first: signals and inputs of that stage.
+        separated: signals and inputs of that stage.
         values: the input of the stage undone last.
         signal: what flows back into that stage's input, or, once its activation is undone, into a layer's output.
         std: how far each of the values may be off, relative to the root mean square of all.
-        off: how far the equations of the layers undone so far are off, at most.
+        relative_error: how far the equations of the layers undone so far are off, at most.
         signal_noise: how far the signal may be off in every layer below, relative to its root mean square.
         verified: whether every layer is explained so far.
-        returned: what is known of what the next layer returned.
+        activation_outputs: what is known of what the next layer returned.
         residuals: what the inputs found leave of each layer's equations.
         notes: on layers whose equations are not satisfied.
         visible_cells: rows and columns of a convolution's pooled outputs that the stage above saw.

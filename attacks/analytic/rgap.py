@@ -53,8 +53,8 @@ class LayerRank:
 
     Attributes:
         name: of the layer.
-        unknowns: numbers that come in.
-        gradient: how many of what the layer is given its gradient equations determine.
+        unknown_count: numbers that come in.
+        gradient_rank: how many of what the layer is given its gradient equations determine.
         rank: how many all equations do.
         condition: condition number of all equations; infinite where they leave something open.
     """

@@ -144,13 +144,13 @@ class GradientFactors:
         layer: it belongs to.
         left: L (m, b), orthonormal columns.
         right: R (b, n).
-        heard: the rows of L that are not zero: neurons some image activates (m,) bool.
-        inverse: of the singular values (b,): L q = gW v for a vector v of norm |q * inverse|.
+        active_rows: the rows of L that are not zero: neurons some image activates (m,) bool.
+        inverse_singular_values: (b,): L q = gW v for a vector v of norm |q * inverse_singular_values|.
         noise: standard deviation of the gradient's entries.
         rounding: what rounding may add to a row's product with a unit vector (m,). The entries' errors need not be
             independent: equal pixels are rounded alike.
-        reach: R W^T (b, m).
-        bias: L^T gb (b,).
+        weight_products: R W^T (b, m).
+        bias_products: L^T gb (b,).
     """
 
     layer: LinearLayer

@@ -331,7 +331,7 @@ def candidate_moments(view: ServerView, candidate: Candidate, client: Client, we
 def _client_moments(
     view: ServerView, images: Tensor, private: Tensors, client: Client, names: Mapping[str, object]
 ) -> Moments:
-    """Return those of one client's images (N, C, H, W), given its private tensors."""
+    """Return the moments before every batch norm of one client's images (N, C, H, W) and private tensors."""
     found: Moments = {}
 
     def keep(name: str, module: nn.Module, given: tuple[Tensor, ...]) -> None:

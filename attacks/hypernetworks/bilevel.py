@@ -91,7 +91,7 @@ class EmbeddingProblem:
         return self.value(guess, self.constants, self.view.client, vmapped=False)
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
-        """Return the same of variables, with the tensors of `constants`.
+        """Return the objective at `variables`, with the tensors of `constants`.
 
         Args:
             variables: embedding and output, by name.
@@ -129,8 +129,8 @@ class ImageProblem:
         view: the server's.
         extractor: recovered, by the network's names.
         labels: (N,) known ones, or drawn.
-        tv: weight of the total variation, in normalized units.
-        moves: whose gradient is wanted: "images" or "classifier"; the others' is zero.
+        tv_weight: of the total variation, in normalized units.
+        optimized: whose gradient is wanted: "images" or "classifier"; the others' is zero.
     """
 
     view: ServerView
@@ -282,7 +282,7 @@ class Bilevel(Attack):
         return cls(lower_iterations=5, iterations=5)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Return those that fill a stack."""
+        """Return the views' indices in portions that each fill one stack of trials."""
         return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:

@@ -49,7 +49,7 @@ class PartlyKnownWeights(FedAvg):
     names: tuple[str, ...]
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Return the known ones count as shared, the others are private."""
+        """Return SHARED for known weights and PRIVATE for all others."""
         return Scope.SHARED if name in self.names else Scope.PRIVATE
 
 
@@ -63,7 +63,7 @@ class FilterSolution:
         gradient: of these weights and of the network's own shared ones, in the update's own factor; None where it is
             not determined.
         verified: whether the equations confirm all embeddings; those of one step only.
-        started: whether the values that embeddings started from were used.
+        used_initial_values: whether the values that embeddings started from were used.
         counts: numbers received against unknowns, in words.
     """
 

@@ -37,7 +37,7 @@ class EmbeddingNetworks(nn.Module):
         self.joined = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return what both return (B, 2 P), from pixels (B, C, H, W)."""
+        """Return the outputs of both networks side by side (B, 2 P), from pixels (B, C, H, W)."""
         x = self.normalize(x)
         return self.joined(torch.cat([self.extractor(x), self.noisy(x)], -1))
 

@@ -98,7 +98,7 @@ class SolvedHypernet:
         return found
 
     def with_layer_inputs(self) -> Tensors:
-        """Return the same with what layers were given, where one step without noise tells (`layer_inputs`)."""
+        """Return `private()` and, where one step without noise tells them, the inputs of layers (`layer_inputs`)."""
         if self.hypernet_view.steps != 1 or deviation_from_loss_gradient(self.view) is not None:
             return self.private()
         return {**self.private(), **layer_inputs(self.view, self.extractor, self.gradient)}
@@ -311,7 +311,7 @@ def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]
 
 
 def _several_steps_rule(peeled: SolvedHypernet) -> tuple[Method, Tensors]:
-    """Return the same local training on the extractor itself, with its classifier at rest.
+    """Return the method that trains the extractor itself as the client did, with its classifier at rest.
 
     With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
     b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are

@@ -246,7 +246,7 @@ class HypernetUpdate:
         return torch.clamp(direction * ((pulled * live) @ back) / (back @ back), min=0)
 
     def heads_residual(self, hidden: Tensor) -> float:
-        """Return what the best fit with these activations leaves of all dW_k together, relative to them.
+        """Return the norm of all dW_k that the best fit with these activations leaves, relative to their own norm.
 
         It is 1 if all are zero.
         """
@@ -369,7 +369,7 @@ class LayerGradientFusion:
         return torch.where(mine + ours > 0, (self.bias * mine + raised * ours) / (mine + ours), 0.0)
 
     def length_products(self, x: Tensor) -> tuple[float, float]:
-        """Return |g|^2 by the weight where x had this length, without its noise, and the product of g with db.
+        """Return |g|^2, as the weight's update gives it if x has this length, less noise, and the product of g with db.
 
         Both in units of the bias's noise, so that layers can be added up.
         """
@@ -384,7 +384,7 @@ class LayerGradientFusion:
         return matvec(self.weight, x) / self._input_energy(x).clamp_min(torch.finfo(x.dtype).tiny)
 
     def _noise_variances(self, x: Tensor, raised: Tensor) -> tuple[Tensor, float]:
-        """Return the variances as they are seen, not zero.
+        """Estimate the noise variances of the gradient by the weight and by the bias from the update; never zero.
 
         Those of `raised` (n,) are infinite where nothing was sent; the other is the bias's.
         """

@@ -269,7 +269,7 @@ class StepWeights:
 
     @classmethod
     def of(cls, view: ServerView, name: str) -> StepWeights | None:
-        """Return those of the classifier's weight `name`; None where it does not move in one phase of SGD."""
+        """Return the weights of the steps for the tensor `name`; None where it does not move in one phase of SGD."""
         phases, schedule = training_phases(view)
         if schedule is None:
             return None

@@ -105,7 +105,7 @@ class LearningToInvert(Attack):
         return self.run_controlled(views, seeds, SearchControl())
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
-        """As `run`, within what `control` allows; a network whose training is cut short serves these views alone."""
+        """Attack several views within what `control` allows; a network trained in part serves these alone."""
         if self.auxiliary is None:
             missing = NotApplicable("it needs images like the client's: name a data set as its setting auxiliary")
             return [missing] * len(views)

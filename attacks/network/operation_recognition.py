@@ -30,7 +30,7 @@ DIFFERENCE_STEP = 1e-5
 
 
 class Reshape(nn.Module):
-    """The same numbers in another shape."""
+    """Gives a tensor another shape; numbers and their order stay."""
 
     def __init__(self, shape: torch.Size) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ BRANCHES = (
 
 
 class Permutation(LinearMap):
-    """The same numbers in another order.
+    """Puts the numbers of a tensor in another order.
 
     Attributes:
         index: where each of the numbers that come out stands among those that come in, row by row.
@@ -273,7 +273,7 @@ def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
 
 
 def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
-    """Return the same numbers, in the same order or another."""
+    """Return a module that reorders or reshapes numbers as `run` does; None where `run` changes them."""
     numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
     index = run(numbers.view_as(taken)).flatten().round().long()
     if not bool((index.sort().values == numbers).all()) or not torch.equal(
@@ -436,7 +436,7 @@ def has_trained_weight(graph: Graph, node: Node) -> bool:
 
 
 def parameters_behind(graph: Graph, ref: object) -> frozenset[str]:
-    """Return parameters that something which does not flow is made of."""
+    """Return the parameters from which a tensor that does not depend on the image is computed."""
     if not isinstance(ref, Ref) or graph.depends_on_image(ref):
         return frozenset()
     return graph.origins(ref) & graph.parameters

@@ -150,9 +150,9 @@ class Graph:
         return found[end]
 
     def as_parameter(self, ref: Ref) -> tuple[str, Tensor | None] | None:
-        """Return the parameter whose numbers a tensor holds, each once, and where they stand in it.
+        """Return the parameter of which a tensor is a rearrangement, and where its numbers stand in it.
 
-        It is None if it is no such one.
+        Where the tensor does not hold every number of one parameter once, return None.
 
         The places (shape of the tensor) count the parameter's numbers row by row; None where it is the parameter.
         """

@@ -128,9 +128,9 @@ class _DefectCorrection:
         easier: the view of one step, as far as it is corrected.
         labels: of the images (N,); None where there is one step only.
         best: the result that explains most of the update, or the first one.
-        left: share of the update that it leaves.
-        idle: corrections since there was progress.
-        over: whether there is nothing more to correct, or to correct it by.
+        unexplained: share of the update that it leaves.
+        futile_corrections: corrections since there was progress.
+        is_over: whether there is nothing more to correct, or to correct it by.
         history: what every reconstruction left.
     """
 

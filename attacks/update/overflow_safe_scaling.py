@@ -1,4 +1,4 @@
-"""Updates in a unit of their own, in which squares of their numbers neither overflow nor run under."""
+"""Scales updates by a power of two, so that squares of their numbers neither overflow nor underflow."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from fl.tensors import LowRank, Tensors, Value, scale_tensors
 
 
 def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
-    """Return `values` by their largest entry (of outer products, about that), and the power of two that was divided by.
+    """Divide `values` by a power of two near their largest entry; return the result and the power of two.
 
-    A power of two changes no digit of them; where all are zero, or one is not finite, it is 1.
+    A power of two changes no digit. It is 1 where all values are zero, or one is not finite. The largest entry of outer
+    products is estimated.
     """
     largest = max(map(_largest_entry, values.values()), default=0.0)
     power = math.frexp(largest if 0 < largest < math.inf else 1.0)[1] - 1

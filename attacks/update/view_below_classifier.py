@@ -25,7 +25,7 @@ LAYER_SIGNAL = "signal"
 
 
 class _OutputTap:
-    """Keeps one module's output and gives it back in place of the whole model's."""
+    """Keeps one module's output and returns it in place of the whole model's."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -77,7 +77,7 @@ class LayerSignal(Method):
         return truncate_at(task.model, self.layer, task.head)
 
     def scope(self, name: str, task: Task) -> Scope:
-        """Return that all parameters are shared."""
+        """Return SHARED for every parameter."""
         return Scope.SHARED
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:

@@ -88,7 +88,7 @@ class FedAMP(PersonalModels):
         return replace(server, own={DISTANCES: {MATRIX: torch.zeros(clients, clients, dtype=torch.float64)}})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return the models that arrived are kept, and how far they are from all others."""
+        """Return the state with the models that arrived, and with their distances from all others."""
         after, apart = super().aggregate(server, uploads, task), dense(server.own[DISTANCES][MATRIX]).clone()
         models = [last_model(after, number) for number in range(server.clients)]
         for i in {upload.client for upload in uploads}:
@@ -98,7 +98,7 @@ class FedAMP(PersonalModels):
         return replace(after, own={**after.own, DISTANCES: {MATRIX: apart}})
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """Return u_i."""
+        """Return u_i: the client's last model, averaged with those of others by the attention they get."""
         apart = dense(server.own[DISTANCES][MATRIX])[client].tolist()
         others = [number for number in range(server.clients) if number != client]
         shares = [self.attention(apart[number]) for number in others]

@@ -77,7 +77,7 @@ class FedDyn(FedAvg):
         return {**loss, **add_scaled(add_scaled(mine, own, -1.0), drift, self.alpha)}
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
-        """Return no further payload; g_k less alpha times the way gone."""
+        """Return no further payload, and g_k less alpha times how far the parameters moved, to be kept."""
         own = step.memory[GRADIENT_MEMORY]
         way = add_scaled({name: params[name] for name in own}, step.start, -1.0)
         return {}, {GRADIENT_MEMORY: add_scaled(own, way, -self.alpha)}
@@ -89,7 +89,7 @@ class FedDyn(FedAvg):
         return replace(server, own={GRADIENT_MEMORY: zeros(server.shared, server.shared)})
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return the server's h takes in the round; the plain mean of what arrived is shifted by it."""
+        """Return the state with h updated by the round, and with the mean of the models that arrived shifted by h."""
         after = super().aggregate(server, uploads, task)
         if not uploads:
             return after

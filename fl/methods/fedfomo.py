@@ -166,7 +166,7 @@ class FedFomo(PersonalModels):
         return chosen
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return the models that arrived are kept, and the weights added to P."""
+        """Return the state with the models that arrived, and with the clients' new weights added to P."""
         after = super().aggregate(server, uploads, task)
         arrived = torch.zeros(server.clients, dtype=torch.bool)
         matrix = dense(server.own[AFFINITY][MATRIX]).clone()

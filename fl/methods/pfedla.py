@@ -112,7 +112,7 @@ class PFedLA(PersonalModels):
         return {name: v / v.sum() if v.any() else alone.to(v) for name, v in positive.items()}
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return the models that arrived are kept, and their clients' hypernetworks take a step."""
+        """Return the state with the models that arrived, and with their clients' hypernetworks one step on."""
         after = super().aggregate(server, uploads, task)
         moved = {_hypernetwork_payload(upload.client): self._train_hypernetwork(server, upload) for upload in uploads}
         return replace(after, own=after.own | moved)

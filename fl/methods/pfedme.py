@@ -70,7 +70,7 @@ class PFedMe(FedAvg):
         return replace(inner, momentum=0.5, weight_decay=5e-4, max_norm=1.0)
 
     def adaptation_method(self) -> PFedMe:
-        """Return the rule: one step that ends at theta: its size takes w by lam * (w - theta) / lam."""
+        """Return a method of one step from w to theta: lam * (w - theta) is the gradient and 1 / lam the step size."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
         return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
 

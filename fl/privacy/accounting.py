@@ -197,7 +197,7 @@ def _rdp(charges: tuple[Charge, ...], delta: float) -> float:
 
 
 def _rdp_curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
-    """Return the same proposition, solved for delta."""
+    """Return delta as a function of epsilon, by the proposition that `_rdp` solves for epsilon."""
     alphas, values = _rdp_of(charges)
 
     def delta(epsilon: float) -> float:

@@ -296,7 +296,7 @@ class PrivateMethod(Method):
         return self.rounds
 
     def exclusion_reason(self, server: ServerState, client: int) -> str:
-        """Return that the client has taken part in `rounds` rounds, on which its budget is spent; or nothing."""
+        """Return why the client takes no more part, its budget being spent on `rounds` rounds; else an empty string."""
         count = dense(server.own[PARTICIPATION]["rounds"])
         if client >= len(count) or int(count[client]) < self.rounds:
             return ""

@@ -26,7 +26,7 @@ def renyi_divergence(noise_multiplier: float, rate: float, order: float) -> floa
 
 
 def renyi_divergences(noise_multiplier: float, rate: float, orders: Sequence[float]) -> NDArray[np.float64]:
-    """Return the same at several orders."""
+    """Return the Renyi divergence of one subsampled Gaussian step at each of several orders."""
     return np.array([renyi_divergence(noise_multiplier, rate, order) for order in orders])
 
 

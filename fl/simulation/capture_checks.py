@@ -225,6 +225,6 @@ def untie_parameters(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str,
 
 
 def tensor_conversion_hint(value: object) -> str:
-    """Return what stands in a tensor's place, and how it becomes one."""
+    """Return the type of a value that should be a tensor and, for an array, how to convert it."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
     return type(value).__name__ + hint

@@ -42,7 +42,7 @@ class ClientState:
     personal: Payloads = field(default_factory=dict)
 
     def to_contiguous(self) -> ClientState:
-        """Return the same with contiguous tensors (see `to_contiguous`)."""
+        """Return this state with contiguous tensors (see the function `to_contiguous`)."""
         memory, personal = ({k: to_contiguous(v) for k, v in part.items()} for part in (self.memory, self.personal))
         return replace(self, private=to_contiguous(self.private), memory=memory, personal=personal)
 

@@ -38,7 +38,7 @@ class ClientData:
     augment: Augmentation | None = None
 
     def channels_last(self) -> ClientData:
-        """Return the same images with channels innermost in memory, which convolutions on a CPU are fastest with."""
+        """Return these images with channels innermost in memory, which convolutions on a CPU are fastest with."""
         first, second = (
             Batch(part.inputs.to(memory_format=torch.channels_last), part.labels) for part in (self.train, self.test)
         )

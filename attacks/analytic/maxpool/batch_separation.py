@@ -95,7 +95,7 @@ class SummedGradient:
     lower_scale: Tensor
 
     def cpu(self) -> SummedGradient:
-        """Return the same on the CPU."""
+        """Return this gradient with its tensors on the CPU."""
         parts = {name: value.cpu() for name, value in vars(self).items() if isinstance(value, Tensor)}
         return replace(self, **parts)  # type: ignore[arg-type]
 
@@ -107,8 +107,8 @@ class SeparatedBatch:
     Attributes:
         signals: that flowed back into the layer (B, m).
         inputs: of the layer (B, n).
-        off: how far both may be off, relative to their root mean square.
-        left: share of the equations that is not explained.
+        relative_error: how far both may be off, relative to their root mean square.
+        unexplained: share of the equations that is not explained.
     """
 
     signals: Tensor
@@ -117,7 +117,7 @@ class SeparatedBatch:
     unexplained: float
 
     def to(self, device: torch.device) -> SeparatedBatch:
-        """Return the same on `device`."""
+        """Return this batch with its tensors on `device`."""
         return replace(self, signals=self.signals.to(device), inputs=self.inputs.to(device))
 
 
@@ -162,7 +162,7 @@ class MixingProblem:
 
     @classmethod
     def of(cls, summed: SummedGradient, count: int) -> MixingProblem | None:
-        """Return that of `count` images; None where the gradient is plainly not of as many: of another rank."""
+        """Return the problem of `count` images; None where the gradient's rank shows that there were not as many."""
         left, sizes, right = torch.linalg.svd(summed.gradient, full_matrices=False)
         if len(sizes) < count or not sizes[count - 1] > MIN_SINGULAR_VALUE * sizes[0]:
             return None
@@ -178,12 +178,12 @@ class MixingProblem:
 
     @cached_property
     def activation_output_map(self) -> Tensor:
-        """What a row of A^-1, whose product with `total` is 1, is multiplied by for what the activation returned."""
+        """The matrix that takes a row of A^-1 to what the activation returned; the row's product with `total` is 1."""
         return (self.r - self.total[:, None] * self.summed.offset) / self.summed.scale
 
     @cached_property
     def backward_map(self) -> Tensor:
-        """What A is multiplied by for what flows back below, but for its slope (C, n / C, B)."""
+        """The matrix that takes A to what flows back below, apart from the activation's slope (C, n / C, B)."""
         summed = self.summed
         units = len(summed.scale) // len(summed.lower_scale)
         factor = summed.lower_scale.repeat_interleave(units) * summed.scale

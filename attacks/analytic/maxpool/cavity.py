@@ -109,7 +109,7 @@ class CellGeometry:
 
     @classmethod
     def of(cls, layer: ConvPoolLayer) -> CellGeometry:
-        """Return that of a layer."""
+        """Return the geometry of the cells of a layer."""
         cells, (channels, height, width) = layer.cell_layer, layer.shape
         plane = replace(cells, weight=cells.weight[:, :1], shape=(1, height, width))
         filters = cells.filters.view(len(layer.weight), -1, channels, math.prod(cells.kernel))

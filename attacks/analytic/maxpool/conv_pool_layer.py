@@ -26,7 +26,7 @@ class ConvPoolLayer:
         padding: zeros on every side of an image, by axis.
         stride: by axis.
         window: of the pooling, by axis, also its stride; (1, 1) is none.
-        average: whether pooling averages instead of taking the maximum.
+        is_average: whether pooling averages instead of taking the maximum.
         images: how many.
         visible_cells: rows and columns of each image's cells of which anything is known: the layer above saw no
             others. All if None.
@@ -56,7 +56,7 @@ class ConvPoolLayer:
 
     @cached_property
     def output_size(self) -> tuple[int, int]:
-        """The same without the rows and columns beyond the cells kept: only these positions are counted."""
+        """Height and width of the outputs that the visible cells cover; only these positions are counted."""
         kept = self.visible_cells or self.full_output_size
         height, width = (min(n, k * w) for n, k, w in zip(self.full_output_size, kept, self.window, strict=True))
         return height, width

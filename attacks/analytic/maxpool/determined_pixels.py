@@ -135,7 +135,7 @@ def _output_inequalities(equations: Equations, fit: Fit, entries: Tensor) -> tup
 
 # ---- equations that hold to the last digit ---------------------------------------------------------------------------
 def confirm_pixels(equations: Equations, x: Tensor, step: Tensor) -> Tensor:
-    """Return which pixels (H, W) are seen by outputs that are what they have to be.
+    """Return which pixels (H, W) are confirmed: nearly all precise equations that see them hold.
 
     An output is a sum over all numbers of a patch. Were a single one of them a level off, it would miss its target by
     more than may be: an output says nothing of a pixel whose weights are too small for that.

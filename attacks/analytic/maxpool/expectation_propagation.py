@@ -168,7 +168,7 @@ def _next_noise(schedule: Schedule, noise: float, error: float, *, bounded: bool
 
 
 def _confirm_pixels(equations: Equations, state: PropagationState, levels: PixelLevels) -> PropagationState:
-    """Return the same with those pixels taken for certain that equations confirm on their nearest levels."""
+    """Return the state with the pixels taken for certain that the equations confirm on their nearest levels."""
     x = levels.nearest(state.mean)
     confirmed = confirm_pixels(equations, x, levels.step)
     return replace(state, confirmed=confirmed, mean=torch.where(confirmed, x, state.mean))

@@ -26,7 +26,7 @@ MAX_MOVES = 400
 
 
 def snap_flat_regions(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
-    """Return the same with loose pixels on the level of the region around them, where the equations bear it.
+    """Move loose pixels to the level of the region around them where the equations allow it; return the solution.
 
     At the rim of an image few outputs see a pixel, and along its edges many real pictures are exactly flat. Each move
     is tried on the equations themselves, positions included: these may follow wrong pixels, which then look certain.

@@ -80,7 +80,7 @@ class GaussianPrior:
         return precision * step[:, None] * step, pull * step
 
     def to(self, dtype: torch.dtype) -> GaussianPrior:
-        """Return the same prior in another floating-point precision."""
+        """Return this prior in another floating-point precision."""
         sites = None if self.sites is None else self.sites.to(dtype)
         return GaussianPrior(self.channels.to(dtype), self.pixels.to(dtype), self.mean.to(dtype), sites)
 
@@ -101,7 +101,7 @@ class GaussianPrior:
         return self.mean[:, None].expand(-1, len(self.pixels)), torch.kron(channels.inverse(), pixels.inverse())
 
     def with_smoothness(self, factor: float) -> GaussianPrior:
-        """Return the same prior with its smoothness times `factor`."""
+        """Return this prior with its smoothness times `factor`."""
         return replace(self, channels=self.channels * factor)
 
 

@@ -33,7 +33,7 @@ MAX_ERROR_RATIO = 2.0
 
 
 def decode_levels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
-    """Return the same with every pixel on a level, and which of them the equations leave no choice of.
+    """Put every pixel on a level and mark those that the equations determine; return the solution.
 
     Positions that follow from the levels are taken over, and the system is solved again. Where the equations leave a
     choice, the prior makes it.
@@ -64,7 +64,7 @@ def decode_levels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels)
 
 
 def mark_determined(now: LayerSolution, levels: PixelLevels) -> LayerSolution:
-    """Return the same with which pixels are on one level in all inputs that explain the equations at its positions."""
+    """Mark the pixels that have one level in all inputs that explain the equations at the solution's positions."""
     shape = now.fit.x.shape
     system = _StepSystem.of(now.normal_equations().dense(), levels.step.expand(shape).flatten(), levels)
     loose, deviations = system.loose, system.deviations

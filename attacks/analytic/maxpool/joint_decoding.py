@@ -56,7 +56,7 @@ MAX_ROUNDS = 12
 
 
 def decode_jointly(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
-    """Return the likeliest of what a changed position, and the levels that follow from it, lead to, step by step.
+    """Change positions one at a time, with the levels that follow from each, and return the likeliest solution met.
 
     Args:
         now: a solution near the truth.
@@ -122,19 +122,20 @@ class EquationPrecisions:
 
     Attributes:
         gradient_std: standard deviation of the gradient's equations, by filter (O,).
-        gradient: inverse variance of each (O, M).
-        outputs: inverse variance of the outputs (O, K), less where one misses its target already.
-        changed_outputs: the same if a cell's position is another one (O, K): as if none missed its target.
+        gradient_precision: inverse variance of each (O, M).
+        output_precision: inverse variance of the outputs (O, K), less where one misses its target already.
+        changed_output_precision: the outputs' inverse variance if a cell's position is another one (O, K): as if none
+            missed its target.
     """
 
     gradient_std: Tensor
     gradient_precision: Tensor
     output_precision: Tensor
-    changed_output_std: Tensor
+    changed_output_precision: Tensor
 
     @classmethod
     def of(cls, now: LayerSolution) -> EquationPrecisions:
-        """Return that of a solution, by what it leaves of its equations."""
+        """Return the precisions that a solution's residuals suggest."""
         equations, fit = now.equations, now.fit
         scale = typical_deviation(equations, fit)
         changed = 1 / (target_deviation(equations) * scale).square()
@@ -174,8 +175,8 @@ class LocalSystem:
         levels: of its pixels.
         pixels: which ones, counted along the input (n,).
         patches: dU, what a step of each adds to the patches at the positions of each cell (K, P, M, n).
-        trust: in the equations; its `outputs` are 0 where a target is not known.
-        expected: precision (n, n), and precision times mean (n,), that the prior adds.
+        precisions: of the equations; `output_precision` is 0 where a target is not known.
+        prior_moments: precision (n, n), and precision times mean (n,), that the prior adds.
     """
 
     now: LayerSolution
@@ -203,7 +204,7 @@ class LocalSystem:
 
     @property
     def equations(self) -> Equations:
-        """Of the layer."""
+        """The equations of the solution `now`."""
         return self.now.equations
 
     # ---- search ------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class LocalSystem:
             signal = self.equations.signal[o, k] * root[o]
             rows = rows - signal[:, None] * (self.patches[k, p] - self.patches[k, taken])
             ends = ends - signal * (self._cells[k, p] - self._cells[k, taken])
-            trust = self.precisions.changed_output_std[o, k]
+            trust = self.precisions.changed_output_precision[o, k]
         weight = trust.sqrt()
         rows = torch.cat([rows, weight * self._output_change[o, k, p][None]])
         return rows, torch.cat([ends, (weight * self._excess[o, k, p])[None]])
@@ -279,7 +280,7 @@ class LocalSystem:
         std = torch.einsum("okpn,nm,okpm->okp", ahead, covariance, ahead).clamp_min(0).sqrt()
         short = self._excess.gather(2, taken) - self._excess
         off = (output_deviations(self.equations, self.now.fit) * target_deviation(self.equations)).abs()
-        reach = REACH * (std + self.precisions.changed_output_std.rsqrt()[..., None])
+        reach = REACH * (std + self.precisions.changed_output_precision.rsqrt()[..., None])
         reach = reach + MISSED_REACH * off[..., None]
         others = torch.arange(short.shape[-1]).to(taken) != taken
         return ((short.abs() < reach) & others & self.equations.target_known[..., None]).nonzero().tolist()

@@ -71,7 +71,7 @@ class Lattice:
 
     @cached_property
     def _inverse(self) -> Array:
-        """Of the basis (n, n): whole numbers, too."""
+        """The inverse of the basis (n, n); its entries are whole numbers, too."""
         return np.round(np.linalg.inv(self.reduced_basis[0]))
 
     @property

@@ -71,7 +71,7 @@ def misfit(equations: Equations, fit: Fit, scale: float) -> float:
 def select_likeliest(
     now: LayerSolution, others: Iterable[LayerSolution], prior: GaussianPrior, allowed: float
 ) -> tuple[LayerSolution, Ambiguity]:
-    """Return the likeliest of `now` and `others`, and what of `now` the others that explain about as much dispute.
+    """Return the likeliest of `now` and `others`, and the numbers of `now` that equally good others contradict.
 
     Args:
         now: what is compared with.

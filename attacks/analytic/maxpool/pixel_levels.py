@@ -41,7 +41,7 @@ class PixelLevels:
 
     @classmethod
     def of(cls, mean: Tensor, std: Tensor, count: int = 256) -> PixelLevels:
-        """Return those of [0, 1], with the mean and standard deviation (I,) of an image's normalization."""
+        """Return `count` levels of [0, 1], normalized by a mean and standard deviation per channel (I,)."""
         std = std[:, None, None]
         return cls(-mean[:, None, None] / std, 1 / (std * (count - 1)), count)
 

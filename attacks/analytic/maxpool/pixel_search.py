@@ -45,7 +45,7 @@ CHUNK = 4_000_000
 
 
 def search_pixels(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
-    """Return the same with its loosest pixels on the likeliest levels, where equations leave a choice.
+    """Put the loosest pixels on their likeliest levels where the equations leave a choice; return the solution.
 
     Args:
         now: a solution near the truth.
@@ -97,7 +97,7 @@ class PixelSearch:
     pixel: int
 
     def neighbors(self) -> Iterator[LayerSolution]:
-        """Yield what the likeliest combinations lead to, but for none of them."""
+        """Yield the solutions that the likeliest changes of the pixel lead to, each with at least one change."""
         steps, explained = self._likeliest_combinations
         order = steps[(explained + self._prior_penalty(steps)).argsort()]
         indices, (row, column) = self.levels.indices(self.now.fit.x), divmod(self.pixel, self.now.fit.x.shape[2])
@@ -121,7 +121,7 @@ class PixelSearch:
         return Ambiguity(self._entries((as_much != 0).any(0)), self._entries((as_much[moved] != 0).any(0)))
 
     def _entries(self, channels: Tensor) -> Tensor:
-        """Return those numbers of the input that are of the pixel and of some of its `channels` (I,): (I, H, W)."""
+        """Return a mask (I, H, W) of the pixel's entries in `channels` (I,)."""
         result = torch.zeros_like(self.now.fit.x, dtype=torch.bool)
         result.flatten(1)[:, self.pixel] = channels
         return result
@@ -205,7 +205,7 @@ class PixelSearch:
 
     @cached_property
     def _entries_and_steps(self) -> tuple[Tensor, Tensor]:
-        """Those numbers of the input that are moved (I,), and by how much in a step."""
+        """Indices into the input of the pixel's entries (I,), and how much one step moves each."""
         channels, plane = len(self.now.fit.x), self.now.fit.x[0].numel()
         return torch.arange(channels) * plane + self.pixel, self.levels.step.flatten()
 

@@ -18,7 +18,7 @@ class PositionFlips:
     Attributes:
         filters: their numbers (f,).
         cells: numbers of the cells in question (f, k).
-        closed: 0 for a position in question, infinite for others (f, k, P).
+        exclusion: 0 for a position in question, infinite for others (f, k, P).
         change: what passing it on instead adds to what is left of the gradient (f, k, P, M).
         size: the sum of squares of that, infinite for others (f, k, P).
         residual: what is left of the gradient (f, M).
@@ -27,7 +27,7 @@ class PositionFlips:
 
     filters: Tensor
     cells: Tensor
-    selected: Tensor
+    exclusion: Tensor
     change: Tensor
     size: Tensor
     residual: Tensor
@@ -51,11 +51,11 @@ class PositionFlips:
         filters = asked.any(1).nonzero().flatten()
         order = asked[filters].to(torch.uint8).sort(dim=1, descending=True, stable=True)
         cells, rows = order.indices[:, : int(asked.sum(1).max())], filters[:, None]
-        closed = torch.zeros_like(selection[rows, cells]).masked_fill(~near[rows, cells], float("inf"))
+        exclusion = torch.zeros_like(selection[rows, cells]).masked_fill(~near[rows, cells], float("inf"))
         now = torch.einsum("fkp,fkpm->fkm", selection[rows, cells], patches[cells])
         change = signal[rows, cells][..., None, None] * (now[:, :, None] - patches[cells])
         floor = explained[filters].square() * residual.shape[1]
-        return cls(filters, cells, closed, change, change.square().sum(-1) + closed, residual[filters], floor)
+        return cls(filters, cells, exclusion, change, change.square().sum(-1) + exclusion, residual[filters], floor)
 
     def apply_best(self) -> tuple[PositionFlips, Tensor, Tensor, Tensor] | None:
         """Make the best change of every filter that one helps; None where there is no such filter.
@@ -77,9 +77,9 @@ class PositionFlips:
         step = rest.change[every, cell, position]
         rest.residual.add_(step)
         rest.change[every, cell] -= step[:, None]
-        rest.size[every, cell] = rest.change[every, cell].square().sum(-1) + rest.selected[every, cell]
+        rest.size[every, cell] = rest.change[every, cell].square().sum(-1) + rest.exclusion[every, cell]
         return rest, rest.filters, rest.cells[every, cell], position
 
     def _subset(self, on: Tensor) -> PositionFlips:
-        """Return those of some filters, numbered among these (g,)."""
+        """Return the flips of the filters with the indices `on` (g,)."""
         return PositionFlips(*(getattr(self, part.name)[on] for part in fields(self)))

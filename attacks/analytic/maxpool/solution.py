@@ -33,7 +33,7 @@ class Ambiguity:
 
     @classmethod
     def none(cls, x: Tensor) -> Ambiguity:
-        """Return that of no number of an input like `x` (I, H, W)."""
+        """Return an ambiguity in which no number of an input like `x` (I, H, W) is ambiguous."""
         empty = torch.zeros_like(x, dtype=torch.bool)
         return cls(empty, empty)
 
@@ -76,7 +76,7 @@ class LayerSolution:
         return cls(*choose_activation_sides(equations, fit))
 
     def with_input(self, x: Tensor) -> LayerSolution:
-        """Return the same equations with another input (I, H, W), at the positions that follow from it."""
+        """Return the solution with another input (I, H, W) of these equations, at the positions that follow from it."""
         own = evaluate(self.equations, x)
         return LayerSolution(self.equations, evaluate(self.equations, x, resolve_ties(self.equations, own)))
 
@@ -152,7 +152,7 @@ class LayerSolution:
         return alone.view(-1, *x.shape[1:]).expand_as(x)
 
     def with_ambiguity(self, ambiguity: Ambiguity, before: LayerSolution | None = None) -> LayerSolution:
-        """Return the same with nothing determined that is ambiguous, nor what was open or disputed `before`."""
+        """Return the solution with nothing marked as determined that is ambiguous, or was open or disputed `before`."""
         determined, disputed = self.determined, ambiguity.other_positions
         for one in (self, before):
             if one is not None and one.disputed is not None:

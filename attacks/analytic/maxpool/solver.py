@@ -121,7 +121,7 @@ def _solve_features(equations: Equations) -> LayerSolution:
 
 
 def _reweight(now: LayerSolution) -> LayerSolution:
-    """Return the same, solved for anew with equations weighed by what it leaves of them, not by what a search had left.
+    """Solve again with equations weighed by this solution's own residuals, no longer by those of the search.
 
     With every equation weighed by its own rounding, all together may be left a little more.
     """

@@ -46,8 +46,8 @@ class SolvedInput:
 
     Attributes:
         values: of all images (N, ...).
-        unknowns: how many numbers that is.
-        gradient: how many numbers of what the layer is given the gradient equations alone determine.
+        unknown_count: how many numbers that is.
+        gradient_rank: how many numbers of what the layer is given the gradient equations alone determine.
         rank: how many of the unknowns all equations used determine.
         condition: condition number of the equations used; infinite where they leave something open.
     """
@@ -61,12 +61,12 @@ class SolvedInput:
 
 @dataclass(frozen=True)
 class WeakConstraints:
-    """Gradient equations that say little: `sizes * (directions^T x_c) = turned[:, c]`, relative to the strongest.
+    """Gradient equations that say little: `sizes * (directions^T x_c) = projections[:, c]`, relative to the strongest.
 
     Attributes:
         directions: (N P, r), also those that no equation says anything of.
         sizes: (q,), q <= r.
-        turned: (q, C).
+        projections: (q, C).
     """
 
     directions: Tensor
@@ -313,7 +313,7 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
 
 
 def triangularize(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same equations, turned so that no more than n are left: (min(m, n), n) and (min(m, n), c)."""
+    """Return at most n equations with the same least-squares solution: (min(m, n), n) and (min(m, n), c)."""
     unknowns = rows.shape[1]
     if rows.shape[0] <= unknowns:
         q, upper = torch.linalg.qr(rows)

@@ -48,7 +48,7 @@ class LinearLayer:
         bias_update: the bias's (m,), in the same unit.
         transmitted: 1 where a known defense let an entry through, 0 elsewhere (m, n); None is everywhere.
         trust: how far a known defense lets the bias be trusted, relative to the weight.
-        images: whether its input is the image itself, normalized.
+        is_given_images: whether its input is the image itself, normalized.
         steps: optimizer steps in which it moves; None if unknown.
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
             a defense that changes sizes).
@@ -285,7 +285,7 @@ class _NetworkProbe:
         return tap.outputs[0].detach(), grad
 
     def _signals_by_bias(self, layer: VectorLayer) -> tuple[Tensor, Tensor]:
-        """Return the same of a layer that is no module, by a bias of each image's own."""
+        """Return outputs and signals of a layer that is no module, by giving every image a bias of its own."""
         outputs = operation_outputs(self._model_as_sent, layer.node, self.images)
         if outputs is None:
             raise RuntimeError(f"what {layer.name!r} returns hangs on the image")

@@ -78,7 +78,7 @@ class ActivationOutputs:
 
     @classmethod
     def of(cls, stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor) -> ActivationOutputs:
-        """Return those of `stage`, from what comes into the one above and flows back into that.
+        """Return the outputs of `stage`, from what comes into the stage above and flows back into that.
 
         Args:
             stage: whose outputs they are.

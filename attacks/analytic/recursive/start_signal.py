@@ -36,7 +36,7 @@ class StartSignal:
     Attributes:
         top: number of a linear layer's stage.
         signal: what flows back into that layer (N, out).
-        off: how far that may be off, relative to its root mean square.
+        relative_error: how far that may be off, relative to its root mean square.
         labels: of the images of a batch (N,), where they were found with the signals; as they are known, if they are.
     """
 

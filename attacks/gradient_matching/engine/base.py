@@ -218,7 +218,7 @@ class GradientMatching(Attack):
         return cls(iterations=5, restarts=2)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
-        """Return those that fill a stack."""
+        """Return the views' indices in portions that each fill one stack of trials."""
         return split_into_portions(views, self.max_parallel_trials, self.restarts)
 
     # ---- the search: views -> problems -> batches of trials -> the best trial of each view ---------------------------
@@ -429,7 +429,7 @@ class GradientMatching(Attack):
         return replace(now, earlier=tuple(rank_orders(problem, self.order_candidates, 1)[0] for problem in past))
 
     def label_mode(self, view: ServerView) -> str:
-        """Return `labels`, but that those read off are dealt out where it matters which image has which."""
+        """Return the mode `labels`; "auto" becomes "joint" where it matters which image has which label."""
         return "joint" if self.labels == "auto" and order_matters(view) else self.labels
 
     def search_space(self, view: ServerView) -> SearchSpace:

@@ -125,7 +125,7 @@ class MatchingProblem:
         return torch.cat(batches).to(view.device)
 
     def with_order(self, order: Tensor) -> MatchingProblem:
-        """Return the same problem with the images fed in `order` (M,), in place of `default_order`."""
+        """Return this problem with the images fed in `order` (M,), in place of `default_order`."""
         made = replace(self)
         made.__dict__.update({**self.__dict__, "constants": {**self.constants, "order": order}})
         return made

@@ -14,7 +14,7 @@ from fl.types import Batch
 @datasets.register("pooled")
 @dataclass(frozen=True, kw_only=True)
 class Pooled(Source):
-    """Another data set with a split of its own, as HyperFedNet (Chen et al., 2024, section V-A) takes 80 % and 20 %.
+    """Pools training and test images of a data set and splits them anew, as HyperFedNet does (Chen et al., 2024, V-A).
 
     A partition that deals fractions of every class (`dirichlet`, `iid` in expectation) then gives every client about
     that split, too, of the same distribution.

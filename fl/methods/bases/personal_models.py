@@ -22,7 +22,7 @@ class PersonalModels(FedAvg):
     """
 
     def model(self, server: ServerState, client: int, task: Task) -> Tensors:
-        """What client number `client`, one of `server.clients`, starts its round from, by names of `last_model`."""
+        """Return the model that client number `client` starts its round from, by the names of `last_model`."""
         raise TypeError(f"{type(self).__name__} does not say what a client starts from: define model()")
 
     def broadcast(self, server: ServerState, client: int, task: Task) -> Download:
@@ -35,7 +35,7 @@ class PersonalModels(FedAvg):
         return as_download(server, found)
 
     def aggregate(self, server: ServerState, uploads: Sequence[Upload], task: Task) -> ServerState:
-        """Return the models that arrived take the place of those kept."""
+        """Return the state in which the models that arrived replace those kept for their clients."""
         arrived = {_model_payload(u.client): final_model(self.broadcast(server, u.client, task), u) for u in uploads}
         return replace(server, own=server.own | arrived, round=server.round + 1)
 

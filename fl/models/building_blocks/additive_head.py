@@ -54,5 +54,5 @@ class AdditiveHead(Parametrization):
         return [n for n in task.parameters if n in live or COMMON + n in live or PERSONAL + n in live]
 
     def pull_back(self, params: Tensors, grads: dict[str, Tensor], task: Task, live: Collection[str]) -> Tensors:
-        """Return the same gradient for both parts."""
+        """Return the classifier's gradient for the common and the personal part alike: both are added with weight 1."""
         return {name: grads[name.removeprefix(COMMON).removeprefix(PERSONAL)] for name in live}

@@ -155,7 +155,7 @@ class Filters(Generated):
         return math.sqrt(2 / math.prod(shape[1:]) / ((hidden + 1 / self.embedding) / 3))
 
     def lift(self, params: Tensors) -> Tensors:
-        """Return the same, and the generated filters beside them where these move by themselves."""
+        """Return the parameters, with the generated filters beside them where these move by themselves."""
         return params if self.regenerate == "step" else {**params, **self.filters(params)}
 
     def network(self, params: Tensors, task: Task) -> dict[str, Tensor]:
@@ -169,7 +169,7 @@ class Filters(Generated):
         return self.filters(params)
 
     def filters(self, params: Mapping[str, Value]) -> dict[str, Tensor]:
-        """Return the same, from the parameters alone."""
+        """Return the generated convolution weights, by name; the parameters alone say which there are."""
         result = {}
         for shape, weights in embedded_weights(params).items():
             own = [dense(params[embeddings_name(shape, weight)]) for weight in weights]

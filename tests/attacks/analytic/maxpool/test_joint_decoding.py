@@ -137,7 +137,7 @@ def test_equations_nearby_are_those_of_a_changed_position_and_moved_pixels() -> 
         if place is not None:
             o, k, p = place
             selection[o, k] = one_hot(torch.tensor(p), selection.shape[-1]).to(selection)
-            sure[o, k] = near.precisions.changed_output_std[o, k]
+            sure[o, k] = near.precisions.changed_output_precision[o, k]
         predicted = float(steps @ told @ steps - 2 * steps @ right) + more
         assert math.isclose(left(LEVELS.values(number), selection, sure) - now, predicted, rel_tol=1e-6)
 
