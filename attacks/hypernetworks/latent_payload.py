@@ -71,7 +71,7 @@ class LatentPayload(Attack):
         return self.run_controlled(views, seeds, SearchControl())
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
-        """Attack several views within what `control` allows; without time left, the decoder's image as it is."""
+        """Attack several views within what `control` allows; without time left, the latent vector is only decoded."""
         monitor = SearchMonitor(control, len(views), self.iterations)
         single = map(self.single_client_view, views)
         return [view if isinstance(view, NotApplicable) else self._invert(view, monitor) for view in single]

@@ -311,7 +311,7 @@ def _network_method(method: Method, kind: type[FedAvg], settings: dict[str, Any]
 
 
 def _several_steps_rule(peeled: SolvedHypernet) -> tuple[Method, Tensors]:
-    """Return the method that trains the extractor itself as the client did, with its classifier at rest.
+    """Return the method that trains the extractor itself as the client did, classifier at rest, and its update.
 
     With the activations at rest, W_k and b_k together move theta_k = W_k a + b_k by |a|^2 + 1 times what g_k moves
     b_k: that is the step size of plain training, and its inverse square root scales the norm that gradients are

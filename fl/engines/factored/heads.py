@@ -36,7 +36,7 @@ class Heads:
         self._part: Tensor | None = None
 
     def attend(self, activations: Tensor) -> None:
-        """Restrict later products to the units that are not zero in all `activations` (N, H or 1 + H)."""
+        """Restrict later products to units that are not zero in some row of `activations` (N, H or 1 + H)."""
         live = (activations != 0).any(0).nonzero().squeeze(1)
         enough = bool(torch.isin(live, self._chosen, assume_unique=True).all())
         if enough and 2 * len(live) >= len(self._chosen):  # a copy costs as much as the two products
