@@ -162,7 +162,7 @@ class ProgressBoard:
         self._numbers: Any = multiprocessing.get_context("spawn").RawArray("d", size) if slots else [0.0] * size
 
     def clear(self) -> None:
-        """Nothing is searched for, and nothing has to end."""
+        """Reset all numbers: no search runs, and none has to end."""
         self._numbers[:] = [0.0] * len(self._numbers)
 
     @property
@@ -272,12 +272,12 @@ class _AttackJob:
         return not reason
 
     def stop(self) -> None:
-        """No other batch is taken."""
+        """Let no further batch be started."""
         self.open.clear()
         self.over.set()
 
     def wait_for(self, others: Iterable[Future[None]]) -> None:
-        """Until the other threads have done their work."""
+        """Wait until the other threads have done their work."""
         left = set(others)
         while left:
             try:

@@ -60,7 +60,7 @@ class Chain(Defense):
         return tuple(member for part in self.parts for member in part.members())
 
     def check(self, method: Method, task: Task) -> None:
-        """Each refuses what it has to."""
+        """Let every part refuse what it can't defend."""
         for part in self.parts:
             part.check(method, task)
 

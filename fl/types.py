@@ -303,7 +303,7 @@ class Truth:
 
     @property
     def labels(self) -> Tensor:
-        """Their labels (N,)."""
+        """The images' labels (N,)."""
         return self.trace.labels
 
     def candidate(self) -> Candidate:

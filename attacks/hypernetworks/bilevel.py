@@ -398,7 +398,7 @@ class Bilevel(Attack):
     def _search_embeddings(
         self, levels: list[EmbeddingProblem], start: Variables, monitor: SearchMonitor
     ) -> list[TrialResult]:
-        """Return the embedding and output move together (Adam)."""
+        """Search for embedding and output together, by Adam; return the result of each trial."""
         settings = GradientMatching(iterations=self.lower_iterations, private_lr=self.lower_lr, clamp_pixels=False)
         return settings.search(ProblemBatch(levels, compiled=self.compile), start, [], monitor)
 

@@ -82,7 +82,7 @@ class SolvedHypernet:
 
     @cached_property
     def gradient(self) -> dict[str, Tensor]:
-        """Their gradient times step size (summed over the steps, with momentum) and clip factor."""
+        """The weights' gradient times step size (summed over the steps, with momentum) and clip factor."""
         return self._in_shape(self.update.gradient(self.hidden))
 
     @property

@@ -63,7 +63,7 @@ def map_counts(signals: Tensor, target: Tensor, images: int, least: Tensor, doub
 
 
 def _greedy_counts(signals: Tensor, target: Tensor, images: int, least: Tensor, doubt: float) -> Tensor:
-    """Return counts (K,) as images are given out one by one, each to the class where it helps most."""
+    """Deal images one by one, each to the class where it helps most, and return the counts (K,)."""
     gram, reach = signals.mT @ signals, signals.mT @ target
     counts = least.clone()
     while counts.sum() < images:
@@ -72,7 +72,7 @@ def _greedy_counts(signals: Tensor, target: Tensor, images: int, least: Tensor, 
 
 
 def _refine_counts(signals: Tensor, target: Tensor, counts: Tensor, least: Tensor, doubt: float) -> Tensor:
-    """Return counts (K,) with single images moved between classes, always the best move, as long as one helps.
+    """Move single images between classes, always by the best move, as long as one helps; return the counts (K,).
 
     Moving one image from class a to class b changes |S n - t|^2 by slope_b - slope_a + |S_a - S_b|^2, where slope is
     its gradient 2 S^T (S n - t), and M(n) by the factor n_a / (n_b + 1); A(n) stays.

@@ -63,7 +63,7 @@ class Node:
 
     @property
     def operation(self) -> str:
-        """Its name without what tells its overloads apart."""
+        """The operation's name without that of its overload."""
         return str(self.op.overloadpacket.__name__).strip("_")
 
     @property

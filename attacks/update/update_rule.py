@@ -101,7 +101,7 @@ class _TensorUpdate:
 
     @property
     def length(self) -> float:
-        """Its norm."""
+        """The norm of the update."""
         return float(self.update.norm())
 
 

@@ -152,11 +152,11 @@ class FedGen(FedAvg):
         return replace(phase, groups=(replace(group, prefixes=tuple(n for n in task.parameters if n != SHARES)),))
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
-        """In the first round there is no generator; the shares of labels move nothing that the network predicts by."""
+        """Return True in the first round, which has no generator, and where the generator's terms have no weight."""
         return type(self).loss is FedGen.loss and (round == 0 or self.alpha == self.beta == 0)
 
     def trains_predictor(self, phase: Phase) -> bool:
-        """Counting moves nothing that the network reads."""
+        """Return False for counting, which moves nothing that the network reads."""
         return super().trains_predictor(phase) and phase.groups != (COUNTING_GROUP,)
 
     def disclosed_label_shares(self, sent: Tensors, update: Tensors) -> Tensor | None:
@@ -266,7 +266,7 @@ def _probabilities(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _label_weights(server: ServerState, uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Each client's share of the round's images of each label (clients, K), and where there are any (K,), 0 or 1.
+    """Return each client's share of the round's images of each label (clients, K), and 1 where there are any, else 0 (K,).
 
     A defense may have put noise into what clients sent: what is below zero counts for nothing, and where nothing is
     left of a label, clients count alike.

@@ -257,7 +257,7 @@ class CommonExpert(nn.Module):
             module._non_persistent_buffers_set.update(module._buffers)
 
     def train(self, mode: bool = True) -> CommonExpert:
-        """Nothing here trains."""
+        """Stay in evaluation mode, whatever `mode` asks: the common expert is not trained."""
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:

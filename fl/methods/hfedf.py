@@ -117,7 +117,7 @@ class HFedF(FedAvg):
         return draw_masks(task.model, batch.inputs, generator)
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
-        """Without dropout there are no masks, and it is."""
+        """Return False with dropout, whose masks enter the loss."""
         return super().uses_plain_cross_entropy(task, round) and not has_dropout(task.model)
 
     # ---- server rule -------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class Moon(FedAvg):
         return loss + self.mu * functional.softplus((t - s) / self.temperature).mean()
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
-        """In the first round nobody has a network of an earlier one."""
+        """Return True in the first round, before which no client has a network, and where `mu` is 0."""
         return type(self).loss is Moon.loss and (round == 0 or self.mu == 0)
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:

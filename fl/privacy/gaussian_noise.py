@@ -63,7 +63,7 @@ class UntransformedDraw(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Nothing flows back."""
+        """Mark the draw as not differentiable."""
         ctx.mark_non_differentiable(output)
 
     @staticmethod

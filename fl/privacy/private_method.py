@@ -279,7 +279,7 @@ class PrivateMethod(Method):
     # ---- server ------------------------------------------------------------------------------------------------------
     @property
     def aggregates_mean_only(self) -> bool:
-        """Not at client level, where the server shortens every update."""
+        """Whether the mean is all the server needs: not at client level, where it shortens every update."""
         return self.mode != "client-level"
 
     def init_server(self, params: Tensors, task: Task, clients: int, generator: torch.Generator) -> ServerState:
@@ -292,7 +292,7 @@ class PrivateMethod(Method):
 
     @property
     def max_participations(self) -> int:
-        """In the rounds that its budget is spent on."""
+        """The number of rounds that a client's budget is spent on."""
         return self.rounds
 
     def exclusion_reason(self, server: ServerState, client: int) -> str:

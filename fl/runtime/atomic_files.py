@@ -118,7 +118,7 @@ def remove_path(path: Path) -> None:
 
 
 def refuse_link(path: Path) -> None:
-    """Nothing is written through links that somebody else may have put into a folder.
+    """Refuse to write through a link, which somebody else may have put into a folder.
 
     Raises:
         ValueError: `path` is one.

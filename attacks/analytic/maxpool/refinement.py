@@ -40,7 +40,7 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """Both together; what is not a number is worst."""
+        """The sum of both errors; what is not a number is worst."""
         total = self.gradient_error + self.output_error
         return total if total == total else float("inf")
 

@@ -211,7 +211,7 @@ class _NetworkProbe:
     def layers(self) -> dict[str, bool]:
         """Every linear layer given one vector per image, in the order they run; True if that is the image itself.
 
-        The latter as the view's normalization has it; `origin` says so of any other.
+        The image counts as normalized by the view's normalization; `origin` says so of any other.
         """
         seen, flat = self._module_inputs, self._vector_layers
         order = [*flat, *(name for name in seen if name not in flat)]

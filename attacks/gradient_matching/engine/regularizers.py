@@ -15,7 +15,7 @@ class Regularizer(Protocol):
     """A further term of a search's objective: a frozen dataclass of settings."""
 
     def constants(self, view: ServerView) -> Any:
-        """Return the tensors it needs of a view, as a tree of a form that depends on the settings alone."""
+        """Return the tensors that the regularizer needs of a view, in a tree whose form the settings alone decide."""
 
     def __call__(self, view: ServerView, candidate: Candidate, client: Client, constants: Any) -> Tensor:
         """Return its value at a guess, a number; differentiable, and fit for `vmap`.
