@@ -266,7 +266,7 @@ def _probabilities(labels: Tensor, classes: int, like: Tensor) -> Tensor:
 
 
 def _label_weights(server: ServerState, uploads: Sequence[Upload]) -> tuple[Tensor, Tensor]:
-    """Return each client's share of the round's images of each label (clients, K), and 1 where there are any, else 0 (K,).
+    """Return each client's share of the images of each label (clients, K), and 1 where there are any, else 0 (K,).
 
     A defense may have put noise into what clients sent: what is below zero counts for nothing, and where nothing is
     left of a label, clients count alike.

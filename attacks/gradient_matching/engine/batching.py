@@ -33,7 +33,7 @@ class BatchableProblem(Protocol):
 
     @property
     def constants(self) -> dict[str, Any]:
-        """All tensors of the batch, as one tree."""
+        """All tensors of the problem, as one tree."""
 
     def value(self, variables: Variables, constants: dict[str, Any], client: Client, *, vmapped: bool) -> Tensor:
         """Return its objective at one guess, with the tensors of `constants`; `vmapped` under `vmap`.
