@@ -115,17 +115,15 @@ class AuditRequest:
         """What is audited."""
         if self.update is not None:
             return f"{self.update.name} of {self.model or self.target}"
-        method, size = (
-            yaml12.parse_settings(self.method or "fedavg").get("name"),
-            f"{self.batch_size} image(s) per update",
-        )
+        method = yaml12.parse_settings(self.method or "fedavg").get("name")
+        images = _count(self.batch_size, "image")
+        size = f"{images} per update"
         if (clients := defenses.build(_defense(self.defense)).group_size) > 1:
-            size = f"{self.batch_size} image(s) per client, mean over groups of {clients}"
+            size = f"{images} per client, mean over groups of {clients}"
         if self.target:
             return f"{self.target} under {method}, {size}"
-        return (
-            f"{method} on {yaml12.parse_settings(self.dataset or '').get('name')}, {size}, after {self.rounds} round(s)"
-        )
+        dataset = yaml12.parse_settings(self.dataset or "").get("name")
+        return f"{method} on {dataset}, {size}, after {_count(self.rounds, 'round')}"
 
     @property
     def attacks(self) -> dict[str, Attack]:
@@ -375,6 +373,11 @@ def make_folder(path: Path | None) -> None:
             pass
     except OSError as error:
         raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
+
+
+def _count(number: int, noun: str) -> str:
+    """Returns a number with its noun, which has an s where there is not one."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _defense(text: str) -> dict[str, Any]:
