@@ -177,7 +177,7 @@ def run(
 
 
 def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:
-    """The limits of all searches."""
+    """Return the limits of all searches."""
     if minutes is not None and not 0 < minutes < math.inf:
         raise ValueError(f"expected minutes > 0, or None for no limit, got {minutes}")
     seconds = math.inf if minutes is None else 60 * minutes
@@ -282,7 +282,7 @@ def audit(
 
 
 def _batch(images: Tensor | Batch | None, labels: Tensor | None) -> Batch | None:
-    """Images and labels as a batch."""
+    """Return images and labels as a batch."""
     if images is None or isinstance(images, Batch):
         if labels is not None:
             raise ValueError(f"labels go with a tensor of images, got {'none' if images is None else 'a batch'}")
@@ -299,7 +299,7 @@ def _subjects(
     update: str | Path | Mapping[str, Tensor] | None,
     chosen: AuditOptions,
 ) -> tuple[list[Subject], Method]:
-    """The updates of a user's model, and the method they are of."""
+    """Return the updates of a user's model, and the method they are of."""
     client = chosen.client()
     if known is not None:
         known = Batch(user_model.match_dtype(model, known.inputs), known.labels)

@@ -20,7 +20,7 @@ PEELED, SEARCH = "peel+ig", "ig"
 
 
 def default_attacks(method: Method, size: int) -> tuple[str, ...]:
-    """The attacks for updates of `size` images: those that solve, and can tell that they are right, before a search.
+    """Return the attacks for updates of `size` images: before a search, those that solve and can tell they are right.
 
     `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
     `april` is for one image behind a vision transformer.
@@ -31,7 +31,7 @@ def default_attacks(method: Method, size: int) -> tuple[str, ...]:
 
 
 def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:
-    """Why an attack of the default ones could add nothing to those before it, or nothing.
+    """Return why an attack of the default ones could add nothing to those before it, or nothing.
 
     It never asks the truth: only what attacks have shown of their results themselves.
 
@@ -49,7 +49,7 @@ def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:
 
 
 def _settling(before: Mapping[str, Sequence[Row]]) -> list[str]:
-    """The attacks that settle every update between them; nothing where one is open."""
+    """Return the attacks that settle every update between them; nothing where one is open."""
     updates = dict.fromkeys(row["update"] for rows in before.values() for row in rows)
     first = [
         next((name for name, rows in before.items() if are_settled([row for row in rows if row["update"] == key])), "")
@@ -71,7 +71,7 @@ class EarlyStopping:
     reasons: dict[str, str] = field(default_factory=dict)
 
     def __call__(self, one: Source, watch: AttackTask) -> bool:
-        """Whether the attack may add something to those that stand before it."""
+        """Return whether the attack may add something to those that stand before it."""
         earlier = one.attack_tasks[: one.attack_tasks.index(watch)]
         done = {other.attack.label: cell for other in earlier if (cell := self.folder.latest(other.cell)) is not None}
         before = {label: jsonl.read_rows(self.folder.file(cell, IMAGES)) for label, cell in done.items()}
@@ -81,13 +81,13 @@ class EarlyStopping:
         return not reason
 
     def left_out(self, plan: Plan) -> dict[str, str]:
-        """Why attacks were left out of the whole plan, by label."""
+        """Return why attacks were left out of the whole plan, by label."""
         kept = {task.attack.label for task in plan.attacks if task.cell.id not in self.reasons}
         gone = [task for task in plan.attacks if task.attack.label not in kept]
         return {task.attack.label: self.reasons[task.cell.id] for task in gone}
 
     def remaining(self, plan: Plan) -> Plan:
-        """The plan without what was left out."""
+        """Return the plan without what was left out."""
 
         def kept(source: Source) -> tuple[AttackTask, ...]:
             return tuple(task for task in source.attack_tasks if task.cell.id not in self.reasons)
@@ -102,14 +102,14 @@ class EarlyStopping:
 
 
 def leave_out_settled(plan: Plan) -> Plan:
-    """The plan in which no attack is tried on an update that one before it has settled."""
+    """Return the plan in which no attack is tried on an update that one before it has settled."""
     trainings = tuple(replace(one, attack_tasks=_in_turn(one.attack_tasks)) for one in plan.trainings)
     captures = tuple(replace(one, attack_tasks=_in_turn(one.attack_tasks)) for one in plan.captures)
     return replace(plan, trainings=trainings, captures=captures)
 
 
 def _in_turn(tasks: Sequence[AttackTask]) -> tuple[AttackTask, ...]:
-    """Every attack behind those that stand before it and see the same round."""
+    """Return every attack behind those that stand before it and see the same round."""
     found: list[AttackTask] = []
     for task in tasks:
         before = tuple(other for other in found if other.round == task.round)

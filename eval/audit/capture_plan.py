@@ -60,7 +60,7 @@ class CaptureRequest:
 
 
 def plan_updates(subjects: Sequence[Subject], attacks: Mapping[str, Attack], request: CaptureRequest) -> Plan:
-    """The plan of attacks on updates of one model.
+    """Return the plan of attacks on updates of one model.
 
     Args:
         subjects: the updates, at least one.
@@ -112,7 +112,7 @@ def _watched_update(number: int, subject: Subject) -> WatchedUpdate:
 
 
 def describe_contradiction(subject: Subject) -> str:
-    """In words, if an update is not what the model makes of its images, or can be of no images; else nothing."""
+    """Say in words if an update is not what the model makes of its images, or can be of no images; else nothing."""
     if not subject.mismatched or subject.truth is None:
         return subject.inconsistency
     doubt = f"{subject.inconsistency}. Otherwise " if subject.inconsistency else ""
@@ -125,7 +125,7 @@ def describe_contradiction(subject: Subject) -> str:
 
 
 def updates_digest(subjects: Sequence[Subject], seed: int) -> str:
-    """SHA-256 of all that makes these updates, the same whenever they are made of the same.
+    """Return SHA-256 of all that makes these updates, the same whenever they are made of the same.
 
     That is the model (its layers, the source of those of the user's own, its weights), the images, the rule of training
     and, of a captured update, the update itself. What a model of the user's own sends is computed from these, and need
@@ -158,7 +158,7 @@ def _model_tensors(view: ServerView) -> list[tuple[str, Tensor]]:
 
 
 def _sources(model: nn.Module) -> list[str]:
-    """The source of every kind of layer that is the user's own, as far as there is any."""
+    """Return the source of every kind of layer that is the user's own, as far as there is any."""
     kinds = {type(module) for module in model.modules()}
     found = []
     for kind in sorted(kinds, key=lambda kind: kind.__qualname__):

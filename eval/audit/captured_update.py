@@ -55,7 +55,7 @@ class CapturedUpdate:
 
 
 def load_update(path: Path) -> CapturedUpdate:
-    """Tensors by name, from an `.npz` or a `.pt` file; nothing in it is executed.
+    """Read tensors by name from an `.npz` or a `.pt` file; nothing in it is executed.
 
     One dictionary of tensors inside another that has none of its own is taken for the update; two that are called
     before and after, for the weights whose difference it is.
@@ -83,7 +83,7 @@ def load_update(path: Path) -> CapturedUpdate:
 
 
 def _read(path: Path, wanted: str) -> object:
-    """What the file holds, whatever that is."""
+    """Return what the file holds, whatever that is."""
     try:
         if path.suffix == ".npz":
             return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
@@ -98,7 +98,7 @@ def _read(path: Path, wanted: str) -> object:
 
 
 def _from_nested(found: dict[object, object], path: Path, wanted: str) -> CapturedUpdate:
-    """The update from dictionaries inside a dictionary."""
+    """Return the update from dictionaries inside a dictionary."""
     inner = {
         str(name): {str(key): tensor for key, tensor in value.items()}
         for name, value in found.items()
@@ -116,7 +116,7 @@ def _from_nested(found: dict[object, object], path: Path, wanted: str) -> Captur
 
 
 def _from_prefixes(found: dict[str, Tensor], path: Path) -> CapturedUpdate | None:
-    """The update from names that all begin with one of two words, such as `before/fc.weight`; None of others."""
+    """Return the update from names that all begin with one of two words, such as `before/fc.weight`; None of others."""
     inner: dict[str, dict[str, Tensor]] = {}
     for name, value in found.items():
         word, _, rest = re.sub(r"[/.:]", "\0", name, count=1).partition("\0")
@@ -127,7 +127,7 @@ def _from_prefixes(found: dict[str, Tensor], path: Path) -> CapturedUpdate | Non
 
 
 def _difference(inner: dict[str, dict[str, Tensor]], path: Path) -> CapturedUpdate:
-    """The update from two dictionaries of weights, told apart by what they are called.
+    """Return the update from two dictionaries of weights, told apart by what they are called.
 
     Raises:
         ValueError: nothing says which is which, or they don't belong together.
@@ -151,7 +151,7 @@ def _difference(inner: dict[str, dict[str, Tensor]], path: Path) -> CapturedUpda
 
 
 def _before_or_after(name: str) -> str:
-    """Whether a dictionary is called the weights before or after training, in whatever words."""
+    """Return whether a dictionary is called the weights before or after training, in whatever words."""
     words = set(re.split(r"[^a-z]+", name.lower()))
     for half, known in (("before", BEFORE_WORDS), ("after", AFTER_WORDS)):
         if words & known:
@@ -164,7 +164,7 @@ def _tensors(found: dict[object, object]) -> bool:
 
 
 def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
-    """The update in the model's own names, without what of a state is no part of an update.
+    """Return the update in the model's own names, without what of a state is no part of an update.
 
     Names lose what wrapping a model adds, and what stands before all of them, where all fit then. Buffers stand by
     themselves; frozen parameters that have not moved are left out, and so are further names of one parameter.
@@ -195,7 +195,7 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
 
 
 def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """The model's own names by those of a file, and what was done to them; as they are where nothing fits."""
+    """Return the model's own names by those of a file, and what was done to them; as they are where nothing fits."""
     known = set(model.state_dict())
     same = {name: name for name in names}
     if known.issuperset(names):
@@ -267,7 +267,7 @@ def of_update(
 def _with_truth(
     subject: Subject, given: Batch, view_of: Callable[[int], ServerView], batch_size: int, *, scaled: bool
 ) -> Subject:
-    """The update with its true images, and whether it is what the model makes of them.
+    """Return the update with its true images, and whether it is what the model makes of them.
 
     Args:
         subject: the update by itself.
@@ -287,19 +287,19 @@ def _with_truth(
 
 
 def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
-    """The weights before that the file has, for all that the client trained; None where it has none."""
+    """Return the weights before that the file has, for all that the client trained; None where it has none."""
     names = [name for name, value in model.named_parameters() if value.requires_grad]
     return {name: captured.before[name] for name in names if name in captured.before} or None
 
 
 def _known_buffers(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
-    """The buffers before that the file has; None where it has none, or not all."""
+    """Return the buffers before that the file has; None where it has none, or not all."""
     found = {name: captured.before[name] for name, _ in model.named_buffers() if name in captured.before}
     return found if found and found.keys() == {name for name, _ in model.named_buffers()} else None
 
 
 def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> str:
-    """Why running statistics contradict the mode that the client is said to have trained in, or nothing."""
+    """Return why running statistics contradict the mode that the client is said to have trained in, or nothing."""
     statistics = {name: value for name, value in change.items() if value.is_floating_point() and name in view.buffers}
     norms = {
         f"{name}.running_mean" for name, module in view.task.model.named_modules() if isinstance(module, _NormBase)
@@ -323,7 +323,7 @@ def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> st
 
 
 def _with_buffers(view: ServerView, change: dict[str, Tensor]) -> ServerView:
-    """The view with the buffers after training, where the file says of all that the server sent how they changed."""
+    """Return the view with the buffers after training, where the file says how all that the server sent changed."""
     if not view.buffers or not set(view.buffers) <= set(change):
         return view
     after = {}
@@ -348,6 +348,9 @@ def _check_truth(given: Batch, batch_size: int, input_shape: tuple[int, int, int
 
 
 def _tolerance(view: ServerView, batch_size: int) -> float:
-    """Small steps on parts of the batch come close to each other in any order, but not within `MISMATCH`."""
+    """Return the error up to which images explain an update.
+
+    Small steps on parts of the batch come close to each other in any order, but not within `MISMATCH`.
+    """
     sizes = [size for steps in view.schedule or () for step in steps for size in step]
     return MISMATCH if all(size == batch_size for size in sizes) else UNKNOWN_ORDER_TOLERANCE

@@ -115,7 +115,7 @@ def audit_updates(
 
 
 def check_folder(folder: RunDir, plan: Plan) -> None:
-    """Whether an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
+    """Check that an audit may be written to a folder: a new one, or one of the same audit, which then goes on.
 
     Raises:
         ValueError: it holds something else.
@@ -135,14 +135,14 @@ def check_folder(folder: RunDir, plan: Plan) -> None:
 
 
 def _stopped_at(plan: Plan, folder: RunDir, failures: Sequence[Failure], stopping: EarlyStopping) -> str:
-    """The attack at which a run was stopped."""
+    """Return the attack at which a run was stopped."""
     failed = {failure.id for failure in failures}
     left = [task for task in plan.attacks if task.cell.id not in failed | set(stopping.reasons)]
     return next((task.attack.label for task in left if not folder.finished(task.cell)), "the end")
 
 
 def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> AuditReport:
-    """What the rows of a plan amount to, with what is known of its updates."""
+    """Return what the rows of a plan amount to, with what is known of its updates."""
     defended = any(entry.item.name != "none" for entry in plan.experiment.defense)
     labels = _recovered_labels(plan, folder)
     report = findings.report_from_rows(name, rows, threat=plan.experiment.threat, defended=defended, labels=labels)
@@ -160,7 +160,7 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
 
 
 def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:
-    """The labels that every attack recovered, update by update, whether or not the true ones are known."""
+    """Return the labels that every attack recovered, update by update, whether or not the true ones are known."""
     found: dict[str, list[list[int]]] = {}
     for task in plan.attacks:
         cell = folder.latest(task.cell)
@@ -184,7 +184,7 @@ def _failed(plan: Plan, folder: RunDir, failures: Sequence[Failure], *, keep: bo
 
 
 def _not_begun(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> list[AttackFinding]:
-    """The attacks that the time limit came before; where a training failed it was that."""
+    """Return the attacks that the time limit came before; where a training failed it was that."""
     failed = {failure.id for failure in failures}
     if any(training.cell.id in failed for training in plan.trainings):
         return []
@@ -195,7 +195,7 @@ def _not_begun(plan: Plan, folder: RunDir, failures: Sequence[Failure]) -> list[
 def _with_others(
     report: AuditReport, plan: Plan, left_out: Mapping[str, str], others: Sequence[AttackFinding]
 ) -> AuditReport:
-    """The report with attacks that failed or were left out, in the order of the plan; a training that failed: first."""
+    """Return the report with attacks that failed or were left out, in the plan's order, a failed training first."""
     order = [task.attack.label for task in plan.attacks]
     gone = [AttackFinding.from_skip(label, reason) for label, reason in left_out.items()]
     found = [*report.findings, *others, *gone]

@@ -16,14 +16,14 @@ MAX_TRIES = 32
 
 
 def take_truth(given: Batch, size: int) -> Truth:
-    """The first images as what a client fed."""
+    """Return the first images as what a client fed."""
     return _truth(given, torch.arange(size))
 
 
 def describe_matching_images(
     view: ServerView, given: Batch, view_of: Callable[[int], ServerView], *, tolerance: float, scaled: bool
 ) -> str:
-    """In words, which of the images given explain the update; empty where none were found that do.
+    """Say in words which of the images given explain the update; empty where none were found that do.
 
     Args:
         view: of the update.
@@ -47,14 +47,14 @@ def describe_matching_images(
 
 
 def _others(count: int, size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """So many images in a row, from the second on."""
+    """Yield index ranges of `size` images in a row, from the second image on, each with its name in words."""
     for start in range(1, min(count - size, MAX_TRIES) + 1):
         name = f"images[{start}]" if size == 1 else f"images[{start}:{start + size}]"
         yield f"{name} of those given", torch.arange(start, start + size)
 
 
 def _orders(view: ServerView, size: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """The first images in another order, where local steps feed parts of them."""
+    """Yield other orders of the first images, where local steps feed parts of them."""
     if all(fed == size for steps in view.schedule or () for step in steps for fed in step):
         return
     for order in islice(permutations(range(size)), 1, MAX_TRIES):

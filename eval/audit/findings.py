@@ -65,7 +65,7 @@ class AttackFinding:
 
     @classmethod
     def of_not_begun(cls, attack: str) -> AttackFinding:
-        """What is left of an attack that the time limit came before."""
+        """Return what is left of an attack that the time limit came before."""
         return cls(attack, [], "", "not tried: the time limit came before it", cut_short=NOT_BEGUN)
 
     @classmethod
@@ -83,11 +83,11 @@ class AttackFinding:
 
     @classmethod
     def from_skip(cls, attack: str, reason: str) -> AttackFinding:
-        """What is left of an attack that was not needed."""
+        """Return what is left of an attack that was not needed."""
         return cls(attack, [], "", reason, spared=reason)
 
     def best(self, figure: str) -> float | None:
-        """The highest value of a figure over the images, or None."""
+        """Return the highest value of a figure over the images, or None."""
         return max((row[figure] for row in self.rows if row.get(figure) is not None), default=None)
 
 
@@ -112,7 +112,7 @@ class AuditReport:
     captured: bool = False
 
     def open_questions(self, limits: Mapping[str, float]) -> list[OpenQuestion]:
-        """What keeps the audit from an answer: nothing where what leaked answers it.
+        """Return what keeps the audit from an answer: nothing where what leaked answers it.
 
         Without limits it is whether images leaked; with limits, whether any came closer than they allow. Attacks that
         failed are left out: they have an exit code of their own.
@@ -149,11 +149,11 @@ class AuditReport:
         return [*said, undecided.unjudged_pictures(blind)] if blind else said
 
     def best(self, figure: str) -> float | None:
-        """The highest value of a figure over all attacks and images, or None."""
+        """Return the highest value of a figure over all attacks and images, or None."""
         return max((best for found in self.findings if (best := found.best(figure)) is not None), default=None)
 
     def describe_excess(self, figure: str, limit: float) -> str:
-        """In words, of how many images a figure is above a limit, and of how many that of the best guess is, too."""
+        """Say of how many images a figure is above a limit, and of how many that of the best guess is, too."""
         rows = [row for found in self.findings for row in found.rows if row.get(figure) is not None]
         over = {_image_key(row): row for row in rows if row[figure] > limit}
         guessed = [best_baseline(row, figure) for row in over.values() if best_baseline(row, figure) > limit]
@@ -166,7 +166,7 @@ class AuditReport:
         )
 
     def plain(self) -> dict[str, Any]:
-        """The audit in plain data."""
+        """Return the audit in plain data."""
         return {
             "subject": self.subject,
             "notes": list(self.notes),
@@ -208,7 +208,7 @@ def report_from_rows(
     defended: bool,
     labels: Mapping[str, list[list[int]]] = MappingProxyType({}),
 ) -> AuditReport:
-    """The audit that the rows of a run's `images.jsonl` amount to.
+    """Return the audit that the rows of a run's `images.jsonl` amount to.
 
     Args:
         name: of the subject.
@@ -236,7 +236,7 @@ class _Context:
 
 
 def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[list[int]]) -> AttackFinding:
-    """What one attack's rows come to."""
+    """Return what one attack's rows come to."""
     open_to = [row for row in rows if not row.get("spared")]
     if not open_to:
         return AttackFinding.from_skip(attack, str(rows[0]["not_applicable"]))
@@ -274,18 +274,18 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
 
 
 def _image_key(row: Row) -> tuple[Any, ...]:
-    """What tells an image from others of an audit, whatever the attack."""
+    """Return what tells an image from others of an audit, whatever the attack."""
     return row.get("seed"), row["picture"]
 
 
 def _private_counts(rows: Sequence[Row]) -> dict[str, dict[str, int]]:
-    """For each private value, for how many updates it was recovered, in plain data."""
+    """Return, for each private value, for how many updates it was recovered, in plain data."""
     found = private_tensor_recoveries(rows)
     return {what: {"recovered": secret.n_recovered, "updates": len(secret.errors)} for what, secret in found.items()}
 
 
 def _full_verdict(rows: Sequence[Row], refused: Sequence[str], instead: str = "", tests: int = 1) -> str:
-    """The verdict on what an attack applied to, and why it did not apply to the rest: `refused` are the reasons."""
+    """Return the verdict on what an attack applied to, and why not to the rest: `refused` are the reasons."""
     said = [verdict(rows, tests)] if rows else [instead] if instead else []
     if refused:
         said.append(f"not applicable{f' to {len(refused)} update(s)' if said else ''}: {refused[0]}")
@@ -293,5 +293,5 @@ def _full_verdict(rows: Sequence[Row], refused: Sequence[str], instead: str = ""
 
 
 def _refusal_words(reason: str, *, limit: bool) -> str:
-    """Why an attack does not apply; where that says nothing of the update, it says so."""
+    """Return why an attack does not apply; where that says nothing of the update, it says so."""
     return f"{reason} (a limit of the attack, no finding)" if limit else reason

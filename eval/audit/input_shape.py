@@ -20,7 +20,7 @@ Shape = tuple[int, int, int]
 
 
 def count_classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> int:
-    """How many classes the model tells apart.
+    """Return how many classes the model tells apart.
 
     Args:
         model: of the user's.
@@ -45,7 +45,7 @@ def count_classes(model: nn.Module, shape: Shape, what: str = "inputs", source: 
 
 
 def _describe_accepted(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
-    """What the model takes, of that whatever is most like `shape`, and how to give it that."""
+    """Return what the model takes, of that whatever is most like `shape`, and how to give it that."""
     channels, size, _ = min(taken, key=lambda one: (one[1] != shape[1], one[1] != 32, one))
     others = f" (and {len(taken) - 1} more sizes that were tried)" if len(taken) > 1 else ""
     fits = f"it runs on {_size((channels, size, size))}{others}"
@@ -57,7 +57,7 @@ def _describe_accepted(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> 
 
 
 def _accepted_shapes(probe: nn.Module) -> set[Shape]:
-    """Shapes of square images that the model runs on, among likely ones."""
+    """Return shapes of square images that the model runs on, among likely ones."""
     layers = [layer for layer in probe.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]
     found = set()
     for channels in (layers[0].in_channels,) if layers and isinstance(layers[0], nn.Conv2d) else (1, 3):
@@ -72,7 +72,7 @@ def _accepted_shapes(probe: nn.Module) -> set[Shape]:
 
 
 def _run(probe: nn.Module, shape: Shape) -> object:
-    """What the model returns for a gray image; the global random numbers stay as they were."""
+    """Return what the model returns for a gray image; the global random numbers stay as they were."""
     like = next(iter(probe.parameters()))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return probe(torch.full((1, *shape), 0.5).to(like))

@@ -146,7 +146,7 @@ class AuditRequest:
         return "update" if self.update is not None else "model" if self.target is not None else "method"
 
     def plan(self) -> Plan:
-        """The plan of the audit, whatever it is of.
+        """Return the plan of the audit, whatever it is of.
 
         Raises:
             ValueError: settings that don't fit each other; says which.
@@ -155,7 +155,7 @@ class AuditRequest:
         return self._method_plan() if self.source == "method" else self._capture_plan()
 
     def check_plan(self, plan: Plan, *, limited: bool, workers: int) -> None:
-        """Whether what is asked of the plan can be had.
+        """Check that what is asked of the plan can be had.
 
         Args:
             plan: of this audit.
@@ -172,7 +172,7 @@ class AuditRequest:
             raise ValueError(f"--workers {workers} {ONE_UPDATE_HINT}")
 
     def _capture_plan(self) -> Plan:
-        """The attacks on updates of a model of the user's own."""
+        """Return the attacks on updates of a model of the user's own."""
         tried = self.attacks
         updates, notes = self.subjects()
         source = {
@@ -194,7 +194,7 @@ class AuditRequest:
         return plan_updates(updates, tried, request)
 
     def _method_plan(self) -> Plan:
-        """The run that trains a method of the registry and audits it.
+        """Return the run that trains a method of the registry and audits it.
 
         Raises:
             ValueError: settings that don't fit each other; says which.
@@ -232,7 +232,7 @@ class AuditRequest:
             raise ValueError(_named_by_option(error)) from error
 
     def subjects(self) -> tuple[list[Subject], tuple[str, ...]]:
-        """The updates of a model of the user's own, and what to know of them.
+        """Return the updates of a model of the user's own, and what to know of them.
 
         Raises:
             ValueError: no model, or model, images and update do not fit each other; says which.
@@ -257,7 +257,7 @@ class AuditRequest:
         return self._model_subjects(model, data, target)
 
     def _model_subjects(self, model: nn.Module, data: Batch, target: str) -> tuple[list[Subject], tuple[str, ...]]:
-        """The updates that a model sends of these images, and a note where it gives more than are taken."""
+        """Return the updates that a model sends of these images, and a note where it gives more than are taken."""
         taken = data if self.images is not None else subjects.take_first(data, self.count or len(data), target)
         note = f"the first {len(taken)} of {len(data)} images that {target} gives"
         source = self.images or target
@@ -267,7 +267,7 @@ class AuditRequest:
     def _captured_subject(
         self, model: nn.Module, path: Path, data: Batch | None, source: str
     ) -> tuple[list[Subject], tuple[str, ...]]:
-        """The captured update, with its true images if `source` gives them, and how both were read."""
+        """Return the captured update, with its true images if `source` gives them, and how both were read."""
         if data is not None:
             subjects.take_first(data, self.batch_size, source, "--batch-size")
         update = captured_update.with_model_names(captured_update.load_update(path), model)
@@ -283,7 +283,7 @@ class AuditRequest:
         return [subject], (*update.notes, *_truth_notes(subject, source))
 
     def _client(self) -> ClientSettings:
-        """How the client behind the updates trains."""
+        """Return how the client behind the updates trains."""
         return ClientSettings(
             method=methods.build(yaml12.parse_settings(self.method)) if self.method else None,
             defense=defenses.build(_defense(self.defense)),
@@ -299,7 +299,7 @@ class AuditRequest:
 
     @property
     def _count(self) -> int:
-        """How many images are taken of a data set or a file: as asked for, else batches of about `DEFAULT_COUNT`."""
+        """Return how many images are taken of a data set or file: as asked, else batches of about `DEFAULT_COUNT`."""
         return self.count or max(self.batch_size, DEFAULT_COUNT - DEFAULT_COUNT % self.batch_size)
 
     def _images(self) -> Batch:
@@ -324,12 +324,12 @@ class AuditRequest:
 
 
 def _shareable_source(source: str) -> str:
-    """The name of a file or a data set, without what a path tells of the machine."""
+    """Return the name of a file or a data set, without what a path tells of the machine."""
     return Path(source).name if source.endswith(".npz") else str(yaml12.parse_settings(source).get("name"))
 
 
 def _truth_notes(subject: Subject, source: str) -> list[str]:
-    """What to know of a captured update's true images."""
+    """Return what to know of a captured update's true images."""
     if subject.truth is None:
         return []
     used = len(subject.truth.inputs)
@@ -346,7 +346,7 @@ def _named_by_option(error: SettingError) -> str:
 
 
 def check_limits(**given: float | None) -> dict[str, float]:
-    """The limits that are set, by figure.
+    """Return the limits that are set, by figure.
 
     Raises:
         ValueError: a limit that nothing could exceed, or everything: not a number, infinite, or not an SSIM.
@@ -381,7 +381,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def _defense(text: str) -> dict[str, Any]:
-    """Settings of a defense, given by name or as YAML, where a list of several is their chain."""
+    """Return settings of a defense, given by name or as YAML, where a list of several is their chain."""
     value = yaml12.parse(text)
     return {"name": "chain", "parts": value} if isinstance(value, list) else yaml12.parse_settings(text)
 

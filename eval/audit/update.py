@@ -10,7 +10,7 @@ from fl.types import Truth
 
 
 def leakage(result: Result, truth: Truth, *, seed: int = 0) -> str:
-    """What leaked, as text: one line per image, with the score of the best guess beside the attack's, and a verdict.
+    """Return what leaked as text: a line per image with the best guess's score beside the attack's, and a verdict.
 
     A guess (see `eval.metrics.baselines`) knows nothing of the update. Where there is no image, the verdict names what
     else was recovered. "Confirmed" is what the attack showed without the truth. `eval.audit.verdict` says when images

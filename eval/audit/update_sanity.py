@@ -21,7 +21,7 @@ SIGN_THRESHOLD = 1e-4
 
 
 def find_inconsistency(view: ServerView) -> str:
-    """Why the update can't be what a client sends under the view's settings; empty where it may be, or nothing tells.
+    """Return why no client sends this update under the view's settings; empty where it may, or nothing tells.
 
     Where signs and sizes show another rule than SGD (`attacks.update.update_rule`), that is it. Else labels are asked:
     The gradient of cross entropy in the classifier's bias is the mean of softmax - one-hot over the images (Zhao et
@@ -49,7 +49,7 @@ def find_inconsistency(view: ServerView) -> str:
 
 
 def find_mistaken_weights(view: ServerView) -> str:
-    """Why the update seems to be weights and no difference of them; empty where it does not.
+    """Return why the update seems to be weights and no difference of them; empty where it does not.
 
     What one round changes is neither as long as the weights nor along them; decay is along them, and far shorter.
 
@@ -74,7 +74,7 @@ def find_mistaken_weights(view: ServerView) -> str:
 
 
 def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
-    """What is wrong with the bias's update (K,) of so many images, whose entries are known to within `rounding`."""
+    """Return what is wrong with the bias's update (K,) of so many images, known to within `rounding`."""
     total, whole = float(bias.sum().abs()), float(bias.abs().sum())
     if total > MAX_BIAS_SUM * whole + rounding * len(bias):
         return (

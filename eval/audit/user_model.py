@@ -66,7 +66,7 @@ class Subject:
 
 
 def load_user_model(target: str) -> UserModel:
-    """The result of a user's function `module:function`, or their model `module:model` itself.
+    """Return the result of a user's function `module:function`, or their model `module:model` itself.
 
     Looked for in the current folder first.
 
@@ -99,7 +99,7 @@ def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
 
 
 def load_images(source: str) -> Batch:
-    """All images of a data set or an `.npz` file.
+    """Return all images of a data set or an `.npz` file.
 
     Raises:
         UnknownNameError: there is no such data set.
@@ -125,13 +125,13 @@ def load_images(source: str) -> Batch:
 
 
 def match_dtype(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Images in the floating type of the model's first floating-point parameter; what is no image stays as it is."""
+    """Return images in the type of the model's first floating-point parameter; what is no image stays as it is."""
     kind = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), inputs.dtype)
     return inputs.to(kind) if inputs.is_floating_point() else inputs
 
 
 def build_dataset(text: str) -> Source:
-    """A data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
+    """Return a data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
 
     Raises:
         UnknownNameError: there is no such data set or setting.
@@ -149,7 +149,7 @@ def build_dataset(text: str) -> Source:
 
 
 def take_first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
-    """The first images of `data`.
+    """Return the first images of `data`.
 
     Raises:
         ValueError: there are fewer.

@@ -28,7 +28,7 @@ MEASURED = {"residual", "rank", "condition"}
 
 
 def verdict(rows: Sequence[Row], tests: int = 1) -> str:
-    """What leaked, in a sentence: images beside the best guess without the update, and private tensors.
+    """Return what leaked, in a sentence: images beside the best guess without the update, and private tensors.
 
     Args:
         rows: of one attack.
@@ -56,13 +56,13 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 
 def _label(row: Row) -> float | None:
-    """Whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
+    """Return whether an image's label was recovered, or the share of its batch's that were; None if none came back."""
     found = [row[column] for column in ("label_correct", "label_overlap") if row.get(column) is not None]
     return float(found[0]) if found else None
 
 
 def describe_no_images(rows: Sequence[Row]) -> str:
-    """What an attack came to that recovered neither images nor private tensors."""
+    """Return what an attack came to that recovered neither images nor private tensors."""
     unscored = dict.fromkeys(name for row in rows for name in row.get("unscored", ()))
     names = [name for name in unscored if name.partition("/")[0] not in MEASURED]
     if not names:
@@ -73,7 +73,7 @@ def describe_no_images(rows: Sequence[Row]) -> str:
 
 
 def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
-    """What became of the images of one attack, beside the best guess without the update; empty where none is judged.
+    """Return what became of one attack's images, beside the best guess without the update; empty where none is judged.
 
     Content leaked where a report says so (`eval.report.sections.findings`): an image came back recognizable and far
     above every guess of itself, the mean over enough images lies above the best guess, or more images are named than
@@ -100,7 +100,7 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 
 def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
-    """Whether content or identity of images leaked, as `image_verdict` says it."""
+    """Return whether content or identity of images leaked, as `image_verdict` says it."""
     group = _group(rows)
     return bool(group.image_rows) and bool(_evidence(group, tests))
 
@@ -114,7 +114,7 @@ def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
 
 
 def image_line(row: Row, number: int) -> str:
-    """One image with a picture, in a line: how close it came, and what the attack says of that itself."""
+    """Describe one image with a picture in a line: how close it came, and what the attack says of that itself."""
     label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
     own = verification_words(row.get("verified"), row.get("fixed"))
@@ -123,7 +123,7 @@ def image_line(row: Row, number: int) -> str:
 
 
 def best_baseline(row: Row, figure: str = "psnr") -> float:
-    """What the best guess of an image scores that knows nothing of the update."""
+    """Return what the best guess of an image scores that knows nothing of the update."""
     keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
     return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
 
@@ -137,7 +137,7 @@ def _too_few(group: ResultGroup, gains: Sequence[float]) -> bool:
 
 
 def _evidence(group: ResultGroup, tests: int) -> list[str]:
-    """What shows that content leaked."""
+    """Return what shows that content leaked."""
     told = []
     if group.leaked_rows:
         told.append(
@@ -163,13 +163,13 @@ def _headline(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bo
 
 
 def all_verified(checked: Iterable[bool | None]) -> bool | None:
-    """Whether all are true; None where one is not known, or there is none."""
+    """Return whether all are true; None where one is not known, or there is none."""
     found = list(checked)
     return None if not found or None in found else all(found)
 
 
 def unscored_verdict(rows: Sequence[Row]) -> str:
-    """What an attack says of its own results where the truth is not known.
+    """Return what an attack says of its own results where the truth is not known.
 
     Args:
         rows: from `eval.metrics.score.score_without_truth`, with what the attack says of itself.

@@ -387,7 +387,7 @@ def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
 
 
 def _untried_note(request: AuditRequest) -> list[str]:
-    """That other attacks than those asked for were not tried."""
+    """Say that other attacks than those asked for were not tried."""
     if not request.attack:
         return []
     usual = ", ".join(replace(request, attack=()).attacks)

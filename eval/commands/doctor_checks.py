@@ -35,7 +35,7 @@ class Check:
 
 
 def run_checks() -> list[Check]:
-    """Versions, device, data folder, data sets and LPIPS weights, in this order."""
+    """Check versions, device, data folder, data sets and LPIPS weights, in this order."""
     return [*_versions(), *_device(), _folder(), *_datasets(), _lpips()]
 
 

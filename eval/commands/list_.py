@@ -71,7 +71,7 @@ def list_(
 
 
 def registries() -> dict[str, Registry[Any]]:
-    """Every registry by its plural."""
+    """Return every registry by its plural."""
     from eval.experiment.plugins import REGISTRIES
 
     return dict(zip(KINDS, REGISTRIES, strict=True))
@@ -108,7 +108,7 @@ def summaries(kinds: Sequence[str]) -> dict[str, dict[str, str]]:
 
 
 def _configs() -> dict[str, str]:
-    """Name and title of every config."""
+    """Return name and title of every config."""
     from eval.experiment import config_catalog
 
     return {name: config_catalog.read_title(name) for name in config_catalog.list_config_names()}

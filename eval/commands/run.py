@@ -125,7 +125,7 @@ def run(
 
 
 def _time_limit(minutes: float | None) -> SearchControl:
-    """What ends all searches in time."""
+    """Return what ends all searches in time."""
     from attacks.search_control import SearchControl
 
     return SearchControl(time_limit=seconds_of(minutes))
@@ -218,7 +218,7 @@ def _check_names(path: Path, overrides: Sequence[str]) -> None:
 
 
 def default_folder(path: Path) -> Path:
-    """`results/NAME`; for the config of a run its own folder, which then goes on."""
+    """Return the folder of a run: `results/NAME`; for the config of a run its own folder, which then goes on."""
     from eval.run.run_directory import RUN
 
     return path.parent if (path.parent / RUN).is_file() else Path("results") / path.stem
@@ -247,7 +247,7 @@ def _locked_folder(folder: RunDir) -> Iterator[None]:
 
 
 def _run_name(path: Path, folder: RunDir, title: str) -> str:
-    """What the run is called: as its config, or as before if that is the folder's own; warns of another run's files."""
+    """Return the run's name: its config's, or the former one in the folder's own; warns of another run's files."""
     before = folder.about_run()
     if not before:
         return path.stem
@@ -278,7 +278,7 @@ def _run_plan(plan: Plan, folder: RunDir, options: Options, screen: Console) -> 
 
 
 def _summary(folder: RunDir, outcome: RunOutcome) -> dict[str, Any]:
-    """What `--json` prints of a run."""
+    """Return what `--json` prints of a run."""
     from eval.run.cache_keys import run_id
 
     unfinished = outcome.unfinished

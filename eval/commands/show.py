@@ -54,7 +54,7 @@ def show(
 
 
 def describe(name: str, imports: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """All that is known by a name, in plain data: kind, name, text and fields with default and meaning.
+    """Return all that is known by a name, in plain data: kind, name, text and fields with default and meaning.
 
     Args:
         name: of anything.
@@ -75,16 +75,16 @@ class _Catalog(Protocol):
     """What there is by name: `eval.experiment.source_catalog`, or the registries."""
 
     def names(self, kind: str) -> list[str]:
-        """Names of a kind."""
+        """Return names of a kind."""
 
     def entry(self, kind: str, name: str) -> Any:
-        """What a name of a kind stands for."""
+        """Return what a name of a kind stands for."""
 
     def sections(self) -> list[str]:
-        """Names of a config's sections."""
+        """Return names of a config's sections."""
 
     def section(self, name: str) -> Any:
-        """What a section is read as."""
+        """Return what a section is read as."""
 
 
 class _Registries:
@@ -96,19 +96,19 @@ class _Registries:
         self._registries, self._sections = registries(), SECTIONS
 
     def names(self, kind: str) -> list[str]:
-        """Names of a kind."""
+        """Return names of a kind."""
         return self._registries[kind].names()
 
     def entry(self, kind: str, name: str) -> Any:
-        """What a name of a kind stands for."""
+        """Return what a name of a kind stands for."""
         return self._registries[kind].get(name)
 
     def sections(self) -> list[str]:
-        """Names of a config's sections."""
+        """Return names of a config's sections."""
         return list(self._sections)
 
     def section(self, name: str) -> Any:
-        """What a section is read as."""
+        """Return what a section is read as."""
         return self._sections[name]
 
 
@@ -147,7 +147,7 @@ def _describe_entry(kind: str, entry: Any, name: str | None = None) -> dict[str,
 
 
 def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -> dict[str, Any]:
-    """What a config says of itself, its entries, and to how many cells they come.
+    """Return what a config says of itself, its entries, and to how many cells they come.
 
     Raises:
         UnknownNameError: nothing is called so, neither a config nor one of `others`; says what is close.
@@ -188,7 +188,7 @@ def _describe_config(name: str, others: Sequence[str], imports: Sequence[str]) -
 
 
 def _outline(path: Path) -> dict[str, Any]:
-    """What a config says of itself as it stands, without looking anything up."""
+    """Return what a config says of itself as it stands, without looking anything up."""
     from eval.io import yaml12
     from eval.report.settings import RunSettings
 
@@ -198,7 +198,7 @@ def _outline(path: Path) -> dict[str, Any]:
 
 
 def _default(field: dataclasses.Field[Any]) -> dict[str, Any]:
-    """Whether a field needs a value, and what it is without one, in plain data."""
+    """Return whether a field needs a value, and what it is without one, in plain data."""
     from fl.registry import Registry
 
     if field.default is not dataclasses.MISSING:
@@ -246,12 +246,12 @@ def _print_config(screen: Console, about: dict[str, Any]) -> None:
 
 
 def _default_words(field: dict[str, Any]) -> str:
-    """The default of a field in words."""
+    """Return the default of a field in words."""
     return "(required)" if field["required"] else json.dumps(field["default"]).strip('"')
 
 
 def _print_settings(screen: Console, settings: Sequence[Sequence[str]]) -> None:
-    """The settings in columns."""
+    """Print the settings in columns."""
     columns = ("setting", "default", "meaning")
     if not screen.is_terminal:
         print_rows(screen, [columns, *settings])

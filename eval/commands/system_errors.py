@@ -40,7 +40,7 @@ REMEDIES = {
 
 
 def explain_os_error(error: OSError) -> str:
-    """An error of the system in words: of what, which, and what to do."""
+    """Return an error of the system in words: of what, which, and what to do."""
     if error.errno is None or not error.strerror:
         return str(error)
     name = error.filename2 or error.filename  # of a file that could not be put in place, its place
@@ -97,7 +97,7 @@ def _stop(number: int, _frame: object) -> NoReturn:
 
 
 def _check_environment() -> None:
-    """Whether there is a folder to work in and a place for what is printed; what can't be printed is escaped.
+    """Check that there is a folder to work in and a stream to print to; escape what can't be printed.
 
     Raises:
         typer.Exit: there is none.
@@ -117,7 +117,7 @@ def _check_environment() -> None:
 
 @contextmanager
 def _note_former_names() -> Iterator[None]:
-    """A line for each setting that is given by a former name, in place of Python's warning."""
+    """Print a line for each setting that is given by a former name, in place of Python's warning."""
     from fl.settings import FormerNameWarning
 
     noted = set[str]()

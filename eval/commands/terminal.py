@@ -254,7 +254,7 @@ class _ProgressLines:
         self.estimates = _Estimates(screen)
 
     def search(self, stage: str, progress: SearchProgress) -> None:
-        """As `eval.run.runner.SearchListener`."""
+        """Show how far a search is, as an `eval.run.runner.SearchListener`."""
         now = time.monotonic()
         self.estimates.note(stage, self.totals.get(stage, 0), progress)
         if now - self.said.setdefault(stage, now) >= SEARCH_LINE_SECONDS:
@@ -262,7 +262,7 @@ class _ProgressLines:
             print_line(self.screen, f"{stage}: {iterations_words(progress)}", wrapped=False)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """As `eval.run.runner.Progress`."""
+        """Show how far a stage is, as an `eval.run.runner.Progress`."""
         self.totals[stage] = total
         if stage in self.begun and done < total:
             return

@@ -44,6 +44,6 @@ class CaptureSpec:
 
     @property
     def task(self) -> dict[str, str]:
-        """Network and data by the names that reports give them."""
+        """Network and data, by the names that reports give them."""
         images = self.source.get("images") or self.source.get("update") or ""
         return {"model": self.source.get("model", ""), "dataset": images}

@@ -39,12 +39,12 @@ class UnknownConfigError(FileNotFoundError):
 
 
 def list_config_names() -> list[str]:
-    """All of them, as paths below `configs` without ending."""
+    """Return all config names, as paths below `configs` without ending."""
     return sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
 
 
 def find_config(name: str) -> Path:
-    """The config file at a path, or of that name in the checkout's `configs`, whose first folders may be left out.
+    """Return the config file at a path, or of that name in `configs`, whose first folders may be left out.
 
     Raises:
         UnknownConfigError: there is none; says what is close.
@@ -65,24 +65,24 @@ def find_config(name: str) -> Path:
 
 
 def config_name(path: Path) -> str:
-    """What a config is called: its name in the checkout, else its file's."""
+    """Return what a config is called: its name in the checkout, else its file's."""
     below = path.is_relative_to(CONFIGS)
     return path.relative_to(CONFIGS).with_suffix("").as_posix() if below else path.name
 
 
 def in_folder_or_named(name: str, beginning: str) -> bool:
-    """Whether a name, or what is left of it below one of its folders, begins so."""
+    """Return whether a name, or what is left of it below one of its folders, begins so."""
     return f"/{beginning}" in f"/{name}"
 
 
 def read_title(name: str) -> str:
-    """What a config calls itself, read from its own line: reading the whole of a hundred files takes seconds."""
+    """Return what a config calls itself, read from its own line: reading the whole of a hundred files takes seconds."""
     lines = (CONFIGS / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line.removeprefix("title:").strip().strip("\"'") for line in lines if line.startswith("title:")), "")
 
 
 def read_description(path: Path) -> str:
-    """What the head of a config says, in a paragraph.
+    """Return what the head of a config says, in a paragraph.
 
     Raises:
         ValueError: it is no text, or too long; says which file.
@@ -100,7 +100,7 @@ def read_description(path: Path) -> str:
 
 
 def _near(name: str, known: Sequence[str]) -> list[str]:
-    """Names like it, with their first folders or without."""
+    """Return config names like `name`, with their first folders or without."""
     whole = name.removesuffix(".yaml")
     alike = {other: max(_similarity(whole, end) for end in _endings(other)) for other in known}
     best = sorted(known, key=lambda other: -alike[other])[:MAX_SUGGESTIONS]
@@ -108,7 +108,7 @@ def _near(name: str, known: Sequence[str]) -> list[str]:
 
 
 def _beginning(name: str, known: Sequence[str]) -> tuple[str, int]:
-    """How several names begin that are meant by `name`, and how many; nothing where a whole name is as close."""
+    """Return how several names begin that are meant by `name`, and how many; nothing where a whole name is as close."""
     whole = name.removesuffix(".yaml")
     starts = {start for other in known for end in _endings(other) for start in _starts(end)}
     start = closest_name(whole, starts)
@@ -123,14 +123,14 @@ def _beginning(name: str, known: Sequence[str]) -> tuple[str, int]:
 
 
 def _starts(name: str) -> list[str]:
-    """The name up to each "-" of its last part."""
+    """Return the name up to each "-" of its last part."""
     folder, slash, last = name.rpartition("/")
     parts = last.split("-")
     return [folder + slash + "-".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _endings(name: str) -> list[str]:
-    """The name, and what is left of it below each of its folders."""
+    """Return the name, and what is left of it below each of its folders."""
     parts = name.split("/")
     return ["/".join(parts[i:]) for i in range(len(parts))]
 

@@ -147,5 +147,5 @@ def _of_preset(method: Method, settings: Any) -> set[str]:
 
 
 def _concerns(keys: Sequence[str], labels: Iterable[str]) -> bool:
-    """Whether dotted keys lead to a setting of the method that has one of these labels."""
+    """Return whether dotted keys lead to a setting of the method that has one of these labels."""
     return keys[:1] == ["method"] and (len(keys) == 2 or (len(keys) == 3 and keys[1] in labels))

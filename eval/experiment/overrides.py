@@ -30,7 +30,7 @@ class ConfigDraft:
     published: tuple[Published, ...]
 
     def with_override(self, text: str) -> ConfigDraft:
-        """With one override: `key=value`; a single value for a swept key becomes all that is swept.
+        """Return the draft with one override: `key=value`; a single value for a swept key becomes all that is swept.
 
         Raises:
             UnknownNameError: nothing has such a setting; says what is close.
@@ -57,13 +57,13 @@ class ConfigDraft:
         return replace(self, experiment=changed, sweep={k: v for k, v in self.sweep.items() if k != key})
 
     def _as_swept(self, keys: Sequence[str]) -> list[str]:
-        """The keys as the sweep writes them, where it has this setting, by whichever of its names; else as given."""
+        """Return the keys as the sweep writes them, by whichever of a setting's names; else as given."""
         meant = current_keys(self.experiment, keys)
         swept = (name.split(".") for name in self.sweep)
         return next((own for own in swept if current_keys(self.experiment, own) == meant), [*keys])
 
     def _overlapping_sweeps(self, keys: Sequence[str]) -> set[str]:
-        """The sweeps, under other keys, of settings that `keys` names as well.
+        """Return the sweeps, under other keys, of settings that `keys` names as well.
 
         Raises:
             ValueError: of a sweep it names some, not all.
@@ -93,7 +93,7 @@ class ConfigDraft:
 
 
 def apply_overrides(state: ConfigDraft, overrides: Sequence[str]) -> ConfigDraft:
-    """The state after the overrides, in their order; one that does not fit yet waits for the others.
+    """Return the state after the overrides, in their order; one that does not fit yet waits for the others.
 
     The experiment is built after each of them, not once after all: what one names (`defense=noise`) has its settings
     only then, and the next may change them (`defense.std=0.1`).

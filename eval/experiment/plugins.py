@@ -63,13 +63,13 @@ def import_plugins(words: Sequence[str], folder: Path = Path(), given: Sequence[
 
 
 def not_on_command_line(words: Sequence[str], given: Sequence[str]) -> list[str]:
-    """What of the modules in a config is not given on the command line, too."""
+    """Return what of the modules in a config is not given on the command line, too."""
     names = {Path(word).name for word in given}
     return [word for word in words if Path(word).name not in names]
 
 
 def plugin_sources() -> Mapping[str, bytes]:
-    """The files of the imported modules as they were then, by the module's name."""
+    """Return the files of the imported modules as they were then, by the module's name."""
     return _sources
 
 

@@ -14,7 +14,7 @@ KINDS = ("method", "defense", "attack")
 
 
 def select_entries(experiment: Experiment, without: Sequence[str] = (), only: Sequence[str] = ()) -> Experiment:
-    """The experiment without some entries, and without attacks on nothing else than these.
+    """Return the experiment without some entries, and without attacks on nothing else than these.
 
     Args:
         experiment: after its sweep, without published figures.
@@ -42,7 +42,7 @@ def select_entries(experiment: Experiment, without: Sequence[str] = (), only: Se
 def with_published_figures(
     experiment: Experiment, published: Iterable[Published], *, swept: bool = True
 ) -> tuple[Experiment, list[str]]:
-    """The experiment with the figures that are of its entries, and the labels of which others are.
+    """Return the experiment with the figures that are of its entries, and the labels of which others are.
 
     Args:
         experiment: without figures.
@@ -60,7 +60,7 @@ def with_published_figures(
 
 
 def _names(entry: Entry[Any]) -> set[str]:
-    """An entry's label, and that of what a sweep made it of."""
+    """Return an entry's label, and that of what a sweep made it of."""
     return {entry.label, entry.label.partition("@")[0]}
 
 
@@ -70,13 +70,13 @@ def _kept(entries: Sequence[Entry[Any]], without: set[str], only: set[str]) -> t
 
 
 def _against(left: set[str], attacks: Iterable[Entry[Any]]) -> tuple[Entry[Any], ...]:
-    """The attacks on the methods that are left."""
+    """Return the attacks on the methods that are left."""
     found = ((entry, tuple(label for label in entry.against if label in left)) for entry in attacks)
     return tuple(replace(entry, against=own) for entry, own in found if own or not entry.against)
 
 
 def _with_settings_left(experiment: Experiment, kept: dict[str, Any]) -> Experiment:
-    """The experiment of the entries that are left, without settings of the observed round that none of these has."""
+    """Return the experiment without settings of the observed round that none of the remaining entries has."""
     own = {key for entry in kept["method"] for key in methods.spec(entry.item)}
     observed = {key: value for key, value in experiment.observe.method.items() if key in own}
     kept["observe"] = replace(experiment.observe, method=observed)

@@ -50,7 +50,7 @@ CHANGES = {"method": ("task", "federation"), "attack": ("observe",)}
 
 
 def build(data: Any) -> Experiment:
-    """The experiment that plain data describes.
+    """Return the experiment that plain data describes.
 
     Raises:
         ValueError: not an experiment; says which key is wrong and what would be right.
@@ -62,7 +62,7 @@ def build(data: Any) -> Experiment:
 
 
 def with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with every setting by its name of today (`fl.settings`); warns of former ones.
+    """Return a config with every setting by its name of today (`fl.settings`); warns of former ones.
 
     Raises:
         ValueError: a setting is given twice, by two of its names.
@@ -83,7 +83,7 @@ def _each(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _entry_with_current_names(key: str, value: Any) -> Any:
-    """Settings of an entry; those of a chain of attacks are those of its last part."""
+    """Return settings of an entry by today's names; those of a chain of attacks are its last part's."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return value
     last = value["name"].rpartition("+")[2]
@@ -94,7 +94,7 @@ def _entry_with_current_names(key: str, value: Any) -> Any:
 
 
 def current_keys(experiment: Experiment, keys: Sequence[str]) -> list[str]:
-    """The keys that lead to a setting, by their names of today: `attack`, `ig`, `order_candidates`."""
+    """Return the keys that lead to a setting, by their names of today: `attack`, `ig`, `order_candidates`."""
     holders: list[Any] = [experiment]
     found: list[str] = []
     for key in keys:
@@ -114,7 +114,7 @@ def current_keys(experiment: Experiment, keys: Sequence[str]) -> list[str]:
 
 
 def _with_parts(holder: Any) -> list[Any]:
-    """What settings under one key go to: an entry's object; of a chain of attacks its last part, too."""
+    """Return what settings under one key go to: an entry's object; of a chain of attacks its last part, too."""
     if isinstance(holder, Entry):
         return _with_parts(holder.item)
     return [holder, *_with_parts(holder.then)] if isinstance(holder, Chain) else [holder]
@@ -145,7 +145,7 @@ def _built(data: Any) -> Experiment:
 
 
 def _grid_hint(error: ListError) -> str:
-    """How the list would make a grid, where the setting can be given several values one by one."""
+    """Return how the list would make a grid, where the setting can be given several values one by one."""
     spread = {*LISTS, *(section for sections in CHANGES.values() for section in sections)}
     unnamed = any("." in key or key in {"first", "then"} for key in error.path)  # odd labels, parts of a chain
     if error.path[0] not in spread or unnamed:
@@ -155,7 +155,7 @@ def _grid_hint(error: ListError) -> str:
 
 
 def to_plain(experiment: Experiment | CaptureSpec, *, oldest_names: bool = False) -> dict[str, Any]:
-    """The experiment in plain data with every default written out; `build(plain(x)) == x`.
+    """Return the experiment in plain data with every default written out; `build(plain(x)) == x`.
 
     Args:
         experiment: any.
@@ -180,7 +180,7 @@ def to_plain(experiment: Experiment | CaptureSpec, *, oldest_names: bool = False
 
 
 def _capture_to_plain(spec: CaptureSpec, *, oldest_names: bool) -> dict[str, Any]:
-    """What an audit without a federation is of, in plain data: for readers, no config that could be run."""
+    """Return what an audit without a federation is of, in plain data: for readers, no config that could be run."""
     return {
         "title": spec.title,
         "audit": dict(spec.source),
@@ -198,7 +198,7 @@ def _capture_to_plain(spec: CaptureSpec, *, oldest_names: bool) -> dict[str, Any
 
 
 def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str) -> Experiment:
-    """The experiment with other values in its sections, by dotted key: `{"federation.rounds": 10}`.
+    """Return the experiment with other values in its sections, by dotted key: `{"federation.rounds": 10}`.
 
     Raises:
         UnknownNameError: there is no such setting; says what is close.
@@ -218,7 +218,7 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str)
 
 
 def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:
-    """The mappings in `data` that hold the last of `keys`, reached through the others.
+    """Return the mappings in `data` that hold the last of `keys`, reached through the others.
 
     Raises:
         UnknownNameError: there are none; says which key is close.
@@ -244,7 +244,7 @@ def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, A
 
 
 def attack_spec(attack: Attack, *, oldest_names: bool = False) -> dict[str, Any]:
-    """Settings of an attack; of a chain whose first part has its defaults in the short form, `name: peel+ig`.
+    """Return settings of an attack; a chain whose first part has its defaults in short, `name: peel+ig`.
 
     Args:
         attack: any.
@@ -258,7 +258,7 @@ def attack_spec(attack: Attack, *, oldest_names: bool = False) -> dict[str, Any]
 
 
 def section_spec(section: Any, *, oldest_names: bool = False) -> dict[str, Any]:
-    """Settings of a section, every default written out.
+    """Return settings of a section, every default written out.
 
     Args:
         section: any.
@@ -279,7 +279,7 @@ def section_spec(section: Any, *, oldest_names: bool = False) -> dict[str, Any]:
 
 
 def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
-    """`value`, which must be settings.
+    """Return `value`, which must be settings.
 
     Raises:
         ValueError: it is not.
@@ -290,7 +290,7 @@ def check_mapping(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def check_keys(known: Sequence[str], values: Mapping[str, Any], where: str) -> None:
-    """Whether all keys of `values` are known.
+    """Check that all keys of `values` are known.
 
     Raises:
         UnknownNameError: one is not; says what is close.
@@ -314,7 +314,7 @@ def _registry(kind: type, key: str) -> Registry[Any] | None:
 
 
 def _checked(kind: type, key: str, value: Any, where: str) -> Any:
-    """`value` as the field `key` of `kind` has it; a single value will do for a list."""
+    """Return `value` as the field `key` of `kind` has it; a single value will do for a list."""
     hint = type_hints(kind)[key]
     while typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
@@ -372,7 +372,7 @@ def _parse_entry(value: Any, key: str, registry: Registry[Any]) -> Entry[Any]:
 
 
 def _check_settings(settings: Mapping[str, Any], own: Sequence[str], registry: Registry[Any]) -> None:
-    """Whether all keys are known, so that what is said of others names those that every entry has, too."""
+    """Check that all keys are known; errors name the keys that every entry has, too."""
     entry = registry.get(str(settings.get("name", "")).rpartition("+")[2]) if "name" in settings else None
     known = [f.name for f in dataclasses.fields(entry)] if isinstance(entry, type) else []
     known += ["preset"] if getattr(entry, "presets", None) else []
@@ -383,7 +383,7 @@ def _check_settings(settings: Mapping[str, Any], own: Sequence[str], registry: R
 
 
 def _with_names(value: Any) -> Any:
-    """`value`, in which everything called `name` is text."""
+    """Return `value` with everything that is called `name` as text."""
     if isinstance(value, Mapping):
         if not isinstance(value.get("name", ""), str):
             raise ValueError(f"expected a name, got {format_value(value['name'])}")
@@ -414,7 +414,7 @@ def _entry_spec(
 
 
 def _first_of_change(experiment: Experiment | CaptureSpec, dotted: str, value: Any) -> tuple[str, Any]:
-    """A setting of another section by its first names, and its value by that which this had."""
+    """Return a setting of another section by its first names, and its value by that which this had."""
     holder: Any = experiment
     found = []
     for key in dotted.split("."):
@@ -426,7 +426,7 @@ def _first_of_change(experiment: Experiment | CaptureSpec, dotted: str, value: A
 
 
 def _first_of_methods(experiment: Experiment, key: str, value: Any) -> tuple[str, Any]:
-    """A setting of methods by its first name, and its value by that which this had."""
+    """Return a setting of methods by its first name, and its value by that which this had."""
     for kind in (type(entry.item) for entry in experiment.method):
         if any(f.name == key for f in dataclasses.fields(kind)):
             return oldest_name(kind, key), oldest_value(kind, key, value)
@@ -434,7 +434,7 @@ def _first_of_methods(experiment: Experiment, key: str, value: Any) -> tuple[str
 
 
 def _inside(value: Any, key: str) -> list[dict[str, Any]]:
-    """The settings one level down; of a list of entries, those labeled `key` or made of it, by `key`."""
+    """Return the settings one level down; of a list of entries, those labeled `key` or made of it, by `key`."""
     if isinstance(value, dict):
         return [value]
     if not isinstance(value, list):

@@ -125,7 +125,7 @@ def section(name: str) -> type:
 
 @functools.cache
 def _sections() -> dict[str, str]:
-    """The name of every section's class."""
+    """Return the name of every section's class."""
     _, node = _Module.read(SECTIONS[0]).find(SECTIONS[1])
     if not isinstance(node, ast.Dict):
         raise UnclearSourceError(".".join(SECTIONS))
@@ -172,7 +172,7 @@ def check_config_names(config: object) -> None:
 
 @functools.cache
 def _sources() -> dict[str, str]:
-    """The text of every module of ours that may register something, or be needed for it, by the module's name."""
+    """Return by name the text of every module of ours that may register something, or be needed for it."""
     found = {}
     for path in sorted(path for package in SEARCHED for path in (ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -182,13 +182,13 @@ def _sources() -> dict[str, str]:
 
 @functools.cache
 def _modules(kind: str) -> dict[str, str]:
-    """The module that registers each name of a kind."""
+    """Return the module that registers each name of a kind."""
     found = ((*mark, module) for module, text in _sources().items() for mark in _ENTRY.findall(text))
     return {name: module for registry, name, module in found if registry == kind}
 
 
 def _registers(mark: ast.expr, kind: str, name: str) -> bool:
-    """Whether a decorator is `kind.register(name)`."""
+    """Return whether a decorator is `kind.register(name)`."""
     return ast.unparse(mark) == f"{kind}.register({name!r})"
 
 
@@ -228,7 +228,7 @@ class _Module:
         return _Module(name, definitions, imports)
 
     def find(self, name: str) -> tuple[_Module, ast.AST]:
-        """Where a name is defined, and as what."""
+        """Find where a name is defined, and as what."""
         if name in self.definitions:
             return self, self.definitions[name]
         module, there = self.imports.get(name, ("", ""))
@@ -238,7 +238,7 @@ class _Module:
 
 
 def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
-    """The values that a statement gives to names."""
+    """Return the values that a statement gives to names."""
     if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
         return {node.target.id: node.value}
     found: dict[str, ast.expr] = {}
@@ -255,7 +255,7 @@ def _assigned(node: ast.stmt) -> dict[str, ast.expr]:
 
 
 def _outline(module: _Module, node: ast.ClassDef) -> type:
-    """A class that has what a class of the source states, but for its methods."""
+    """Return a class that has what a class of the source states, but for its methods."""
     bases = [_base(module, base) for base in node.bases]
     within: dict[str, Any] = {"__doc__": ast.get_docstring(node, clean=False), "__annotations__": {}}
     within["__module__"] = module.name
@@ -282,7 +282,7 @@ def _outline(module: _Module, node: ast.ClassDef) -> type:
 
 
 def _field_name(statement: ast.stmt) -> str:
-    """The name of the field that a statement of a class defines, or nothing."""
+    """Return the name of the field that a statement of a class defines, or nothing."""
     if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         return ""
     annotation = ast.unparse(statement.annotation)
@@ -292,7 +292,7 @@ def _field_name(statement: ast.stmt) -> str:
 
 
 def _base(module: _Module, base: ast.expr) -> type | None:
-    """The outline of a base, or None for one that adds nothing."""
+    """Return the outline of a base, or None for one that adds nothing."""
     name = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
     if name in _NO_BASES:
         return None
@@ -307,7 +307,7 @@ def _outlined(module: _Module, node: ast.AST) -> type:
 
 @functools.cache
 def _cached(module: str, name: str) -> type:
-    """One outline for each class, so that Python finds the order of bases."""
+    """Return one outline for each class, so that Python finds the order of bases."""
     found = _Module.read(module)
     node = found.definitions[name]
     assert isinstance(node, ast.ClassDef)
@@ -315,7 +315,7 @@ def _cached(module: str, name: str) -> type:
 
 
 def _value(module: _Module, node: ast.expr, within: Mapping[str, Any]) -> Any:
-    """What an expression comes to.
+    """Return what an expression comes to.
 
     Args:
         module: that it stands in.
@@ -360,7 +360,7 @@ def _value(module: _Module, node: ast.expr, within: Mapping[str, Any]) -> Any:
 
 
 def _field(module: _Module, call: ast.Call, value: Callable[[ast.expr], Any]) -> Any:
-    """What a call of `dataclasses.field` comes to; a default that is a registered object is its settings."""
+    """Return what a call of `dataclasses.field` comes to; a default that is a registered object is its settings."""
     options: dict[str, Any] = {}
     for option in call.keywords:
         if option.arg == "default_factory":
@@ -372,7 +372,7 @@ def _field(module: _Module, call: ast.Call, value: Callable[[ast.expr], Any]) ->
 
 
 def _made(module: _Module, factory: ast.expr, value: Callable[[ast.expr], Any]) -> Any:
-    """What a factory of defaults makes."""
+    """Return what a factory of defaults makes."""
     if isinstance(factory, ast.Lambda):
         return value(factory.body)
     if not isinstance(factory, ast.Name):
@@ -393,7 +393,7 @@ def _made(module: _Module, factory: ast.expr, value: Callable[[ast.expr], Any]) 
 
 
 def _built(module: _Module, name: str, given: list[Any], named: dict[str, Any]) -> Any:
-    """What a call of a dataclass of ours comes to."""
+    """Return what a call of a dataclass of ours comes to."""
     kind = _outlined(*module.find(name))
     if not dataclasses.is_dataclass(kind) or getattr(kind, "_fills_in", False) or hasattr(kind, "registry"):
         raise UnclearSourceError(f"{name} in {module.name}")

@@ -289,11 +289,11 @@ class Experiment:
 
     @property
     def rounds(self) -> tuple[int, ...]:
-        """After how many rounds clients are watched, ascending."""
+        """Numbers of rounds after which clients are watched, ascending."""
         return tuple(sorted(self.observe.rounds)) or (self.federation.rounds,)
 
     def observed_methods(self) -> dict[str, Method]:
-        """Every method as it is in the observed round, by label.
+        """Return every method as it is in the observed round, by label.
 
         Raises:
             UnknownNameError: a key of `observe.method` that no method has.
@@ -319,7 +319,7 @@ class Experiment:
 
 
 def check_published(experiment: Experiment, *, swept: bool = True) -> None:
-    """Whether published figures are of entries that there are, by label or by what a sweep made several entries of.
+    """Check that published figures are of existing entries, by label or by what a sweep made several entries of.
 
     Args:
         experiment: whose figures.
@@ -337,7 +337,7 @@ def check_published(experiment: Experiment, *, swept: bool = True) -> None:
 def find_unknown_label(
     experiment: Experiment, figures: Published, *, swept: bool = True
 ) -> tuple[str, str, list[str]] | None:
-    """Which key of published figures names what is not there, its label and those that are; None where all is well."""
+    """Find a label in published figures that no entry has: its key, the label and those there are; None if all do."""
     places = (("method", experiment.method), ("reference_method", experiment.method), ("attack", experiment.attack))
     for place, entries in places:
         known = sorted({name for e in entries for name in (e.label, e.label.partition("@")[0])})

@@ -25,7 +25,7 @@ Scalar = str | int | float | bool | None
 
 
 def override(experiment: Experiment, text: str) -> Experiment:
-    """The experiment with one setting changed: `override(x, "attack.iterations=500")`.
+    """Return the experiment with one setting changed: `override(x, "attack.iterations=500")`.
 
     Under `method`, `defense` and `attack` a setting goes to every entry that has it; a label in between picks one
     entry: `attack.peel+ig.iterations=500`. Values are read as YAML: `seeds=[0, 1]`, `defense=prune`.
@@ -42,7 +42,7 @@ def override(experiment: Experiment, text: str) -> Experiment:
 
 
 def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
-    """Key and values of an override that gives several values to a setting that takes one; None of any other.
+    """Return key and values of an override that gives several to a setting that takes one; None of any other.
 
     Raises:
         ValueError: as `override`.
@@ -65,7 +65,7 @@ def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
 
 
 def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
-    """The experiment with an entry for every value of every key, in the order of the keys.
+    """Return the experiment with an entry for every value of every key, in the order of the keys.
 
     Raises:
         UnknownNameError: there is no such setting, or no label that published figures are of; says what is close.
@@ -89,7 +89,7 @@ def expand_sweep(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment
 
 
 def with_current_labels(experiment: Experiment, sweep: Mapping[str, Any]) -> Experiment:
-    """The experiment with published figures of `ig@tv=1` as those of `ig@tv_weight=1`, which a sweep of `tv` makes."""
+    """Return the experiment with published figures of `ig@tv=1` as those of `ig@tv_weight=1`, as sweeps call it."""
     current = {(keys := key.split("."))[-1]: current_keys(experiment, keys)[-1] for key in map(str, sweep)}
     former = {key: now for key, now in current.items() if key != now}
     if not former:
@@ -112,7 +112,7 @@ def with_current_labels(experiment: Experiment, sweep: Mapping[str, Any]) -> Exp
 
 
 def experiment_of(experiment: Experiment, method: Entry[Any], attack: Entry[Any] | None) -> Experiment:
-    """The experiment as one method and one attack have it: with the settings that are theirs alone.
+    """Return the experiment as one method and one attack have it: with the settings that are theirs alone.
 
     Raises:
         ValueError: these do not fit each other.
@@ -122,7 +122,7 @@ def experiment_of(experiment: Experiment, method: Entry[Any], attack: Entry[Any]
 
 
 def parse_override(text: str) -> tuple[list[str], str]:
-    """The keys and the value, still text, of `key=value`.
+    """Return the keys and the value, still text, of `key=value`.
 
     Raises:
         ValueError: it is no such thing.
@@ -200,7 +200,7 @@ def _expand_key(experiment: Experiment, key: str, values: Any) -> Experiment:
 def _retarget_attacks(
     attacks: Sequence[Entry[Any]], made: Mapping[str, Sequence[Entry[Any]]]
 ) -> tuple[Entry[Any], ...]:
-    """Attacks on a method are attacks on all that was made of it."""
+    """Return the attacks, with attacks on a method as attacks on all that a sweep made of it."""
     return tuple(
         replace(attack, against=tuple(new.label for label in attack.against for new in made[label]))
         for attack in attacks
@@ -208,7 +208,7 @@ def _retarget_attacks(
 
 
 def _value_label(value: Scalar) -> str:
-    """A value as labels have it: the shortest text that tells it apart."""
+    """Return a value as labels have it: the shortest text that tells it apart."""
     if isinstance(value, bool) or value is None:
         return str(yaml12.dump(value)).split()[0]
     return f"{value:g}" if isinstance(value, float) else str(value)

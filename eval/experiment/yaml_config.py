@@ -60,7 +60,7 @@ def load(
     note: Callable[[str], None] = log.warning,
     asked: Callable[[Sequence[str]], bool] = lambda _import_words: True,
 ) -> Experiment:
-    """The experiment in a YAML file, changed as the command line asks for; runs the code that it `imports`.
+    """Return the experiment in a YAML file, changed as the command line asks for; runs the code that it `imports`.
 
     Args:
         path: of the file.
@@ -95,7 +95,7 @@ def load(
 
 
 def read(data: Any) -> Experiment:
-    """The experiment that plain data (a parsed YAML document) describes; imports what it `imports`.
+    """Return the experiment that plain data (a parsed YAML document) describes; imports what it `imports`.
 
     Raises:
         ValueError: as `load`.
@@ -104,7 +104,7 @@ def read(data: Any) -> Experiment:
 
 
 def dump(experiment: Experiment | CaptureSpec) -> str:
-    """The experiment as YAML with every default written out, always the same for equal experiments."""
+    """Return the experiment as YAML with every default written out, always the same for equal experiments."""
     return yaml12.dump(to_plain(experiment))
 
 
@@ -114,7 +114,7 @@ def _split(
     given: Sequence[str] = (),
     asked: Callable[[Sequence[str]], bool] = lambda _import_words: True,
 ) -> tuple[Experiment, dict[str, Any]]:
-    """The experiment without its sweep, and the sweep."""
+    """Return the experiment without its sweep, and the sweep."""
     values = dict(check_mapping(data, "the config"))
     words = _import_words(values.get("imports", []))
     own = not_on_command_line(words, given)

@@ -18,7 +18,7 @@ CHUNK = 2**20
 
 
 def file_digest(path: Path) -> dict[str, Any]:
-    """The SHA-256 of a file, and the number of its rows if it is a JSON-lines file."""
+    """Return the SHA-256 of a file, and the number of its rows if it is a JSON-lines file."""
     digest, lines = hashlib.sha256(), 0
     with require_regular_file(path).open("rb") as file:
         while content := file.read(CHUNK):
@@ -28,7 +28,7 @@ def file_digest(path: Path) -> dict[str, Any]:
 
 
 def changed_files(folder: Path, files: object) -> Iterator[tuple[str, str]]:
-    """The files that are not as `stated` said, each with what is wrong.
+    """Yield the files that are not as `stated` said, each with what is wrong.
 
     Args:
         folder: where they are.
@@ -51,12 +51,12 @@ def changed_files(folder: Path, files: object) -> Iterator[tuple[str, str]]:
 
 
 def with_digest(about: Mapping[str, Any]) -> dict[str, Any]:
-    """`about` with the digest of all it says."""
+    """Return `about` with the digest of all it says."""
     return {**about, DIGEST_KEY: _digest(about)}
 
 
 def check_digest(about: Mapping[str, Any]) -> None:
-    """Whether a JSON object says what it said when it was written; one without a digest passes.
+    """Check that a JSON object says what it said when it was written; one without a digest passes.
 
     Raises:
         ValueError: it says something else.

@@ -62,7 +62,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_rows(path: str | Path) -> list[dict[str, Any]]:
-    """All rows of a JSON-lines file.
+    """Return all rows of a JSON-lines file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -82,7 +82,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file says.
+    """Return what a JSON file says.
 
     Raises:
         OSError: it can't be read.
@@ -95,7 +95,7 @@ def read_json(path: Path) -> Any:
 
 
 def parse(text: str | bytes) -> Any:
-    """What a JSON document says.
+    """Return what a JSON document says.
 
     Raises:
         ValueError: it is none, holds NaN or infinity, or its values lie too deep in each other.

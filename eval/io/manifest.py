@@ -53,7 +53,7 @@ def add_files(folder: Path, *names: str) -> None:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """What a run's manifest says; nothing where there is none, as in folders of older versions.
+    """Return what a run's manifest says; nothing where there is none, as in folders of older versions.
 
     Raises:
         ValueError: it can't be read, or has changed since it was written.
@@ -72,7 +72,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> dict[str, Any]:
-    """The manifest, if the files that it states are as they were; pictures are checked when they are read.
+    """Return the manifest, if the files that it states are as they were; pictures are checked when they are read.
 
     Raises:
         ValueError: they are not, or not of one run; says which file.
@@ -89,7 +89,7 @@ def check(folder: Path) -> dict[str, Any]:
 
 
 def changed_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """All files that are not as the manifest states, pictures among them, each with what is wrong.
+    """Yield all files that are not as the manifest states, pictures among them, each with what is wrong.
 
     Raises:
         ValueError: as `read_batch`.

@@ -29,7 +29,7 @@ _LEADING = re.compile(r"^(\s*(?:\d+(?=[.)](?:\s|$)))?)([#>]|[-+](?=\s)|~(?=~~)|[
 
 
 def escape_controls(words: str, *, lines: bool = False) -> str:
-    r"""The words with control characters, and those that change the order of reading, as escapes: `\x1b`, `\u202e`.
+    r"""Return the words with control and reordering characters as escapes: `\x1b`, `\u202e`.
 
     Args:
         words: of any origin, lone surrogates included; what is returned has none.
@@ -40,7 +40,7 @@ def escape_controls(words: str, *, lines: bool = False) -> str:
 
 
 def shorten(words: str, most: int = LONGEST_MESSAGE) -> str:
-    """The words, without their middle where they are too many: what is wrong stands first, what to do last."""
+    """Return the words, without their middle where they are too many: what is wrong stands first, what to do last."""
     if len(words) <= most:
         return words
     first, last = most * 2 // 3, most // 3
@@ -48,7 +48,7 @@ def shorten(words: str, most: int = LONGEST_MESSAGE) -> str:
 
 
 def escape_markdown(words: str) -> str:
-    """The words on one line of Markdown, in a cell of a table too, in which nothing is markup."""
+    """Return the words on one line of Markdown, in a cell of a table too, in which nothing is markup."""
     return _LEADING.sub(r"\1\\\2", _SPECIAL.sub(r"\\\1", escape_controls(words)))
 
 

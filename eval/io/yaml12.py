@@ -42,7 +42,7 @@ class _Loader(yaml.SafeLoader):
         self._values = self._depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """A node, counted with all that an alias repeats."""
+        """Return a node, counted with all that an alias repeats."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         where = f"line {event.start_mark.line + 1}: "
         if isinstance(event, yaml.AliasEvent):
@@ -73,7 +73,7 @@ class _Loader(yaml.SafeLoader):
             raise ValueError(f"{where}expected at most {MOST_VALUES} values, with every alias written out, got more")
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        """A mapping whose keys are all different."""
+        """Return a mapping whose keys are all different."""
         seen: set[str] = set()
         for key, _ in node.value:
             where = f"line {key.start_mark.line + 1}: "
@@ -108,7 +108,7 @@ TEMPLATE = (
 
 
 def read(path: Path) -> str:
-    """The text of a YAML file.
+    """Return the text of a YAML file.
 
     Raises:
         ValueError: it is longer than `parse` takes, or no text.
@@ -122,7 +122,7 @@ def read(path: Path) -> str:
 
 
 def parse(text: str) -> Any:
-    """What a YAML document says, in plain Python types.
+    """Return what a YAML document says, in plain Python types.
 
     Raises:
         ValueError: not YAML, above the limits, or a key given twice; says in which line.
@@ -141,7 +141,7 @@ def parse(text: str) -> Any:
 
 
 def parse_settings(text: str) -> dict[str, Any]:
-    """Settings given by name or as YAML: `ig`, `{name: ig, tv_weight: 1e-2}`.
+    """Parse settings given by name or as YAML: `ig`, `{name: ig, tv_weight: 1e-2}`.
 
     Raises:
         ValueError: as `parse`.
@@ -151,5 +151,5 @@ def parse_settings(text: str) -> dict[str, Any]:
 
 
 def dump(data: Any) -> str:
-    """`data` as YAML that `parse` reads back to an equal value; keys keep their order."""
+    """Return `data` as YAML that `parse` reads back to an equal value; keys keep their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)

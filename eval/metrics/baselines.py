@@ -29,7 +29,7 @@ _CHUNK = 256
 
 
 def baseline_images(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
-    """The uninformed guesses by name, each of the truth's shape (N, C, H, W), in [0, 1].
+    """Return the uninformed guesses by name, each of the truth's shape (N, C, H, W), in [0, 1].
 
     Args:
         truth: (N, C, H, W) in [0, 1].
@@ -47,7 +47,7 @@ def baseline_images(truth: Tensor, *, reference: Tensor | None = None, seed: int
 
 
 def nearest_reference(truth: Tensor, reference: Tensor) -> Tensor:
-    """Index of the reference image closest to each true image by MSE of their 8 bits, exact copies aside, (N,) int64.
+    """Return index (N,) int64 of the reference image closest to each true one by 8-bit MSE, exact copies aside.
 
     Raises:
         ValueError: the images have different shapes, or the reference set holds nothing but copies of a true image.
@@ -76,7 +76,7 @@ def nearest_reference(truth: Tensor, reference: Tensor) -> Tensor:
 
 
 def best_decodable(truth: Tensor, factor: int) -> Tensor:
-    """What bounds `rog` with bicubic codes: the closest image that a descent from least squares finds of any code.
+    """Return the bound of `rog` with bicubic codes: the closest image of any code that a descent finds.
 
     An oracle, never part of an attack. Codes may leave [0, 1], only images are clamped; see `UpsampledSpace.project`
     for why a closer one is not ruled out.
@@ -93,7 +93,7 @@ def best_decodable(truth: Tensor, factor: int) -> Tensor:
 
 
 def representable_bound(attack: Attack, truth: Tensor) -> Tensor | None:
-    """The best images known that an attack could show, where its own codes limit it and no network sharpens after it.
+    """Return the best known images that an attack limited by its codes could show, without a sharpening network.
 
     Args:
         attack: or a chain that ends in it.
@@ -107,10 +107,10 @@ def representable_bound(attack: Attack, truth: Tensor) -> Tensor | None:
 
 
 def _levels(images: Tensor) -> Tensor:
-    """Pixels as 8 bits have them, 0 to 255: (N, C * H * W) float64."""
+    """Return pixels as 8 bits have them, 0 to 255: (N, C * H * W) float64."""
     return (images.detach().clamp(0, 1) * 255).round().double().flatten(1)
 
 
 def _squares(rows: Tensor) -> Tensor:
-    """The sum of squares of each row."""
+    """Return the sum of squares of each row."""
     return torch.einsum("id,id->i", rows, rows)

@@ -37,7 +37,7 @@ Features = Callable[[Tensor], Tensor]
 def draw_distractors(
     reference: Batch, label: int, truth: Tensor, *, count: int = CANDIDATES - 1, seed: int = 0
 ) -> Tensor:
-    """Images of a class that are not the true one (to 8 bits), drawn at random; fewer where there are no more.
+    """Draw images of a class that are not the true one (to 8 bits) at random; fewer where there are no more.
 
     Args:
         reference: images and labels (R,) that the client does not hold.
@@ -56,7 +56,7 @@ def draw_distractors(
 
 # ---- by what an attack brought back ----------------------------------------------------------------------------------
 def is_closest_in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
-    """Whether the true image is the closest one to the reconstruction by MSE; a tie is none.
+    """Return whether the true image is the closest one to the reconstruction by MSE; a tie is none.
 
     Args:
         reconstruction: (C, H, W).
@@ -70,7 +70,10 @@ def is_closest_in_pixels(reconstruction: Tensor, truth: Tensor, others: Tensor) 
 
 
 def is_closest_in_features(features: Features, reconstruction: Tensor, truth: Tensor, others: Tensor) -> bool:
-    """The same by the distance of what the classifier is given of each; arguments as in `in_pixels`."""
+    """Return whether the true image is closest to the reconstruction by the classifier's input features.
+
+    Arguments are those of `is_closest_in_pixels`, with the function that computes the features.
+    """
     if not bool(reconstruction.isfinite().all()):
         return False
     made = features(torch.cat([image.to(others) for image in (reconstruction[None], truth[None], others)])).double()
@@ -78,7 +81,7 @@ def is_closest_in_features(features: Features, reconstruction: Tensor, truth: Te
 
 
 def classifier_features(view: ServerView, recovered: Tensors) -> Features | str:
-    """The attacked network below its classifier, as far as an attacker knows it, or why it does not.
+    """Return the attacked network below its classifier, as far as an attacker knows it, or why it does not.
 
     Args:
         view: has what the server sent.
@@ -105,7 +108,7 @@ def classifier_features(view: ServerView, recovered: Tensors) -> Features | str:
 def _features(
     model: nn.Module, layer: str, values: dict[str, Tensor], dtype: torch.dtype, device: torch.device, images: Tensor
 ) -> Tensor:
-    """What the layer of that name is given of images (N, C, H, W)."""
+    """Return what the layer of that name is given of images (N, C, H, W)."""
     kept: list[Tensor] = []
 
     def keep(module: nn.Module, given: tuple[Tensor, ...]) -> None:
@@ -120,7 +123,7 @@ def _features(
 
 # ---- by the update ---------------------------------------------------------------------------------------------------
 def closest_in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> int:
-    """Which candidate's update is likeliest under Gaussian noise of one size: the closest to the observed one.
+    """Return which candidate's update is likeliest under Gaussian noise of one size, so closest to the observed.
 
     The strongest of all tests where the noise of a single step is all that hides the image, and where nothing private
     is unknown: each candidate brings its own private tensors. It maximizes <g, g_z> - |g_z|^2 / 2.
@@ -131,7 +134,7 @@ def closest_in_gradients(view: ServerView, candidates: Sequence[Candidate]) -> i
 
 
 def is_closest_in_update(view: ServerView, label: int, truth: Tensor, others: Tensor) -> bool | str:
-    """Whether the update of the true image is closest to the observed one, which `unreplayed` has no objection to.
+    """Return whether the true image's update is closest to the observed one, where `replay_obstacle` finds none.
 
     Each candidate's update is what the client would have sent had it held that image alone, by the attacker's own model
     of training. Of one image under a known defense, the squared distance is the likelihood under noise of one size. Of
@@ -166,7 +169,7 @@ def is_closest_in_update(view: ServerView, label: int, truth: Tensor, others: Te
 
 
 def replay_obstacle(view: ServerView) -> str:
-    """Why an attacker can't compute what single images would have sent, or nothing where it can."""
+    """Return why an attacker can't compute what single images would have sent, or nothing where it can."""
     known = (view.private_init or {}) if view.round == 0 else {}
     if lacking := [name for name in view.private if name not in known]:
         return f"updates depend on what the client keeps to itself ({lacking[0]}), so nobody else can compute them"
@@ -189,17 +192,17 @@ def _sent(view: ServerView, candidate: Candidate) -> Tensors:
 
 
 def _ones(schedule: Schedule | None) -> Schedule:
-    """The same steps on one image each."""
+    """Return the schedule with the same steps on one image each."""
     return tuple(tuple(tuple(1 for _ in step) for step in steps) for steps in schedule or ())
 
 
 def _images(view: ServerView) -> int:
-    """In the one step."""
+    """Return how many images the view's one step takes."""
     return sum(sum(step) for steps in view.schedule or () for step in steps)
 
 
 def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float]:
-    """<g, g_z> - |g_z|^2 / 2 of an update g_z, summed in float64: -|g - g_z|^2 / 2 but for what all have in common.
+    """Score updates g_z by <g, g_z> - |g_z|^2 / 2 in float64: -|g - g_z|^2 / 2 but for what all have in common.
 
     Under noise |g|^2 is so much larger than what tells candidates apart that rounding it would decide. That is why all
     is counted from one candidate's update too, the origin: what decay does to 15 million weights cancels there.
@@ -214,16 +217,16 @@ def _likelihood(observed: Tensors, origin: Tensors) -> Callable[[Tensors], float
 
 
 def _direction(observed: Tensors, _: Tensors) -> Callable[[Tensors], float]:
-    """The cosine."""
+    """Score updates by the cosine of their angle to the observed one."""
     return partial(_cosine, observed)
 
 
 def _cosine(observed: Tensors, one: Tensors) -> float:
-    """Of two updates; 0 where one of them is zero."""
+    """Return the cosine of the angle between two updates; 0 where one of them is zero."""
     size = float(norm({n: observed[n] for n in one})) * float(norm(one))
     return sum(float(inner(observed[n], one[n])) for n in one) / size if size else 0.0
 
 
 def _first(distances: Sequence[float]) -> bool:
-    """Whether the first of them is the smallest; a tie is none."""
+    """Return whether the first of some distances is the smallest; a tie is none."""
     return all(distances[0] < other for other in distances[1:])

@@ -25,7 +25,7 @@ _AT_ONCE = 2**15
 
 
 def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Reconstructions and true images as clamped float64, where the true images are.
+    """Return reconstructions and true images as clamped float64, on the device of the true ones.
 
     Raises:
         ValueError: shapes differ or are not (N, C, H, W), pixels are not floating point or not finite, or true images
@@ -48,23 +48,23 @@ def prepare(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mse(a: Tensor, b: Tensor) -> Tensor:
-    """Mean squared error over channels and pixels (N,), in [0, 1]."""
+    """Return mean squared error over channels and pixels (N,), in [0, 1]."""
     a, b = prepare(a, b)
     return (a - b).square().flatten(1).mean(1).cpu()
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio (N,) in dB for a pixel range of 1, at most `PSNR_CAP`."""
+    """Return peak signal-to-noise ratio (N,) in dB for a pixel range of 1, at most `PSNR_CAP`."""
     return psnr_of_mse(mse(a, b))
 
 
 def psnr_of_mse(error: Tensor) -> Tensor:
-    """`10 log10(1 / mse)` in dB, at most `PSNR_CAP`."""
+    """Return `10 log10(1 / mse)` in dB, at most `PSNR_CAP`."""
     return -10 * error.clamp_min(_MSE_FLOOR).log10()
 
 
 def ssim(a: Tensor, b: Tensor) -> Tensor:
-    """Structural similarity with the settings of Wang et al. (2004): the SSIM that hyperleak reports.
+    """Return structural similarity with the settings of Wang et al. (2004): the SSIM that hyperleak reports.
 
     Gaussian window of 11 pixels with sigma 1.5, population covariance, range 1, mean over channels.
 
@@ -77,7 +77,7 @@ def ssim(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
-    """SSIM with scikit-image's own defaults, a uniform 7x7 window and sample covariance, to re-read papers with.
+    """Return SSIM with scikit-image's defaults, a uniform 7x7 window and sample covariance, to re-read papers with.
 
     Returns:
         (N,) in [-1, 1]; NaN (not available) for images smaller than the window.
@@ -87,7 +87,7 @@ def ssim_uniform7(a: Tensor, b: Tensor) -> Tensor:
 
 
 def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
-    """SSIM over one window as large as the image, as the code of ROG (Yue et al., USENIX Security 2023) defines it.
+    """Return SSIM over one window as large as the image, as ROG's code defines it (Yue et al., USENIX Security 2023).
 
     Color images are converted to YCrCb and weighted 0.8, 0.1 and 0.1. Its values lie far above those of `ssim`.
 
@@ -106,13 +106,13 @@ def ssim_rog(a: Tensor, b: Tensor) -> Tensor:
 
 
 def exact8(a: Tensor, b: Tensor) -> Tensor:
-    """Whether every pixel is right after rounding both images to 8 bits, (N,) bool."""
+    """Return whether every pixel is right after rounding both images to 8 bits, (N,) bool."""
     a, b = prepare(a, b)
     return ((a * 255).round() == (b * 255).round()).flatten(1).all(1).cpu()
 
 
 def _local(a: Tensor, b: Tensor, weights: list[float], sample: float = 1.0) -> Tensor:
-    """Mean SSIM over all windows that lie within the image, (N,).
+    """Return mean SSIM over all windows that lie within the image, (N,).
 
     Args:
         a: reconstructions.
@@ -128,7 +128,7 @@ def _local(a: Tensor, b: Tensor, weights: list[float], sample: float = 1.0) -> T
 
 
 def _windows(a: Tensor, b: Tensor, weights: list[float], sample: float) -> Tensor:
-    """The same of prepared images."""
+    """Return mean SSIM (N,) of prepared images over all windows that lie within them."""
     mean_a, mean_b, aa, bb, ab = _smoothed(torch.stack((a, b, a * a, b * b, a * b)), weights)
     product, squares = mean_a * mean_b, mean_a.square() + mean_b.square()
     luminance = (2 * product + _C1) / (squares + _C1)
@@ -137,7 +137,7 @@ def _windows(a: Tensor, b: Tensor, weights: list[float], sample: float) -> Tenso
 
 
 def _smoothed(images: Tensor, weights: list[float]) -> Tensor:
-    """Weighted means over square windows wherever they fit: (..., H, W) to (..., H - k + 1, W - k + 1).
+    """Return weighted means over square windows that fit: (..., H, W) to (..., H - k + 1, W - k + 1).
 
     Sums of shifted images, one side after the other: in double precision on a CPU up to nine times as fast as torch's
     convolutions, and the numbers do not depend on how many images there are.
@@ -152,7 +152,7 @@ def _smoothed(images: Tensor, weights: list[float]) -> Tensor:
 
 
 def _whole_plane_ssim(a: Tensor, b: Tensor) -> Tensor:
-    """SSIM of whole planes, (N, C)."""
+    """Return SSIM of whole planes, (N, C)."""
     mean_a, mean_b = a.mean((2, 3)), b.mean((2, 3))
     da, db = a - mean_a[..., None, None], b - mean_b[..., None, None]
     luminance = (2 * mean_a * mean_b + _C1) / (mean_a.square() + mean_b.square() + _C1)
@@ -161,7 +161,7 @@ def _whole_plane_ssim(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _ycrcb(images: Tensor) -> Tensor:
-    """ITU-R BT.601 luminance and color differences, offset to [0, 1]."""
+    """Return ITU-R BT.601 luminance and color differences, offset to [0, 1]."""
     red, green, blue = images.unbind(1)
     y = 0.299 * red + 0.587 * green + 0.114 * blue
     return torch.stack((y, (red - y) * 0.713 + 0.5, (blue - y) * 0.564 + 0.5), 1)

@@ -42,7 +42,7 @@ class IdentificationLineup:
 
     @classmethod
     def of(cls, view: ServerView, truth: Truth, reference: Batch | None, seed: int) -> IdentificationLineup:
-        """With others drawn from images (R,) and their labels that no watched client holds."""
+        """Draw a lineup from images (R,) and their labels that no watched client holds."""
         if reference is None or truth.labels.ndim > 1:
             return cls(view, truth, {})
         drawn = {
@@ -52,13 +52,13 @@ class IdentificationLineup:
         return cls(view, truth, {i: others for i, others in drawn.items() if len(others)})
 
     def rows(self, rows: list[Row], result: Reconstruction) -> list[Row]:
-        """An attack's rows with whether their images are named, where there are others; what can't be told says why."""
+        """Return an attack's rows with whether their images are named, or why that can't be told."""
         features = "" if result.inputs is None or not self.others else classifier_features(self.view, result.private)
         return [self._row(row, result, features) if row.get("image") in self.others else row for row in rows]
 
     @cached_property
     def by_update(self) -> dict[int, bool | str] | str:
-        """Whether the update itself names each of these images, or why nobody can tell by it: of one, or of all."""
+        """Whether the update itself names each image, by its number; or why nobody can tell, of one or of all."""
         labels = self.truth.labels
         return replay_obstacle(self.view) or {
             i: is_closest_in_update(self.view, int(labels[i]), self.truth.inputs[i].cpu(), others)
@@ -80,7 +80,7 @@ class IdentificationLineup:
 def _brought_back(
     found: Tensor | None, image: Tensor, others: Tensor, features: Features | str
 ) -> dict[str, bool | str]:
-    """Whether a reconstruction (None: there is none) is closest to the true image, as pixels and as features."""
+    """Return whether a reconstruction (None: there is none) is closest to the true image, as pixels and as features."""
     if found is None:
         return {BY_PICTURE: False, BY_FEATURES: features if isinstance(features, str) else False}
     near = features if isinstance(features, str) else is_closest_in_features(features, found, image, others)

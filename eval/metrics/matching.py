@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
-    """The reconstruction matched to each true image, by the Hungarian algorithm on MSE after clamping to [0, 1].
+    """Match a reconstruction to each true image by the Hungarian algorithm on MSE after clamping to [0, 1].
 
     Reconstructions with a pixel that is not finite match nothing. With fewer reconstructions than true images, the
     true images left over get None; with more, the reconstructions left over are unused (`score` records how many there
@@ -44,7 +44,7 @@ def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
 
 
 def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:
-    """MSE of every pair of images after clamping to [0, 1], (N, M) float64, for `a` (N, ...) and `b` (M, ...).
+    """Return MSE (N, M) float64 of every pair of `a` (N, ...) and `b` (M, ...) after clamping to [0, 1].
 
     Computed where `a` is, and left there.
     """

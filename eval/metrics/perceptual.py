@@ -53,10 +53,10 @@ class Perceptual(Protocol):
         """Why there is no value and what helps, or None."""
 
     def name(self, height: int, width: int) -> str:
-        """What the measure is called for images of this size."""
+        """Return what the measure is called for images of this size."""
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Distance of each pair of images (N,)."""
+        """Return the distance of each pair of images (N,)."""
 
 
 @dataclass(frozen=True)
@@ -79,11 +79,11 @@ class Unavailable:
         return f"LPIPS not available: {self.reason}; {self.remedy}"
 
     def name(self, height: int, width: int) -> str:
-        """The name the measure would have had."""
+        """Return the name the measure would have had."""
         return _name(self.net, height, width)
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """NaN for each image: there is no value.
+        """Return NaN for each image: there is no value.
 
         Raises:
             ValueError: as `eval.metrics.image.prepare`.
@@ -110,7 +110,7 @@ class Lpips:
 
     @torch.no_grad()
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
-        """Distance of each pair of images; 0 for equal ones, larger is farther.
+        """Return the distance of each pair of images; 0 for equal ones, larger is farther.
 
         Pixels are mapped from [0, 1] to [-1, 1], gray images repeated to three channels, and images with a side below
         32 pixels resized to 64x64 bilinearly (AlexNet needs 31 pixels).
@@ -135,7 +135,7 @@ class Lpips:
 def load_lpips(
     net: str | None = None, file: str | Path | None = None, *, allow_download: bool = False
 ) -> Lpips | Unavailable:
-    """LPIPS with the weights in `file`, else in `$HYPERLEAK_LPIPS`, else in torchvision's cache, else downloaded.
+    """Load LPIPS with weights from `file`, else `$HYPERLEAK_LPIPS`, else torchvision's cache, else downloaded.
 
     Args:
         net: "alex", "squeeze" or "vgg"; None takes the file's, or AlexNet where no file is named.
@@ -189,7 +189,7 @@ def _prefix(checkpoint: str) -> str:
 
 
 def _identify(path: Path) -> str | None:
-    """Whose backbone a file holds, by its SHA-256."""
+    """Return whose backbone a file holds, by its SHA-256."""
     with path.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     by_prefix = (net for net, name in CHECKPOINTS.items() if digest.startswith(_prefix(name)))
@@ -205,7 +205,7 @@ def _read(path: Path) -> Mapping[str, Tensor]:
 
 
 def _build(net: str, backbone: Mapping[str, Tensor]) -> nn.Module:
-    """The `lpips` network with its own linear heads and the given backbone; nothing in it stays random."""
+    """Return the `lpips` network with its own linear heads and the given backbone; nothing in it stays random."""
     import lpips  # brings torchvision, so only where LPIPS is wanted
 
     heads_file = Path(lpips.__file__).parent / "weights" / "v0.1" / f"{net}.pth"

@@ -154,7 +154,7 @@ def score(
 
 
 def score_without_truth(reconstruction: Reconstructed, size: int | None) -> list[Row]:
-    """Rows of an update whose true images nobody has: one for every reconstruction, or one if there is none.
+    """Return rows of an update whose true images nobody has: one per reconstruction, or one if there is none.
 
     The columns are those of `score`, as far as they can be told; `unjudged` says that there is nothing to compare with.
 
@@ -181,7 +181,7 @@ def score_without_truth(reconstruction: Reconstructed, size: int | None) -> list
 
 
 def private_errors(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> dict[str, float]:
-    """Relative error `|a - b| / |b|` of every recovered tensor that has a true value.
+    """Return relative error `|a - b| / |b|` of every recovered tensor that has a true value.
 
     Recovered tensors without one (such as features) are left out. A wrong value of a true zero has infinite error.
 
@@ -192,7 +192,7 @@ def private_errors(recovered: Mapping[str, Value], true: Mapping[str, Value]) ->
 
 
 def relative_error(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
-    """`|a - b| / |b|` of all tensors of `b` together, summed in float64.
+    """Return `|a - b| / |b|` of all tensors of `b` together, summed in float64.
 
     Raises:
         ValueError: a tensor has another shape in `a` than in `b`.
@@ -211,12 +211,12 @@ def relative_error(a: Mapping[str, Value], b: Mapping[str, Value]) -> float:
 
 
 def _squared(value: Tensor) -> float:
-    """The squared norm, summed in float64 without a copy in it: of a hypernetwork that would be 120 MB."""
+    """Return the squared norm, summed in float64 without a copy in it: of a hypernetwork that would be 120 MB."""
     return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
 
 
 def _measures(true: Tensor, perceptual: Perceptual | None) -> tuple[dict[str, Measure], dict[str, str]]:
-    """The metrics that can be taken of these images, and why the others can't."""
+    """Return the metrics that can be taken of these images, and why the others can't."""
     channels, height, width = true.shape[1:]
     measures, missing = dict(MEASURES), {}
     for name, window in metrics.WINDOWS.items():
@@ -237,7 +237,7 @@ def _measures(true: Tensor, perceptual: Perceptual | None) -> tuple[dict[str, Me
 
 
 def _take(measures: Mapping[str, Measure], a: Tensor, b: Tensor) -> list[Row]:
-    """Every metric of every pair of images."""
+    """Return every metric of every pair of images."""
     if not len(a):
         return []
     columns = {name: measure(a, b).tolist() for name, measure in measures.items()}
@@ -245,7 +245,7 @@ def _take(measures: Mapping[str, Measure], a: Tensor, b: Tensor) -> list[Row]:
 
 
 def _images(measures: Mapping[str, Measure], guess: Tensor, true: Tensor, matched: list[int | None]) -> dict[int, Row]:
-    """The figures of every true image that a reconstruction stands for."""
+    """Return the figures of every true image that a reconstruction stands for."""
     hits = [i for i, j in enumerate(matched) if j is not None]
     found = [j for j in matched if j is not None]
     a, b = guess[found], true[hits]
@@ -254,7 +254,7 @@ def _images(measures: Mapping[str, Measure], guess: Tensor, true: Tensor, matche
 
 
 def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[str | None, Row, str]:
-    """What a true image gets that no reconstruction stands for: its failure, its figures, why others are missing."""
+    """Return what a true image without a reconstruction gets: its failure, its figures, why others are missing."""
     if recovered is None:
         return None, dict.fromkeys([*measures, "exact8"], math.nan), NO_IMAGES
     failure = "unmatched" if recovered.isfinite().all() else "non-finite"
@@ -292,7 +292,7 @@ def _hard(labels: Tensor) -> list[int]:
 
 
 def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
-    """What is known of the whole batch and repeated in each of its rows."""
+    """Return what is known of the whole batch and repeated in each of its rows."""
     known = {**truth.private, **{_EXTRACTOR + name: value for name, value in truth.extractor.items()}}
     found = _by_client(reconstruction.private, known)
     errors = private_errors(found, known)
@@ -306,7 +306,7 @@ def _batch(reconstruction: Reconstructed, truth: TrueValues) -> Row:
 
 
 def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Mapping[str, Value]:
-    """Recovered tensors of a group's clients under the numbers of those clients they come closest to, all together.
+    """Return recovered tensors of a group under the numbers of the clients they come closest to, all together.
 
     A mean does not say which client is which, no more than it says which image is: clients that train alike could
     change places. Clients of other tensors are never confused.
@@ -327,7 +327,7 @@ def _by_client(recovered: Mapping[str, Value], true: Mapping[str, Value]) -> Map
 
 
 def _tensors_by_client(tensors: Mapping[str, Value]) -> dict[int, dict[str, Value]]:
-    """What of them belongs to each client of a group, by its number."""
+    """Return the tensors that belong to each client of a group, by its number."""
     found: dict[int, dict[str, Value]] = {}
     for name, value in tensors.items():
         if told := _CLIENT.match(name):
@@ -336,7 +336,7 @@ def _tensors_by_client(tensors: Mapping[str, Value]) -> dict[int, dict[str, Valu
 
 
 def _capped_relative_error(mine: Mapping[str, Value], true: Mapping[str, Value]) -> float:
-    """The sum of relative errors, at most `_FAR`, which it is for tensors of other shapes."""
+    """Return the sum of relative errors, at most `_FAR`; `_FAR` for tensors of other shapes."""
     shared = [name for name in mine if name in true]
     if any(mine[name].shape != true[name].shape for name in shared):
         return _FAR
@@ -345,7 +345,7 @@ def _capped_relative_error(mine: Mapping[str, Value], true: Mapping[str, Value])
 
 
 def _json_ready(row: Row, reasons: Mapping[str, str]) -> Row:
-    """The row with None for every number that is not finite, and the reasons under `missing`."""
+    """Return the row with None for every number that is not finite, and the reasons under `missing`."""
     missing: dict[str, str] = {}
 
     def clean(name: str, value: Any) -> Any:

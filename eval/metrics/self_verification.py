@@ -21,7 +21,7 @@ SETTLED_WORDS = (
 
 
 def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
-    """The rows of one update with what the attack says of itself: its objective's course, its check and its note.
+    """Return one update's rows with what the attack says of itself: its objective's course, check and note.
 
     Args:
         result: of the attack.
@@ -41,13 +41,13 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
 
 
 def _fixed(result: Reconstruction, row: Row) -> Row:
-    """The share of pixels that the update fixes, where the attack can tell."""
+    """Return the share of pixels that the update fixes, where the attack can tell."""
     match = row.get("matched")
     return {} if result.fixed is None or match is None else {"fixed": float(result.fixed[match].double().mean())}
 
 
 def is_settled(result: Result, size: int | None) -> bool:
-    """Whether the attack shows that no other can find more of an update's images.
+    """Return whether the attack shows that no other can find more of an update's images.
 
     It has a picture of each, and either confirms them or satisfies all its equations and says which pixels these fix,
     nearly all of them: what is left is in no equation.
@@ -64,14 +64,14 @@ def is_settled(result: Result, size: int | None) -> bool:
 
 
 def are_settled(rows: Sequence[Row]) -> bool:
-    """The same of the rows of one update."""
+    """Return whether the rows of one update show that no other attack can find more of it (see `is_settled`)."""
     if not rows or any(not row.get("candidates") or row["candidates"] != row["images"] for row in rows):
         return False
     return all(row.get("verified") or row.get("fixed", 0.0) >= MIN_FIXED_SHARE for row in rows)
 
 
 def settled_updates(rows: Sequence[Row]) -> list[str | int]:
-    """The updates among an attack's rows of which no other attack can find more (see `is_settled`)."""
+    """Return the updates among an attack's rows of which no other attack can find more (see `is_settled`)."""
     updates: dict[str | int, list[Row]] = {}
     for row in rows:
         updates.setdefault(row["update"], []).append(row)
@@ -79,12 +79,12 @@ def settled_updates(rows: Sequence[Row]) -> list[str | int]:
 
 
 def not_needed_words(names: Sequence[str]) -> str:
-    """In words, that these attacks leave nothing to find."""
+    """Say in words that these attacks leave nothing to find."""
     return f"not needed: {join_words(list(dict.fromkeys(names)))} {SETTLED_WORDS}"
 
 
 def verification_words(verified: bool | None, fixed: float | None = None) -> str:
-    """In words, what the attack says of its own result; empty where it can't tell."""
+    """Say in words what the attack tells of its own result; empty where it can't tell."""
     if verified is None:
         return ""
     if verified:
@@ -93,12 +93,12 @@ def verification_words(verified: bool | None, fixed: float | None = None) -> str
 
 
 def _share(value: float) -> str:
-    """A share in percent that is 100 only if it is whole."""
+    """Return a share in percent that is 100 only if it is whole."""
     return "100 %" if value == 1 else f"{min(100 * value, 99.9):.3g} %"
 
 
 def attack_notes(rows: Sequence[Row]) -> list[str]:
-    """What the attack noted, each once, with the numbers of the images that it says it of."""
+    """Return what the attack noted, each once, with the numbers of the images that it says it of."""
     found: dict[str, list[int]] = {}
     for number, row in enumerate(rows):
         if row.get("note"):

@@ -1,4 +1,4 @@
-"""From rows to figures: means with intervals over images, paired differences, success rates.
+"""Statistics of rows: means with intervals over images, paired differences, success rates.
 
 Every function takes either rows (mappings, with the name of a column) or an array: (images,) or (images, seeds).
 Figures that are missing in the rows (None) are left out and counted.
@@ -97,7 +97,7 @@ def mean_interval(
     run: str = "seed",
     level: float = 0.95,
 ) -> Interval:
-    """Mean over images, each weighing the same however many seeds it has, with the interval that stands above.
+    """Return the mean over images, each weighing the same however many seeds it has, with this module's interval.
 
     Args:
         data: rows, or an array (images,) or (images, seeds) with NaN for what is missing.
@@ -121,7 +121,7 @@ def paired_difference(
     run: str = "seed",
     level: float = 0.95,
 ) -> Interval:
-    """Mean of `first - second` over the same images and seeds, with the interval of `mean_interval`.
+    """Return the mean of `first - second` over the same images and seeds, with the interval of `mean_interval`.
 
     Differences that are all alike say nothing of a kind that was not seen: their interval is Student's.
 
@@ -138,7 +138,7 @@ def paired_difference(
 
 
 def exact_interval(successes: float, trials: int, level: float = 0.95) -> tuple[float, float]:
-    """Clopper and Pearson's interval of a rate (1934): it covers the truth with probability `level` or more."""
+    """Return Clopper and Pearson's interval of a rate (1934): it covers the truth at probability `level` or more."""
     _check_level(level)
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"expected 0 <= successes <= trials and a trial, got {successes} of {trials}")
@@ -147,12 +147,12 @@ def exact_interval(successes: float, trials: int, level: float = 0.95) -> tuple[
 
 
 def rate_upper_bound(successes: float, trials: int, significance: float) -> float:
-    """Clopper and Pearson's one-sided upper bound on a rate."""
+    """Return Clopper and Pearson's one-sided upper bound on a rate."""
     return 1.0 if successes >= trials else float(beta.ppf(1 - significance, successes + 1, trials - successes))
 
 
 def rate_lower_bound(successes: float, trials: int, significance: float) -> float:
-    """Clopper and Pearson's one-sided lower bound on a rate."""
+    """Return Clopper and Pearson's one-sided lower bound on a rate."""
     return 0.0 if successes <= 0 else float(beta.ppf(significance, successes, trials - successes + 1))
 
 
@@ -165,7 +165,7 @@ def success_rate(
     run: str = "seed",
     level: float = 0.95,
 ) -> Interval:
-    """Share of figures at or above `threshold`, each image weighing the same, with Clopper and Pearson's interval.
+    """Return the share of figures at or above `threshold`, each image weighing the same, with its exact interval.
 
     Images are the trials: an image that succeeds under some of its seeds counts as that part of a success.
 
@@ -181,18 +181,18 @@ def success_rate(
 
 
 def median(data: Data, column: str = "psnr") -> float:
-    """Median of all figures."""
+    """Return the median of all figures."""
     return float(np.median(_known(_table(data, column, "image", "seed"))[0]))
 
 
 def psnr_of_mean_mse(data: Data, column: str = "mse") -> float:
-    """PSNR in dB of the mean MSE: never above the mean of the PSNRs, and what some papers print."""
+    """Return PSNR in dB of the mean MSE: never above the mean of the PSNRs, and what some papers print."""
     mean = float(_known(_table(data, column, "image", "seed"))[0].mean())
     return float(min(PSNR_CAP, -10 * np.log10(max(mean, 1e-300))))
 
 
 def _table(data: Data, column: str, image: str, run: str) -> dict[Any, dict[Any, float]]:
-    """Figures by image and seed, NaN where missing."""
+    """Return figures by image and seed, NaN where missing."""
     table: dict[Any, dict[Any, float]] = {}
     if isinstance(data, Sequence) and data and isinstance(data[0], Mapping):
         for row in cast("Rows", data):
@@ -210,7 +210,7 @@ def _table(data: Data, column: str, image: str, run: str) -> dict[Any, dict[Any,
 
 
 def _known(table: Mapping[Any, Mapping[Any, float]]) -> tuple[Floats, int]:
-    """All figures there are, and how many are missing."""
+    """Return all figures there are, and how many are missing."""
     values = np.array([value for runs in table.values() for value in runs.values()], dtype=np.float64)
     known = values[~np.isnan(values)]
     if not len(known) or np.isinf(known).any():
@@ -236,7 +236,7 @@ def _interval(table: Mapping[Any, Mapping[Any, float]], level: float, known: Col
 
 
 def _student(values: Floats, level: float) -> tuple[float, float]:
-    """Student's interval of a mean, wider on the side of the longer tail; of one value that value itself."""
+    """Return Student's interval of a mean, wider on the side of the longer tail; of one value that value itself."""
     middle, count = float(values.mean()), len(values)
     if count < 2:
         return middle, middle
@@ -250,7 +250,7 @@ def _student(values: Floats, level: float) -> tuple[float, float]:
 
 
 def _mixed(values: Floats, level: float, known: Column) -> tuple[float, float]:
-    """The interval of a mean of two kinds of images, as this module's docstring has it; an empty one of one kind.
+    """Return the interval of a mean of two kinds of images, as this module defines it; an empty one of one kind.
 
     Args:
         values: one for each image (n,).

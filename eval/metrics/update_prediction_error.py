@@ -20,7 +20,7 @@ MISMATCH = 1e-2
 
 
 def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientState, download: Download) -> float:
-    """How far the attacker's own model of training is from what was observed, given the truth.
+    """Return how far the attacker's own model of training is from what was observed, given the truth.
 
     No one can predict noise, so where the defense draws any, both are taken without it: training is run once more on
     the client's side, and the defense itself says what is expected of it.
@@ -34,7 +34,7 @@ def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientS
 
 
 def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) -> float | None:
-    """The same of an update that was captured: what the view predicts of the truth against what was observed.
+    """Return how far the view's prediction from the truth is from a captured update.
 
     Args:
         view: what the server knows.
@@ -61,7 +61,7 @@ def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) ->
 
 
 def _draws(defense: Defense, update: Tensors) -> bool:
-    """Whether the defense may draw noise on the way to this update."""
+    """Return whether the defense may draw noise on the way to this update."""
     noise = stream(0, "probe")
     untouched = noise.get_state()
     defense.transform_update(update, noise)
@@ -69,7 +69,7 @@ def _draws(defense: Defense, update: Tensors) -> bool:
 
 
 def _noiseless(trace: Trace, client: Client, state: ClientState, download: Download, number: int) -> Tensors:
-    """What the client would have sent in round `number` without its defense's noise."""
+    """Return what the client would have sent in round `number` without its defense's noise."""
     start = local_input(client, state, download, number)
     training = LocalTraining(draws=trace.draws, track_statistics=True)
     return local_update(client, start, gather_batches(trace.inputs, trace.labels, trace.order), training).sent()

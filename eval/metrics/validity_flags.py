@@ -39,7 +39,7 @@ def find_flags(
     tolerance: float = TOLERANCE,
     image: str = "image",
 ) -> list[str]:
-    """The flags that apply to rows of one setting, in the order of `FLAGS`.
+    """Return the flags that apply to rows of one setting, in the order of `FLAGS`.
 
     Args:
         rows: from `eval.metrics.score.score`, over any number of images and seeds.
@@ -78,12 +78,12 @@ def find_flags(
 
 
 def forward_error_limit(rows: Sequence[Row]) -> float:
-    """From which forward error on view, truth and update of these rows do not belong together."""
+    """Return the forward error above which view, truth and update of these rows do not belong together."""
     return max((row.get("forward_tolerance", TOLERANCE) for row in rows), default=TOLERANCE)
 
 
 def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool) -> list[str]:
-    """The validity flags of one attack in an audit, by its rows and what the attacker knows."""
+    """Return the validity flags of one attack in an audit, by its rows and what the attacker knows."""
     if not rows:
         return []
     errors = [row["forward_error"] for row in rows if "forward_error" in row]
@@ -100,11 +100,11 @@ def audit_flags(rows: Sequence[Row], threat: ThreatModel, *, defended: bool) -> 
 
 
 def _stuck(history: Sequence[float]) -> bool:
-    """Whether no later value lies below the first (NaN never does)."""
+    """Return whether no later value lies below the first (NaN never does)."""
     return not any(value < history[0] for value in history[1:])
 
 
 def _below_mean_color(rows: Sequence[Row]) -> bool:
-    """Whether the mean PSNR of the images there are lies below that of their mean colors."""
+    """Return whether the mean PSNR of the images there are lies below that of their mean colors."""
     gains = [row["psnr"] - row["floor_mean_psnr"] for row in rows if row["psnr"] is not None]
     return bool(gains) and fmean(gains) < 0

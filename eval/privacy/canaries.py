@@ -77,7 +77,7 @@ class CanaryAudit:
         return self.lower > self.claimed
 
     def sentence(self) -> str:
-        """All of it in words."""
+        """Say in a sentence what the audit found, with all its figures."""
         told = "refutes" if self.refuted else "does not refute"
         return (
             f"{self.canaries:,} canaries through {self.steps:,} steps: epsilon is at least {self.lower:.3g} "
@@ -136,7 +136,7 @@ def audit_defense(
     seed: int = 0,
     significance: float = SIGNIFICANCE,
 ) -> CanaryAudit:
-    """`audit` of the noisy steps of a client's defense (`dp-sgd`), at the rate that its claim charges.
+    """Audit the noisy steps of a client's defense (`dp-sgd`), at the rate that its claim charges.
 
     What other defenses do to the update comes after the noise, and is left out.
 
@@ -187,7 +187,7 @@ def _audited(
 
 @dataclass(frozen=True, kw_only=True)
 class SingleStepAudit:
-    """One noisy step a round, with nothing after the noise, and how it is read.
+    """Settings by which canaries are audited: one noisy step a round, nothing after the noise, and how it is read.
 
     Step sizes, momentum, decay and further clipping come after the noise and cost no privacy; without them a round's
     update is the noisy gradient times a tiny step size, with which the weights as good as stay where they are.
@@ -220,14 +220,14 @@ class _Drawn(FedAvg):
     rate: float
 
     def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
-        """FedAvg's, with such a batch."""
+        """Return FedAvg's phase with a batch of images that are drawn one by one."""
         (phase,) = super().phases(task, round)
         settings = {field.name: getattr(phase, field.name) for field in fields(Phase)}
         return (PoissonPhase(**{**settings, "sampler": "poisson", "batch_size": 1}, rate=self.rate),)
 
 
 def single_step_method(method: PrivateMethod, rate: float) -> SingleStepAudit:
-    """A method's own noisy steps, each record drawn at `rate`."""
+    """Return a method's own noisy steps, each record drawn at `rate`."""
     tiny = 1e-9 / method.clip**2
     settings: dict[str, Any] = {
         **{"noise_multiplier": method.sigma, "epsilon": None, "images": None, "rate": rate, "local_steps": None},
@@ -243,7 +243,7 @@ def single_step_method(method: PrivateMethod, rate: float) -> SingleStepAudit:
 
 
 def single_step_defense(defense: DPSGD, rate: float) -> SingleStepAudit:
-    """The noisy steps of a defense, each record drawn at `rate`."""
+    """Return the noisy steps of a defense, each record drawn at `rate`."""
     tiny = 1e-9 / defense.clip**2
     one = replace(defense, denominator=1.0)
     return SingleStepAudit(
@@ -252,7 +252,7 @@ def single_step_defense(defense: DPSGD, rate: float) -> SingleStepAudit:
 
 
 def noisy_releases(steps: SingleStepAudit, count: int, coins: Tensor, seed: int) -> Floats:
-    """What every step gives away of every canary (steps, m): the noisy sum along its direction, over the clip.
+    """Return what every step gives away of every canary (steps, m): the noisy sum along its direction over the clip.
 
     Args:
         steps: one a round.
@@ -281,7 +281,7 @@ def noisy_releases(steps: SingleStepAudit, count: int, coins: Tensor, seed: int)
 
 
 def _records(every: Batch, coins: Tensor, blank_out: bool) -> Batch:
-    """The canaries of one client; those that are out are not there, or count as nothing, as the guarantee has it."""
+    """Return the canaries of one client; those out are left out or count as nothing, as the guarantee has it."""
     if blank_out:
         return replace(every, inputs=every.inputs * coins.view(-1, 1, 1, 1))
     kept = every.take(coins.nonzero().flatten())
@@ -305,13 +305,13 @@ class Probe(nn.Module):
             self.head.weight.copy_(torch.eye(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits (B, 2) of inputs (B, 1, 1, size)."""
+        """Return logits (B, 2) of inputs (B, 1, 1, size)."""
         logits: Tensor = self.head(self.body(inputs.flatten(1)))
         return logits
 
 
 def canary_coordinates(update: Tensors) -> Tensor:
-    """An update along the canaries' directions (size,), as if all had the label 0: of the layer, or of what makes it.
+    """Return an update along the canaries' directions (size,), as if all had the label 0.
 
     Raises:
         ValueError: nothing in the update shows the layer's gradient.
@@ -325,7 +325,7 @@ def canary_coordinates(update: Tensors) -> Tensor:
 
 
 def canary_scores(read: Floats, included: NDArray[np.bool_], signs: Floats | None = None) -> Floats:
-    """Ways to tell canaries apart (k, m): over all steps, over parts of them, and by noise that was used twice.
+    """Return ways to tell canaries apart (k, m): over all steps, over parts of them, by noise that was used twice.
 
     Args:
         read: (steps, m).

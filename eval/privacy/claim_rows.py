@@ -13,5 +13,5 @@ and the epsilon of all that is seen."""
 
 
 def statement_of_row(row: Mapping[str, object]) -> PrivacyStatement:
-    """The statement that a claim was made of."""
+    """Return the statement that a claim was made of."""
     return PrivacyStatement(**{field.name: row[field.name] for field in fields(PrivacyStatement)})  # type: ignore[arg-type]

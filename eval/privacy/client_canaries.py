@@ -47,7 +47,7 @@ class ParameterVector(nn.Module):
 def noisy_client_releases(
     method: PrivateMethod, signs: Floats, coins: Tensor, seed: int
 ) -> Iterator[tuple[str, Floats]]:
-    """What the server's weights give away of every canary, round by round (rounds, m), in units of the clip.
+    """Yield what the server's weights give away of every canary (rounds, m), tensor by tensor, in units of the clip.
 
     Yields:
         The name of a tensor and what canaries in it show, for every shared one that has a number for each of them.
@@ -70,7 +70,7 @@ def noisy_client_releases(
 
 
 def _read(method: PrivateMethod, task: Task, server: ServerState, place: str, signs: Floats) -> Floats:
-    """Round by round, of canaries in the tensor `place`."""
+    """Return the noisy sums of the canaries in the tensor `place`, round by round (rounds, m)."""
     rounds, size = signs.shape
     zero = {name: torch.zeros_like(dense(value)) for name, value in server.shared.items()}
     read = np.empty(signs.shape, dtype=np.float32 if signs.size > 2**24 else np.float64)

@@ -59,7 +59,7 @@ def estimate_epsilon(
     significance: float = 0.05,
     shares: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0),
 ) -> EpsilonEstimate:
-    """All lower bounds from the canaries' scores.
+    """Return all lower bounds from the canaries' scores.
 
     Args:
         scores: (m,) higher where the auditor believes a canary was in.
@@ -96,7 +96,9 @@ def estimate_epsilon(
 
 
 def one_run(canaries: int, guesses: int, right: int, *, delta: float, significance: float = 0.05) -> float:
-    """Largest epsilon that `right` of `guesses` guesses refute (Steinke et al., 2023, Theorem 5.2 and its bound on p).
+    """Return the largest epsilon that `right` of `guesses` guesses refute (Steinke et al., 2023, Theorem 5.2).
+
+    It uses the theorem's bound on p.
 
     Args:
         canaries: m, of which each was in by a fair coin.
@@ -119,9 +121,9 @@ def one_run(canaries: int, guesses: int, right: int, *, delta: float, significan
 
 
 def f_dp(canaries: int, guesses: int, right: int, *, delta: float, significance: float = 0.05) -> float:
-    """The same for mechanisms with a Gaussian trade-off curve (Mahloujifar et al., arXiv 2410.22235, Algorithm 3).
+    """Return the largest epsilon refuted if the trade-off curve is Gaussian (Mahloujifar et al., arXiv 2410.22235).
 
-    Arguments are those of `one_run`.
+    This is their Algorithm 3. Arguments are those of `one_run`.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ValueError(f"expected 0 <= right <= guesses <= canaries, got {right}, {guesses}, {canaries}")
@@ -142,9 +144,10 @@ def f_dp(canaries: int, guesses: int, right: int, *, delta: float, significance:
 def gaussian(
     scores: NDArray[np.float64], included: NDArray[np.bool_], *, delta: float, significance: float = 0.05
 ) -> float:
-    """The same from rates of false positives and negatives (Nasr et al., 2023), with Clopper-Pearson intervals.
+    """Return the largest epsilon that rates of false positives and negatives refute (Nasr et al., 2023).
 
-    The threshold is the best on every other canary and is tested on the rest.
+    Both rates are bounded by Clopper and Pearson's intervals. The threshold is the best on every other canary and is
+    tested on the rest.
 
     Args:
         scores: (m,), or several ways to score (k, m), of which the best is chosen with the threshold.
@@ -161,13 +164,13 @@ def gaussian(
 
 
 def ceiling_gaussian(canaries: int, *, delta: float, significance: float = 0.05) -> float:
-    """What `gaussian` finds where it tells all of so many canaries, half of them in, apart."""
+    """Return what `gaussian` finds where it tells all of so many canaries, half of them in, apart."""
     truth = np.arange(canaries) // 2 % 2 == 0
     return gaussian(truth.astype(np.float64), truth, delta=delta, significance=significance)
 
 
 def _best(scores: NDArray[np.float64], included: NDArray[np.bool_], significance: float) -> tuple[float, float]:
-    """The largest lower bound on mu of any threshold that is tried, and that threshold."""
+    """Return the largest lower bound on mu of any threshold that is tried, and that threshold."""
     values = np.unique(scores)[::-1]
     ranks = np.concatenate([np.geomspace(1, len(values), 64), np.linspace(1, len(values), 64)])
     tried = values[np.unique(ranks.astype(np.int64)) - 1]  # dense at the top, where false positives are rare
@@ -178,7 +181,7 @@ def _best(scores: NDArray[np.float64], included: NDArray[np.bool_], significance
 def _gdp(
     scores: NDArray[np.float64], included: NDArray[np.bool_], thresholds: NDArray[np.float64], significance: float
 ) -> NDArray[np.float64]:
-    """The lower bounds on mu of the tests `score >= threshold` (t,); both rates of one test hold together."""
+    """Return the lower bounds on mu of the tests `score >= threshold` (t,); both rates of one test hold together."""
     out, inside = np.sort(scores[~included]), np.sort(scores[included])
     taken = len(out) - np.searchsorted(out, thresholds)
     fpr = _at_most(taken, len(out), significance / 2)
@@ -187,7 +190,7 @@ def _gdp(
 
 
 def _at_most(successes: NDArray[np.int64], trials: int, significance: float) -> NDArray[np.float64]:
-    """Clopper and Pearson's one-sided upper bounds on rates."""
+    """Return Clopper and Pearson's one-sided upper bounds on rates."""
     left = np.maximum(trials - successes, 1)
     bound = special.betaincinv(successes + 1, left, 1 - significance)
     return np.where(successes >= trials, 1.0, bound)
@@ -196,7 +199,7 @@ def _at_most(successes: NDArray[np.int64], trials: int, significance: float) -> 
 def epsilon_from_identification(
     hits: int, trials: int, chance: float, *, delta: float, significance: float = 0.05
 ) -> float:
-    """Largest epsilon refuted by naming `hits` of `trials` records among others, of any mechanism.
+    """Return the largest epsilon refuted by naming `hits` of `trials` records among others, of any mechanism.
 
     Who names a record with probability `chance` without looking names it with exp(epsilon) chance + delta at most, and
     fails with exp(-epsilon) (1 - chance - delta) at least (`eval.privacy.reconstruction_robustness.bound_from_curve`).
@@ -221,12 +224,12 @@ def epsilon_from_identification(
 
 
 def delta_of(mu: float, epsilon: float) -> float:
-    """Delta of a mu-GDP mechanism at epsilon (Dong, Roth, Su, 2022, Corollary 1)."""
+    """Return delta of a mu-GDP mechanism at epsilon (Dong, Roth, Su, 2022, Corollary 1)."""
     return gaussian_delta(mu, epsilon)
 
 
 def epsilon_of(mu: float, delta: float) -> float:
-    """Epsilon of a mu-GDP mechanism at delta; 0 where its delta is not above that at all."""
+    """Return epsilon of a mu-GDP mechanism at delta; 0 where its delta is not above that at all."""
     if delta_of(mu, 0.0) <= delta:
         return 0.0
     high = 1.0
@@ -236,7 +239,7 @@ def epsilon_of(mu: float, delta: float) -> float:
 
 
 def mu_of(epsilon: float, delta: float) -> float:
-    """The Gaussian mechanism that is just (epsilon, delta)-private."""
+    """Return mu of the Gaussian mechanism that is just (epsilon, delta)-private."""
     high = 1.0
     while delta_of(high, epsilon) < delta:
         high *= 2
@@ -244,7 +247,7 @@ def mu_of(epsilon: float, delta: float) -> float:
 
 
 def _largest(refuted: Callable[[float], bool]) -> float:
-    """The largest epsilon in [0, LARGEST] that is refuted, to 1e-6; 0 where none is."""
+    """Return the largest epsilon in [0, LARGEST] that is refuted, to 1e-6; 0 where none is."""
     low, high = 0.0, 1.0
     if not refuted(low):
         return 0.0

@@ -20,7 +20,7 @@ from fl.seeds import stream
 
 
 def full_batch_bound(kappa: float, sigma: float, steps: int = 1) -> float:
-    """Gamma where every step takes every record: Phi(Phi^-1(kappa) + sqrt(steps) / sigma), tight.
+    """Return gamma where every step takes every record: Phi(Phi^-1(kappa) + sqrt(steps) / sigma), tight.
 
     One captured step of a client is this with `steps=1`.
     """
@@ -29,7 +29,7 @@ def full_batch_bound(kappa: float, sigma: float, steps: int = 1) -> float:
 
 
 def central_limit_estimate(kappa: float, sigma: float, q: float, steps: int) -> float:
-    """Gamma under Poisson sampling by the central limit theorem for many steps: close, and no bound.
+    """Return gamma under Poisson sampling by the central limit theorem for many steps: close, and no bound.
 
     mu = q sqrt(steps (exp(1 / sigma^2) - 1)) (Dong, Roth, Su, 2022, Corollary 5.4).
     """
@@ -40,7 +40,7 @@ def central_limit_estimate(kappa: float, sigma: float, q: float, steps: int) -> 
 
 @lru_cache(maxsize=1024)
 def bound_from_charges(kappa: float, charges: tuple[Charge, ...]) -> float:
-    """Gamma after all `charges`, a bound: tight where every step takes every record, else by the accountants' curve.
+    """Bound gamma after all `charges`: tightly where every step takes every record, else by accountants' curves.
 
     Args:
         kappa: in (0, 1).
@@ -65,7 +65,7 @@ def _curve(charges: tuple[Charge, ...]) -> Callable[[float], float]:
 
 
 def bound_from_curve(kappa: float, delta: Callable[[float], float], largest: float = 50.0) -> float:
-    """Gamma from any accountant, a bound: the least of exp(epsilon) kappa + delta(epsilon), and the same for failure.
+    """Bound gamma from any accountant: the least of exp(epsilon) kappa + delta(epsilon), and the same for failure.
 
     What bounds success in terms of chance bounds chance's failure in terms of the attack's, too:
     1 - kappa <= exp(epsilon) (1 - gamma) + delta(epsilon).
@@ -92,7 +92,7 @@ def bound_from_curve(kappa: float, delta: Callable[[float], float], largest: flo
 
 
 def simulate_poisson(kappa: float, sigma: float, q: float, steps: int, *, trials: int = 20_000, seed: int = 0) -> float:
-    """Gamma under Poisson sampling by simulation: the best test's power at level kappa (Hayes et al., Algorithm 1).
+    """Simulate gamma under Poisson sampling: the best test's power at level kappa (Hayes et al., Algorithm 1).
 
     Args:
         kappa: in (0, 1).

@@ -199,7 +199,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it, decided before it is drawn.
+    """All that a report says, decided before it is drawn.
 
     Attributes:
         title: what was asked.

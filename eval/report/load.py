@@ -92,7 +92,7 @@ class Run:
         return "audit" in self.settings.values
 
     def load_pictures(self, group: ResultGroup, seed: int) -> tuple[Pixels | None, Pixels]:
-        """Originals and reconstructions (N, C, H, W) in [0, 1], in the order of the group's pictured rows of a seed.
+        """Read originals and reconstructions (N, C, H, W) in [0, 1], in the order of the pictured rows of a seed.
 
         There are no originals where nobody knows the true images.
 
@@ -145,7 +145,7 @@ def picture_file_names(attacks: Iterable[PictureKey]) -> dict[PictureKey, str]:
 
 
 def read_pictures(path: Path) -> tuple[Pixels | None, Pixels]:
-    """Originals, None where nobody knows them, and reconstructions (N, C, H, W) in [0, 1] of an attack.
+    """Read originals, None where unknown, and reconstructions (N, C, H, W) in [0, 1] of an attack.
 
     Raises:
         ValueError: the file is damaged; says which.

@@ -1,4 +1,4 @@
-"""From rows to figures: everything that is said of one method under one defense, one attack and one round."""
+"""Figures of a run by group of rows: all that is said of one method under one defense, one attack and one round."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ class ResultGroup:
         return share_reaching(self.image_rows, level, f"{prefix}psnr")
 
     def flags(self, setting: RunSettings) -> list[str]:
-        """The validity flags that apply (see `eval.metrics.validity_flags`)."""
+        """Return the validity flags that apply (see `eval.metrics.validity_flags`)."""
         judged = [row for row in self.attacked_rows if not row.get("unjudged")]
         if not judged:
             return []

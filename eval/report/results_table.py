@@ -80,7 +80,7 @@ class Table:
 
 
 def build_table(rows: Sequence[Row], experiment: Experiment | CaptureSpec) -> Table:
-    """The table of an experiment's rows.
+    """Return the table of an experiment's rows.
 
     Raises:
         ValueError: there are no rows.

@@ -77,7 +77,7 @@ def observe_targets(
 
 @dataclass(frozen=True)
 class AttackExecution:
-    """By what, and within what limits, the updates of a cell are attacked.
+    """Tools and limits with which the updates of a cell are attacked.
 
     Attributes:
         pool: the processes to do it in.
@@ -138,7 +138,7 @@ def run_attack_cell(
 
 
 def _head(number: int, update: WatchedUpdate) -> Row:
-    """What every row of an update says of it."""
+    """Return what every row of an update says of it."""
     head: Row = {"round": number, "client": update.client, "update": update.key}
     if (error := update.forward_error) is not None:
         head["forward_error"] = error if math.isfinite(error) else None
@@ -148,14 +148,14 @@ def _head(number: int, update: WatchedUpdate) -> Row:
 
 
 def _picture(update: WatchedUpdate, row: Row) -> str | None:
-    """The name of the row's image; where nobody knows the true one, of its reconstruction."""
+    """Return the name of the row's image; where nobody knows the true one, of its reconstruction."""
     if "image" not in row:
         return None
     return f"{update.key}:{row['image']}" if update.truth is None else update.pictures[row["image"]]
 
 
 def _shown(update: WatchedUpdate, found: Tensor, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor]:
-    """The true images, where they are known, and the reconstructions beside them."""
+    """Return the true images, where they are known, and the reconstructions beside them."""
     if update.truth is None:
         return None, found.clamp(0, 1)
     return update.truth.inputs.cpu(), _in_order(found, rows)
@@ -195,7 +195,7 @@ def _observed(
 
 
 def _silence_reason(federation: Federation, target: Target) -> str:
-    """Why nothing is sent of a target any more, or nothing: of a group, that one of it keeps out."""
+    """Return why a target sends nothing any more, or nothing; a group is silent where one of it is."""
     silent = federation.client.method.exclusion_reason
     reasons = (silent(federation.server, member.client) for member in target.group)
     reason = next((one for one in reasons if one), "")
@@ -209,7 +209,7 @@ def _attack_updates(
     folder: Path,
     execution: AttackExecution,
 ) -> list[Result]:
-    """What the attack makes of every update; where there is nothing to attack, or no need to, why."""
+    """Attack every update, or say why there is nothing to attack in it, or no need to."""
     views = [
         NotApplicable(settled[update.key]) if update.key in settled else update.view for update in observation.updates
     ]
@@ -230,7 +230,7 @@ def _attack_updates(
 def _score_update(
     task: AttackTask, observation: Observation, number: int, result: Reconstruction, perceptual: Perceptual | None
 ) -> list[Row]:
-    """The rows of one attacked update."""
+    """Return the rows of one attacked update."""
     update = observation.updates[number]
     truth, knowledge = update.truth, list(result.knowledge)
     if truth is None:
@@ -253,7 +253,7 @@ def _score_update(
 
 
 def _closest(observation: Observation) -> dict[int, Tensor]:
-    """By number of an update the reference images that are closest to its own: the baseline `nearest` needs no others.
+    """Return, by number of an update, the reference images closest to its own: all that the baseline `nearest` needs.
 
     A pass through the reference set costs the same for one image as for fifty, so it is made for all updates at once.
     """
@@ -270,7 +270,7 @@ def _closest(observation: Observation) -> dict[int, Tensor]:
 
 
 def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
-    """The rows with what the attack could show at best, where its parametrization limits it."""
+    """Return the rows with what the attack could show at best, where its parametrization limits it."""
     best = representable_bound(attack, truth.inputs)
     if best is None:
         return rows
@@ -279,7 +279,7 @@ def _bounded(rows: list[Row], attack: Attack, truth: Truth) -> list[Row]:
 
 
 def _pictures(target: Target, truth: Truth) -> list[str]:
-    """Which image of the data set every true image is."""
+    """Return which image of the data set every true image is."""
     met: Counter[int] = Counter()
     names = []
     for index in truth.trace.indices.tolist():
@@ -290,11 +290,11 @@ def _pictures(target: Target, truth: Truth) -> list[str]:
 
 
 def _error(federation: Federation, client: Client, seen: tuple[ServerView, Truth], target: Target) -> float:
-    """How far the attacker's own model of training is from what one client would have sent."""
+    """Return how far the attacker's own model of training is from what one client would have sent."""
     return forward_error(*seen, client, federation.clients[target.client], federation.download(target.client))
 
 
 def _in_order(inputs: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Reconstructions in the order of the true images, black where there is none."""
+    """Return reconstructions in the order of the true images, black where there is none."""
     black = torch.zeros_like(inputs[0])
     return torch.stack([black if row["matched"] is None else inputs[row["matched"]] for row in rows]).clamp(0, 1)

@@ -57,7 +57,7 @@ class AttackCheckpoint:
                 self._write_open()
 
     def flush(self) -> None:
-        """Write down what has not been yet."""
+        """Write down the results that have not been yet."""
         with self._one_by_one:
             if self._open:
                 self._write_open()
@@ -80,7 +80,7 @@ class AttackCheckpoint:
             np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
     def load(self) -> dict[int, Result]:
-        """What was kept; other code's results are not mixed with those to come."""
+        """Return what was kept; other code's results are not mixed with those to come."""
         known: dict[int, Result] = {}
         for path in sorted(self.folder.glob("*.npz")):
             try:
@@ -98,7 +98,7 @@ class AttackCheckpoint:
         return number < len(self._views) and self._view_digest(number) == mark
 
     def _view_digest(self, number: int) -> str:
-        """Of a view's update; taken when it is asked for, as most attacks are done before anything is kept."""
+        """Return a digest of a view's update; taken on demand, as most attacks end before anything is kept."""
         if number not in self._marks:
             self._marks[number] = _hash(self._views[number])
         return self._marks[number]
@@ -164,6 +164,6 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
 
 
 def _of(number: str, arrays: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of one result."""
+    """Return the tensors of one result."""
     own = {name: array for name, array in arrays.items() if name.startswith(f"{number}/")}
     return {name.removeprefix(f"{number}/"): torch.from_numpy(array) for name, array in own.items()}

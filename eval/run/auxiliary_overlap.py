@@ -39,6 +39,6 @@ def check_no_overlap(attack: Attack, label: str, watched: Iterable[Tensor]) -> N
 
 
 def _image_hashes(images: Tensor) -> list[bytes]:
-    """Every image (N, C, H, W) in steps of 8 bits."""
+    """Return every image (N, C, H, W) in steps of 8 bits."""
     levels = (images.detach() * 255).round().int().cpu().numpy()
     return [bytes(str(image.shape), "ascii") + image.tobytes() for image in levels]

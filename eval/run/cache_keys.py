@@ -58,7 +58,7 @@ def training_cell(
     seed: int,
     public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one training; `public` are digests of the data sets that method and defense name."""
+    """Return the cell of one training; `public` are digests of the data sets that method and defense name."""
     return Cell(
         {
             "kind": "training",
@@ -77,7 +77,7 @@ def training_cell(
 
 
 def _user_code(data: FederationData, seed: int) -> dict[str, str]:
-    """A hash of the source and weights of a network of the user's own; nothing for others, whose settings say it."""
+    """Return a hash of the source and weights of a user's own network; nothing for others, whose settings say it."""
     network = data.task_spec.model
     if not network.user_code:
         return {}
@@ -110,7 +110,7 @@ def attack_cell(
     perceptual: Perceptual | None,
     public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one attack on updates of a training.
+    """Return the cell of one attack on updates of a training.
 
     Args:
         updates: which.
@@ -169,7 +169,7 @@ def capture_cell(
     perceptual: Perceptual | None,
     public: Sequence[str] = (),
 ) -> Cell:
-    """The cell of one attack on updates of the user's own.
+    """Return the cell of one attack on updates of the user's own.
 
     Args:
         digest: of all that makes the updates: model, images, or the captured tensors.
@@ -198,22 +198,22 @@ def capture_cell(
 
 
 def cell_after_attacks(cell: Cell, before: Sequence[Cell]) -> Cell:
-    """The cell of an attack that leaves out what those `before` it settle."""
+    """Return the cell of an attack that leaves out the updates that those `before` it settle."""
     return Cell({**cell.settings, "after": [other.id for other in before]}) if before else cell
 
 
 def cut_short(cell: Cell) -> Cell:
-    """The cell of what an attack had found when a time limit or an interrupt ended it; never taken for the whole."""
+    """Return the cell of what an attack had found when a limit or an interrupt ended it; never taken for the whole."""
     return Cell({**cell.settings, "cut_short": True})
 
 
 def _public(digests: Sequence[str]) -> dict[str, list[str]]:
-    """Nothing where there are none, so that the cells of what names no data are called as they were."""
+    """Return digests under `public`, and nothing where there are none, which keeps the ids of such cells."""
     return {"public": [*digests]} if digests else {}
 
 
 def dataset_sources(settings: object) -> Iterator[Source]:
-    """The data sets that a method, defense or attack names among its settings, in their order."""
+    """Yield the data sets that a method, defense or attack names among its settings, in their order."""
     if isinstance(settings, Source):
         yield settings
     elif isinstance(settings, tuple | list):
@@ -229,7 +229,7 @@ OMITTED_WHEN_OFF = frozenset({"compiled", "clamped", "balance"})
 
 
 def _without_later_settings(attack: dict[str, Any], defense: object) -> dict[str, Any]:
-    """`attack` without `LATER` settings that are off, as in cells from before there were these.
+    """Return the attack without `LATER` settings that are off, as in cells from before there were these.
 
     Noise once weighed tensors itself, so under noise no balance is another attack than what had none to set.
     """
@@ -237,7 +237,7 @@ def _without_later_settings(attack: dict[str, Any], defense: object) -> dict[str
 
 
 def _known(threat: dict[str, Any]) -> dict[str, Any]:
-    """A threat model's settings; without a known optimizer, as in cells from before it could be unknown."""
+    """Return a threat model's settings; without a known optimizer, as in cells from before it could be unknown."""
     return {key: value for key, value in threat.items() if key != "knows_optimizer" or not value}
 
 
@@ -246,7 +246,7 @@ CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenf
 
 
 def _without_optimizer(method: dict[str, Any]) -> dict[str, Any]:
-    """A method's settings without an optimizer of SGD, as in cells from before there was a choice."""
+    """Return a method's settings without an optimizer of SGD, as in cells from before there was a choice."""
     if method.get("optimizer") != "sgd" or method["name"] in CHOSE_OPTIMIZER:
         return method
     return {key: value for key, value in method.items() if key != "optimizer"}
@@ -259,7 +259,7 @@ def _without_off(spec: dict[str, Any], later: frozenset[str]) -> dict[str, Any]:
 
 
 def _names(spec: object) -> Iterator[str]:
-    """Of everything that settings name, however deep."""
+    """Yield the names of everything that settings name, however deep."""
     if isinstance(spec, dict):
         yield str(spec.get("name"))
     for part in spec.values() if isinstance(spec, dict) else spec if isinstance(spec, list) else ():
@@ -267,13 +267,13 @@ def _names(spec: object) -> Iterator[str]:
 
 
 def _measuring(federation: dict[str, Any]) -> dict[str, Any]:
-    """A federation's settings with `measures` in order; without, as in cells from before there were, where none is."""
+    """Return a federation's settings with `measures` in order; without it where none is, as older cells have it."""
     rest = {key: value for key, value in federation.items() if key != "measures"}
     return {**rest, "measures": sorted(measures)} if (measures := federation.get("measures")) else rest
 
 
 def run_id(experiment: Experiment | CaptureSpec) -> str:
-    """A name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
+    """Return a name for a run: a hash of the resolved config, but for where modules lie, and the package's version."""
     spec = yaml_config.to_plain(experiment, oldest_names=True)
     plain = {key: value for key, value in spec.items() if key != "imports"}
     plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
@@ -281,19 +281,19 @@ def run_id(experiment: Experiment | CaptureSpec) -> str:
 
 
 def short_hash(value: Any) -> str:
-    """The first digits of the SHA-256 of plain data as canonical JSON."""
+    """Return the first digits of the SHA-256 of plain data as canonical JSON."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:DIGITS]
 
 
 @cache
 def version() -> str:
-    """The package's version."""
+    """Return the package's version."""
     return metadata.version("hyperleak")
 
 
 def source_digest() -> str:
-    """A hash of the source, imported modules included: says whether the code that runs now computed a cell."""
+    """Return a hash of the source, imported modules included: says whether the code that runs now computed a cell."""
     digest = _package().copy()
     for name, source in sorted(plugins.plugin_sources().items()):
         digest.update(f"{name}\0".encode() + source)
@@ -311,7 +311,7 @@ def _package() -> hashlib._Hash:
 
 
 def _spec(defense: Defense) -> dict[str, Any]:
-    """A defense's settings; one that is not registered (made in Python) is known by its class and fields."""
+    """Return a defense's settings; one that is not registered (made in Python) is known by its class and fields."""
     try:
         return defenses.spec(defense, oldest_names=True)
     except ValueError:

@@ -43,12 +43,12 @@ class Target:
 
     @property
     def key(self) -> str:
-        """A name for it, the same in every run."""
+        """The name of the target, the same in every run."""
         own = self.named(",".join(map(str, self.samples.tolist())))
         return "+".join([own, *(other.key for other in self.others)])
 
     def named(self, images: str) -> str:
-        """Images by client and number; a test image has a number that a training image may have, too."""
+        """Name images by client and number; a test image has a number that a training image may have, too."""
         return f"{self.client}:{images}" if self.part == "train" else f"{self.client}:{self.part}/{images}"
 
     @property
@@ -78,7 +78,7 @@ class FederationData:
     device: torch.device
 
     def task(self, seed: int) -> Task:
-        """The task with the network that `seed` starts from."""
+        """Return the task with the network that `seed` starts from."""
         task = self.task_spec.model.build_task(num_classes=self.dataset.num_classes, seed=seed)
         return task.to(device=self.device)
 
@@ -89,7 +89,7 @@ class FederationData:
         return [ClientData(self.dataset.train.take(a), self.dataset.test.take(b), self.augment) for a, b in pairs]
 
     def reference(self, targets: Sequence[Target]) -> Batch | None:
-        """Training images that no watched client holds: what an attacker may have had before, or None."""
+        """Return training images that no watched client holds: what an attacker may have had before, or None."""
         free = torch.ones(len(self.dataset.train), dtype=torch.bool)
         for target in targets:
             for member in target.group:
@@ -99,7 +99,7 @@ class FederationData:
         return Batch(self.dataset.train.inputs[free].cpu(), self.dataset.train.labels[free].cpu())
 
     def choose_targets(self, observe: ObserveSpec, division: AggregationGroups | None = None) -> tuple[Target, ...]:
-        """Whom the attacker watches: of each group one update after the other, however many of it are named.
+        """Choose whom the attacker watches: of each group one update after the other, however many of it are named.
 
         Args:
             observe: the settings.
@@ -119,7 +119,7 @@ class FederationData:
         return tuple(found)
 
     def _groups(self, observe: ObserveSpec, division: AggregationGroups | None) -> list[range]:
-        """The watched clients with those aggregated with them, each group once."""
+        """Return the watched clients with those aggregated with them, each group once."""
         for client in observe.clients:
             if client >= len(self.partition):
                 reason = f"expected numbers below {len(self.partition)}, got {client}"
@@ -132,7 +132,7 @@ class FederationData:
             raise SettingError(("defense",), str(error)) from error
 
     def _updates_of_client(self, observe: ObserveSpec, client: int) -> list[Target]:
-        """The updates of one client."""
+        """Return the updates of one client."""
         classes = torch.tensor(list(_classes(observe.classes, self.dataset.class_names)), dtype=torch.int64)
         whole: Batch = getattr(self.dataset, observe.split)
         own: Tensor = getattr(self.partition, observe.split)[client]
@@ -148,7 +148,7 @@ class FederationData:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
+    """Return the device called `auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:1`.
 
     A GPU is told to compute convolutions in single precision. By default it cuts their factors to TF32's eleven bits,
     and an update that is off by 1e-3 hides what an exact inversion reads from it.
@@ -196,7 +196,7 @@ def load(
 
 
 def dataset_digest(dataset: Dataset, *more: str) -> str:
-    """SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images.
+    """Return SHA-256 of all that is fed, with shapes and types: the same bytes may stand for other images.
 
     Args:
         dataset: images, labels and names of classes.

@@ -43,7 +43,7 @@ class WatchedUpdate:
 
     @property
     def size(self) -> int | None:
-        """How many images it is computed from; None if the server does not know."""
+        """How many images the update is computed from; None if the server does not know."""
         return self.view.batch_size if isinstance(self.view, ServerView) else None
 
 

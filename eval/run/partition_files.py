@@ -20,7 +20,7 @@ from fl.runtime.atomic_files import atomic_folder
 
 
 def distinct_partitions(plan: Plan) -> list[tuple[FederationData, dict[str, Any]]]:
-    """The different partitions of a run, each with what its file says beside the lists (see `notes`)."""
+    """Return the different partitions of a run, each with what its file says beside the lists (see `notes`)."""
     found: dict[str, tuple[FederationData, dict[str, None]]] = {}
     for training in plan.trainings:
         found.setdefault(training.data.digest, (training.data, {}))[1][training.method.label] = None

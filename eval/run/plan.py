@@ -75,7 +75,7 @@ class AttackTask:
 
     @property
     def history_rounds(self) -> range:
-        """Rounds before it in which the attacker saw the same clients, oldest first."""
+        """Rounds before the attack's in which the attacker saw the same clients, oldest first."""
         return range(max(0, self.round - self.observation_spec.threat.history_rounds), self.round)
 
 
@@ -105,7 +105,7 @@ class TrainingTask:
 
     @staticmethod
     def observed_rounds(watches: Iterable[AttackTask]) -> set[int]:
-        """After which rounds these watches see clients."""
+        """Return after which rounds these attack tasks see clients."""
         return {number for watch in watches for number in (*watch.history_rounds, watch.round)}
 
 
@@ -133,7 +133,7 @@ class CaptureTask:
 
     @property
     def seed(self) -> int:
-        """Of everything random."""
+        """Seed of everything random."""
         return self.observation.seed
 
 
@@ -165,16 +165,16 @@ class Plan:
 
     @property
     def attacked_tasks(self) -> tuple[Source, ...]:
-        """Whatever is attacked."""
+        """Trainings and captures whose updates are attacked."""
         return (*self.trainings, *self.captures)
 
     @property
     def attacks(self) -> list[AttackTask]:
-        """All of them, in the order of their results."""
+        """All attack tasks, in the order of their results."""
         return [task for source in self.attacked_tasks for task in source.attack_tasks]
 
     def cells(self) -> Iterator[tuple[str, Cell]]:
-        """Every cell under a name for people, in order."""
+        """Yield every cell under a name for people, in order."""
         for training in self.trainings:
             yield training.name, training.cell
             for watch in training.attack_tasks:
@@ -202,7 +202,7 @@ def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
 
 
 def load_perceptual(score: ScoreSpec) -> Perceptual | None:
-    """LPIPS as it is asked for, or why it can't be taken; None where it is off."""
+    """Load LPIPS as it is asked for, or say why it can't be taken; None where it is off."""
     if score.lpips == "off":
         return None
     return load_lpips(None if score.lpips == "auto" else score.lpips, allow_download=score.download)
@@ -217,7 +217,7 @@ def plan_capture(
     notes: Sequence[str] = (),
     contradiction: str = "",
 ) -> Plan:
-    """The plan of attacks on updates that are there already.
+    """Return the plan of attacks on updates that are there already.
 
     Args:
         spec: the settings.
@@ -253,7 +253,7 @@ def plan_capture(
 
 
 def count_tasks(experiment: Experiment) -> tuple[int, int]:
-    """How many trainings and attacks (each after a round of a training) the experiment comes to; loads no data.
+    """Count the trainings and attacks (each after a round of a training) of an experiment; loads no data.
 
     Raises:
         ValueError: settings that don't fit each other.
@@ -268,7 +268,7 @@ def count_tasks(experiment: Experiment) -> tuple[int, int]:
 
 
 def _watched_rounds(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
-    """After how many rounds clients are watched: where nothing else is asked for, before the last update they send.
+    """Return after how many rounds clients are watched: unless asked for, before the last update they send.
 
     Raises:
         ValueError: a round before which every client has sent its last update.
@@ -301,7 +301,7 @@ class _PlanBuilder:
     checked: set[str] = field(default_factory=set)
 
     def training(self, seed: int, method: Entry[Method], defense: Entry[Defense]) -> TrainingTask:
-        """One training with its attacks."""
+        """Plan one training with its attacks."""
         own = sweep.experiment_of(self.experiment, method, None)
         data = self._federation_data(own)
         task = data.task(self.experiment.seeds[0])
@@ -329,7 +329,7 @@ class _PlanBuilder:
         return TrainingTask(method, defense, seed, data, own.federation, cell, tuple(watches), name)
 
     def _refuse(self, attack: Entry[Attack], spec: ObservationSpec, data: FederationData) -> None:
-        """Once for all seeds, methods and defenses that are watched on the same images: others are read for it."""
+        """Refuse attacks that were trained on watched images; checked once for all that watch the same ones."""
         key = f"{attack.item!r} {id(data)} {[target.key for target in spec.targets]}"
         if key not in self.checked:
             watched = (member.data.inputs for target in spec.targets for member in target.group)
@@ -341,7 +341,7 @@ class _PlanBuilder:
         return f"{method}{defended}" + (f" (seed {seed})" if len(self.experiment.seeds) > 1 else "")
 
     def _public(self, *named: object) -> list[str]:
-        """Digests of the data that methods, defenses or attacks name, as they are now."""
+        """Return digests of the data that methods, defenses or attacks name, as they are now."""
         found = []
         for source in dataset_sources(named):
             key = json.dumps(datasets.spec(source))

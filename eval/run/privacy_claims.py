@@ -43,7 +43,7 @@ def write_claim(training: TrainingTask, rounds: Sequence[Row], folder: Path) -> 
 
 
 def read_claim(folder: Path, training: TrainingTask, rounds: Sequence[Row]) -> Row | None:
-    """A training's claim from its cell; of one that was trained before claims were kept, without an audit."""
+    """Return a training's claim from its cell; of one that was trained before claims were kept, without an audit."""
     path = folder / CLAIM
     if not path.is_file():
         return privacy_claim(training, rounds, audit=False)
@@ -52,7 +52,7 @@ def read_claim(folder: Path, training: TrainingTask, rounds: Sequence[Row]) -> R
 
 
 def privacy_claim(training: TrainingTask, rounds: Sequence[Row], *, audit: bool = True) -> Row | None:
-    """The columns of `PrivacyStatement`, with the rounds charged and what an audit by canaries found.
+    """Return the columns of `PrivacyStatement`, with the rounds charged and what an audit by canaries found.
 
     Args:
         training: whose method and defense.
@@ -83,14 +83,14 @@ def privacy_claim(training: TrainingTask, rounds: Sequence[Row], *, audit: bool 
 
 
 def participations(rounds: Sequence[Row], until: int | None = None) -> Counter[int]:
-    """In how many rounds each client took part, up to round `until`."""
+    """Return in how many rounds each client took part, up to round `until`."""
     return Counter(c for row in rounds if until is None or row["round"] <= until for c in row["clients"])
 
 
 def privacy_statement(
     training: TrainingTask, method: Method, sizes: Sequence[int], rounds: int
 ) -> PrivacyStatement | None:
-    """What a method of the training claims under its defense, or the defense where the method claims nothing.
+    """Return what a method of the training claims under its defense, or the defense where the method claims nothing.
 
     Args:
         training: whose task and defense.
@@ -107,7 +107,7 @@ def privacy_statement(
 
 
 def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canaries.CanaryAudit:
-    """By canaries, of the noisy steps of the method or of the defense, whichever claims something."""
+    """Audit by canaries the noisy steps of the method or of the defense, whichever claims something."""
     method, defense = training.method.item, training.defense.item
     if isinstance(method, PrivateMethod):
         return canaries.audit(method, sizes, rounds, seed=training.seed)
@@ -116,7 +116,7 @@ def _audited(training: TrainingTask, sizes: Sequence[int], rounds: int) -> canar
 
 
 def _plain(statement: PrivacyStatement) -> Row:
-    """A statement in values that JSON has."""
+    """Return a statement in values that JSON has."""
     if statement.epsilon is not None and not math.isfinite(statement.epsilon):
         reason = "there is so little noise that no finite epsilon can be proved"
         statement = replace(statement, epsilon=None, epsilon_rdp=None, reason=reason)
@@ -142,7 +142,7 @@ class IdentificationBounds:
         return privacy_statement(self.training, self.training.method.item, [1], 1)
 
     def of(self, watch: AttackTask, rows: Sequence[Row]) -> list[Row]:
-        """An attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
+        """Return an attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
         if self.claims is None:
             return [*rows]
         named = {row["update"] for row in rows if "identified_among" in row}
@@ -178,7 +178,7 @@ class IdentificationBounds:
         return ""
 
     def _objection(self, watch: AttackTask) -> str:
-        """Why no guarantee holds against this attacker."""
+        """Return why no guarantee holds against this attacker."""
         for statement in (self.claims, privacy_statement(self.training, watch.observation_spec.method, [1], 1)):
             if statement is None or statement.reason:
                 return statement.reason if statement is not None else "the observed round claims nothing"
@@ -193,7 +193,7 @@ class IdentificationBounds:
         return ""
 
     def _charges(self, watch: AttackTask, member: Target, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
-        """What one client's record is in: the rounds before, and the update or updates that the attacker sees.
+        """Return what one client's record is in: the rounds before, and the updates that the attacker sees.
 
         Sampling hides nothing from who knows which images are in a step, or how many.
         """

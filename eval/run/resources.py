@@ -15,7 +15,7 @@ GROUP, KERNEL = Path("/sys/fs/cgroup"), Path("/proc/meminfo")
 
 
 def choose_workers(asked: int | None, device: torch.device) -> int:
-    """Processes to use, as asked or as many as do good; on a CPU this one gets a worker's number of threads.
+    """Choose how many processes to use, as asked or as many as do good; on a CPU, set this one's threads, too.
 
     So the number of processes changes no bit of a result.
     """
@@ -25,7 +25,7 @@ def choose_workers(asked: int | None, device: torch.device) -> int:
 
 
 def default_workers(device: torch.device) -> int:
-    """As many processes as there are cores and memory for; one on a GPU."""
+    """Return as many processes as there are cores and memory for; one on a GPU."""
     if device.type != "cpu":
         return 1
     free = available_memory()
@@ -34,7 +34,7 @@ def default_workers(device: torch.device) -> int:
 
 
 def available_cores() -> int:
-    """Those this process may run on, within its container's share of time."""
+    """Return how many cores this process may run on, within its container's share of time."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota, _, period = _read(GROUP / "cpu.max").partition(" ")
     if not quota:  # the older kind of control groups
@@ -45,7 +45,7 @@ def available_cores() -> int:
 
 
 def available_memory() -> int | None:
-    """Bytes that are free or hold files that were read, within the container's limit; None where nothing tells."""
+    """Return bytes that are free or hold files that were read, within the container's limit; None if unknown."""
     known = [line.split()[1] for line in _read(KERNEL).splitlines() if line.startswith("MemAvailable:")]
     free = [int(value) * 1024 for value in known]
     for place, names in ((GROUP, ("max", "current")), (GROUP / "memory", ("limit_in_bytes", "usage_in_bytes"))):

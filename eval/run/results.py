@@ -59,7 +59,7 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
 
 
 def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
-    """All of them, into the folder `path`."""
+    """Write all files for readers, but for the table, into the folder `path`."""
     jsonl.write_text(path / CONFIG, yaml_config.dump(plan.experiment))
     jsonl.write_text(path / ENVIRONMENT, json.dumps(environment(str(plan.device)), indent=2) + "\n")
     done = [training for training in plan.trainings if folder.finished(training.cell)]
@@ -93,7 +93,7 @@ def write_table_and_report(rows: Sequence[Row], failures: Sequence[Failure], pla
 
 
 def table_notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list[str]:
-    """What to know of the whole table: what failed or was cut short, other code, unlike defaults, claims and more."""
+    """Return what to know of the whole table: failures, cut-short attacks, other code, unlike defaults, claims."""
     said = (incomplete_note(failures, plan), cut_short(failures, plan, folder), mixed_code_warning(folder.about_run()))
     found = [note for note in said if note]
     if unlike := folder.about_run().get(UNLIKE_DEFAULTS):
@@ -110,7 +110,7 @@ def table_notes(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> list
 
 
 def incomplete_note(failures: Sequence[Failure], plan: Plan) -> str | None:
-    """A sentence for the table about cells that failed, or None."""
+    """Return a sentence for the table about cells that failed, or None."""
     if not failures:
         return None
     names = "; ".join(f"{failure.name} ({failure.reason.splitlines()[0]})" for failure in failures)
@@ -118,7 +118,7 @@ def incomplete_note(failures: Sequence[Failure], plan: Plan) -> str | None:
 
 
 def cut_short(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> str | None:
-    """A sentence for the table about attacks that a time limit or an interrupt cut short or left out, or None."""
+    """Return a note on attacks that a time limit or an interrupt cut short or left out, or None."""
     left = unfinished_attacks(plan, folder, failures)
     if not any(left.values()) and folder.about_run().get("status") != "cut short":
         return None
@@ -129,7 +129,7 @@ def cut_short(failures: Sequence[Failure], plan: Plan, folder: RunDir) -> str | 
 
 
 def environment(device: str) -> dict[str, Any]:
-    """What a number may depend on beside the settings: versions, device, threads, commit; no paths, no host name."""
+    """Return what a number may depend on beside settings: versions, device, threads, commit; no paths or host name."""
     cuda = device.startswith("cuda")
     return {
         "python": platform.python_version(),
@@ -142,7 +142,7 @@ def environment(device: str) -> dict[str, Any]:
 
 
 def installed_version(package: str) -> str | None:
-    """The version of an installed package, or None."""
+    """Return the version of an installed package, or None."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -150,7 +150,7 @@ def installed_version(package: str) -> str | None:
 
 
 def _write_claims(trainings: Sequence[tuple[TrainingTask, list[Row]]], folder: RunDir, path: Path) -> None:
-    """What every training may claim; no file where none claims anything."""
+    """Write what every training may claim; no file where none claims anything."""
     found = []
     for training, rounds in trainings:
         row = privacy_claims.read_claim(folder.file(training.cell, "."), training, rounds)
@@ -169,7 +169,7 @@ def _rounds(training: TrainingTask, folder: RunDir) -> list[Row]:
 
 
 def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
-    """The rows of all attacks on a training, each with the accuracies of its own round and of the whole training."""
+    """Return the rows of all attacks on a training, with the accuracies of their rounds and the whole training."""
     whole, by_round = _accuracies(rounds), {row["round"]: row for row in rounds}
 
     def accuracies(number: int) -> Row:
@@ -192,7 +192,7 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
 
 
 def _captured_attack_rows(capture: CaptureTask, folder: RunDir) -> list[Row]:
-    """The rows of all attacks on updates that came without a training."""
+    """Return the rows of all attacks on updates that came without a training."""
     return [
         {**_head(capture), "attack": watch.attack.label, **row}
         for watch in capture.attack_tasks
@@ -202,7 +202,7 @@ def _captured_attack_rows(capture: CaptureTask, folder: RunDir) -> list[Row]:
 
 
 def _accuracies(rounds: Sequence[Row]) -> Row:
-    """Every accuracy that was taken, after the last round and in its own best round, and which that is."""
+    """Return every accuracy that was taken, after the last round and in its own best round, and which that is."""
     found: Row = {"accuracy_local_last": None}
     for name in ACCURACIES:
         scored = [row for row in rounds if row.get(name) is not None]
@@ -240,7 +240,7 @@ def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> Non
 
 
 def write_image_grid(images: Tensor, path: Path, columns: int) -> None:
-    """A grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
+    """Write a grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
 
     Nothing is drawn of images that have neither 1 nor 3 channels.
     """
@@ -253,7 +253,7 @@ def write_image_grid(images: Tensor, path: Path, columns: int) -> None:
 
 
 def _commit(checkout: Path) -> str | None:
-    """The checkout's commit, with `+changes` where files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with `+changes` where files differ from it; None outside a checkout."""
     if not (checkout / ".git").exists():
         return None
     try:

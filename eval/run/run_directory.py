@@ -74,7 +74,7 @@ class Lock:
     descriptor: int
 
     def check(self) -> None:
-        """Whether it still keeps others out.
+        """Check that the lock still keeps others out.
 
         Raises:
             LostLockError: its file was removed, or another is in its place.
@@ -122,18 +122,18 @@ class Checkpoints:
         self.folder = folder
 
     def path(self, number: int) -> Path:
-        """The file of the state after `number` rounds."""
+        """Return the file of the state after `number` rounds."""
         make_folder(self.folder)
         return self.folder / f"round-{number:05d}.npz"
 
     def rounds(self) -> list[int]:
-        """Of which rounds there are states, ascending."""
+        """Return the rounds that have a saved state, ascending."""
         if not self.folder.is_dir():
             return []
         return sorted(int(found[1]) for path in self.folder.iterdir() if (found := _ROUND.fullmatch(path.name)))
 
     def keep(self, wanted: Collection[int]) -> None:
-        """Remove all but those of the rounds `wanted`."""
+        """Remove all states but those of the rounds `wanted`."""
         for number in self.rounds():
             if number not in wanted:
                 remove_path(self.path(number))
@@ -144,7 +144,7 @@ class Checkpoints:
 
 
 def _again(command: object) -> str:
-    """The command of a run for whoever wants to go on with it: ours, and nothing that a shell would read more into."""
+    """Return the command that goes on with a run: ours, and nothing that a shell would read more into."""
     words = str(command)
     try:
         ours = words.startswith("hyperleak ") and shlex.join(shlex.split(words)) == words
@@ -154,7 +154,7 @@ def _again(command: object) -> str:
 
 
 def about_cell(folder: Path) -> dict[str, Any]:
-    """What the `cell.json` in a finished cell's folder says.
+    """Return what the `cell.json` in a finished cell's folder says.
 
     Raises:
         OSError, ValueError: it can't be read, or has changed since it was written.
@@ -167,7 +167,7 @@ def about_cell(folder: Path) -> dict[str, Any]:
 
 
 def check_cell(folder: Path, name: str) -> bool:
-    """Check a finished cell against what it states of itself; whether it does, as older ones do not.
+    """Check a finished cell against what it states of itself; return whether it states anything, as older ones don't.
 
     Args:
         folder: of the cell.
@@ -189,7 +189,7 @@ def check_cell(folder: Path, name: str) -> bool:
 
 
 def _check_rows(folder: Path, settings: dict[str, Any]) -> None:
-    """Whether a cell has the rows it must have, whoever wrote it."""
+    """Check that a cell has the rows it must have, whoever wrote it."""
     if settings.get("kind") == "training":
         path, least = folder / ROUNDS, int(settings["federation"]["rounds"]) + 1
     else:
@@ -201,7 +201,7 @@ def _check_rows(folder: Path, settings: dict[str, Any]) -> None:
 
 
 def _damage(folder: Path, name: str) -> str:
-    """What is wrong with a finished cell, in words for the log, or nothing."""
+    """Return what is wrong with a finished cell, in words for the log, or nothing."""
     try:
         about_cell(folder)
     except (OSError, ValueError) as error:
@@ -214,7 +214,7 @@ def _damage(folder: Path, name: str) -> str:
 
 
 def _mark(folder: Path) -> tuple[Any, ...]:
-    """What changes with the files of a folder."""
+    """Return what changes with the files of a folder."""
     found = ((entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder))
     return tuple(sorted((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found))
 
@@ -233,7 +233,7 @@ class RunDir:
         self._lock: Lock | None = None
 
     def check(self) -> None:
-        """Whether the folder may be written: new, empty, or a run's.
+        """Check that the folder may be written: new, empty, or a run's.
 
         Raises:
             ValueError: there is something else.
@@ -254,7 +254,7 @@ class RunDir:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
 
     def _refuse_links(self) -> None:
-        """Nothing is computed or written where a link leads elsewhere, or a file is where a folder belongs."""
+        """Refuse a folder in which a link leads elsewhere, or a file is where a folder belongs."""
         for name in FOLDERS:
             refuse_link(self.path / name)
             if (self.path / name).exists() and not (self.path / name).is_dir():
@@ -312,7 +312,7 @@ class RunDir:
             handler.close()
 
     def finished(self, cell: Cell) -> bool:
-        """Whether the cell is finished, and its files are as they were then; looks again where they have changed."""
+        """Return whether the cell is finished and its files as they were then; looks again where they have changed."""
         folder = self.cells / cell.id
         if not (folder / CELL).is_file():
             return False
@@ -325,11 +325,11 @@ class RunDir:
         return not self._looked[cell.id][1]
 
     def latest(self, cell: Cell) -> Cell | None:
-        """The cell if it is finished, else that of what it had found when it was cut short, if it was; or None."""
+        """Return the cell if it is finished, else that of what was found when it was cut short; or None."""
         return next((one for one in (cell, cut_short(cell)) if self.finished(one)), None)
 
     def about(self, cell: Cell) -> dict[str, Any]:
-        """What is known of a finished cell: settings, seconds, the code that computed it, and its files' digests.
+        """Return what is known of a finished cell: settings, seconds, the code that computed it, its files' digests.
 
         Raises:
             OSError, ValueError: it can't be read.
@@ -337,12 +337,12 @@ class RunDir:
         return about_cell(self.cells / cell.id)
 
     def damaged_files(self, cell: Cell) -> list[str]:
-        """The files of a finished cell that are not there, though it is whole without them."""
+        """Return the files of a finished cell that are not there, though it is whole without them."""
         files = self.about(cell).get(FILES, {})
         return [name for name in SPARED if name in files and not self.file(cell, name).is_file()]
 
     def about_run(self) -> dict[str, Any]:
-        """What `run.json` says; nothing where there is none, or none that can be read."""
+        """Return what `run.json` says; nothing where there is none, or none that can be read."""
         try:
             found = jsonl.read_json(join_inside(self.path, RUN))
         except (OSError, ValueError):
@@ -350,7 +350,7 @@ class RunDir:
         return found if isinstance(found, dict) else {}
 
     def unfinished(self) -> str | None:
-        """Why a run has left nothing to report, and what to do; None where it has, or where there is no run."""
+        """Return why a run has left nothing to report, and what to do; None where it has, or where there is no run."""
         rows, about = self.path / ROWS, self.about_run()
         if not about or (rows.is_file() and rows.stat().st_size):
             return None
@@ -363,11 +363,11 @@ class RunDir:
         return f"{self.path} holds nothing to report yet: {why}; {_again(about.get('command'))} goes on with it"
 
     def file(self, cell: Cell, name: str) -> Path:
-        """A file of a finished cell."""
+        """Return a file of a finished cell."""
         return self.cells / cell.id / name
 
     def part(self, cell: Cell) -> Path:
-        """The folder in which a cell is computed."""
+        """Return the folder in which a cell is computed."""
         folder = self.cells / f"{cell.id}.part"
         make_folder(folder)
         return folder
@@ -409,10 +409,10 @@ class RunDir:
         return path
 
     def failure(self, cell: Cell) -> str | None:
-        """The last line of an unfinished cell's traceback, or None."""
+        """Return the last line of an unfinished cell's traceback, or None."""
         path = self.cells / f"{cell.id}.part" / TRACEBACK
         return path.read_text(encoding="utf-8").strip().splitlines()[-1] if path.is_file() else None
 
     def checkpoints(self, cell: Cell) -> Checkpoints:
-        """Of a training cell."""
+        """Return the checkpoints of a training cell."""
         return Checkpoints(self.path / "checkpoints" / cell.id)

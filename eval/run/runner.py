@@ -39,22 +39,22 @@ class Progress(Protocol):
     """Told what is going on."""
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """`done` of `total` parts of `stage` are done; called with 0 when it starts."""
+        """Hear that `done` of `total` parts of `stage` are done; called with 0 when it starts."""
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """A `Progress` that tells no one."""
+    """Tell no one how far a run is: a `Progress`."""
 
 
 class AttackFilter(Protocol):
     """Asked before an attack is run."""
 
     def __call__(self, one: Source, watch: AttackTask) -> bool:
-        """Whether it is still of use, after those before it."""
+        """Return whether an attack is still of use after those before it."""
 
 
 def keep_all(one: Source, watch: AttackTask) -> bool:
-    """An `AttackFilter` that leaves nothing out."""
+    """Return true: an `AttackFilter` that leaves nothing out."""
     return True
 
 
@@ -62,11 +62,11 @@ class SearchListener(Protocol):
     """Told how far searches are."""
 
     def __call__(self, stage: str, progress: SearchProgress) -> None:
-        """The search of `stage`, in all processes together, has come so far."""
+        """Hear how far the search of `stage` has come, in all processes together."""
 
 
 def ignore_search(stage: str, progress: SearchProgress) -> None:
-    """A `SearchListener` that tells no one."""
+    """Tell no one how far a search is: a `SearchListener`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
 
 
 def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] = ()) -> dict[str, bool]:
-    """The attacks of a plan that are neither finished nor failed, nor on a training that failed, by their names.
+    """Return by name a plan's attacks that are neither finished nor failed, nor on a training that failed.
 
     Returns:
         Whether there is something of each: it was cut short; else it has not begun.
@@ -184,7 +184,7 @@ class _Run:
     cut_short: set[str] = field(default_factory=set)
 
     def run(self) -> list[Failure]:
-        """All cells."""
+        """Run all cells."""
         self.write_status("running")
         for note in partition_notes.shared_images(
             [about for _, about in partition_files.distinct_partitions(self.plan)]
@@ -212,18 +212,18 @@ class _Run:
         return self.options.control.seconds_left == 0
 
     def is_open(self, cell: Cell) -> bool:
-        """Whether there is something to be done for a cell, as far as is known by now."""
+        """Return whether there is something to be done for a cell, as far as is known by now."""
         return not (cell.id in self.failures or cell.id in self.left_out or self.folder.finished(cell))
 
     def share_of_time(self, stage: str) -> SearchControl:
-        """The control of the search that comes next: it has an equal share of what is left, with those behind it."""
+        """Return the control of the next search: an equal share of the time left, with those behind it."""
         attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
         cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
         parts = sum(self.is_open(cell) and cell.id not in self.cut_short for cell in cells.values())
         return self.options.control.share(parts, partial(self.options.on_search, stage))
 
     def run_training(self, one: TrainingTask) -> None:
-        """One training with its attacks."""
+        """Run one training with its attacks."""
         if self.is_out_of_time:
             return
         open_to = [watch for watch in one.attack_tasks if self.is_pending(one, watch)]
@@ -250,7 +250,7 @@ class _Run:
             checkpoints.keep(one.observed_rounds(watch for watch in one.attack_tasks if self.is_pending(one, watch)))
 
     def is_pending(self, one: Source, watch: AttackTask) -> bool:
-        """Whether the attack is still to be run: not finished, nor of no more use."""
+        """Return whether the attack is still to be run: not finished, nor of no more use."""
         if self.folder.finished(watch.cell):
             return False
         if watch.cell.id not in self.left_out and not self.options.needed(one, watch):
@@ -258,11 +258,11 @@ class _Run:
         return watch.cell.id not in self.left_out
 
     def is_next(self, one: Source, watch: AttackTask) -> bool:
-        """Whether the attack is to be run now: pending, not tried before in this run, and there is time left."""
+        """Return whether the attack is to be run now: pending, not tried before in this run, and there is time left."""
         return not self.is_out_of_time and watch.cell.id not in self.cut_short and self.is_pending(one, watch)
 
     def run_capture(self, one: CaptureTask) -> None:
-        """The attacks on updates that are there already."""
+        """Run the attacks on updates that are there already."""
         for watch in one.attack_tasks:
             if self.is_next(one, watch):
                 self._attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
@@ -279,7 +279,7 @@ class _Run:
                     self._attack(watch, stage, partial(self._observe, federation, one, watch, sights))
 
     def _attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
-        """One attack on whatever is observed; it ends in a cell, or among the failures."""
+        """Run one attack on what is observed; it ends in a cell, or among the failures."""
         with self._cell(watch.cell, stage):
             observation = observe()
             count = ProgressCounter(self.progress, stage, len(observation.updates))
@@ -301,7 +301,7 @@ class _Run:
             raise KeyboardInterrupt
 
     def _settled(self, watch: AttackTask) -> dict[str | int, str]:
-        """The updates of which attacks before it leave nothing to find, and why."""
+        """Return the updates of which attacks before it leave nothing to find, and why."""
         found: dict[str | int, str] = {}
         for before in watch.after:
             known = self.folder.latest(before.cell)
@@ -319,7 +319,7 @@ class _Run:
         watch: AttackTask,
         sights: dict[ObservationSpec, Observation],
     ) -> Observation:
-        """What the server sees in the watch's round; what several attacks look at is made once."""
+        """Return what the server sees in the watch's round; what several attacks look at is made once."""
         spec = watch.observation_spec
         if spec not in sights:
             earlier = []
@@ -331,7 +331,7 @@ class _Run:
         return sights[spec]
 
     def _train_to(self, federation: Federation, one: TrainingTask, number: int) -> None:
-        """The federation to its state after `number` rounds."""
+        """Bring the federation to its state after `number` rounds."""
         if federation.server.round != number:
             count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)
             checkpoints = self.folder.checkpoints(one.cell)
@@ -383,14 +383,14 @@ class _Run:
         jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
 
     def _unlike_defaults(self, name: str) -> str:
-        """What is to be known of the methods' defaults, in the run called `name`."""
+        """Return what is to be known of the methods' defaults, in the run called `name`."""
         if self.options.unlike_defaults is not None:
             return self.options.unlike_defaults
         before = self.folder.about_run()
         return str(before.get(UNLIKE_DEFAULTS) or "") if before.get("id") == name else ""
 
     def _about_captures(self) -> dict[str, object]:
-        """What is to be known of updates of the user's own; nothing where there are none."""
+        """Return what is to be known of updates of the user's own; nothing where there are none."""
         about: dict[str, object] = {"updates": [capture.digest for capture in self.plan.captures]}
         about |= {"notes": list(self.plan.notes), "contradiction": self.plan.contradiction}
         return {key: value for key, value in about.items() if value}
@@ -424,10 +424,10 @@ class ProgressCounter:
         self.progress, self.stage, self.total, self.done = progress, stage, total, 0
 
     def set(self, done: int) -> None:
-        """So many parts are done."""
+        """Set how many parts are done."""
         self.done = done
         self.progress(self.stage, done, self.total)
 
     def advance(self, count: int) -> None:
-        """So many more parts are done."""
+        """Count more parts as done."""
         self.set(self.done + count)

@@ -33,7 +33,7 @@ class OutOfTimeError(Exception):
 
 @contextmanager
 def federation_of(training: TrainingTask, workers: int = 1) -> Iterator[Federation]:
-    """The federation before its first round; its worker processes end with the context."""
+    """Yield the federation before its first round; its worker processes end with the context."""
     client = Client(training.data.task(training.seed), training.method.item, training.defense.item)
     spec = training.federation
     whole = training.data.dataset.test if spec.global_test else None
@@ -156,7 +156,7 @@ def load(
 
 
 def round_row(record: Record) -> Row:
-    """A round as `rounds.jsonl` has it, without the labels of its training."""
+    """Return a round as `rounds.jsonl` has it, without the labels of its training."""
     return {
         "round": record.round,
         "clients": list(record.clients),

@@ -138,7 +138,7 @@ def _pictures(groups: Sequence[ResultGroup], several: bool) -> tuple[list[str], 
 
 
 def _unjudged(groups: Sequence[ResultGroup]) -> list[str]:
-    """What attacks say of their own reconstructions, where there is nothing to compare these with."""
+    """Return what attacks say of their own reconstructions, where there is nothing to compare these with."""
     lines = []
     for group in groups:
         rows = [row for row in group.unjudged_rows if row.get("image") is not None]

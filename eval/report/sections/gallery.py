@@ -52,7 +52,7 @@ def build_gallery(run: Run, group: ResultGroup, name: str, title: str) -> Galler
 
 
 def _unjudged_gallery(run: Run, group: ResultGroup, name: str, title: str) -> GalleryBlock:
-    """The first reconstructions of an attack, where nobody knows the true images."""
+    """Return the first reconstructions of an attack, where nobody knows the true images."""
     rows = [row for row in group.unjudged_rows if row.get("image") is not None]
     _, found = run.load_pictures(group, rows[0]["seed"])
     if len(found) != len(rows):
@@ -93,7 +93,7 @@ def _check_channels(image: Pixels) -> None:
 
 
 def _enlarged(image: Pixels) -> tuple[int, tuple[int, int]]:
-    """By how much an image is enlarged, and its width and height then."""
+    """Return by how much an image is enlarged, and its width and height then."""
     height, width = image.shape[1:]
     scale = max(1, -(-MIN_SIDE // max(height, width)))
     return scale, (width * scale, height * scale)

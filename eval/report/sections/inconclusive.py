@@ -64,12 +64,12 @@ class OpenQuestion:
         return f"{self.what}: {self.why}. To decide it: {self.remedy}"
 
     def plain(self) -> dict[str, str]:
-        """As plain data."""
+        """Return the question as plain data."""
         return {"what": self.what, "why": self.why, "remedy": self.remedy}
 
 
 def outcomes_of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
-    """What an attack came to on every update, by its rows.
+    """Return what an attack came to on every update, by its rows.
 
     Args:
         attack: its label.
@@ -83,7 +83,7 @@ def outcomes_of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
 
 
 def _update(row: Row) -> Hashable:
-    """What tells an update from others: that of a user's own by its number, that of a run by seed and round, too."""
+    """Return what tells an update from others: its number in a user's audit, in a run its seed and round, too."""
     update = row.get("update")
     return update if isinstance(update, int) else (row.get("seed"), row.get("round"), update)
 
@@ -104,7 +104,7 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
 
 
 def _contradicted(note: str) -> str:
-    """What an attack notes where the rest of the update does not bear its picture out, or nothing."""
+    """Return what an attack notes where the rest of the update does not bear its picture out, or nothing."""
     begun = (CONTRADICTED, *(words.partition(";")[0] for words in (RULE_UNKNOWN, SIZE_CONTRADICTED)))
     return next((part for part in note.split("; ") if part.startswith(begun)), "")
 
@@ -116,7 +116,7 @@ def _kind(verified: bool | None, *, pictured: bool) -> OutcomeKind:
 
 
 def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
-    """What is left open of the images by what attacks came to; nothing of updates that one of them settled.
+    """Return what is left open of the images by what attacks came to; nothing of updates that one of them settled.
 
     Args:
         outcomes: of all attacks on all updates.
@@ -137,13 +137,13 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
 
 
 def is_answered(outcomes: Sequence[Outcome]) -> bool:
-    """Whether of every update an attack has an answer that does not hang on chance."""
+    """Return whether of every update an attack has an answer that does not hang on chance."""
     updates = {one.update for one in outcomes}
     return updates == {one.update for one in outcomes if one.kind in {"settled", "ran"}}
 
 
 def _limits(own: Sequence[Outcome]) -> list[Outcome]:
-    """The refusals of one update that leave open what is in it, as no attack that can tell has got through."""
+    """Return the refusals of one update that leave open what is in it, as no attack that can tell has got through."""
     ran = {one.attack for one in own if one.kind == "ran"}
     told = {one.attack.rpartition("+")[2] for one in own if one.kind in {"fact", "ran"}}
     return [
@@ -157,7 +157,7 @@ def _limits(own: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int) -> OpenQuestion:
-    """Outcomes of one kind in words."""
+    """Return outcomes of one kind as an open question in words."""
     names = list(dict.fromkeys(one.attack for one in found))
     number = len({one.update for one in found})
     some = "" if number == total else f" of {number} of {total} updates"
@@ -189,7 +189,7 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
 
 
 def not_begun(attacks: Sequence[str]) -> OpenQuestion:
-    """That the time limit came before attacks."""
+    """Say that the time limit came before attacks."""
     return OpenQuestion(f"{join_words([*attacks])} could not be tried", "the time limit came before", MORE_TIME)
 
 
@@ -215,7 +215,7 @@ def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQ
 
 
 def unjudged_pictures(attacks: Sequence[str]) -> OpenQuestion:
-    """That nobody can say what pictures show, as the true images are not known."""
+    """Say that nobody can tell what pictures show, as the true images are not known."""
     return OpenQuestion(
         f"what {join_words([*attacks])} brought is not judged",
         "without the true images nobody can say whether it shows them",
@@ -224,7 +224,7 @@ def unjudged_pictures(attacks: Sequence[str]) -> OpenQuestion:
 
 
 def limit_without_figure(figure: str, limit: float) -> OpenQuestion:
-    """That a limit can't be compared with anything."""
+    """Say that a limit can't be compared with anything."""
     why = f"so nothing can be said about the limit {limit:g}"
     return OpenQuestion(
         f"no {figure.upper()} could be taken", why, "an attack that recovers images, or the true images"
@@ -232,7 +232,7 @@ def limit_without_figure(figure: str, limit: float) -> OpenQuestion:
 
 
 def contradicted_settings(words: str) -> OpenQuestion:
-    """That settings and update contradict each other."""
+    """Say that settings and update contradict each other."""
     return OpenQuestion(
         "settings and update contradict each other", words, "settings that fit the update, or the right file"
     )

@@ -141,7 +141,7 @@ def _unlike_defaults_notes(run: Run) -> list[Block]:
 
 
 def _update_notes(run: Run) -> list[Block]:
-    """What is to be known of updates of the user's own, and whether they contradict their settings."""
+    """Return what is to be known of updates of the user's own, and whether they contradict their settings."""
     against, notes, said = str(run.metadata.get("contradiction") or ""), run.metadata.get("notes"), list[Block]()
     if against:
         said.append(Note("Settings and update contradict each other", [("contradiction", to_sentence(against))]))

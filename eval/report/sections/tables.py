@@ -240,7 +240,7 @@ def _refusals(numbered: NumberedGroups) -> list[Block]:
 
 
 def _costs(numbered: NumberedGroups) -> list[Block]:
-    """What a method sends; nothing where none was trained."""
+    """Return what a method sends; nothing where none was trained."""
     if numbered.run.captured:
         return []
     if not numbered.run.rounds:
