@@ -53,7 +53,7 @@ def test_a_data_set_in_the_folder_is_found(folder):
 
 
 def test_what_is_broken_is_a_failure(folder, monkeypatch):
-    monkeypatch.setattr(doctor_checks, "installed", lambda name: None if name == "opacus" else "1.0")
+    monkeypatch.setattr(doctor_checks, "installed_version", lambda name: None if name == "opacus" else "1.0")
     result = doctor()
     assert result.exit_code == terminal.FAILURE
     assert "fault   opacus: not installed\n        -> pip install opacus" in result.output
