@@ -192,7 +192,7 @@ def test_equal_embeddings_give_equal_shares_and_only_embeddings_learn_first() ->
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_the_pullback_equals_finite_differences(depth: int) -> None:
+def test_pull_back_equals_finite_differences(depth: int) -> None:
     hyper = AttentionHypernetwork(layers=4, embedding=6, depth=depth, heads=3)
     params = hyper.initial_parameters(stream(0, "h"), torch.zeros((), dtype=torch.float64))
     draw = stream(0, "v")

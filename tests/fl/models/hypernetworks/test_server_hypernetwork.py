@@ -1,4 +1,4 @@
-"""The server's hypernetwork: its values against a plain module, its pullback against finite differences."""
+"""The server's hypernetwork: its values against a plain module, its `pull_back` against finite differences."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_it_is_the_plain_network(activation: Any, last: bool) -> None:
 
 
 @pytest.mark.parametrize("activation", ["relu", "leaky-relu"])
-def test_the_pullback_equals_finite_differences(activation: Any) -> None:
+def test_pull_back_equals_finite_differences(activation: Any) -> None:
     hyper, params, v = made(activation=activation)
     grads: Tensors = {n: torch.randn(s, generator=stream(1, n), dtype=torch.float64) for n, s in SHAPES.items()}
     before = [dense(p).clone() for p in params.values()]
