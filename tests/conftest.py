@@ -6,6 +6,8 @@ What hypothesis makes up is the same in every run and takes what it takes; `--hy
 nightly`) makes up new examples, and many more.
 """
 
+import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,11 @@ from hypothesis import HealthCheck, settings
 
 from eval.report.charts.render import render_svg
 from eval.report.charts.specs import Chart
+
+# What is compiled is kept, even where the environment says otherwise: a run starts dozens of processes, and each would
+# compile the packages anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 torch.set_num_threads(1)
 settings.register_profile("default", derandomize=True, deadline=None)
