@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from support.forkserver import use_forkserver
 
 from eval.report.charts.render import render_svg
 from eval.report.charts.specs import Chart
@@ -48,6 +49,14 @@ def _charts_drawn_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.report.blocks.render_svg", render)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _workers_are_forked() -> Iterator[None]:
+    """Start worker processes from one that has imported the packages."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_forkserver(patch)
         yield
 
 

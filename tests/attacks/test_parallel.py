@@ -13,6 +13,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import tensors
+from support.forkserver import use_spawn
 from support.spreading import Telling, leaving
 
 import attacks
@@ -28,9 +29,11 @@ from fl.view import ServerView
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[AttackPool]:
-    """Two processes, and both are there."""
-    pool = AttackPool(2, patience=0.0)
-    pool._ready_pool().result()
+    """Two processes, and both are there; they are spawned, as users' are."""
+    with pytest.MonkeyPatch.context() as patch:
+        use_spawn(patch)
+        pool = AttackPool(2, patience=0.0)
+        pool._ready_pool().result()
     yield pool
     pool.close()
 
@@ -160,8 +163,11 @@ def test_what_goes_wrong_here_ends_work_elsewhere_at_once(children: Callable[[],
     assert not children()
 
 
-def test_workers_that_are_done_leave_by_themselves(capfd: pytest.CaptureFixture[str]) -> None:
+def test_workers_that_are_done_leave_by_themselves(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """So that what they hold is given back; told to leave at once they could not."""
+    use_spawn(monkeypatch)
     pool = Workers(1)
     pool.result(pool.submit(leaving))
     pool.close()

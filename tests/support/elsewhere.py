@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 ELSEWHERE = "meta"
 aten = torch.ops.aten
@@ -75,7 +75,7 @@ class _Far(Tensor):
 
 def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """What an operation gives, on the device where it would be done."""
-    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    given = [x for x in _leaves((args, kwargs)) if isinstance(x, Tensor)]
     far = [x for x in given if isinstance(x, _Far)]
     packet = func.overloadpacket
     if packet in INDEXING:  # and values
@@ -92,12 +92,34 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if kwargs.get("device") is not None:
         goes = torch.device(kwargs["device"]).type == ELSEWHERE
         kwargs = {**kwargs, "device": torch.device("cpu")}
-    made = func(*tree_map_only(_Far, lambda x: x.near, args), **tree_map_only(_Far, lambda x: x.near, kwargs))
+    made = func(*_mapped(_Far, lambda x: x.near, args), **_mapped(_Far, lambda x: x.near, kwargs))
     if torch.Tag.inplace_view in func.tags:  # its own shape has to change, too
         with torch._C._DisableTorchDispatch():
             return func(*args, **kwargs)
     changed = {id(x.near): x for x in far}
-    return tree_map_only(Tensor, lambda x: changed[id(x)] if id(x) in changed else _Far(x), made) if goes else made
+    return _mapped(Tensor, lambda x: changed[id(x)] if id(x) in changed else _Far(x), made) if goes else made
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """What lists, tuples and dictionaries hold; `torch.utils._pytree` takes longer for it than an operation does."""
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        yield tree
+        return
+    for branch in tree:
+        yield from _leaves(branch)
+
+
+def _mapped(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """The tree with all leaves of a kind changed."""
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(kind, change, value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)([_mapped(kind, change, branch) for branch in tree])
+    return tree_map_only(kind, change, tree) if isinstance(tree, tuple) else tree
 
 
 def _places(index: Any) -> Any:
