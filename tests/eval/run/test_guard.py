@@ -117,7 +117,7 @@ def test_a_run_for_want_of_a_guard_stops_at_once(path, monkeypatch):
     done = run(path)
     assert done.exit_code == terminal.USAGE
     assert done.stderr.count("has no guard") == 1
-    assert done.stderr.startswith("error: the script that was started")
+    assert done.stderr.splitlines()[-1].startswith("error: the script that was started")
     assert not list((path.parent / "out").glob("cells/*.part/traceback.txt"))
 
 
