@@ -8,17 +8,25 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import torch
 
 from attacks.base import Attack, Reconstruction, Result
+from eval.run.run_directory import RunDir
 from fl.view import ServerView
 
 
 def leaving() -> None:
     """Have this process say when it ends in order."""
     atexit.register(sys.stderr.write, "left")
+
+
+def locking(folder: Path) -> None:
+    """Take the lock of a run's directory and give it back."""
+    with RunDir(folder).locked():
+        pass
 
 
 @dataclass(frozen=True, kw_only=True)

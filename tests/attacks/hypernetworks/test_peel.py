@@ -30,6 +30,7 @@ from fl.types import Batch, Candidate, Task, Truth
 from fl.view import ServerView, ThreatModel
 
 TINY = Hypernetwork(embedding=8, hidden=16, init="scaled")
+NARROW = Hypernetwork(embedding=32, hidden=32, init="scaled")
 STEP = HyperFL(steps=1, head_epochs=0, batch_size=None, parametrization=TINY)
 
 
@@ -159,7 +160,7 @@ def test_an_exactly_dead_layer_is_certified_however_small_the_step() -> None:
 
 
 def test_pruned_entries_are_missing_and_not_zero() -> None:
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=Hypernetwork(init="scaled"))
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=NARROW)
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.5))
     for route in ("auto", "trunk", "heads"):
@@ -174,7 +175,7 @@ def test_pruned_entries_are_missing_and_not_zero() -> None:
 
 
 def test_what_pruning_has_cut_altogether_is_not_certified() -> None:
-    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=Hypernetwork(init="scaled"))
+    method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=0.01, parametrization=NARROW)
     task = network("hyperfl-grey", num_classes=10)
     view, truth = victim(task, method, defense=Prune(ratio=0.9))
     found = HypernetPeel()(view)

@@ -4,14 +4,12 @@ import io
 import json
 import logging
 import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from support.runs import reader_files, run, tiny
+from support.spreading import locking
 from support.tiny import Registered
 
 from eval.experiment import yaml_config
@@ -20,8 +18,7 @@ from eval.io.jsonl import read_rows
 from eval.report.load import load
 from eval.run import results, run_directory, runner, training_cell
 from eval.run.run_directory import BusyError, Checkpoints, RunDir
-
-ROOT = Path(__file__).parents[3]
+from fl.runtime.workers import Workers
 
 
 @pytest.fixture(autouse=True)
@@ -282,18 +279,13 @@ def test_only_runs_and_empty_folders_are_written_to(tmp_path):
 
 
 def test_a_second_process_is_told_to_wait(tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from eval.run.run_directory import BusyError, RunDir\n"
-        "try:\n"
-        "    with RunDir(Path(sys.argv[1])).locked(): sys.exit(0)\n"
-        "except BusyError as error: sys.exit(str(error))"
-    )
-    words = [sys.executable, "-c", code, str(tmp_path / "a")]
-    with RunDir(tmp_path / "a").locked():
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 1
-        assert "in use by another process" in done.stderr
-    assert subprocess.run(words, cwd=ROOT, capture_output=True, text=True).returncode == 0
+    pool = Workers(1)
+    try:
+        with RunDir(tmp_path / "a").locked(), pytest.raises(BusyError, match="in use by another process"):
+            pool.result(pool.submit(locking, tmp_path / "a"))
+        pool.result(pool.submit(locking, tmp_path / "a"))
+    finally:
+        pool.close()
     assert issubclass(BusyError, ValueError)
 
 
