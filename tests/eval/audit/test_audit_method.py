@@ -125,7 +125,7 @@ def test_an_image_for_which_no_label_came_back_is_counted():
     assert group.label_recovery_rate.value == pytest.approx(1 / 5)
     assert group.commonest_label_share == pytest.approx(1 / 5)
     assert group.label_gain.value == 0
-    assert ResultGroup("fedavg", "none", "ig", 0, rows[1:]).labels is None
+    assert ResultGroup("fedavg", "none", "ig", 0, rows[1:]).label_recovery_rate is None
 
 
 def test_shares_of_one_report_have_one_kind_of_interval():
