@@ -42,7 +42,7 @@ class Network(FormerHooks):
     """
 
     registry: ClassVar[Registry[Network]] = models
-    former_hooks: ClassVar[Mapping[str, str]] = {"task": "build_task"}
+    former_hooks: ClassVar[Mapping[str, str]] = {"initialise": "initialize", "task": "build_task"}
     head_bias: ClassVar[bool] = True
     """Whether the head has a bias."""
     user_code: ClassVar[bool] = False

@@ -167,6 +167,18 @@ def test_a_network_and_a_group_by_their_former_names_are_heard() -> None:
     assert task.num_classes == 3
 
 
+def test_a_network_draws_its_values_by_the_former_name_of_the_hook() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Halves\.initialise is now Halves\.initialize"):
+
+        class Halves(MLP):
+            def initialise(self, model: torch.nn.Module, generator: torch.Generator) -> None:
+                for parameter in model.parameters():
+                    parameter.detach().fill_(0.5)
+
+    task = Halves(input_shape=(1, 4, 4)).build_task(num_classes=3)
+    assert all((parameter == 0.5).all() for parameter in task.model.parameters())
+
+
 def test_an_unknown_attribute_is_an_error_and_that_of_a_property_says_its_own() -> None:
     class Faulty(FedAvg):
         @property
