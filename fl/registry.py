@@ -95,7 +95,8 @@ class FormerHooks:
                 continue  # a setting of the subclass that happens to have this name
             current = cls.former_hooks[former]
             _warn_of_hook(cls.__name__, former, current)
-            setattr(cls, current, cls.__dict__[former])
+            if current not in cls.__dict__:  # a class for two versions has both
+                setattr(cls, current, cls.__dict__[former])
             delattr(cls, former)
 
     if not TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -37,7 +37,7 @@ class AttackFinding:
         spared: why it was not tried on some updates or any, or nothing.
         outcomes: what it came to on every update (`eval.report.sections.inconclusive`).
         leaked: whether content or identity of images leaked, by the bar of reports.
-        few: how many images there are where they are too few to tell content from chance; else 0.
+        too_few_images: how many images there are where they are too few to tell content from chance; else 0.
         doubtful: whether the labels are guesses of a search that did not explain the update.
         failed: the error that it ended with, or nothing.
         origin: the file and the line that raised it, where known.
@@ -86,6 +86,11 @@ class AttackFinding:
         """Return what is left of an attack that was not needed."""
         return cls(attack, [], "", reason, spared=reason)
 
+    def was_cut_short(self, settled: Collection[Hashable]) -> bool:
+        """Return whether a search ended before its last iteration on an update that no other attack settles."""
+        begun = bool(self.cut_short) and self.cut_short != NOT_BEGUN
+        return begun and any(one.update not in settled and one.kind != "cut short" for one in self.outcomes)
+
     def best(self, figure: str) -> float | None:
         """Return the highest value of a figure over the images, or None."""
         return max((row[figure] for row in self.rows if row.get(figure) is not None), default=None)
@@ -130,6 +135,9 @@ class AuditReport:
         said += undecided.find_open_questions(outcomes)
         if late := [found.attack for found in self.findings if found.cut_short == NOT_BEGUN]:
             said.append(undecided.not_begun(late))
+        settled = {one.update for one in outcomes if one.kind == "settled"}
+        if cut := [found.attack for found in self.findings if found.was_cut_short(settled)]:
+            said.append(undecided.cut_short(cut))
         said += [
             undecided.limit_without_figure(figure, limits[figure]) for figure, value in figures.items() if value is None
         ]
@@ -139,7 +147,6 @@ class AuditReport:
                 for found in self.findings
                 if found.too_few_images
             ]
-        settled = {one.update for one in outcomes if one.kind == "settled"}
         blind = [
             found.attack
             for found in self.findings

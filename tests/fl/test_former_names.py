@@ -135,6 +135,19 @@ def test_a_hook_by_its_former_name_is_still_heard_with_a_warning() -> None:
     assert caught[0].filename == __file__
 
 
+def test_todays_name_of_a_hook_wins_where_a_class_has_both() -> None:
+    with pytest.warns(DeprecationWarning, match="weight is now"):
+
+        class Both(FedAvg):
+            def aggregation_weight(self, images: int) -> float:
+                return 2.0 * images
+
+            def weight(self, images: int) -> float:
+                return self.aggregation_weight(images)
+
+    assert Both().aggregation_weight(3) == 6
+
+
 def test_class_attributes_and_properties_by_their_former_names_are_heard() -> None:
     with pytest.warns(DeprecationWarning, match="takes_means|per_sample"):
 

@@ -193,6 +193,11 @@ def not_begun(attacks: Sequence[str]) -> OpenQuestion:
     return OpenQuestion(f"{join_words([*attacks])} could not be tried", "the time limit came before", MORE_TIME)
 
 
+def cut_short(attacks: Sequence[str]) -> OpenQuestion:
+    """Say that searches ended before their last iteration, so that they may have come closer."""
+    return OpenQuestion(f"{join_words([*attacks])} did not search to the end", "the time limit cut it short", MORE_TIME)
+
+
 def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQuestion:
     """Say that so few images were attacked that content can't be told from chance.
 

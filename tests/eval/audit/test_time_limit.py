@@ -74,6 +74,7 @@ def test_an_audit_ends_in_time_and_says_what_was_cut_short(clock, mine, tmp_path
         "not tried: the time limit came before it",
     )
     assert {one["what"] for one in said["undecided"]} >= {"guess could not be tried"}
+    assert any("did not search to the end" in one["what"] for one in said["undecided"])
     assert "timed" in found.stderr
     assert "80 iterations of 2 updates" in found.stderr
     assert json.loads((tmp_path / "kept" / "audit.json").read_text())["findings"] == said["findings"]
