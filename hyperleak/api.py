@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 import attacks as attack_registry
@@ -189,8 +190,8 @@ class AuditOptions:
     """How a model or an update is audited, and by what.
 
     Attributes:
-        attacks: names, settings or objects; none takes those that fit the method and the batch size, and leaves out
-            what can add nothing to the attacks before it.
+        attacks: names, settings or objects, or a single name; none takes those that fit the method and the batch size,
+            and leaves out what can add nothing to the attacks before it.
         method: how the update is made; None is one step of plain SGD whose step size the attacker does not know.
         defense: what is done to the update before it is sent.
         batch_size: images in one update.
@@ -204,7 +205,7 @@ class AuditOptions:
         out: folder for report, table and pictures; an audit that was stopped goes on there. Nothing is kept without.
     """
 
-    attacks: Sequence[str | Mapping[str, Any] | Attack] = ()
+    attacks: str | Sequence[str | Mapping[str, Any] | Attack] = ()
     method: str | Mapping[str, Any] | Method | None = None
     defense: str | Mapping[str, Any] | Defense = "none"
     batch_size: int = 1
@@ -229,7 +230,7 @@ class AuditOptions:
 def audit(
     subject: nn.Module | ServerView,
     images: Tensor | Batch | None = None,
-    labels: Tensor | None = None,
+    labels: Tensor | Sequence[int] | None = None,
     *,
     update: str | Path | Mapping[str, Tensor] | None = None,
     truth: Truth | None = None,
@@ -241,7 +242,7 @@ def audit(
     Args:
         subject: the model as it was when the update was made, or a view (`fl.capture`).
         images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known.
-        labels: int64 (N,), beside images that are a tensor.
+        labels: int64 (N,) or a list of integers, beside images that are a tensor.
         update: weights before minus weights after, by parameter name, or the file that holds them; without, the model
             computes one update for every `batch_size` images.
         truth: what is known to be behind a view; None where nothing is.
@@ -253,7 +254,7 @@ def audit(
 
     Raises:
         ValueError: what is given does not fit together; says what.
-        TypeError: there is no such setting; says what is close.
+        TypeError: there is no such setting; says what is close. Images or labels that are no tensors, likewise.
         FileNotFoundError: the update's file is not there.
     """
     chosen = options_or_settings(AuditOptions, options, settings)
@@ -269,7 +270,8 @@ def audit(
             raise ValueError("truth goes with a view; give a model's images and labels")
         subjects, method = _subjects(subject, known, update, chosen)
         batch_size = chosen.batch_size
-    named = chosen.attacks or attack_selection.default_attacks(method, batch_size)
+    given = (chosen.attacks,) if isinstance(chosen.attacks, str) and chosen.attacks else chosen.attacks
+    named = given or attack_selection.default_attacks(method, batch_size)
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
         subjects,
@@ -281,7 +283,7 @@ def audit(
     )
 
 
-def _batch(images: Tensor | Batch | None, labels: Tensor | None) -> Batch | None:
+def _batch(images: Tensor | Batch | None, labels: Tensor | Sequence[int] | None) -> Batch | None:
     """Return images and labels as a batch."""
     if images is None or isinstance(images, Batch):
         if labels is not None:
@@ -289,6 +291,18 @@ def _batch(images: Tensor | Batch | None, labels: Tensor | None) -> Batch | None
         return images
     if labels is None:
         raise ValueError("expected labels beside images: int64, one for each")
+    if isinstance(labels, (list, tuple)):
+        labels = torch.tensor(labels)
+    for name, value in (("images", images), ("labels", labels)):
+        if not isinstance(value, Tensor):
+            kind = f"{type(value).__module__}.{type(value).__name__}"
+            raise TypeError(f"{name}: expected a torch tensor, got {kind}; for arrays: torch.from_numpy({name})")
+    assert isinstance(labels, Tensor)
+    if images.dtype == torch.uint8:
+        raise ValueError("images: expected floats in [0, 1], got torch.uint8; give images.float() / 255")
+    if images.ndim == 4 and images.shape[1] == images.shape[2] > 4 and images.shape[3] in (1, 3):
+        shape = tuple(images.shape)
+        raise ValueError(f"images: expected (N, C, H, W), got channels last, {shape}; give images.permute(0, 3, 1, 2)")
     user_model.check_batch("images", images, labels)
     return Batch(images, labels)
 

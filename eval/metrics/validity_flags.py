@@ -17,7 +17,7 @@ FLAGS = {
     "cut-short": "A time limit or an interrupt ended the search before its last iteration; a whole one may find more.",
     "below-floor": "Mean PSNR is below that of each image's mean color: by PSNR no image content is shown to leak.",
     "labels-given": "The threat model gives the attacker the labels; label accuracy says nothing.",
-    "defense-known": "The attacker knows the defense and its settings, and adapts to it.",
+    "defense-known": "The attacker knows the defense; searches adapt as far as its surrogate and other hooks model it.",
     "forward-mismatch": "The attacker's model of training does not give the observed update on the true data.",
     "single-image": "All figures come from one image; there is no interval and no general statement.",
     "lpips-missing": "LPIPS was asked for and is not available; the rows say what to do.",

@@ -48,6 +48,9 @@ def split_target(target: str) -> tuple[str, str]:
     module, colon, function = target.partition(":")
     if not colon or not module or not function:
         raise ValueError(f"{TARGET_FORMAT}, got {target!r}")
+    if module.endswith(".py") and not module.startswith("/"):
+        meant = module.removesuffix(".py").removeprefix("./").replace("/", ".")
+        raise ValueError(f"{TARGET_FORMAT}, got {target!r}; did you mean '{meant}:{function}'?")
     return module, function
 
 

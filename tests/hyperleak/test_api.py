@@ -17,6 +17,7 @@ from eval.io import yaml12
 from eval.run import attack_cell, training_cell
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
+from fl.runtime.user_code import find_callable
 from fl.seeds import stream
 
 
@@ -137,6 +138,8 @@ def test_an_audit_without_named_attacks_takes_those_that_fit(
     [
         ({}, "expected images and labels, an update, or both; got neither"),
         ({"images": torch.zeros(1, 1, 8, 8)}, "expected labels beside images"),
+        ({"images": torch.zeros(1, 8, 8, 3), "labels": [0]}, r"channels last, .*permute\(0, 3, 1, 2\)"),
+        ({"images": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "labels": [0]}, r"images.float\(\) / 255"),
         ({"labels": torch.zeros(1, dtype=torch.int64)}, "labels go with a tensor of images, got none"),
         ({"update": {}}, r"expected input_shape=\(channels, height, width\)"),
         ({"images": torch.zeros(1, 8, 8), "labels": torch.zeros(1, dtype=torch.int64)}, r"got \(1, 8, 8\)"),
@@ -148,3 +151,19 @@ def test_an_audit_of_what_does_not_fit_together_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=words):
         hyperleak.audit(subject[0], **given)
+
+
+def test_an_audit_takes_one_name_and_a_list_of_labels_and_says_what_to_do_with_arrays(
+    subject: tuple[nn.Module, Tensor, Tensor],
+) -> None:
+    model, images, labels = subject
+    (finding,) = hyperleak.audit(model, images[:1], [0], attacks="guess", method="fedavg").findings
+    assert finding.attack == "guess"
+    arrays: Any = images.numpy()
+    with pytest.raises(TypeError, match=r"torch\.from_numpy\(images\)"):
+        hyperleak.audit(model, arrays, labels)
+
+
+def test_a_file_in_place_of_a_module_is_answered_by_the_module() -> None:
+    with pytest.raises(ValueError, match=r"did you mean 'nets\.my_cnn:build'\?"):
+        find_callable("nets/my_cnn.py:build")
