@@ -55,4 +55,7 @@ class SecAgg(Defense):
     def check(self, method: Method, task: Task) -> None:
         """Refuse a method whose server needs every client's update on its own."""
         if not method.aggregates_mean_only:
-            raise ValueError(f"secagg: expected a server that needs the mean of updates alone, got {method.name!r}")
+            raise ValueError(
+                f"secagg: expected a server that needs the mean of updates alone, got {method.name!r}; a method of "
+                "your own whose `aggregate` needs no more says so by `aggregates_mean_only` returning True"
+            )

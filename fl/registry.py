@@ -43,6 +43,8 @@ class UnknownNameError(ValueError):
         there = f"known: {', '.join(known) or 'none'}"
         if len(known) > MAX_LISTED and kind in LIST_ARGUMENTS:
             there = f"`hyperleak list{LIST_ARGUMENTS[kind]}` shows all {len(known)}"
+        if kind in LIST_ARGUMENTS and kind != "name" and not likely:
+            note += "; names of your own are known once imported: --import FILE, or imports: in a config"
         super().__init__(f"unknown {kind} {name!r}; {hint}{there}{note}")
 
 

@@ -128,13 +128,13 @@ def _describe(name: str, imports: Sequence[str], known: _Catalog) -> list[dict[s
 
 
 def _describe_entry(kind: str, entry: Any, name: str | None = None) -> dict[str, Any]:
-    from eval.experiment.docstrings import citations, meanings
+    from eval.experiment.docstrings import citations, meanings, plain_words
 
     text = inspect.cleandoc(entry.__doc__ or "")
     about: dict[str, Any] = {
         "kind": kind.removesuffix("s"),
         "name": name or entry.name,
-        "plain": getattr(entry, "plain", ""),
+        "plain": plain_words(entry),
         "papers": citations(entry) if isinstance(entry, type) else [],
         "text": re.sub(r"(?<!\n)\n(?!\n|- ) *", " ", re.split(r"\n+(?:Attributes|Args|Raises|Returns):\n", text)[0]),
     }

@@ -13,9 +13,14 @@ _PLACE = re.compile(
 
 def summarize(described: object) -> str:
     """Return what a registered class does: in plain words where it has them, else its docstring's first line."""
-    if words := getattr(described, "plain", ""):
-        return str(words).rstrip(".")
+    if words := plain_words(described):
+        return words.rstrip(".")
     return (inspect.getdoc(described) or "").partition("\n")[0].rstrip(".")
+
+
+def plain_words(described: object) -> str:
+    """Return the plain words that a registered class has itself; those of a base say nothing of a subclass."""
+    return str(getattr(described, "__dict__", {}).get("plain", ""))
 
 
 def citations(described: type) -> list[str]:

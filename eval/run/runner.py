@@ -33,6 +33,7 @@ __all__ = ["RUN_ERRORS", "Failure", "Options", "Progress", "prepare", "run", "si
 log = logging.getLogger(__name__)
 CUT_SHORT = "cut short by a time limit or an interrupt; figures are of what it had found by then"
 """Of a cell, for people."""
+NOT_BEGUN = "not begun: the time limit came before it"
 
 
 class Progress(Protocol):
@@ -408,6 +409,8 @@ class _Run:
             known = self.folder.about(cut)
             status = {"status": "cut short", "reason": CUT_SHORT, "found": cut.id}
             return {**about, **status, "seconds": known["seconds"], "code": known["code"]}
+        if self.options.control.seconds_left <= 0:
+            return {**about, "status": "waiting", "reason": NOT_BEGUN}
         return {**about, "status": "waiting"}
 
 

@@ -114,6 +114,8 @@ def test_only_frozen_keyword_only_dataclasses_are_taken() -> None:
 def test_unknown_names_say_what_is_close() -> None:
     with pytest.raises(UnknownNameError, match=r"unknown attack 'igg'; did you mean 'ig'\? known: any, dlg, ig, peel"):
         attacks.get("igg")
+    with pytest.raises(UnknownNameError, match=r"unknown attack 'my_own_search'.*--import FILE, or imports:"):
+        attacks.get("my_own_search")
     with pytest.raises(UnknownNameError, match="unknown setting of attack 'ig' 'iteration'; did you mean 'iterations'"):
         attacks.build({"name": "ig", "iteration": 3})
     with pytest.raises(UnknownNameError, match="unknown setting of attack 'peel' 'lr'"):

@@ -9,9 +9,10 @@ import pytest
 from eval.commands import show
 from eval.commands.list_ import registries
 from eval.experiment import config_catalog, source_catalog
-from eval.experiment.docstrings import citations, summarize
+from eval.experiment.docstrings import citations, plain_words, summarize
 from eval.experiment.serialization import SECTIONS
 from eval.io import yaml12
+from fl.defense import Defense
 from fl.registry import UnknownNameError
 from fl.settings import SettingError
 
@@ -136,3 +137,19 @@ def test_commands_that_compute_nothing_import_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_plain_words_of_a_base_are_not_those_of_a_class_without_its_own():
+    class TopK(Defense):
+        """Sends the largest entries alone.
+
+        More follows.
+        """
+
+    assert plain_words(TopK) == ""
+    assert summarize(TopK) == "Sends the largest entries alone"
+
+
+@pytest.mark.parametrize("kind", ["methods", "attacks", "defenses"])
+def test_every_class_that_comes_with_this_package_has_plain_words_of_its_own(kind):
+    assert {name for name, entry in registered(kind).items() if not plain_words(entry)} <= {"chain"}

@@ -55,6 +55,8 @@ def test_searches_share_the_time_and_the_next_run_computes_the_whole(clock, tmp_
     assert [row["cut_short"].split(" after ")[1] for row in second] == [f"{n} of 12 iterations" for n in (8, 8, 7, 7)]
     assert rows_of(rows, "guess") == []  # nothing begins after the time limit
     assert statuses(tmp_path / "cut") == ["finished", "cut short", "cut short", "waiting"]
+    cells = json.loads((tmp_path / "cut" / "run.json").read_text())["cells"]
+    assert cells[3]["reason"] == runner.NOT_BEGUN
     begun = clock.now
     assert run(tiny(*SEARCHES), tmp_path / "cut") == whole
     assert clock.now - begun == 44
