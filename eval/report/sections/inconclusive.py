@@ -195,7 +195,7 @@ def not_begun(attacks: Sequence[str]) -> OpenQuestion:
 
 def cut_short(attacks: Sequence[str]) -> OpenQuestion:
     """Say that searches ended before their last iteration, so that they may have come closer."""
-    return OpenQuestion(f"{join_words([*attacks])} did not search to the end", "the time limit cut it short", MORE_TIME)
+    return OpenQuestion(f"{join_words([*attacks])} did not search to the end", "its search was cut short", MORE_TIME)
 
 
 def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQuestion:

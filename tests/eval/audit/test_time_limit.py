@@ -99,6 +99,7 @@ def test_a_key_pressed_during_a_search_ends_it_with_its_best(clock, mine, tmp_pa
     found = audit(mine, *words)
     assert found.exit_code == terminal.STOPPED
     assert "cut short by an interrupt after 15 of 40 iterations" in found.stdout
+    assert "the time limit" not in found.output  # there was none
     assert "stopped at paced; what was found by then stands above; the same command goes on from here" in found.stderr
     assert "paced-2:" not in found.stdout
     begun = clock.now

@@ -11,6 +11,7 @@ import pytest
 from eval.commands.list_ import registries
 from eval.experiment import yaml_config
 from eval.experiment.config_catalog import CONFIGS
+from eval.experiment.source_catalog import NAMED_IN_CONFIGS
 
 MUTANTS, RIGHT = 300, 0.95
 Path = tuple[str | int, ...]
@@ -46,17 +47,8 @@ def keys(value: Any, path: Path = ()) -> Iterator[Path]:
 
 def names(plain: dict[str, Any]) -> list[tuple[Path, str]]:
     """Where a registered name stands, and every name that could stand there."""
-    places: dict[Path, str] = {
-        ("task", "dataset"): "datasets",
-        ("task", "model"): "models",
-        ("federation", "partition"): "partitions",
-        ("federation", "augment"): "augmentations",
-        ("method",): "methods",
-        ("defense",): "defenses",
-        ("attack",): "attacks",
-    }
     known = registries()
-    return [(path, name) for path, kind in places.items() for name in known[kind].names()]
+    return [(path, name) for path, kind in NAMED_IN_CONFIGS.items() for name in known[kind].names()]
 
 
 @pytest.fixture(scope="module")
