@@ -1,4 +1,4 @@
-"""Records what a network computes from an image as the list of tensor operations that it runs."""
+"""Records what a network computes from images as the list of tensor operations that it runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 IMAGE = -1
-"""Number of the source that stands for the image."""
+"""Number of the source that stands for the images."""
 MODEL_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises on an image that it does not take."""
 
@@ -98,7 +99,7 @@ class Graph:
     """The operations of one run.
 
     Attributes:
-        image: that flowed.
+        image: what flowed: one image or several (B, C, H, W).
         sources: names of parameters and buffers, by the number of their source.
         tensors: of them, by name.
         parameters: names of those that are parameters.
@@ -132,12 +133,15 @@ class Graph:
     def replay(self, nodes: Sequence[int], end: Ref, known: Mapping[Ref, Tensor]) -> Tensor:
         """Return the tensor `end` by way of `nodes`, where those of `known` have other values.
 
+        A known tensor of the recorded shape is laid out in memory as the recorded one was, which some operations
+        (`view`, `as_strided`) go by.
+
         Args:
             nodes: numbers of operations, in order.
             end: the tensor wanted.
             known: values of tensors in place of those recorded.
         """
-        found = dict(known)
+        found = {ref: _laid_out_as(value, self.value(ref)) for ref, value in known.items()}
         for number in nodes:
             node = self.nodes[number]
             leaves = [found.get(leaf, self.value(leaf)) if isinstance(leaf, Ref) else leaf for leaf in node.leaves]
@@ -215,19 +219,25 @@ class Graph:
         return segments
 
 
-def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
-    """Return what `model` computes from `image` (1, C, H, W), or why that can't be told.
+def trace_operations(model: nn.Module, images: Tensor) -> Graph | str:
+    """Return what `model` computes from `images`, or why that can't be told.
 
     The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
+    Attention is recorded in plain steps (products and a softmax), not as one fused operation.
+
+    Args:
+        model: the network, in the mode in which it is looked at.
+        images: (B, C, H, W). Numbers that forward takes from their shape stand in the graph as they are at this B.
     """
-    recorder = _Recorder(model, image)
-    with torch.no_grad(), _track_modules(model, recorder), recorder:
+    recorder = _Recorder(model, images)
+    with torch.no_grad(), _plain_attention(), _track_modules(model, recorder), recorder:
         try:
             returned = model(recorder.graph.image)
         except _UnreadableError as error:
             return str(error)
         except MODEL_ERRORS as error:
-            return f"the network does not run on one image by itself: {error}"
+            many = "one image by itself" if len(images) == 1 else f"{len(images)} images"
+            return f"the network does not run on {many}: {error}"
     if not isinstance(returned, Tensor):
         return f"the network returns no tensor but a {type(returned).__name__}"
     end = recorder.ref(returned)
@@ -237,6 +247,27 @@ def trace_operations(model: nn.Module, image: Tensor) -> Graph | str:
     if recorder.random:
         return f"{recorder.random} draws random numbers"
     return recorder.graph
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """Have attention computed by the operations it is made of."""
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _laid_out_as(value: Tensor, recorded: Tensor) -> Tensor:
+    """Return `value` in the memory layout of a recorded tensor, where it has its shape."""
+    if value.shape != recorded.shape or value.stride() == recorded.stride():
+        return value
+    if 0 in recorded.stride() or not torch.ops.aten.is_non_overlapping_and_dense(recorded):
+        return value
+    return torch.empty_strided(value.shape, recorded.stride(), dtype=value.dtype, device=value.device).copy_(value)
 
 
 def first_difference(one: Graph, other: Graph) -> str | None:
@@ -308,7 +339,7 @@ class _Recorder(TorchDispatchMode):
                 self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
             return func(*args, **(kwargs or {}))
         flows = any(self.graph.depends_on_image(ref) for ref in taken)
-        if flows and torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args):
+        if flows and torch.Tag.nondeterministic_seeded in func.tags and not _draws_nothing(func, args, kwargs or {}):
             self.random = f"{func.overloadpacket.__name__} in {self.stack[-1][0] or 'the forward'}"
         if func is torch.ops.aten._to_copy.default:
             kwargs, leaves, refs, spec = self._keep_precision(args, dict(kwargs or {}))
@@ -321,6 +352,9 @@ class _Recorder(TorchDispatchMode):
         outputs = [r for r in pytree.tree_leaves(result) if isinstance(r, Tensor)]
         if not written and len(outputs) == 1 and self._refs.get(_key(outputs[0])) in taken:
             return result  # the same numbers in the same place
+        if func is torch.ops.aten.as_strided.default and torch.equal(args[0], result):
+            self._bind(result, taken[0])  # only strides of dimensions of size 1 differ
+            return result
         origins = [self.graph.origins(ref) for ref in taken if not self.graph.depends_on_image(ref)]
         self.graph.nodes.append(Node(func, refs, spec, outputs, flows, frozenset().union(*origins), *self.stack[-1]))
         for value in written:
@@ -382,9 +416,10 @@ def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
-def _draws_nothing(func: OpOverload, args: tuple[Any, ...]) -> bool:
+def _draws_nothing(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation that could draw random numbers is told not to (`training=False`)."""
-    given = {a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}
+    given = {a.name: a.default_value for a in func._schema.arguments}
+    given |= {**{a.name: v for a, v in zip(func._schema.arguments, args, strict=False)}, **kwargs}
     return given.get("training", given.get("train")) is False or given.get("dropout_p", given.get("dropout")) == 0.0
 
 
