@@ -105,6 +105,7 @@ class CapturedUpdateSettings(ClientSettings):
         shared: what the server sent, by name; None takes the model's own parameters, if it sent those (no
             hypernetwork, say).
         buffers: the model's shared buffers as the server sent them; None takes the model's own.
+        buffers_after: the same as they came back (running statistics of batch norm, say); None where they did not.
         kind: "update", or "gradient" for one that was sent before a step of plain SGD was made of it. That is a claim
             that the numbers are no difference of weights: they are taken as exact however small they are. A difference
             divided by the step size still has the weights' rounding, which nothing in it tells: pass it as an update,
@@ -115,6 +116,7 @@ class CapturedUpdateSettings(ClientSettings):
     labels: Tensor | None = None
     shared: Mapping[str, Tensor] | None = None
     buffers: Mapping[str, Tensor] | None = None
+    buffers_after: Mapping[str, Tensor] | None = None
     kind: Literal["update", "gradient"] = "update"
 
 
@@ -182,8 +184,8 @@ def from_update(
         num_classes: K.
         options: what is known of the client and of the update.
         **settings: single ones of the options in their place: `from_update(..., method=FedAvg(), batch_size=4)`. They
-            are `batch_size`, `labels`, `shared`, `buffers` and `kind` (see `CapturedUpdateSettings`), and `method`,
-            `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
+            are `batch_size`, `labels`, `shared`, `buffers`, `buffers_after`, `kind` (see `CapturedUpdateSettings`),
+            `method`, `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
 
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), settings don't fit, or
@@ -203,6 +205,7 @@ def from_update(
     params = client.method.initial_parameters(client.task, stream(0, "capture"))
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, buffers = _captured(client, params, scopes, update, known)
+    returned = _returned_buffers(client, scopes, known)
     check_shape(task.model, _gray_batch(task, known.batch_size), task.num_classes)
     check_training(client, _gray_batch(task, known.batch_size), default=known.method is None)
     return ServerView(
@@ -213,6 +216,7 @@ def from_update(
         update=taken,
         private=_private_shapes(client, params, scopes),
         buffers={name: dense(value) for name, value in buffers.items() if scopes[name] is Scope.SHARED},
+        buffers_after=returned,
         rounded=known.kind == "update",
         **knowledge,  # type: ignore[arg-type]
     )
@@ -245,6 +249,18 @@ def _captured(
     if known.buffers is not None:
         buffers |= _match_tensors(known.buffers, task.buffers, why, "buffers")
     return sent, taken, buffers
+
+
+def _returned_buffers(
+    client: Client, scopes: Mapping[str, Scope], known: CapturedUpdateSettings
+) -> dict[str, Tensor] | None:
+    """Return the shared buffers as they came back; None where they did not, or the server is not to look at them."""
+    if known.buffers_after is None:
+        return None
+    found = _match_tensors(known.buffers_after, client.base.buffers, {}, "buffers_after")
+    if known.threat is not None and not known.threat.sees_buffers:
+        return None
+    return {name: dense(value) for name, value in found.items() if scopes[name] is Scope.SHARED}
 
 
 def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, object]:

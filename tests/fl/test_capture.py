@@ -207,6 +207,21 @@ def test_buffers_are_no_parameters(batch):
     buffers = {**dict(model.named_buffers()), "0.running_mean": torch.tensor([0.25])}
     view = from_update(model, update, input_shape=SHAPE, num_classes=CLASSES, buffers=buffers)
     assert view.buffers["0.running_mean"].item() == 0.25
+    assert view.buffers_after is None
+
+
+def test_buffers_that_came_back_are_seen_where_the_threat_model_says_so(batch):
+    model = nn.Sequential(nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(36, CLASSES))
+    update = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    after = {**dict(model.named_buffers()), "0.running_mean": torch.tensor([0.25])}
+    known = {"input_shape": SHAPE, "num_classes": CLASSES, "batch_size": 2}
+    view = from_update(model, update, buffers_after=after, **known)
+    assert view.buffers["0.running_mean"].item() == 0
+    assert view.buffers_after["0.running_mean"].item() == 0.25
+    blind = from_update(model, update, buffers_after=after, threat=ThreatModel(sees_buffers=False), **known)
+    assert blind.buffers_after is None
+    with pytest.raises(ValueError, match="buffers_after: expected a tensor for each of 3 names; missing"):
+        from_update(model, update, buffers_after={}, **known)
 
 
 @pytest.mark.parametrize(

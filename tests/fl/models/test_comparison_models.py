@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torchvision.models import resnet50
+from torchvision.models import resnet18, resnet34, resnet50
 
 from fl.models import build
 
@@ -54,6 +55,27 @@ def test_resnet50_is_torchvisions() -> None:
         weight = task.parameters[name]
         fan_out = weight.shape[0] * weight.shape[2] * weight.shape[3]
         assert float(weight.std()) == pytest.approx(math.sqrt(2 / fan_out), rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain", "numbers"), [("resnet18", resnet18, 11_168_832), ("resnet34", resnet34, 21_276_992)]
+)
+def test_smaller_resnets_are_torchvisions(name: str, plain: Callable[..., nn.Module], numbers: int) -> None:
+    task = build(name, num_classes=7, normalize=False)
+    like = plain(num_classes=7).eval()
+    like.conv1, like.maxpool = nn.Conv2d(3, 64, 3, padding=1, bias=False), nn.Identity()
+    named = {n.removeprefix("body.").replace("head.", "fc."): v for n, v in task.model.state_dict().items()}
+    images = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(task.model.eval()(images), functional_call(like, named, images))
+    assert sum(v.numel() for v in task.parameters.values()) == numbers + 513 * 7
+
+
+@pytest.mark.parametrize(("norm", "groups"), [("group", 2), ("layer", 1)])
+def test_resnet18_can_do_without_batch_norm(norm: str, groups: int) -> None:
+    modules = list(build("resnet18", num_classes=7, norm=norm).model.modules())
+    assert not any(isinstance(module, nn.BatchNorm2d) for module in modules)
+    assert {module.num_groups for module in modules if isinstance(module, nn.GroupNorm)} == {groups}
 
 
 def test_resnet50_for_small_images_keeps_their_size_at_first() -> None:

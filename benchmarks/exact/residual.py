@@ -1,0 +1,251 @@
+"""Exact inversion of the networks people train, batches included: `python -m benchmarks.exact.residual`.
+
+Every row of the table is a kind of victim (`--list` names them; needs HYPERLEAK_DATA): ResNets, VGGs, DenseNet and
+others on pictures that no change of the attack had seen, one step each, no label given. `--attack` names any attack,
+so that searches stand beside on the same victims; `breaching` is the peer's own code, from the folder that
+HYPERLEAK_PEERS names. A victim is written to the results as soon as it is done, and the same call goes on where it was
+stopped; several processes may share the work. `--limit` bounds the victims of each row, `--seconds` the whole call.
+Networks that were trained come from `python -m benchmarks.exact.residual_training`. `--smoke` tries the machinery on
+small networks and made-up pictures, and shows the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attacks import Reconstruction
+from attacks.base import Result, attacks
+from benchmarks.common import RESULTS, machine, publish, rewrite
+from benchmarks.exact.residual_page import TESTED, document
+from benchmarks.exact.residual_training import NotTrainedError
+from benchmarks.exact.residual_victims import CASES, SMOKE, Case, Victim, observe
+from benchmarks.peers.adapters import Setting, breaching
+from benchmarks.peers.victims import Victim as PeersVictim
+from eval.metrics import image
+from eval.metrics.matching import assign
+from fl.types import Batch
+
+PAGE, PEER = "residual", "breaching"
+Row = dict[str, Any]
+Attack = Callable[[Victim, int], Result]
+log = logging.getLogger(__name__)
+
+
+# ---- one victim ------------------------------------------------------------------------------------------------------
+def measure(case: Case, number: int, name: str, attack: Attack) -> Row:
+    """What an attack makes of victim `number`.
+
+    Args:
+        case: the row.
+        number: of the victim; its network's seed, too.
+        name: of the attack, with its settings.
+        attack: takes a victim and a seed.
+    """
+    victim = observe(case, number)
+    row: Row = {"case": case.name, "attack": name, "victim": number}
+    began = time.process_time()
+    try:
+        result = attack(victim, number)
+    except Exception as error:  # noqa: BLE001 - what may not happen is counted
+        row["error"] = f"{type(error).__name__}: {error}"
+    spent = time.process_time() - began
+    if "error" not in row:
+        row |= scored(result, victim.images)
+    return {**row, "seconds": spent, "processor": machine()["processor"], "attacks": _version()}
+
+
+def scored(result: Result, images: Batch) -> Row:
+    """What a result has of a batch, matched once, or why it has nothing."""
+    if not isinstance(result, Reconstruction):
+        return {"reason": result.reason}
+    row: Row = {
+        "labels": labels_right(result.labels, images.labels),
+        "verified": bool(result.verified),
+        "note": "; ".join(filter(None, (result.note, result.given_up, result.cut_short))),
+    }
+    if result.inputs is None:
+        return {**row, "verified": False}  # features or labels alone, if anything
+    pairs = [(i, found) for i, found in enumerate(assign(result.inputs, images.inputs)) if found is not None]
+    true = images.inputs[[i for i, _ in pairs]].double()
+    found = result.inputs[[j for _, j in pairs]].double()
+    exact = [bool(value) for value in image.exact8(found, true)]
+    right = len(pairs) == len(result.inputs) and all(exact)
+    return {
+        **row,
+        "psnr": image.psnr(found, true).tolist(),
+        "exact": exact,
+        "off": float((found - true).abs().max()) if pairs else None,
+        "false": bool(result.verified) and not right,
+    }
+
+
+def labels_right(found: Tensor | None, true: Tensor) -> int | None:
+    """How many labels of a batch are right, whatever their order; None where none are told."""
+    if found is None:
+        return None
+    told = (found.argmax(-1) if found.ndim == 2 else found).tolist()
+    return sum(min(told.count(label), true.tolist().count(label)) for label in set(true.tolist()))
+
+
+# ---- attacks ---------------------------------------------------------------------------------------------------------
+def named(chosen: argparse.Namespace) -> tuple[str, Attack]:
+    """The attack that the command line asks for, and its name with its settings."""
+    given = {"preset": chosen.preset, "iterations": chosen.iterations}
+    settings = {key: value for key, value in given.items() if value is not None}
+    words = ", ".join(f"{key} {value}" for key, value in settings.items())
+    name = f"{chosen.attack} ({words})" if words else chosen.attack
+    if chosen.attack == PEER:
+        return name, lambda victim, seed: peers(victim, seed, chosen.iterations or 24_000)
+    attack = attacks.build({"name": chosen.attack, **settings})
+    return name, lambda victim, seed: attack(victim.view, seed=seed)
+
+
+def peers(victim: Victim, seed: int, iterations: int) -> Result:
+    """What breaching's `invertinggradients` finds at its own total variation, given the label.
+
+    Raises:
+        ValueError: weights were sent: it takes gradients.
+    """
+    if victim.gradient is None:
+        raise ValueError(f"expected a victim that sends a gradient for {PEER}")
+    images = victim.images
+    run = breaching(Setting(victim.view.task, iterations, 0.2))(
+        PeersVictim(images.inputs, images.labels, victim.view, victim.gradient, seed)
+    )
+    return Reconstruction(run.image, labels=images.labels)
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+def known_rows() -> list[Row]:
+    """What has been measured."""
+    path = RESULTS / f"{PAGE}.json"
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """No other process of this benchmark writes meanwhile."""
+    RESULTS.mkdir(exist_ok=True)
+    folder = os.open(RESULTS, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def add(row: Row) -> None:
+    """Put a row in the place of the last one of the same victim and attack, and write the page anew."""
+    with alone():
+        rows = {key(known): known for known in known_rows()}
+        rows[key(row)] = row
+        found = [rows[place] for place in sorted(rows, key=_order)]
+        publish(PAGE, {"rows": found}, document(CASES, found))
+
+
+def key(row: Mapping[str, Any]) -> tuple[str, str, int]:
+    """What tells rows apart."""
+    return row["case"], row["attack"], row["victim"]
+
+
+def _order(place: tuple[str, str, int]) -> tuple[int, str, int]:
+    names = [case.name for case in CASES]
+    return names.index(place[0]) if place[0] in names else len(names), *place[1:]
+
+
+def _version() -> str:
+    """The state of the attacks as git names it; empty outside a checkout."""
+    words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:attacks"]
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line."""
+    chosen = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    if chosen.list:
+        sys.stdout.write("\n".join(listed(known_rows())) + "\n")
+    elif chosen.rewrite:
+        rewrite(PAGE, lambda known: document(CASES, known["rows"]))
+    elif chosen.smoke:
+        name, attack = named(chosen)
+        rows = [measure(case, number, name, attack) for case in SMOKE for number in range(case.count)]
+        sys.stdout.write("\n".join(document(SMOKE, rows, name)) + "\n")
+    else:
+        run(chosen)
+
+
+def run(chosen: argparse.Namespace) -> None:
+    """Measure what the results lack, row by row."""
+    until = time.monotonic() + chosen.seconds
+    name, attack = named(chosen)
+    before = set() if chosen.again else {key(row) for row in known_rows()}
+    for case in CASES:
+        if case.name not in chosen.rows:
+            continue
+        for number in range(chosen.begin, min(chosen.limit, case.count)):
+            if time.monotonic() > until:
+                log.info("stopped; the same call goes on")
+                return
+            if (case.name, name, number) in before:
+                continue
+            try:
+                row = measure(case, number, name, attack)
+            except NotTrainedError as error:
+                log.info("%s is left out: %s", case.name, error)
+                break
+            add(row)
+            log.info("%s", json.dumps(row))
+
+
+def listed(rows: Sequence[Row]) -> list[str]:
+    """Every row of the table by name, with how many victims have been measured by which attack."""
+    lines = []
+    for case in CASES:
+        done: dict[str, int] = {}
+        for row in rows:
+            if row["case"] == case.name:
+                done[row["attack"]] = done.get(row["attack"], 0) + 1
+        words = ", ".join(f"{attack} {count}" for attack, count in done.items()) or "none"
+        lines.append(f"{case.name}: {case.title}, batch {case.batch}, {case.setting}; of {case.count}: {words}")
+    return lines
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [case.name for case in CASES]
+    parser.add_argument("--list", action="store_true", help="name the rows and how far they are")
+    parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="of the table")
+    parser.add_argument("--limit", type=int, default=10**6, help="victims of each row")
+    parser.add_argument("--begin", type=int, default=0, help="number of the first victim")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further victim begins")
+    parser.add_argument("--attack", default=TESTED, help="registered name, or `breaching`")
+    parser.add_argument("--preset", help="of the attack")
+    parser.add_argument("--iterations", type=int, help="of a search")
+    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
+    parser.add_argument("--smoke", action="store_true", help="small networks, made-up pictures; writes no results")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

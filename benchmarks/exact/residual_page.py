@@ -1,0 +1,195 @@
+"""The page of `benchmarks.exact.residual`: each row's goal beside what was found."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.common import table
+from benchmarks.exact.residual_victims import Case, Goal
+from eval.metrics.statistics import exact_interval
+
+CLOSE = 40
+"""dB."""
+TESTED = "backsolve"
+"""The attack that the goals are for."""
+Rows = Sequence[dict[str, Any]]
+
+
+def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[str]:
+    """The results in words: the attack under test row by row, others beside it, and what they said.
+
+    Args:
+        cases: the rows of the table.
+        rows: of the results.
+        tested: the attack whose goals they are.
+    """
+    found = [(case, own) for case in cases if (own := _of(rows, case, tested))]
+    wrong = sum(row.get("false", False) for row in rows)
+    proven = sum(row.get("verified", False) for row in rows)
+    false = f"False `verified` over all rows and attacks: {wrong}, of {proven} that said it."
+    return [
+        "# Exact inversion of residual and other deep networks",
+        "",
+        "One step of a client, its picture or batch unknown, no label given, networks untrained where nothing else is "
+        "said: victim i meets the network of seed i, pictures of its own, and one core. Networks are those for small "
+        "images (a 3x3 stem without pooling; VGG ends in one linear layer), normalize pixels themselves and are in "
+        "evaluation mode where nothing else is said. Pictures are CIFAR-10's test images from number 2000 on, or "
+        "ImageNet's at 64 and 224 pixels; none was looked at while the attack was written. Exact: every pixel to 8 "
+        "bits. A picture that was not handed out counts as missed, and as 0 dB in the median. Matching of pictures is "
+        "one to one. Intervals are Clopper and Pearson's at 95 %, of victims, the pictures of a batch a share of one. "
+        "CPU seconds are of a victim. PSNR ends at 100 dB. A `verified` is false where any picture that was handed "
+        "out with it is not exact.",
+        "",
+        false,
+        "",
+        "## With a goal",
+        "",
+        *_table([(case, own) for case, own in found if case.goal], goals=True),
+        "",
+        "## To know",
+        "",
+        *_table([(case, own) for case, own in found if not case.goal], goals=False),
+        *_beside(cases, rows, tested),
+        *_reasons(cases, rows),
+        "",
+        *_versions(rows, tested),
+    ]
+
+
+def _of(rows: Rows, case: Case, attack: str) -> Rows:
+    """What an attack made of a row's victims."""
+    return [row for row in rows if row["case"] == case.name and row["attack"] == attack]
+
+
+def _table(found: Sequence[tuple[Case, Rows]], *, goals: bool) -> list[str]:
+    head = ["victim", "batch", "what is sent", "victims", *(["goal"] if goals else []), "exact", f"above {CLOSE} dB"]
+    head += ["median dB (least)", "labels right", "victims verified", "false", "without a picture"]
+    head += ["median seconds (most)", *(["met"] if goals else [])]
+    body = []
+    for case, rows in found:
+        goal = [words(case.goal)] if case.goal else []
+        met = [_met(case, rows)] if case.goal else []
+        body.append([case.title, case.batch, case.setting, _count(case, rows), *goal, *line(case, rows), *met])
+    return table(head, body) if body else ["Nothing was measured so far."]
+
+
+def line(case: Case, rows: Rows) -> list[str]:
+    """Shares, medians and cost of one row of the table."""
+    pictures, told = case.batch * len(rows), [row["labels"] for row in rows if row.get("labels") is not None]
+    psnr = _psnr(case, rows)
+    seconds = [row["seconds"] for row in rows]
+    return [
+        _share(case, rows, "exact"),
+        _share(case, rows, "close"),
+        f"{statistics.median(psnr):.0f} ({min(psnr):.0f})",
+        f"{sum(told)} of {pictures}" if told else "-",
+        f"{sum(row.get('verified', False) for row in rows)}",
+        f"{sum(row.get('false', False) for row in rows)}",
+        f"{sum('psnr' not in row for row in rows)}",
+        f"{statistics.median(seconds):.1f} ({max(seconds):.0f})",
+    ]
+
+
+def words(goal: Goal) -> str:
+    """A goal in words."""
+    parts = [f"{goal.exact:.0%} exact"] if goal.exact else []
+    parts += [f"{goal.close:.0%} above {CLOSE} dB"] if goal.close else []
+    parts += [f"median above {CLOSE} dB"] if goal.median else []
+    parts += ["all labels"] if goal.labels else []
+    parts += [f"{goal.seconds:.0f} s"] if goal.seconds else []
+    return ", ".join(parts)
+
+
+def _met(case: Case, rows: Rows) -> str:
+    """Whether the figures reach the goal; of fewer victims than there are, as far as they go."""
+    goal = case.goal or Goal()
+    reached = (
+        goal.exact is None or _mean(_shares(case, rows, "exact")) >= goal.exact,
+        goal.close is None or _mean(_shares(case, rows, "close")) >= goal.close,
+        not goal.median or statistics.median(_psnr(case, rows)) > CLOSE,
+        not goal.labels or all(row.get("labels") == case.batch for row in rows),
+        goal.seconds is None or statistics.median(row["seconds"] for row in rows) <= goal.seconds,
+    )
+    return "yes" if all(reached) else "no"
+
+
+def _count(case: Case, rows: Rows) -> str:
+    return f"{len(rows)}" if len(rows) >= case.count else f"{len(rows)} of {case.count} so far"
+
+
+def _psnr(case: Case, rows: Rows) -> list[float]:
+    """PSNR of every picture, 0 of those that were not handed out."""
+    return [value for row in rows for value in _padded(row.get("psnr", []), case.batch)]
+
+
+def _padded(values: Sequence[float], count: int) -> list[float]:
+    return [*values, *[0.0] * (count - len(values))]
+
+
+def _shares(case: Case, rows: Rows, kind: str) -> list[float]:
+    """Of every victim, the share of its pictures that are exact or close."""
+    hits = [row.get("exact", []) if kind == "exact" else [v > CLOSE for v in row.get("psnr", [])] for row in rows]
+    return [sum(own) / case.batch for own in hits]
+
+
+def _share(case: Case, rows: Rows, kind: str) -> str:
+    shares = _shares(case, rows, kind)
+    low, high = exact_interval(min(sum(shares), len(shares)), len(shares))
+    return f"{_mean(shares):.0%} [{low:.0%}, {high:.0%}]"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
+    """Other attacks on the same victims."""
+    body = []
+    for case in cases:
+        for attack in dict.fromkeys(row["attack"] for row in rows if row["case"] == case.name):
+            if attack == tested:
+                continue
+            others = _of(rows, case, attack)
+            same = {row["victim"] for row in others}
+            exact = [row for row in _of(rows, case, tested) if row["victim"] in same]
+            psnr = [value for row in others for value in row.get("psnr", [])]
+            shown = f"{statistics.median(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})" if psnr else "-"
+            seconds = [f"{statistics.median(row['seconds'] for row in own):.1f}" for own in (others, exact) if own]
+            level = f"{statistics.median(_psnr(case, exact)):.0f}" if exact else "-"
+            about = [case.title, case.batch, case.setting, attack, len(others), shown, seconds[0]]
+            body.append([*about, level, seconds[1] if exact else "-"])
+    if not body:
+        return []
+    head = ["victim", "batch", "what is sent", "attack", "victims", "median dB (least to most)", "median seconds"]
+    head += [f"`{tested}` on the same: median dB", "median seconds"]
+    text = (
+        "`ig` and `gradinversion` are ours, by the settings named; `breaching` is the peer's own code, its attack "
+        "`invertinggradients` with its own settings but for the iterations named, and told the label."
+    )
+    return ["", "## Searches on the same victims", "", text, "", *table(head, body)]
+
+
+def _reasons(cases: Sequence[Case], rows: Rows) -> list[str]:
+    """What was said where there was no picture, and what was noted beside one."""
+    lines = []
+    for case in cases:
+        said: Counter[tuple[str, str]] = Counter()
+        for row in rows:
+            if row["case"] == case.name:
+                text = row.get("error") or row.get("reason") or row.get("note")
+                if text:
+                    said[row["attack"], text if len(text) <= 300 else f"{text[:300]}..."] += 1
+        kinds = said.most_common(3)
+        lines += [f"- `{case.name}`, `{attack}`, {count} times: {text}" for (attack, text), count in kinds]
+    return ["", "## What the attacks said", "", *lines] if lines else []
+
+
+def _versions(rows: Rows, tested: str) -> list[str]:
+    """How many states of the attacks the figures are of."""
+    states = Counter(row["attacks"] for row in rows if row["attack"] == tested)
+    if len(states) < 2:
+        return []
+    return [f"Rows of `{tested}` were measured as it was written, in {len(states)} states of the attacks' code.", ""]
