@@ -1,0 +1,172 @@
+"""The derivative of a function at many points, recorded once: J v and J^T w at the cost of one pass each.
+
+A step of Gauss and Newton multiplies by the Jacobian J of the same point dozens of times. Forward-mode automatic
+differentiation evaluates the function anew for each product. Here function and derivative are recorded together and
+the record is split: what depends on the direction v is linear in it and is all that a product costs; the rest is
+evaluated once a point. J^T w goes through autograd's graph of that point.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Forward = Callable[[Tensor], Sequence[Tensor]]
+"""From images (B, ...) to feature tensors (B, ...)."""
+
+_ZEROS = (torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default)
+_KEEP_ZERO = (
+    torch.ops.aten.expand.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.view.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.detach.default,
+)
+_PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default)
+
+
+class RecordedDerivative:
+    """The record of one function for images of one shape."""
+
+    def __init__(self, forward: Forward, images: Tensor) -> None:
+        """Record `forward` and its derivative.
+
+        Args:
+            forward: differentiable, without control flow that depends on its input's values.
+            images: (B, ...), whose shape, type and device the record is for.
+
+        Raises:
+            Exception: whatever the recording raises where `forward` cannot be recorded.
+        """
+
+        def both(point: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
+            values, tangents = torch.func.jvp(lambda z: tuple(forward(z)), (point,), (direction,))[:2]
+            return (*values, *tangents)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own use of deprecated functions
+            module = make_fx(both)(images.detach(), torch.zeros_like(images))
+        _remove_zero_terms(module.graph)
+        self.point_part, self.direction_part = _split(module)
+
+    def at(self, images: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
+        """Return the map from a direction v, shaped like the images, to J v."""
+        with torch.no_grad():
+            kept = self.point_part(images)
+
+        def product(direction: Tensor) -> tuple[Tensor, ...]:
+            with torch.no_grad():
+                return tuple(self.direction_part(direction, *kept))
+
+        return product
+
+
+class Linearization:
+    """A function's values at a point, and products with its Jacobian J there."""
+
+    def __init__(self, forward: Forward, images: Tensor, record: RecordedDerivative | None = None) -> None:
+        """Evaluate `forward`.
+
+        Args:
+            forward: as for `RecordedDerivative`.
+            images: the point, (B, ...).
+            record: of the same function and shape. Without one, J v is the derivative of J^T w with respect to w,
+                which costs two to three times as much.
+        """
+        self._point = images.detach().requires_grad_()
+        with torch.enable_grad():
+            outputs = tuple(forward(self._point))
+            self.values = tuple(o.detach() for o in outputs)
+            self._moving = [o.requires_grad for o in outputs]
+            self._outputs = tuple(o for o in outputs if o.requires_grad)
+            if record is None:
+                self._weights = tuple(torch.zeros_like(o).requires_grad_() for o in self.values)
+                weights = tuple(w for w, moving in zip(self._weights, self._moving, strict=True) if moving)
+                (self._pulled,) = torch.autograd.grad(self._outputs, self._point, weights, create_graph=True)
+            else:
+                self._product = record.at(self._point.detach())
+        self._record = record
+
+    def push(self, direction: Tensor) -> tuple[Tensor, ...]:
+        """Return J v for a direction v, shaped like the images."""
+        if self._record is not None:
+            return self._product(direction)
+        pushed = torch.autograd.grad(
+            self._pulled, self._weights, direction, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        return tuple(t.detach() for t in pushed)
+
+    def pull(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return J^T w for one weight w for each output."""
+        moving = tuple(w for w, moves in zip(weights, self._moving, strict=True) if moves)
+        return torch.autograd.grad(self._outputs, self._point, moving, retain_graph=True)[0]
+
+
+def _remove_zero_terms(graph: fx.Graph) -> None:
+    """Drop the derivatives with respect to constants: products with a zero tensor, and sums with one."""
+    zero: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        inputs = [a for a in node.args if isinstance(a, fx.Node)]
+        zeros = [a in zero for a in inputs]
+        if (
+            node.target in _ZEROS
+            or (node.target in _KEEP_ZERO and zeros[:1] == [True])
+            or (node.target in _PRODUCTS and any(zeros))
+            or (node.target is torch.ops.aten.convolution.default and node.args[2] is None and any(zeros))
+        ):
+            zero.add(node)
+        elif node.target is torch.ops.aten.add.Tensor and len(inputs) == 2 and any(zeros):
+            other = inputs[1] if zeros[0] else inputs[0]
+            if all(zeros):
+                zero.add(node)
+            elif not node.kwargs and _shape(other) == _shape(node):
+                node.replace_all_uses_with(other)
+    graph.eliminate_dead_code()
+
+
+def _shape(node: fx.Node) -> object:
+    value = node.meta.get("val", node.meta.get("tensor_meta"))
+    return None if value is None else tuple(value.shape)
+
+
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split a record of (point, direction) -> (values, J v) into what is needed of the point, and the rest."""
+    nodes = list(module.graph.nodes)
+    _, direction = (n for n in nodes if n.op == "placeholder")
+    result = nodes[-1].args[0]
+    tangents = result[len(result) // 2 :]
+    moving = {direction}
+    for node in nodes:
+        if any(n in moving for n in node.all_input_nodes):
+            moving.add(node)
+    linear = [n for n in nodes if n in moving and n.op != "output"]
+    kept = list(
+        dict.fromkeys(
+            n
+            for user in (*linear, nodes[-1])
+            for n in (user.all_input_nodes if user.op != "output" else tangents)
+            if isinstance(n, fx.Node) and n not in moving
+        )
+    )
+    first, second = fx.Graph(), fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        if node not in moving and node.op != "output":
+            copies[node] = first.node_copy(node, lambda n: copies[n])
+    first.output(tuple(copies[n] for n in kept))
+    first.eliminate_dead_code()
+    moved = {direction: second.placeholder("direction")}
+    for place, node in enumerate(kept):
+        moved[node] = second.placeholder(f"kept_{place}")
+    for node in linear:
+        if node is not direction:
+            moved[node] = second.node_copy(node, lambda n: moved[n])
+    second.output(tuple(moved[n] for n in tangents))
+    second.eliminate_dead_code()
+    return fx.GraphModule(module, first), fx.GraphModule(module, second)

@@ -1,0 +1,128 @@
+"""Images from features that are known exactly."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, invert_features
+
+PIXELS = (3, 3, 8, 8)
+
+
+def network(dtype: torch.dtype = torch.float64, *, pooling: bool = False) -> nn.Sequential:
+    """Two convolutions with a stride or a pooling between, that end before a ReLU."""
+    generator = torch.Generator().manual_seed(1)
+    width = 64 if pooling else 24
+    layers = nn.Sequential(
+        nn.Conv2d(3, width, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2) if pooling else nn.Identity(),
+        nn.Conv2d(width, 64, 3, stride=1 if pooling else 2, padding=1),
+    )
+    for parameter in layers.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / max(1, parameter[0].numel()) ** 0.5
+    return layers.to(dtype).requires_grad_(False)
+
+
+def pictures(shape: tuple[int, ...] = PIXELS) -> Tensor:
+    """Smooth images with values in [0, 1]."""
+    generator = torch.Generator().manual_seed(2)
+    rough = torch.rand(shape, generator=generator, dtype=torch.float64)
+    return functional.avg_pool2d(rough, 3, stride=1, padding=1, count_include_pad=False)
+
+
+def decibels(found: Tensor, true: Tensor) -> list[float]:
+    """Peak signal-to-noise ratio of each image."""
+    return [-10 * float(e.log10()) for e in (found - true).square().mean((1, 2, 3)).clamp_min(1e-30)]
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_images_come_back_from_features(single: bool) -> None:
+    layers, images = network(), pictures()
+    features = layers(images).relu()
+    rough = network(torch.float32)
+    result = invert_features(
+        lambda z: [layers(z)],
+        [FeatureTarget(features, noise=1e-8, rectified=True)],
+        PIXELS,
+        single_forward=(lambda z: [rough(z)]) if single else None,
+    )
+    assert bool(result.converged.all())
+    assert min(decibels(result.images, images)) > 120
+
+
+def test_images_of_a_batch_do_not_disturb_each_other() -> None:
+    """One image whose features no image has stays open; the others come out as without it."""
+    layers, images = network(), pictures()
+    features = layers(images).relu()
+    features[1] = features[1].flip(0)
+    result = invert_features(
+        lambda z: [layers(z).relu()],
+        [FeatureTarget(features, noise=1e-8)],
+        PIXELS,
+        settings=InversionSettings(max_steps=30),
+    )
+    assert result.converged.tolist() == [True, False, True]
+    assert float(result.residual[1]) > 1e-3
+    assert min(decibels(result.images[[0, 2]], images[[0, 2]])) > 120
+
+
+def test_an_unknown_scale_of_each_image_is_found_along_the_way() -> None:
+    layers, images = network(), pictures()
+    features = layers(images).relu() * torch.tensor([0.3, 1.0, 70.0], dtype=torch.float64).reshape(3, 1, 1, 1)
+    result = invert_features(
+        lambda z: [layers(z)],
+        [FeatureTarget(features, noise=1e-8, rectified=True, unknown_scale=True)],
+        PIXELS,
+    )
+    assert bool(result.converged.all())
+    assert min(decibels(result.images, images)) > 100
+
+
+def test_entries_that_are_not_known_do_not_count() -> None:
+    layers, images = network(), pictures()
+    features = layers(images).relu()
+    known = torch.rand(features.shape, generator=torch.Generator().manual_seed(3)) < 0.8
+    wrong = torch.where(known, features, torch.full_like(features, 5.0))
+    result = invert_features(lambda z: [layers(z).relu()], [FeatureTarget(wrong, known=known, noise=1e-8)], PIXELS)
+    assert min(decibels(result.images, images)) > 100
+
+
+def test_residuals_of_all_images_together_fix_what_features_leave_open() -> None:
+    """Features of four channels are too few; the sum of the batch's images adds equations."""
+    layers, images = network(), pictures((2, 3, 8, 8))
+
+    def forward(z: Tensor) -> list[Tensor]:
+        return [layers(z)[:, :10]]
+
+    def products(z: Tensor) -> Tensor:
+        hidden = layers(z)[:, 10:]
+        return torch.cat([hidden.sum(0), (hidden * torch.arange(1, 3).reshape(2, 1, 1, 1)).sum(0)])
+
+    target = products(images)
+    alone = invert_features(forward, [FeatureTarget(forward(images)[0], noise=1e-8)], (2, 3, 8, 8))
+    result = invert_features(
+        forward,
+        [FeatureTarget(forward(images)[0], noise=1e-8)],
+        (2, 3, 8, 8),
+        coupled_residual=lambda z: (products(z) - target) / target.norm(),
+    )
+    assert max(decibels(alone.images, images)) < 40
+    assert min(decibels(result.images, images)) > 100
+
+
+def test_the_same_seed_gives_the_same_images() -> None:
+    layers, images = network(), pictures()
+    features = layers(images).relu()
+    settings = InversionSettings(max_steps=3, seed=5)
+    first, second = (
+        invert_features(lambda z: [layers(z)], [FeatureTarget(features, rectified=True)], PIXELS, settings=settings)
+        for _ in range(2)
+    )
+    assert torch.equal(first.images, second.images)
+
+
+def test_a_target_of_another_number_of_images_is_refused() -> None:
+    with pytest.raises(ValueError, match="2 images for 3 images"):
+        invert_features(lambda z: [z], [FeatureTarget(torch.zeros(2, 3, 8, 8))], PIXELS)

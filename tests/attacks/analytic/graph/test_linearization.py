@@ -1,0 +1,66 @@
+"""Products with a Jacobian recorded once."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.graph.linearization import Linearization, RecordedDerivative
+
+
+def network(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """A small network with all that the record has to get right."""
+    layers = nn.Sequential(
+        nn.Conv2d(3, 6, 3, padding=1, bias=False),
+        nn.BatchNorm2d(6),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(6, 5, 3, stride=2, padding=1),
+        nn.GELU(),
+        nn.AvgPool2d(2),
+    )
+    for parameter in layers.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) / parameter[0].numel() ** 0.5
+    return layers.to(dtype).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_products_are_those_of_the_jacobian(recorded: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = network(generator)
+
+    def forward(images: Tensor) -> list[Tensor]:
+        hidden = layers[:4](images)
+        return [hidden, layers[4:](hidden)]
+
+    images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    elsewhere = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    record = RecordedDerivative(forward, elsewhere) if recorded else None
+    linear = Linearization(forward, images, record)
+    direction = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    expected = torch.func.jvp(lambda z: tuple(forward(z)), (images,), (direction,))
+    for value, of in zip(linear.values, expected[0], strict=True):
+        torch.testing.assert_close(value, of)
+    pushed = linear.push(direction)
+    for product, of in zip(pushed, expected[1], strict=True):
+        torch.testing.assert_close(product, of)
+    weights = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in pushed]
+    pulled = linear.pull(weights)
+    inner = sum(float((w * p).sum()) for w, p in zip(weights, pushed, strict=True))
+    assert float((pulled * direction).sum()) == pytest.approx(inner, rel=1e-10)
+
+
+def test_a_product_with_the_record_has_no_convolution_with_zeros() -> None:
+    """Derivatives with respect to weights are zero; computing them would double the cost."""
+    layers = network(torch.Generator().manual_seed(0))
+    record = RecordedDerivative(lambda z: [layers(z)], torch.randn(1, 3, 8, 8, dtype=torch.float64))
+    convolution = torch.ops.aten.convolution.default
+    assert sum(n.target is convolution for n in record.direction_part.graph.nodes) == 2
+    assert sum(n.target is convolution for n in record.point_part.graph.nodes) <= 3
+
+
+def test_an_output_that_does_not_depend_on_the_images_has_derivative_zero() -> None:
+    images = torch.randn(2, 3, dtype=torch.float64)
+    linear = Linearization(lambda z: [z * 2, torch.ones_like(z)], images)
+    first, second = linear.push(images)
+    torch.testing.assert_close(first, 2 * images)
+    assert not bool(second.any())
