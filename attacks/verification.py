@@ -5,20 +5,26 @@ treat single numbers or single tensors (signs, Adam, clipping by tensor, step si
 an outer product, so that its equations hold for a wrong picture. Other layers say otherwise: the picture, put through
 the network again with its label, sends an update back, and that must be the observed one in all tensors, up to one
 common factor. What can't be told apart so (a picture as dark as another rule would make it) is not borne out either.
+
+Where an attack has no picture but what a linear layer is given, the same is asked of all layers from that one up: with
+these inputs put in the layer's place, they must send back the observed update.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from attacks.analytic.recursive.linear_layer import first_linear
 from attacks.labels.assignment import assign_labels
-from attacks.result import Reconstruction, Result
+from attacks.network.network_above import network_above
+from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
@@ -26,6 +32,7 @@ from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from fl.defense import Defense
+from fl.method import Method
 from fl.parametrization import Parametrization
 from fl.predict import predict
 from fl.seeds import stream
@@ -63,12 +70,19 @@ def confirm(view: ServerView, result: Result) -> Result:
     answer = explains_update(view, result)
     if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
         answer = _most_favorable([explains_update(past, result) for past in earlier])
-    if answer or (answer is None and not unstated and explains_size(view, result) is not False):
+    if answer:
         return result
+    looks = guess_update_rule(view)
     if answer is False:
-        reason = f"{CONTRADICTED} ({guess_update_rule(view) or POSSIBLE_RULES})"
+        reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
+    elif unstated:
+        reason = RULE_UNKNOWN
+    elif explains_size(view, result) is False:
+        reason = SIZE_CONTRADICTED
+    elif looks:
+        reason = f"{RULE_DOUBTED} {looks}"
     else:
-        reason = RULE_UNKNOWN if unstated else SIZE_CONTRADICTED
+        return result
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=False if answer is False else None, fixed=None, note=note)
 
@@ -83,6 +97,7 @@ RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"
 )
+RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 SIZE_CONTRADICTED = (
     "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
     "how bright it is; check the step size and the optimizer"
@@ -111,22 +126,13 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
 
     It is None if nothing tells.
 
-    Where the classifier is private, the layers below the last one that is shared are asked.
+    Where the classifier is private, the layers below the last one that is shared are asked. Where the result holds no
+    images but what a linear layer is given, the layers from that one up are.
     """
-    images = result.inputs
-    if images is None or len(images) != view.batch_size or not can_replay(view):
-        return None
-    whole = result.verified is True
     if view.private:
-        below = view_below_classifier(view)
-        if not isinstance(below, ServerView) or below.private or not isinstance(below.method, LayerSignal):
-            return None
-        errors = ObservedUpdate(view).relative_rounding
-        signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
-        check = _UpdateComparison(below, {name: errors.get(name, 0.0) + signal for name in below.update}, whole)
-        return check.is_explained(images, torch.zeros(1, dtype=torch.int64))
-    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
-    return _most_favorable([check.is_explained(images, labels) for labels in _candidate_labels(view, result)])
+        return _explains_lower_layers(view, result)
+    asked = _comparison(view, result)
+    return None if asked is None else _most_favorable([asked.check.is_explained(*guess) for guess in asked.guesses])
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
@@ -136,11 +142,73 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
 
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
+    asked = None if view.private else _comparison(view, result)
+    return None if asked is None else _most_favorable([asked.check.has_stated_size(*guess) for guess in asked.guesses])
+
+
+def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
+    """Return what the layers below a private classifier say of images."""
     images = result.inputs
-    if images is None or len(images) != view.batch_size or view.private or not can_replay(view):
+    if images is None or len(images) != view.batch_size or not can_replay(view):
         return None
-    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, result.verified is True)
-    return _most_favorable([check.has_stated_size(images, labels) for labels in _candidate_labels(view, result)])
+    below = view_below_classifier(view)
+    if not isinstance(below, ServerView) or below.private or not isinstance(below.method, LayerSignal):
+        return None
+    errors = ObservedUpdate(view).relative_rounding
+    signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
+    errors = {name: errors.get(name, 0.0) + signal for name in below.update}
+    check = _UpdateComparison(below, errors, result.verified is True)
+    return check.is_explained(images, torch.zeros(1, dtype=torch.int64))
+
+
+@dataclass(frozen=True)
+class _Question:
+    """What is asked of an update.
+
+    Attributes:
+        check: the comparison.
+        guesses: the inputs of what is compared, with labels that they may have.
+    """
+
+    check: _UpdateComparison
+    guesses: Iterable[tuple[Tensor, Tensor]]
+
+
+def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
+    """Return what the update is compared with, or None where a step on what was found can't be taken."""
+    if not can_replay(view):
+        return None
+    images, whole = result.inputs, result.verified is True
+    if images is None:
+        return _feature_comparison(view, result)
+    if len(images) != view.batch_size:
+        return None
+    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
+    return _Question(check, ((images, labels) for labels in _candidate_labels(view, result)))
+
+
+def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question | None:
+    """Return the comparison of all layers from the first linear one up, which is given what the result holds."""
+    features, count = result.private.get("features"), view.batch_size
+    if features is None or not count or type(view.method).client_model is not Method.client_model:
+        return None
+    layer = first_linear(view)
+    if isinstance(layer, NotApplicable):
+        return None
+    inputs = dense(features).reshape(-1, layer.weight.shape[1], 1, 1)
+    upper = network_above(view, layer.parameter_names[0], len(inputs)) if len(inputs) == count else None
+    if upper is None or not set(layer.parameter_names) <= upper.names & view.update.keys():
+        return None
+    task = replace(view.task, model=upper.model, input_shape=(inputs.shape[1], 1, 1), mean=(), std=())
+    update = {name: value for name, value in view.update.items() if name in upper.names}
+    above = replace(view, task=task, update=update, history=())
+    spread = 2 * MAX_PIXEL_ERROR * float(inputs.square().mean().sqrt())  # as of pixels of half brightness
+    check = _UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
+    if count == 1:
+        labels = list(_candidate_labels(view, result))
+    else:
+        labels = [check.labels_of(inputs, layer.parameter_names[0])]
+    return _Question(check, [(inputs, each) for each in labels])
 
 
 def _most_favorable(answers: Sequence[bool | None]) -> bool | None:
@@ -173,11 +241,13 @@ class _UpdateComparison:
         view: in which nothing is private.
         errors: how far tensors of the update are off for having been rounded, relative to their norm.
         whole: whether all pixels count as right, rather than those fixed alone.
+        spread: root mean square of what inputs that count as right may be off by.
     """
 
     view: ServerView
     errors: Mapping[str, float]
     whole: bool
+    spread: float = MAX_PIXEL_ERROR
 
     @cached_property
     def update(self) -> ObservedUpdate:
@@ -229,6 +299,23 @@ class _UpdateComparison:
         allowed = self._error_bounds(images, labels, made, factor)
         return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
+    def labels_of(self, inputs: Tensor, weight: str) -> Tensor:
+        """Return the label of each input (N, n, 1, 1) of a linear layer under which it sends back what was observed.
+
+        The layer's gradient is the sum of delta_i x_i^T: times the pseudo-inverse of all x_i it has a row for each.
+
+        Args:
+            inputs: of the layer, which are all that is compared.
+            weight: name of the layer's weight.
+        """
+        apart = torch.linalg.pinv(inputs.flatten(1).double()).mT  # (N, n)
+        seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
+        classes = min(self.view.task.num_classes, MAX_TRIED_LABELS)
+        every = torch.arange(classes, device=inputs.device)[:, None].expand(-1, len(inputs))
+        made = [self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1]) for labels in every]
+        fits = torch.stack([(functional.normalize(apart @ m.mT, dim=1) * seen).sum(1) for m in made])  # (K, N)
+        return fits.argmax(0)
+
     def _error_bounds(
         self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float
     ) -> dict[str, float]:
@@ -238,7 +325,7 @@ class _UpdateComparison:
         squares = dict.fromkeys(made, 0.0)
         for number in range(BLUR_DRAWS):
             noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
-            blurred = images + MAX_PIXEL_ERROR * noise.to(images)
+            blurred = images + self.spread * noise.to(images)
             for name, value in self._predicted_update(blurred, labels).items():
                 squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
         return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}

@@ -130,22 +130,22 @@ def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
 
 
 def trace_view(
-    view: ServerView, device: torch.device | str = "cpu", *, count: int = 1
+    view: ServerView, device: torch.device | str = "cpu", *, count: int = 1, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, Graph] | NotApplicable:
-    """Return the network of `view` in float64, and what it computes from images, or why that can't be told.
+    """Return the network of `view`, and what it computes from images, or why that can't be told.
 
     Args:
         view: the server's.
         device: where it computes.
         count: of the images.
+        dtype: in which it computes.
     """
-    model = load_sent_weights(
-        copy.deepcopy(view.client.fixed_statistics_model).to(device=device, dtype=torch.float64), view
-    )
+    model = load_sent_weights(copy.deepcopy(view.client.fixed_statistics_model).to(device=device, dtype=dtype), view)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")
-    probe = torch.rand(count, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64).to(device)
+    probe = torch.rand(count, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64)
+    probe = probe.to(device, dtype)
     graphs = []
     for image in (probe, SECOND_PROBE_BRIGHTNESS * probe.flip(-1)):
         graph = trace_operations(model, image)

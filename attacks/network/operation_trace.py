@@ -172,7 +172,7 @@ class Graph:
             return None
         numbers = torch.arange(sent.numel(), dtype=sent.dtype, device=sent.device).view_as(sent)
         try:
-            places = self.replay(self._above(ref), ref, {source: numbers})
+            places = self.replay(self.operations_behind(ref), ref, {source: numbers})
         except MODEL_ERRORS:
             return None
         places = places.round().long().clamp(0, sent.numel() - 1)
@@ -181,7 +181,7 @@ class Graph:
             return None
         return name, None if value.shape == sent.shape and torch.equal(places, numbers.long()) else places
 
-    def _above(self, ref: Ref) -> list[int]:
+    def operations_behind(self, ref: Ref) -> list[int]:
         """Return the operations that lead from sources to a tensor, in order."""
         open_, found = [ref.node], set[int]()
         while open_:
@@ -194,7 +194,7 @@ class Graph:
     def used_operations(self) -> list[int]:
         """Return the operations through which the image reaches what is returned, in order."""
         assert self.returned is not None
-        return [number for number in self._above(self.returned) if self.nodes[number].flows]
+        return [number for number in self.operations_behind(self.returned) if self.nodes[number].flows]
 
     def segments(self) -> list[Segment]:
         """Return the flow cut wherever all of it passes through one tensor."""

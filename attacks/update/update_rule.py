@@ -30,6 +30,10 @@ NEGLIGIBLE_SIZE, MIN_SHARE_OF_LARGE, MIN_SHARE_OF_ALL = 0.1, 0.9, 0.1
 """Share of the largest size below which entries do not count; shares of the others, and of all, that must be of it."""
 BOUND_TOLERANCE, MIN_BOUNDED_ROWS, MIN_EQUAL_TENSORS = 1e-4, 4, 3
 """How near to each other rows' or tensors' sizes are that were cut to one, and how many of them are no chance."""
+PAIR_TOLERANCE = 1e-6
+"""How near the norms of two tensors alone are, beside the rounding of a difference of weights."""
+MIN_ENTRIES_OF_VECTOR = 32
+"""Entries of a bias or a scale that are not all of one size by chance."""
 MAX_LEVELS, MIN_ENTRIES_FOR_LEVELS = 24, 64
 """Sizes that a tensor of so many entries has where it was sent in few bits."""
 LEVEL_TOLERANCE = 0.05
@@ -72,6 +76,7 @@ def guess_update_rule(view: ServerView) -> str:
         return ""
     tests = (
         _sees_signs,
+        _sees_signs_of_vectors,
         _sees_clipping_by_value,
         _sees_clipping_by_tensor,
         _sees_layerwise_steps,
@@ -147,6 +152,18 @@ def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
     )
 
 
+def _sees_signs_of_vectors(tensors: Sequence[_TensorUpdate]) -> str:
+    """Notice rules that treat matrices otherwise: Muon beside signs, Adafactor."""
+    vectors = [t for t in tensors if t.update.squeeze().ndim == 1 and len(t.sizes) >= MIN_ENTRIES_OF_VECTOR]
+    alike = [t for t in vectors if bool((t.sizes >= (1 - SIZE_TOLERANCE) * t.sizes.max()).all())]
+    if not alike:
+        return ""
+    return (
+        f"signs in part (an adaptive optimizer for some tensors): all {len(alike[0].sizes)} entries of {alike[0].name} "
+        f"are of one size; no method here moves so"
+    )
+
+
 def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
     rows = [_count_rows_at_bound(t) if t.update.ndim > 1 else 0 for t in tensors]
     if max(rows) < MIN_BOUNDED_ROWS:
@@ -171,8 +188,11 @@ def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
 def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:
     lengths = sorted((t.length for t in tensors), reverse=True)
     same = [length for length in lengths if length >= (1 - BOUND_TOLERANCE) * lengths[0]]
-    if len(same) < MIN_EQUAL_TENSORS:
+    grain = max(t.grain * t.update.numel() ** 0.5 for t in tensors) / lengths[0]
+    pair = len(lengths) > 1 and grain < SIZE_TOLERANCE and lengths[1] >= (1 - PAIR_TOLERANCE - grain) * lengths[0]
+    if len(same) < MIN_EQUAL_TENSORS and not pair:
         return ""
+    same = same if len(same) > 1 else lengths[:2]
     return (
         f"clipping or normalizing by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
         f"state the defense clip with scope: tensor and max_norm: {same[0]:.3g}"

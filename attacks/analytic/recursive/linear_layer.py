@@ -67,6 +67,11 @@ class LinearLayer:
     scale: float | None
     origin: PixelOrigin | None = None
 
+    @property
+    def parameter_names(self) -> tuple[str, str]:
+        """The names of its weight and bias in the update."""
+        return self._probe.parameter_names(self.name)
+
     @cached_property
     def _probe(self) -> _NetworkProbe:
         return _NetworkProbe(self.view)
@@ -194,10 +199,10 @@ class _NetworkProbe:
         view = self.view
         self.model = copy.deepcopy(view.client.fixed_statistics_model).double()
         draw = stream(0, "probe")
-        self.tensor_trust, known = {}, {**frozen(self.model), **view.shared}
+        self.weights, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():
             guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value.shape[1:].numel() ** -0.5
-            self.tensor_trust[name] = (dense(known[name]) if name in known else guess).to(value).detach()
+            self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()
         own = {**dict(self.model.named_buffers()), **view.buffers}
         self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
 
@@ -272,7 +277,7 @@ class _NetworkProbe:
 
     def run(self, images: Tensor) -> Any:
         """Return what the network returns."""
-        return functional_call(self.model, {**self.tensor_trust, **self.buffers}, (images,))
+        return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
 
     def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
@@ -303,14 +308,14 @@ class _NetworkProbe:
         model = copy.deepcopy(self.model)
         with torch.no_grad():
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
-                value.copy_({**self.tensor_trust, **self.buffers}[name])
+                value.copy_({**self.weights, **self.buffers}[name])
         return model
 
     def _with_biases(self, layer: VectorLayer, count: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the weights with as many rows of a layer's bias as there are images, and those rows (N, m)."""
         name = layer.names["bias"]
-        own = self.tensor_trust[name].flatten().expand(count, -1).clone().requires_grad_()
-        return own, {**self.tensor_trust, name: own}
+        own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
+        return own, {**self.weights, name: own}
 
     def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
         """Return gradients (N, m) of each image's own loss at the layer's output."""
@@ -324,7 +329,7 @@ class _NetworkProbe:
                 (grad,) = torch.autograd.grad(loss, own)
             return grad * count
         with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
-            loss = view.method.loss(Network(self.model, self.tensor_trust, self.buffers), batch, step)
+            loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
 

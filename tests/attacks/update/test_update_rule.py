@@ -87,6 +87,29 @@ def test_plain_sgd_is_not(rule: str, lr: float, count: int) -> None:
         assert guess_update_rule(view_of(net, rule, lr, strokes(count))) == ""
 
 
+@pytest.mark.parametrize("lr", [1.0, 0.01])
+def test_signs_of_biases_alone_are_named(lr: float) -> None:
+    """As Muon does beside its matrices."""
+    net = chains.initialized(confirmed.mlp(64, 40, 24, 10, activation=nn.Tanh)).float()
+    view = view_of(net, "SGD", lr, strokes())
+    sent = {n: (g.sign() * 0.01 if g.ndim == 1 else g) for n, g in view.update.items()}  # type: ignore[union-attr]
+    odd = from_update(net, sent, input_shape=(1, 8, 8), num_classes=10)
+    assert guess_update_rule(odd).startswith("signs in part")
+
+
+@pytest.mark.parametrize("kind", ["update", "gradient"])
+def test_two_tensors_of_one_length_are_no_chance(kind: str) -> None:
+    net = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).float()
+    view = view_of(net, "SGD", 0.1, torch.rand(1, 1, 8, 8, generator=stream(0, "image")))
+    moved = {n: 0.1 * g / g.norm() for n, g in view.update.items()}  # type: ignore[union-attr]
+    weights = {n: value.detach() for n, value in net.named_parameters()}
+    sent = {n: weights[n] - (weights[n] - v) if kind == "update" else v for n, v in moved.items()}
+    odd = from_update(net, sent, input_shape=(1, 8, 8), num_classes=10, kind=kind)
+    assert "clipping or normalizing by tensor: 2 of 2" in guess_update_rule(odd)
+    longer = {n: v * (1.001 if n.endswith("bias") else 1) for n, v in sent.items()}
+    assert guess_update_rule(from_update(net, longer, input_shape=(1, 8, 8), num_classes=10, kind=kind)) == ""
+
+
 def test_what_is_stated_is_not_named() -> None:
     x = strokes()
     method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
