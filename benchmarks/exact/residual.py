@@ -15,7 +15,9 @@ import argparse
 import fcntl
 import json
 import logging
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,8 +47,12 @@ Attack = Callable[[Victim, int], Result]
 log = logging.getLogger(__name__)
 
 
+class TooLongError(Exception):
+    """A victim takes more time than it may."""
+
+
 # ---- one victim ------------------------------------------------------------------------------------------------------
-def measure(case: Case, number: int, name: str, attack: Attack) -> Row:
+def measure(case: Case, number: int, name: str, attack: Attack, most: float = math.inf) -> Row:
     """What an attack makes of victim `number`.
 
     Args:
@@ -54,18 +60,41 @@ def measure(case: Case, number: int, name: str, attack: Attack) -> Row:
         number: of the victim; its network's seed, too.
         name: of the attack, with its settings.
         attack: takes a victim and a seed.
+        most: CPU seconds after which it is stopped, which counts as nothing found.
     """
     victim = observe(case, number)
     row: Row = {"case": case.name, "attack": name, "victim": number}
     began = time.process_time()
     try:
-        result = attack(victim, number)
+        with stopped_after(most):
+            result = attack(victim, number)
+    except TooLongError:
+        row["reason"] = f"not done after {most:g} CPU seconds, at which it was stopped"
     except Exception as error:  # noqa: BLE001 - what may not happen is counted
         row["error"] = f"{type(error).__name__}: {error}"
     spent = time.process_time() - began
-    if "error" not in row:
+    if not {"error", "reason"} & row.keys():
         row |= scored(result, victim.images)
     return {**row, "seconds": spent, "processor": machine()["processor"], "attacks": _version()}
+
+
+@contextmanager
+def stopped_after(seconds: float) -> Iterator[None]:
+    """What runs inside is ended by `TooLongError` after so many CPU seconds."""
+    if seconds == math.inf:
+        yield
+        return
+    before = signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, before)
+
+
+def _stop(*_: object) -> None:
+    raise TooLongError
 
 
 def scored(result: Result, images: Batch) -> Row:
@@ -188,7 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rewrite(PAGE, lambda known: document(CASES, known["rows"]))
     elif chosen.smoke:
         name, attack = named(chosen)
-        rows = [measure(case, number, name, attack) for case in SMOKE for number in range(case.count)]
+        rows = [measure(case, number, name, attack, chosen.most) for case in SMOKE for number in range(case.count)]
         sys.stdout.write("\n".join(document(SMOKE, rows, name)) + "\n")
     else:
         run(chosen)
@@ -209,7 +238,7 @@ def run(chosen: argparse.Namespace) -> None:
             if (case.name, name, number) in before:
                 continue
             try:
-                row = measure(case, number, name, attack)
+                row = measure(case, number, name, attack, chosen.most)
             except NotTrainedError as error:
                 log.info("%s is left out: %s", case.name, error)
                 break
@@ -237,7 +266,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rows", nargs="+", choices=names, default=names, metavar="ROW", help="of the table")
     parser.add_argument("--limit", type=int, default=10**6, help="victims of each row")
     parser.add_argument("--begin", type=int, default=0, help="number of the first victim")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further victim begins")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further victim begins")
+    parser.add_argument("--most", type=float, default=math.inf, help="CPU seconds of a victim; more are none found")
     parser.add_argument("--attack", default=TESTED, help="registered name, or `breaching`")
     parser.add_argument("--preset", help="of the attack")
     parser.add_argument("--iterations", type=int, help="of a search")

@@ -68,6 +68,16 @@ def test_a_failing_attack_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "1 times: RuntimeError: no solution" in "\n".join(residual_page.document(SMOKE, [row], "mine"))
 
 
+def test_what_takes_too_long_is_stopped() -> None:
+    def search(victim: residual_victims.Victim, seed: int) -> Reconstruction:
+        while True:
+            pass
+
+    row = residual.measure(SMOKE[0], 0, "mine", search, most=0.05)
+    assert row["reason"] == "not done after 0.05 CPU seconds, at which it was stopped"
+    assert "psnr" not in row
+
+
 @pytest.mark.parametrize(
     ("inputs", "verified", "expected"),
     [
