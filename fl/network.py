@@ -26,11 +26,12 @@ class Network:
             RuntimeError: names the tensors that are missing, or that the module does not have.
         """
         layout = _LAYOUTS.get(self.model)
-        if layout is not None and (constants := layout.constants(self.model)) is not None:
-            given = {**constants, **self.weights, **self.buffers}
-            if given.keys() == layout.names:
-                return functional_call(self.model, given, inputs, tie_weights=False)
-        _LAYOUTS[self.model] = _Layout.of(self.model)
+        given = None if layout is None else layout.complete(self.model, {**self.weights, **self.buffers})
+        if given is None:
+            layout = _LAYOUTS[self.model] = _Layout.of(self.model)
+            given = layout.complete(self.model, {**self.weights, **self.buffers})
+        if given is not None:
+            return functional_call(self.model, given, inputs, tie_weights=False)
         given = {**frozen(self.model), **self.weights, **self.buffers}
         return functional_call(self.model, given, inputs, strict=True)
 
@@ -41,20 +42,38 @@ class _Layout:
 
     Tensors frozen, thawed, replaced or removed after the first call are noticed; modules added are not.
 
+    A module that has several names counts by its first: swapped by each of them, torch would not put its own tensors
+    back (seen with torch 2.15).
+
     Attributes:
-        names: all tensors that a call needs, every name of those that have several.
+        names: all tensors that a call needs, every name of those that several modules share.
         fixed: name of each frozen one, its module's, and what it is called there.
+        ties: the first name of each tensor that has a further one, by the further one.
     """
 
     names: frozenset[str]
     fixed: tuple[tuple[str, str, str], ...]
+    ties: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def of(cls, model: nn.Module) -> _Layout:
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        buffers = dict(model.named_buffers(remove_duplicate=False))
+        tensors: dict[str, Tensor] = {}
+        for owner, module in model.named_modules():
+            for kind in (module.named_parameters, module.named_buffers):
+                tensors |= kind(owner, recurse=False, remove_duplicate=False)
+        first = {id(value): name for name, value in reversed(tensors.items())}
+        ties = tuple((name, first[id(value)]) for name, value in tensors.items() if first[id(value)] != name)
         fixed = tuple((name, *name.rpartition(".")[::2]) for name in frozen(model))
-        return cls(frozenset([*parameters, *buffers]), fixed)
+        return cls(frozenset(tensors), fixed, ties)
+
+    def complete(self, model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return all tensors that a call of the model needs, or None where those given are others."""
+        constants = self.constants(model)
+        if constants is None:
+            return None
+        given = {**constants, **given}
+        given |= {name: given[first] for name, first in self.ties if first in given and name not in given}
+        return given if given.keys() == self.names else None
 
     def constants(self, model: nn.Module) -> dict[str, Tensor] | None:
         """Return the frozen tensors as they are now, or None where they are others."""

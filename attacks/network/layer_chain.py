@@ -144,6 +144,7 @@ def trace_view(
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")
+        value.data = value.data.contiguous()  # sums are taken in the order of memory
     probe = torch.rand(count, *view.task.input_shape, generator=stream(0, "unroll"), dtype=torch.float64)
     probe = probe.to(device, dtype)
     graphs = []

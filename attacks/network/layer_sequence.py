@@ -67,11 +67,9 @@ def read_pieces(graph: Graph) -> Iterator[Piece]:
             between.append(segment)
             continue
         below, between = _read_between(graph, between), []
-        piece = _read_weighted(graph, node, segment)
-        following = segments[i + 1] if i + 1 < len(segments) else None
-        biased = None if following is None else _absorb_bias(graph, piece, following)
-        skip = i + 1 + (biased is not None)
-        piece = _absorb_padding(below, biased or piece)
+        piece, taken = _absorb_bias(graph, _read_weighted(graph, node, segment), segments[i + 1 :])
+        skip = i + 1 + taken
+        piece = _absorb_padding(below, piece)
         yield from below
         yield piece
     above = _read_between(graph, between)
@@ -85,11 +83,30 @@ def _log_softmax(graph: Graph, segment: Segment) -> bool:
     return len(segment.nodes) == 1 and node.operation == "log_softmax" and node.args[1] in {1, -1}
 
 
-def read_layer(graph: Graph, number: int) -> Piece:
-    """Return the weighted layer of one operation, wherever that stands."""
+def read_layer(graph: Graph, number: int) -> tuple[Piece, int]:
+    """Return the weighted layer of one operation, wherever that stands, and the number of the operation that ends it.
+
+    A bias may be added after the product, by an operation of its own.
+    """
     node = graph.nodes[number]
     start = next(ref for ref in node.refs if graph.depends_on_image(ref))
-    return _read_weighted(graph, node, Segment((number,), start, Ref(number)))
+    piece = _read_weighted(graph, node, Segment((number,), start, Ref(number)))
+    following = _only_users(graph, Ref(number))
+    piece, taken = _absorb_bias(graph, piece, following)
+    return piece, following[taken - 1].nodes[0] if taken else number
+
+
+def _only_users(graph: Graph, ref: Ref) -> list[Segment]:
+    """Return the operations that follow a tensor one after the other, as long as nothing else takes what they take."""
+    found: list[Segment] = []
+    used = graph.used_operations()
+    while ref != graph.returned:
+        users = [number for number in used if ref in graph.nodes[number].refs]
+        if len(users) != 1 or len(graph.nodes[users[0]].outputs) != 1:
+            break
+        found.append(Segment((users[0],), ref, Ref(users[0])))
+        ref = Ref(users[0])
+    return found
 
 
 def _read_weighted(graph: Graph, node: Node, segment: Segment) -> Piece:
@@ -186,7 +203,7 @@ def _with_parameters(
 ) -> Piece:
     """Return the layer with its numbers, and what they are called in the update."""
     (name, places), other = parameters
-    layer.weight = _parameter(weight, graph.tensors[name])
+    layer.weight = _parameter(weight.contiguous(), graph.tensors[name])
     if bias is not None:
         value = graph.value(bias) if isinstance(bias, Ref) else bias
         assert isinstance(value, Tensor)
@@ -207,30 +224,52 @@ def _parameter(value: Tensor, sent: Tensor | None) -> nn.Parameter:
     return nn.Parameter(value.detach().clone(), requires_grad=trains)
 
 
-def _absorb_bias(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
-    """Return the layer with a parameter that is added to what it returns, output by output, as its bias; else None."""
-    node = graph.nodes[segment.nodes[0]]
+def _absorb_bias(graph: Graph, piece: Piece, following: Sequence[Segment]) -> tuple[Piece, int]:
+    """Return a layer with a parameter that is added to what it returns, output by output, as its bias.
+
+    Args:
+        graph: of the network.
+        piece: the layer.
+        following: what comes after it; other shapes for the same numbers in the same order may come in between.
+
+    Returns:
+        The layer, and how many of the segments that follow are part of it: none where nothing is added.
+    """
     layer = piece.module
-    if len(segment.nodes) > 1 or node.operation != "add" or not isinstance(layer, nn.Conv2d | nn.Linear):
-        return None
-    if layer.bias is not None:
-        return None
+    if not isinstance(layer, nn.Conv2d | nn.Linear) or layer.bias is not None:
+        return piece, 0
+    for i, segment in enumerate(following):
+        taken, given = graph.value(segment.start), graph.value(segment.end)
+        if len(segment.nodes) > 1:
+            break
+        if graph.nodes[segment.nodes[0]].operation == "add":
+            biased = _with_bias_of(graph, piece, segment)
+            return (piece, 0) if biased is None else (biased, i + 1)
+        if taken.numel() != given.numel() or not torch.equal(taken.flatten(), given.flatten()):
+            break
+    return piece, 0
+
+
+def _with_bias_of(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
+    """Return the layer with what a sum adds to its outputs as its bias; None where that is no parameter of theirs."""
+    node, layer = graph.nodes[segment.nodes[0]], piece.module
+    assert isinstance(layer, nn.Conv2d | nn.Linear)
     one, other, factor = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else 1
     added = other if isinstance(one, Ref) and graph.depends_on_image(one) else one
-    if factor != 1 or not parameters_behind(graph, added):
+    given = graph.value(segment.end)
+    if factor != 1 or not parameters_behind(graph, added) or given.numel() != piece.output.numel():
         return None
     assert isinstance(added, Ref)
     found, value = graph.as_parameter(added), graph.value(added)
     outputs = len(layer.weight)
-    channels = (1,) * (1 if isinstance(layer, nn.Linear) else 3)
-    fits = value.numel() == outputs and torch.equal(
-        value.expand(piece.output.shape), value.reshape(1, outputs, *channels[1:]).expand(piece.output.shape)
-    )
-    if found is None or not fits:
+    if found is None or value.numel() != outputs:
+        return None
+    places = given.numel() // outputs  # a convolution's outputs stand channel by channel
+    if not torch.equal(value.expand(given.shape).flatten(), value.flatten().repeat_interleave(places)):
         return None
     return replace(
         _with_added_bias(piece, layer, graph, value, found),
-        output=graph.value(segment.end),
+        output=given,
         sources=piece.sources | node.sources,
     )
 

@@ -46,7 +46,7 @@ class VectorLayer:
         names: of its "weight" and "bias" in the update.
         places: where each number of them stands there, where they lie otherwise.
         origin: how its input is made of the pixels; None where it is not, number by number.
-        node: number of the operation in the recorded network.
+        node: number of the operation in the recorded network that returns what the layer does.
     """
 
     name: str
@@ -75,11 +75,11 @@ def vector_layers(view: ServerView) -> dict[str, VectorLayer]:
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
-        piece, origin = read_layer(graph, number), None
+        (piece, end), origin = read_layer(graph, number), None
         if first is not None and first[0].place == str(node) and first[0].name == piece.name:
             piece, origin = first
         if piece.name and piece.names["bias"] and piece.name not in layers:
-            layers[piece.name] = VectorLayer(piece.name, piece.names, piece.places, origin, number)
+            layers[piece.name] = VectorLayer(piece.name, piece.names, piece.places, origin, end)
     return layers
 
 
