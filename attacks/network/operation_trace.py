@@ -141,6 +141,10 @@ class Graph:
             end: the tensor wanted.
             known: values of tensors in place of those recorded.
         """
+        return self.replay_values(nodes, known)[end]
+
+    def replay_values(self, nodes: Sequence[int], known: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        """Return all tensors that `nodes` make, and those of `known`, which have other values than those recorded."""
         found = {ref: _laid_out_as(value, self.value(ref)) for ref, value in known.items()}
         for number in nodes:
             node = self.nodes[number]
@@ -151,7 +155,7 @@ class Graph:
                 args = [a.clone() if i in written and isinstance(a, Tensor) else a for i, a in enumerate(args)]
             returned = [r for r in pytree.tree_leaves(node.op(*args, **kwargs)) if isinstance(r, Tensor)]
             found |= {Ref(number, k): value for k, value in enumerate(returned)}
-        return found[end]
+        return found
 
     def as_parameter(self, ref: Ref) -> tuple[str, Tensor | None] | None:
         """Return the parameter of which a tensor is a rearrangement, and where its numbers stand in it.

@@ -23,11 +23,11 @@ def default_attacks(method: Method, size: int) -> tuple[str, ...]:
     """Return the attacks for updates of `size` images: before a search, those that solve and can tell they are right.
 
     `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
-    `april` is for one image behind a vision transformer.
+    `april` is for vision transformers.
     """
     if isinstance(method.parametrization, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)
-    return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade")), SEARCH)
+    return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade", "april")), SEARCH)
 
 
 def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:

@@ -83,6 +83,52 @@ class Fixed(ViT):
         self.pos.requires_grad_(False)
 
 
+class Wide(nn.Module):
+    """Few patches of many numbers, a class token, two blocks of normalized tokens with GELU."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, width, 16, stride=16)
+        self.cls = nn.Parameter(torch.zeros(1, 1, width))
+        self.pos = nn.Parameter(torch.zeros(1, 5, width))
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.enc = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.cat([self.cls.expand(len(x), -1, -1), self.patch(x).flatten(2).mT], 1) + self.pos
+        out: Tensor = self.head(self.enc(tokens)[:, 0])
+        return out
+
+
+class Averaged(Wide):
+    """The same with the mean of all tokens, ReLU, and normalization after each sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.zeros(1, 4, 64))
+        layer = nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True)
+        self.enc = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.enc(self.patch(x).flatten(2).mT + self.pos).mean(1))
+        return out
+
+
+def batch(model: nn.Module, labels: list[int], *, copies: bool = False) -> tuple[ServerView, Tensor]:
+    draw = stream(1, "vit")
+    with torch.no_grad():
+        for value in model.parameters():
+            if value.ndim > 1:
+                value.copy_(torch.randn(value.shape, generator=draw) * value[0].numel() ** -0.5)
+    whole = photograph(32, 3).float()
+    pictures = torch.cat([whole, whole.flip(-1), 1 - whole.mT])[: len(labels)]
+    pictures = (pictures * 255).round() / 255
+    if copies:
+        pictures = pictures[:1].expand_as(pictures).contiguous()
+    return from_batch(model, pictures, torch.tensor(labels))[0], pictures
+
+
 def seen(model: nn.Module, images: int = 1) -> tuple[ServerView, Tensor]:
     draw = stream(0, "vit")
     with torch.no_grad():
@@ -111,9 +157,47 @@ def test_more_patches_than_equations_are_counted() -> None:
     assert "32 equations (patch.weight) for 64 patches at each of 48 places" in result.reason
 
 
+@pytest.mark.parametrize("model", [Wide, Averaged])
+@pytest.mark.parametrize("labels", [[3, 7], [3, 3, 8]])
+def test_the_images_of_a_batch_come_back(model: type[Wide], labels: list[int]) -> None:
+    view, pictures = batch(model(), labels)
+    result = April()(view)
+    assert isinstance(result, Reconstruction), result
+    assert result.inputs is not None
+    assert result.labels is not None
+    order = [int((result.inputs - picture).square().flatten(1).sum(1).argmin()) for picture in pictures]
+    assert sorted(order) == list(range(len(labels)))
+    assert float((result.inputs[order] - pictures).abs().max()) < 0.5 / 255
+    assert result.labels[order].tolist() == labels
+    assert result.verified
+
+
+def test_a_picture_that_is_there_twice_comes_back_twice() -> None:
+    view, pictures = batch(Wide(), [3, 3], copies=True)
+    result = April()(view)
+    assert isinstance(result, Reconstruction), result
+    assert result.inputs is not None
+    assert float((result.inputs - pictures).abs().max()) < 0.5 / 255
+
+
+def test_equations_for_a_batch_are_counted() -> None:
+    result = April()(batch(ViT(), [3, 7])[0])
+    assert isinstance(result, NotApplicable)
+    assert result.limit
+    assert result.reason.startswith("2 images have 32 tokens, which fill most of the 32 numbers of one: ")
+    assert result.reason.endswith("for the 512 unknowns of an image are too few")
+
+
+def test_large_searches_wait_for_a_higher_bound() -> None:
+    result = April(max_unknowns=30)(batch(Wide(), [3, 7])[0])
+    assert isinstance(result, NotApplicable)
+    assert result.limit
+    assert "32 unknowns" in result.reason
+    assert "max_unknowns" in result.reason
+
+
 def test_what_it_needs_is_named() -> None:
     for view, words in (
-        (seen(ViT(), 2)[0], "the signals of 2 images are summed"),
         (seen(Fixed())[0], "the gradient of pos was not sent"),
         (seen(nn.Sequential(nn.Flatten(), nn.Linear(3072, 10)))[0], "no learned position embedding"),
     ):
