@@ -1,4 +1,4 @@
-r"""The images whose features these are: nonlinear least squares without a prior, from grey.
+r"""The images whose features these are: nonlinear least squares from grey.
 
 Known are feature tensors t_k of each image, exact up to a relative error; f_k is the network up to there. Sought is
 
@@ -18,8 +18,13 @@ them cheap:
 - A diagonal preconditioner. In front of strides and poolings pixels differ by tens in how much they say, most of all by
   their position modulo the stride. The diagonal of J^T J is estimated by random signs (Hutchinson) and averaged over
   images: it belongs to the network.
-- Directions of earlier steps. The directions p of conjugate gradients are conjugate, so (p, J^T J p) make a block BFGS
-  update of the preconditioner (Morales and Nocedal, 2000), which carries over from one step to the next.
+- The iterations of a step end where the model falls by little more (Nash and Sofer, 1990): far from the solution the
+  pieces are wrong, and an exact step is wasted.
+
+**Smooth first.** Max pooling makes kinks in which a search gets stuck. A prior on the differences of neighboring
+pixels, |grad x|^2 s^2 / tau^2, with s^2 the mean square of the present residuals and tau the differences that images
+have (`roughness`), makes the first steps smooth. It weighs as much as data of that error would, so nothing of it is
+left once the residual has gone.
 
 The images of a batch do not interact: each has its own inner products, step lengths and end. Only residuals that the
 caller adds for all images together (`coupled_residual`) make them one problem.
@@ -29,10 +34,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
 from fl.seeds import stream
@@ -79,14 +85,14 @@ class InversionSettings:
     Attributes:
         max_steps: Gauss-Newton steps.
         max_inner_iterations: conjugate gradient iterations a step, each one product with J and one with J^T.
-        memory: earlier steps whose directions precondition the next.
+        roughness: typical difference of neighboring pixels, for the smooth prior of the first steps; 0 for none.
         seconds: seconds of CPU time after which no further step begins.
         seed: of the start and the probes.
     """
 
     max_steps: int = 60
     max_inner_iterations: int = 60
-    memory: int = 0
+    roughness: float = 0.0
     seconds: float | None = None
     seed: int = 0
 
@@ -175,33 +181,16 @@ class _Problem:
 
     def select(self, keep: Tensor) -> _Problem:
         """Return the problem of some images."""
-        targets = tuple(
-            FeatureTarget(
-                t.value[keep],
-                t.known if t.known is None or len(t.known) != len(t.value) else t.known[keep],
-                t.weight,
-                t.noise,
-                t.rectified,
-                t.unknown_scale,
-            )
-            for t in self.targets
-        )
-        return _Problem(self.forward, self.single_forward, targets, self.coupled)
+
+        def choose(t: FeatureTarget) -> FeatureTarget:
+            shared = t.known is None or len(t.known) != len(t.value)
+            return replace(t, value=t.value[keep], known=t.known if shared or t.known is None else t.known[keep])
+
+        return replace(self, targets=tuple(choose(t) for t in self.targets))
 
     def to(self, dtype: torch.dtype) -> _Problem:
         """Return the problem with targets of another type."""
-        targets = tuple(
-            FeatureTarget(
-                t.value.to(dtype),
-                t.known if t.known is None or t.known.dtype == torch.bool else t.known.to(dtype),
-                t.weight,
-                t.noise,
-                t.rectified,
-                t.unknown_scale,
-            )
-            for t in self.targets
-        )
-        return _Problem(self.forward, self.single_forward, targets, self.coupled)
+        return replace(self, targets=tuple(replace(t, value=t.value.to(dtype)) for t in self.targets))
 
     def residuals(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return one residual (b, ...) for each target."""
@@ -232,7 +221,10 @@ def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
 class _Jacobian:
     """Products with the Jacobian of the residuals at one point, for each problem on its own."""
 
-    def __init__(self, problem: _Problem, images: Tensor, record: RecordedDerivative | None) -> None:
+    def __init__(
+        self, problem: _Problem, images: Tensor, record: RecordedDerivative | None, smoothness: Tensor | None = None
+    ) -> None:
+        self._smoothness = smoothness
         self._features = Linearization(problem.single_forward, images, record)
         self._residuals = [
             Linearization(lambda f, t=t: (_residual(f, t),), f)  # type: ignore[misc]
@@ -247,48 +239,30 @@ class _Jacobian:
         """Return J v."""
         features = self._features.push(direction)
         pushed = tuple(r.push(f)[0] for r, f in zip(self._residuals, features, strict=True))
-        return pushed if self._coupled is None else (*pushed, *self._coupled.push(direction))
+        if self._coupled is not None:
+            pushed = (*pushed, *self._coupled.push(direction))
+        return pushed if self._smoothness is None else (*pushed, *_differences(direction, self._smoothness))
 
     def pull(self, weights: Sequence[Tensor]) -> Tensor:
         """Return J^T w."""
         pulled = self._features.pull([r.pull([w]) for r, w in zip(self._residuals, weights, strict=False)])
-        return pulled if self._coupled is None else pulled + self._coupled.pull([weights[-1]])
+        if self._coupled is not None:
+            pulled = pulled + self._coupled.pull([weights[len(self._residuals)]])
+        if self._smoothness is not None:
+            pulled = pulled + _transposed_differences(weights[-2], weights[-1], self._smoothness)
+        return pulled
 
 
-@dataclass
-class _Preconditioner:
-    """An approximate inverse of J^T J: a diagonal, and blocks of conjugate directions of earlier steps."""
+def _differences(images: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the differences of neighboring pixels down and to the right, times a scale of each image."""
+    images = images * scale
+    return images[..., 1:, :] - images[..., :-1, :], images[..., 1:] - images[..., :-1]
 
-    diagonal: Tensor
-    problems: int
-    blocks: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)
 
-    def apply(self, gradient: Tensor) -> Tensor:
-        """Return the preconditioned gradient."""
-        q = gradient.reshape(self.problems, -1, 1)
-        shares = []
-        for s, y, inverse in reversed(self.blocks):
-            share = inverse * (s @ q)
-            q = q - y.mT @ share
-            shares.append(share)
-        q = (q.reshape(gradient.shape) / self.diagonal).reshape(q.shape)
-        for (s, y, inverse), share in zip(self.blocks, reversed(shares), strict=True):
-            q = q + s.mT @ (share - inverse * (y @ q))
-        return q.reshape(gradient.shape)
-
-    def remember(self, directions: list[Tensor], images: list[Tensor], memory: int) -> None:
-        """Add the directions p of one step and their J^T J p."""
-        s = torch.stack([d.reshape(self.problems, -1) for d in directions], 1)
-        y = torch.stack([d.reshape(self.problems, -1) for d in images], 1)
-        curvature = (s * y).sum(2, keepdim=True)
-        usable = curvature > 1e-7 * s.norm(dim=2, keepdim=True) * y.norm(dim=2, keepdim=True)
-        inverse = torch.where(usable, 1 / curvature, torch.zeros_like(curvature))
-        self.blocks = [*self.blocks, (s, y, inverse)][-memory:] if memory else []
-
-    def select(self, keep: Tensor) -> None:
-        """Keep some problems."""
-        self.problems = int(keep.sum())
-        self.blocks = [(s[keep], y[keep], i[keep]) for s, y, i in self.blocks]
+def _transposed_differences(down: Tensor, right: Tensor, scale: Tensor) -> Tensor:
+    down = functional.pad(down, (0, 0, 1, 0)) - functional.pad(down, (0, 0, 0, 1))
+    right = functional.pad(right, (1, 0)) - functional.pad(right, (0, 1))
+    return (down + right) * scale
 
 
 class _Search:
@@ -312,12 +286,12 @@ class _Search:
         residual = torch.full((number,), float("inf"), dtype=self.images.dtype, device=device)
         steps = torch.zeros(number, dtype=torch.long, device=device)
         active = torch.arange(number, device=device)
-        preconditioner = _Preconditioner(self._diagonal(), self.count)
+        diagonal = self._diagonal()
         state = _State(self, self.images)
         for _ in range(self.settings.max_steps):
             if self.settings.seconds is not None and time.process_time() - self.began > self.settings.seconds:
                 break
-            state.step(preconditioner)
+            state.step(diagonal)
             steps[active] += 1
             found[active], residual[active] = state.images, self._each(state.relative)
             done = state.done()
@@ -327,7 +301,6 @@ class _Search:
                 keep = ~done
                 active = active[keep]
                 self.count = int(keep.sum())
-                preconditioner.select(keep)
                 state.select(keep)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
 
@@ -372,6 +345,7 @@ class _State:
         self.precise = search.work_type == images.dtype
         self.residuals, self.relative = self._evaluate(images)
         self.before = self.relative
+        self.smoothness: Tensor | None = None
 
     def select(self, keep: Tensor) -> None:
         """Keep some problems."""
@@ -388,16 +362,33 @@ class _State:
         at_noise = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & (gain > 0.8))
         return at_noise | (self.stalled >= 5)
 
-    def step(self, preconditioner: _Preconditioner) -> None:
+    def step(self, diagonal: Tensor) -> None:
         """Take one Gauss-Newton step."""
         if not self.precise and float(self.relative.min()) < SINGLE_FLOOR:
             self.precise = True
             self.residuals, self.relative = self._evaluate(self.images)
         self.before = self.relative
         work = self.images.to(self.search.work_type)
-        jacobian = _Jacobian(self.single, work, self.search.record(work))
-        direction = self._solve(jacobian, preconditioner)
+        self._set_smoothness()
+        jacobian = _Jacobian(self.single, work, self.search.record(work), self.smoothness)
+        direction = self._solve(jacobian, diagonal)
         self._move(direction.to(self.images.dtype))
+
+    def _set_smoothness(self) -> None:
+        """Weigh the smooth prior as the present residuals say."""
+        roughness = self.search.settings.roughness
+        if roughness:
+            number = sum(r.numel() for r in self.residuals) / self.search.count
+            error = self.relative.to(self.search.work_type) * (self.problem.size / number**0.5)
+            self.smoothness = (error / roughness).reshape(-1, *[1] * (self.images.ndim - 1))
+
+    def _objective(self, images: Tensor, relative: Tensor) -> Tensor:
+        """Return what a step is to lower: the squared residual and the prior."""
+        value = (relative * self.problem.size) ** 2
+        if self.smoothness is not None:
+            for difference in _differences(images, self.smoothness.to(images.dtype)):
+                value = value + difference.square().reshape(self.search.count, -1).sum(1)
+        return value
 
     def _evaluate(self, images: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the residuals in the working type, and their norm for each problem, relative."""
@@ -409,7 +400,7 @@ class _State:
         assert isinstance(norm, Tensor)
         return tuple(r.to(self.search.work_type) for r in residuals), norm.sqrt().to(images.dtype) / self.problem.size
 
-    def _solve(self, jacobian: _Jacobian, preconditioner: _Preconditioner) -> Tensor:
+    def _solve(self, jacobian: _Jacobian, diagonal: Tensor) -> Tensor:
         """Return d that makes |r + J d|^2 + damping |d|^2 small, by preconditioned conjugate gradients."""
         count = self.search.count
 
@@ -419,17 +410,19 @@ class _State:
         def dot(u: Tensor, v: Tensor) -> Tensor:
             return (u * v).reshape(count, -1).sum(1)
 
-        size = sum(dot(r, r) for r in self.residuals)
+        residuals = self.residuals
+        if self.smoothness is not None:
+            residuals = (*residuals, *_differences(self.images.to(self.search.work_type), self.smoothness))
+        size = sum(dot(r, r) for r in residuals)
         assert isinstance(size, Tensor)
         scale = size.sqrt().clamp_min(1e-30)
-        rest = [-r / spread(scale, r) for r in self.residuals]
+        rest = [-r / spread(scale, r) for r in residuals]
         gradient = jacobian.pull(rest)
         found = torch.zeros_like(gradient)
-        preconditioned = preconditioner.apply(gradient)
+        preconditioned = gradient / diagonal
         direction = preconditioned
         gamma = dot(gradient, preconditioned)
-        damping = spread(self.damping, gradient) * preconditioner.diagonal
-        directions, products = [], []
+        damping = spread(self.damping, gradient) * diagonal
         fall = torch.zeros_like(gamma)
         for k in range(self.search.settings.max_inner_iterations):
             pushed = jacobian.push(direction)
@@ -439,11 +432,8 @@ class _State:
             length = torch.where(curvature > 0, gamma / curvature, torch.zeros_like(gamma))
             found = found + spread(length, found) * direction
             rest = [r - spread(length, r) * p for r, p in zip(rest, pushed, strict=True)]
-            new = jacobian.pull(rest) - damping * found
-            directions.append(direction)
-            products.append((gradient - new) / spread(torch.where(length > 0, length, torch.ones_like(length)), new))
-            gradient = new
-            preconditioned = preconditioner.apply(gradient)
+            gradient = jacobian.pull(rest) - damping * found
+            preconditioned = gradient / diagonal
             following = dot(gradient, preconditioned)
             gain = length * gamma
             fall = fall + gain
@@ -452,17 +442,18 @@ class _State:
             self.search.iterations += 1
             if k + 1 >= MIN_INNER and float(((k + 1) * gain < 0.5 * fall).double().mean()) >= 0.5:
                 break
-        preconditioner.remember(directions, products, self.search.settings.memory)
         return found * spread(scale, found)
 
     def _move(self, direction: Tensor) -> None:
         """Go along a direction as far as the residual falls, each problem for itself."""
         count = self.search.count
         like = (count, *[1] * (direction.ndim - 1)) if len(direction) == count else (1,) * direction.ndim
+        objective = self._objective(self.images, self.relative)
         share = torch.ones(count, dtype=direction.dtype, device=direction.device)
         while True:
-            residuals, relative = self._evaluate(self.images + share.reshape(like) * direction)
-            worse = ~(relative < self.relative) & (share > 0)
+            trial = self.images + share.reshape(like) * direction
+            residuals, relative = self._evaluate(trial)
+            worse = ~(self._objective(trial, relative) < objective) & (share > 0)
             if not bool(worse.any()):
                 break
             share = torch.where(worse, share / 2, share)

@@ -126,3 +126,18 @@ def test_the_same_seed_gives_the_same_images() -> None:
 def test_a_target_of_another_number_of_images_is_refused() -> None:
     with pytest.raises(ValueError, match="2 images for 3 images"):
         invert_features(lambda z: [z], [FeatureTarget(torch.zeros(2, 3, 8, 8))], PIXELS)
+
+
+def test_a_smooth_prior_helps_through_max_pooling_and_leaves_no_trace() -> None:
+    layers, images = network(pooling=True), pictures((8, 3, 8, 8))
+    features = layers(images).relu()
+    converged = [
+        invert_features(
+            lambda z: [layers(z).relu()],
+            [FeatureTarget(features, noise=1e-8)],
+            (8, 3, 8, 8),
+            settings=InversionSettings(roughness=roughness),
+        ).converged
+        for roughness in (0.0, 0.1)
+    ]
+    assert int(converged[1].sum()) > int(converged[0].sum())
