@@ -4,7 +4,8 @@ Every row of the table is a kind of victim (`--list` names them; needs HYPERLEAK
 others on pictures that no change of the attack had seen, one step each, no label given. `--attack` names any attack,
 so that searches stand beside on the same victims; `breaching` is the peer's own code, from the folder that
 HYPERLEAK_PEERS names. A victim is written to the results as soon as it is done, and the same call goes on where it was
-stopped; several processes may share the work. `--limit` bounds the victims of each row, `--seconds` the whole call.
+stopped; `--outdated` also measures again what other states of the attacks' code (as git names them) have left.
+`--limit` bounds the victims of each row, `--seconds` the whole call; processes with rows of their own may run at once.
 Networks that were trained come from `python -m benchmarks.exact.residual_training`. `--smoke` tries the machinery on
 small networks and made-up pictures, and shows the page.
 """
@@ -227,7 +228,8 @@ def run(chosen: argparse.Namespace) -> None:
     """Measure what the results lack, row by row."""
     until = time.monotonic() + chosen.seconds
     name, attack = named(chosen)
-    before = set() if chosen.again else {key(row) for row in known_rows()}
+    known = [] if chosen.again else known_rows()
+    before = {key(row) for row in known if not chosen.outdated or row["attacks"] == _version()}
     for case in CASES:
         if case.name not in chosen.rows:
             continue
@@ -272,6 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--preset", help="of the attack")
     parser.add_argument("--iterations", type=int, help="of a search")
     parser.add_argument("--again", action="store_true", help="measure anew what the results have")
+    parser.add_argument("--outdated", action="store_true", help="likewise what another state of the attacks made")
     parser.add_argument("--smoke", action="store_true", help="small networks, made-up pictures; writes no results")
     parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     return parser

@@ -59,6 +59,19 @@ def test_a_run_goes_on_where_it_was_stopped(results: Path) -> None:
     assert (results / "residual.md").exists()
 
 
+def test_rows_of_another_state_of_the_code_are_measured_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ["--rows", "smoke-1", "--attack", "analytic", "--limit", "1"]
+    for state, more in (("old", []), ("new", []), ("new", ["--outdated"])):
+        monkeypatch.setattr(residual, "_version", lambda state=state: state)
+        residual.main([*options, *more])
+        (row,) = residual.known_rows()
+        assert row["attacks"] == ("new" if more else "old")
+    measured = []
+    monkeypatch.setattr(residual, "measure", lambda *given: measured.append(given))
+    residual.main([*options, "--outdated"])
+    assert not measured
+
+
 def test_a_failing_attack_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(victim: residual_victims.Victim, seed: int) -> Reconstruction:
         raise RuntimeError("no solution")
