@@ -28,8 +28,13 @@ from fl.tensors import Tensors, dense, scale_tensors
 from fl.types import Truth
 from fl.view import ServerView
 
-NETWORKS = {"fedavg, strided": worlds.strided, "fedavg, mlp": worlds.flat, "fedavg, patches": worlds.patched}
-"""Networks of FedAvg's clients that attacks solve which take no pooling, nothing below a linear layer, or patches."""
+NETWORKS = {
+    "fedavg, strided": worlds.strided,
+    "fedavg, mlp": worlds.flat,
+    "fedavg, patches": worlds.patched,
+    "fedavg, residual": worlds.residual,
+}
+"""Networks of FedAvg's clients that attacks solve which take no pooling, no convolution, patches or shortcuts."""
 ROWS = METHODS | {row: Probe(FedAvg.example(), task=network()) for row, network in NETWORKS.items()}
 VICTIMS = {row: "shares nothing" for row in METHODS if not shares(row)}
 

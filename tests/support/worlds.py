@@ -89,6 +89,32 @@ def patched() -> Task:
     return Task(model, (1, 8, 8), CLASSES, "head.")
 
 
+class Residual(nn.Module):
+    """A convolution with stride, and a block beside which the features pass on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 32, 3, stride=2, padding=1)
+        self.conv1, self.conv2 = nn.Conv2d(32, 24, 3, padding=1), nn.Conv2d(24, 32, 3, padding=1)
+        self.head = nn.Linear(32, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = torch.relu(self.stem(x))
+        above = torch.relu(below + self.conv2(torch.relu(self.conv1(below))))
+        out: Tensor = self.head(above.mean((2, 3)))
+        return out
+
+
+def residual() -> Task:
+    """A residual network without pooling, but for the mean over all positions at the end."""
+    model, draw = Residual().double(), stream(0, "residual")
+    with torch.no_grad():
+        for value in model.parameters():
+            size = value[0].numel() if value.ndim > 1 else 100
+            value.copy_(torch.randn(value.shape, generator=draw, dtype=value.dtype) * (2 / size) ** 0.5)
+    return Task(model, (1, 8, 8), CLASSES, "head.")
+
+
 def adapted() -> Task:
     """A frozen network with two adapters, which train."""
     return build("resnet18-adapter", num_classes=CLASSES, seed=0, **ADAPTERS).to(dtype=torch.float64)

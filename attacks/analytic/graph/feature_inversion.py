@@ -41,6 +41,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
+from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 
 GREY = 0.5
@@ -313,7 +314,7 @@ class _Search:
         if shape not in self.records:
             try:
                 self.records[shape] = RecordedDerivative(self.problem.single_forward, images)
-            except Exception:  # noqa: BLE001  what cannot be recorded is differentiated twice instead
+            except (*MODEL_ERRORS, NotImplementedError):  # what cannot be recorded is differentiated twice instead
                 self.records[shape] = None
         return self.records[shape]
 

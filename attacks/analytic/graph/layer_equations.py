@@ -1,0 +1,116 @@
+"""The equations of one weighted layer: its gradient is linear in its input and in what flows back into it.
+
+A convolution with input x (n, K, H, W) and signal s (n, C, h, w) has the gradient
+
+    G[c, k, i, j] = sum over images and positions q of s[n, c, q] x[n, k, stride q + dilation (i, j) - padding].
+
+Of a known signal that is for every input channel k a system A x_k = G_k with one matrix A for all of them; of a known
+input, for every output channel c, a system X^T s_c = G_c with one matrix X, the patches. A linear layer is a
+convolution of one position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv2d_input
+
+
+@dataclass(frozen=True)
+class LayerEquations:
+    """A weighted layer with its gradient, as a convolution.
+
+    Attributes:
+        name: of its weight in the update.
+        weight: (C, K / groups, kh, kw).
+        gradient: like the weight.
+        stride: rows, columns.
+        padding: likewise.
+        dilation: likewise.
+        groups: of channels.
+        input_shape: (n, K, H, W).
+        output_shape: (n, C, h, w).
+    """
+
+    name: str
+    weight: Tensor
+    gradient: Tensor
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    groups: int
+    input_shape: torch.Size
+    output_shape: torch.Size
+
+    @property
+    def unknown_inputs(self) -> int:
+        """Return the numbers of one input channel, those that no output sees included."""
+        return self.input_shape[0] * self.input_shape[2] * self.input_shape[3]
+
+    @property
+    def unknown_signals(self) -> int:
+        """Return the numbers of one output channel."""
+        return self.output_shape[0] * self.output_shape[2] * self.output_shape[3]
+
+    @property
+    def input_equations(self) -> int:
+        """Return the equations for one input channel where the signal is known."""
+        return self.output_shape[1] // self.groups * self.weight.shape[2] * self.weight.shape[3]
+
+    @property
+    def signal_equations(self) -> int:
+        """Return the equations for one output channel's signal where the input is known."""
+        return self.weight[0].numel()
+
+    @property
+    def keeps_size(self) -> bool:
+        """Return whether it is a convolution of stride 1 with zeros at the rim, so that its output is as large."""
+        kernel = self.weight.shape[2:]
+        return (
+            self.groups == 1
+            and min(kernel) >= 3
+            and all(k % 2 == 1 for k in kernel)
+            and self.stride == self.dilation == (1, 1)
+            and self.padding == (kernel[0] // 2, kernel[1] // 2)
+        )
+
+    def pull_back(self, signal: Tensor) -> Tensor:
+        """Return what flows back into the input (n, K, H, W) from the signal (n, C, h, w)."""
+        found: Tensor = conv2d_input(
+            self.input_shape, self.weight, signal, self.stride, self.padding, self.dilation, self.groups
+        )
+        return found
+
+    def signal_matrix(self, signal: Tensor) -> Tensor:
+        """Return A (C, kh kw, n H W), the equations of one input channel's numbers; for one group of channels."""
+        n, c, h, w = signal.shape
+        kh, kw = self.weight.shape[2:]
+        (sy, sx), (py, px), (dy, dx) = self.stride, self.padding, self.dilation
+        rows, columns = self.input_shape[2:]
+        wide = signal.new_zeros(n, c, kh, kw, rows + 2 * py, columns + 2 * px)
+        for i in range(kh):
+            for j in range(kw):
+                top, first = i * dy, j * dx
+                wide[:, :, i, j, top : top + sy * (h - 1) + 1 : sy, first : first + sx * (w - 1) + 1 : sx] = signal
+        inner = wide[..., py : py + rows, px : px + columns]
+        return inner.reshape(n, c, kh * kw, -1).permute(1, 2, 0, 3).reshape(c, kh * kw, -1)
+
+    def patches(self, values: Tensor) -> Tensor:
+        """Return X (n h w, K kh kw), what each output position sees."""
+        found = functional.unfold(values, self.weight.shape[2:], self.dilation, self.padding, self.stride)
+        return found.transpose(1, 2).reshape(-1, found.shape[1])
+
+    def as_channels(self, values: Tensor) -> Tensor:
+        """Return (n, C, h, w) as a row for each channel (C, n h w)."""
+        return values.transpose(0, 1).flatten(1)
+
+    def as_images(self, channels: Tensor, like: torch.Size) -> Tensor:
+        """Return rows of channels (C, n h w) as (n, C, h, w)."""
+        return channels.reshape(like[1], like[0], *like[2:]).transpose(0, 1)
+
+    def right_side(self) -> Tensor:
+        """Return G (C, kh kw, K), the right-hand side of the systems of all input channels; for one group."""
+        return self.gradient.flatten(2).transpose(1, 2)

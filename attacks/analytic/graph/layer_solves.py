@@ -1,0 +1,281 @@
+"""Solves the equations of weighted layers for their inputs and for their signals, and corrects wrong activation masks.
+
+What flows back into a layer is often known but for the bits of the activation above it: s = q where a bit is set and
+slope q where it is not. A wrong bit spoils the equations of its own output channel alone. So channels that fit badly
+are given less and less weight, the input is solved for, and then their bits are set right: one at a time where that
+lessens the misfit, or all at once by fitting the channel's signal to the patches of the input, s_c = G_c X^+, of which
+s_c / q_c is near 1 or near the slope.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.layer_equations import LayerEquations
+
+MAX_ROUNDS = 8
+MAX_FLIPS = 16
+"""Bits of a channel that are turned one at a time."""
+MISFIT_FACTOR = 30.0
+"""A channel fits if its misfit is no more than so many times the median; a wrong bit of any weight makes it more."""
+MAX_CHANNEL_MISFIT = 1e-2
+"""Share of a channel's gradient that may stay unexplained: rounding of what is the difference of larger numbers."""
+MIN_CHANNEL_SIZE = 1e-3
+"""Size of a channel, relative to the median, that it is taken to have at least."""
+RIDGE = 1e-13
+ROBUST_ROUNDS = 6
+EVEN_MISFITS = 4.0
+"""Channels fit alike where the worst misfit is no more than so many times the median."""
+MIN_RATIO = 1.15
+"""Equations there must be for one unknown."""
+MIN_REDUNDANCY = 1.5
+"""Equations that are kept for one unknown, even of channels that do not fit."""
+MIN_GAIN = 0.1
+"""Share of a channel's squared misfit that turning a bit must remove."""
+MIN_TOLD_SIGNAL = 1e-2
+"""Share of a channel's largest signal above which its fitted signal says the bit."""
+
+
+@dataclass
+class KnownSignal:
+    """What flows back into a layer, given the bits of the activation above it.
+
+    Attributes:
+        layer: with its gradient.
+        signal: (n, C, h, w) where every bit is set.
+        bits: (n, C, h, w) bool, or None where the signal is known outright.
+        slope: of the activation where its bit is not set.
+        doubtful: (n, C, h, w) bool, bits that may be wrong; None where all may.
+    """
+
+    layer: LayerEquations
+    signal: Tensor
+    bits: Tensor | None = None
+    slope: float = 0.0
+    doubtful: Tensor | None = None
+
+    def masked(self) -> Tensor:
+        """Return the signal with its bits."""
+        return self.signal if self.bits is None else torch.where(self.bits, self.signal, self.slope * self.signal)
+
+
+@dataclass(frozen=True)
+class SolvedInput:
+    """The input of one or several layers.
+
+    Attributes:
+        values: (n, K, H, W).
+        misfit: median over the channels of the share of the gradient that the input leaves.
+        bad_channels: how many channels were left with more than a wrong bit may leave.
+        channels: how many there are.
+        turned: how many bits were corrected.
+        condition: the equations' condition number, by the diagonal of the triangular factor, so a lower bound.
+    """
+
+    values: Tensor
+    misfit: float
+    bad_channels: int
+    channels: int
+    turned: int
+    condition: float
+
+
+def count_shortfall(signals: Sequence[KnownSignal]) -> str:
+    """Say how few equations there are for the input of layers, in counts; empty where they suffice."""
+    layers = [known.layer for known in signals]
+    equations, unknowns = sum(layer.input_equations for layer in layers), layers[0].unknown_inputs
+    if equations >= MIN_RATIO * unknowns:
+        return ""
+    names = " and ".join(layer.name for layer in layers)
+    return f"{equations} equations of {names} for {unknowns} numbers of each input channel"
+
+
+def solve_input(signals: Sequence[KnownSignal]) -> SolvedInput | None:
+    """Return the input that the layers have in common, correcting bits of `signals` in place; None if undetermined.
+
+    Args:
+        signals: one for each layer that takes the input; layers of one group of channels.
+    """
+    layers = [known.layer for known in signals]
+    right = [layer.right_side() for layer in layers]
+    size = [_channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
+    good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
+    turned, last, floor = 0, None, 0.0
+    for turn in range(MAX_ROUNDS):
+        matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
+        solved = _robust_least_squares(matrices, right, size, good)
+        if solved is None:
+            return last  # too few channels fit
+        x, condition, misfits = solved
+        left = [g - m @ x for g, m in zip(right, matrices, strict=True)]
+        typical = _usual_misfit(misfits, good)
+        floor = typical / 2 if turn == 0 else floor
+        typical = max(typical, floor)  # what is left of few channels may fit by chance
+        bad = [m > MISFIT_FACTOR * typical for m in misfits]
+        values = layers[0].as_images(x.mT, layers[0].input_shape)
+        found = sum(int((m > MAX_CHANNEL_MISFIT).sum()) for m in misfits)
+        last = SolvedInput(values, typical, found, sum(map(len, right)), turned, condition)
+        if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
+            break
+        now = 0
+        for known, rest, wrong, norm in zip(signals, left, bad, size, strict=True):
+            if known.bits is not None and bool(wrong.any()):
+                now += _correct_bits(known, values, rest, wrong, MISFIT_FACTOR * typical * norm)
+        before, good = good, _choose_channels(bad, misfits, layers)
+        turned += now
+        if not now and all(torch.equal(a, b) for a, b in zip(before, good, strict=True)):
+            break
+    return last
+
+
+def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] | None:
+    """Return what flows back into a layer (n, C, h, w) of which the input is known, and the misfit; None if too few.
+
+    Args:
+        layer: of one group of channels.
+        values: its input (n, K, H, W).
+    """
+    if layer.signal_equations < MIN_RATIO * layer.unknown_signals:
+        return None
+    patches = layer.patches(values)
+    gram = patches @ patches.mT
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if int(failed):
+        return None
+    wanted = layer.gradient.flatten(1)
+    found = torch.cholesky_solve(patches @ wanted.mT, factor)
+    found = found + torch.cholesky_solve(patches @ (wanted - found.mT @ patches).mT, factor)
+    misfit = float((wanted - found.mT @ patches).norm() / wanted.norm())
+    return layer.as_images(found.mT, layer.output_shape), misfit
+
+
+def _channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
+    """Return how large the gradient of each output channel (C,) should be by its signal, which its rounding goes by.
+
+    The gradient itself may be small by chance, where terms of several positions cancel.
+    """
+    sent = known.layer.as_channels(known.masked()).norm(dim=1)
+    there = sent > 0
+    if not bool(there.any()):
+        return torch.ones_like(sent)
+    usual = (_row_norms(right)[there] / sent[there]).median()
+    return (sent * usual).clamp_min(MIN_CHANNEL_SIZE * float((sent[there] * usual).median()) + 1e-300)
+
+
+def _row_norms(values: Tensor) -> Tensor:
+    return values.flatten(1).norm(dim=1)
+
+
+def _robust_least_squares(
+    matrices: Sequence[Tensor], right: Sequence[Tensor], size: Sequence[Tensor], good: Sequence[Tensor]
+) -> tuple[Tensor, float, list[Tensor]] | None:
+    """Return the numbers of all input channels (n H W, K), a condition number and every channel's misfit; or None.
+
+    Output channels that fit badly are given less and less weight: one wrong bit puts its channel off, and by it all.
+    """
+    weights = [known.to(g.dtype) / norm for g, norm, known in zip(right, size, good, strict=True)]
+    solved = None
+    for turn in range(ROBUST_ROUNDS):
+        now = _least_squares(matrices, right, weights)
+        if now is None and solved is None:
+            return None
+        if now is None:
+            break  # too few channels are left with weight
+        solved = now
+        misfits = [_row_norms(g - m @ solved[0]) / n for g, m, n in zip(right, matrices, size, strict=True)]
+        usual = _usual_misfit(misfits, [w > 0 for w in weights])
+        if turn == ROBUST_ROUNDS - 1 or not float(torch.cat(misfits).max()) > EVEN_MISFITS * usual:
+            break
+        weights = [known / n / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)]
+    assert solved is not None
+    return *solved, misfits
+
+
+def _usual_misfit(misfits: Sequence[Tensor], used: Sequence[Tensor]) -> float:
+    """Return the largest of the layers' median misfits: one layer may have too few equations to miss any."""
+    return max(float(m[u & (m > 0)].median().nan_to_num(0.0)) for m, u in zip(misfits, used, strict=True))
+
+
+def _least_squares(
+    matrices: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor]
+) -> tuple[Tensor, float] | None:
+    """Return the weighted solution (n H W, K) of normal equations, refined once, and a condition number; or None."""
+    used = [w > 0 for w in weights]
+    a = torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(matrices, weights, used, strict=True)])
+    b = torch.cat([(g[u] * w[u, None, None]).flatten(0, 1) for g, w, u in zip(right, weights, used, strict=True)])
+    scale = a.norm(dim=0)
+    if not bool((scale > 0).all()):
+        return None  # positions that no output sees, or that nothing flows back to
+    gram = a.mT @ a
+    factor, failed = torch.linalg.cholesky_ex(gram / scale / scale[:, None])
+    if int(failed):
+        return None
+
+    def solve(rest: Tensor) -> Tensor:
+        return torch.cholesky_solve((a.mT @ rest) / scale[:, None], factor) / scale[:, None]
+
+    x = solve(b)
+    x = x + solve(b - a @ x)
+    diagonal = factor.diagonal()
+    return x, float(diagonal.max() / diagonal.min())
+
+
+def _choose_channels(
+    bad: Sequence[Tensor], misfits: Sequence[Tensor], layers: Sequence[LayerEquations]
+) -> list[Tensor]:
+    """Return the channels that are used next: those that fit, and more in the order of their misfit if they are few."""
+    taps = torch.cat(
+        [torch.full_like(m, float(layer.weight[0, 0].numel())) for m, layer in zip(misfits, layers, strict=True)]
+    )
+    good, misfit = ~torch.cat(list(bad)), torch.cat(list(misfits))
+    need = MIN_REDUNDANCY * layers[0].unknown_inputs
+    if float(taps[good].sum()) < need:
+        order = misfit.argsort()
+        enough = int((taps[order].cumsum(0) < need).sum()) + 1
+        good = good.clone()
+        good[order[:enough]] = True
+    return list(good.split([len(m) for m in misfits]))
+
+
+def _correct_bits(known: KnownSignal, values: Tensor, left: Tensor, wrong: Tensor, allowed: Tensor) -> int:
+    """Turn bits of the channels `wrong` so that they fit; return how many were turned."""
+    layer = known.layer
+    assert known.bits is not None
+    kernel = layer.weight[0, 0].numel()
+    patches = layer.patches(values)  # (n h w, K kk)
+    ordered = patches.reshape(len(patches), -1, kernel).transpose(1, 2).flatten(1)  # (n h w, kk K), as `left` lies
+    squares = ordered.square().sum(1)
+    signal, bits = layer.as_channels(known.signal), layer.as_channels(known.bits).clone()
+    doubtful = torch.ones_like(bits) if known.doubtful is None else layer.as_channels(known.doubtful)
+    factor: Tensor | None = None
+    turned = 0
+    for c in torch.nonzero(wrong)[:, 0].tolist():
+        rest, row, start = left[c].flatten(), bits[c].clone(), bits[c].clone()
+        step = (1 - known.slope) * signal[c]
+        for _ in range(MAX_FLIPS):
+            if float(rest.norm()) <= float(allowed[c]):
+                break
+            change = torch.where(row, -step, step) * doubtful[c]
+            gain = 2 * change * (ordered @ rest) - change.square() * squares
+            k = int(gain.argmax())
+            if not float(gain[k]) > MIN_GAIN * float(rest.square().sum()):
+                break
+            rest = rest - change[k] * ordered[k]
+            row[k] = ~row[k]
+        if float(rest.norm()) > float(allowed[c]) and len(ordered) < 0.8 * ordered.shape[1]:
+            if factor is None:
+                gram = ordered @ ordered.mT
+                ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+                factor = torch.linalg.cholesky_ex(gram + ridge)[0]
+            now = torch.where(start, signal[c], known.slope * signal[c])
+            fitted = now + torch.cholesky_solve((ordered @ left[c].flatten())[:, None], factor)[:, 0]
+            told = doubtful[c] & (signal[c].abs() > MIN_TOLD_SIGNAL * signal[c].abs().max())
+            row = torch.where(told, fitted / torch.where(told, signal[c], 1.0) > (1 + known.slope) / 2, start)
+        turned += int((row != start).sum())
+        bits[c] = row
+    known.bits = layer.as_images(bits, layer.output_shape)
+    return turned

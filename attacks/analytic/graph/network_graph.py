@@ -1,0 +1,240 @@
+"""A traced network as a graph of weighted layers, affine maps and activations, for batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.network.operation_recognition import has_trained_weight, parameters_behind, product_operands, recognize
+from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref, Segment
+from fl.seeds import stream
+
+AFFINE_TOLERANCE = 1e-9
+"""Share of a map's own size by which sums of probes may miss."""
+
+
+@dataclass(frozen=True)
+class Activation:
+    """A function of single numbers that is linear on either side of zero, with slope 1 above.
+
+    Attributes:
+        slope: below zero; less than 1.
+    """
+
+    slope: float
+
+
+@dataclass
+class NetworkGraph:
+    """What a network computes from a batch, by operations of one trace.
+
+    Attributes:
+        graph: traced at the batch's size.
+        single: the same traced with one image, of which activations are recognized.
+        gradient: that was sent, by parameter, dense, in float64.
+    """
+
+    graph: Graph
+    single: Graph
+    gradient: Mapping[str, Tensor]
+    _affine: dict[int, bool] = field(default_factory=dict)
+
+    @cached_property
+    def used(self) -> list[int]:
+        """The operations on the way from the image to what is returned, in order."""
+        return self.graph.used_operations()
+
+    @cached_property
+    def consumers(self) -> dict[Ref, list[int]]:
+        """The used operations that take a tensor, by tensor."""
+        found: dict[Ref, list[int]] = {}
+        for number in self.used:
+            for ref in dict.fromkeys(self.flows_into(number)):
+                found.setdefault(ref, []).append(number)
+        return found
+
+    def flows_into(self, number: int) -> list[Ref]:
+        """Return the tensors that an operation takes and that depend on the image."""
+        return [ref for ref in self.graph.nodes[number].refs if self.graph.depends_on_image(ref)]
+
+    @cached_property
+    def layers(self) -> dict[int, LayerEquations]:
+        """Weighted layers whose gradient was sent, by operation, in order; each weight used once."""
+        found: dict[int, LayerEquations] = {}
+        names: list[str] = []
+        for number in self.used:
+            layer = self._read_layer(number)
+            if layer is not None:
+                found[number] = layer
+                names.append(layer.name)
+        return {number: layer for number, layer in found.items() if names.count(layer.name) == 1}
+
+    @cached_property
+    def activations(self) -> dict[int, Activation]:
+        """Activations that are linear on either side of zero, by operation."""
+        found = {}
+        for number in self.used:
+            flows = self.flows_into(number)
+            if number in self.layers or len(flows) != 1 or self.is_affine(number):
+                continue
+            activation = self._read_activation(number, flows[0])
+            if activation is not None:
+                found[number] = activation
+        return found
+
+    def is_affine(self, number: int) -> bool:
+        """Return whether an operation is affine in all that it takes of the image's flow, taken together."""
+        if number not in self._affine:
+            self._affine[number] = self._test_affine(number)
+        return self._affine[number]
+
+    def run(self, number: int, values: Mapping[Ref, Tensor], output: int = 0) -> Tensor:
+        """Return what an operation makes of other values."""
+        return self.graph.replay([number], Ref(number, output), values)
+
+    def pull_back(self, number: int, signal: Tensor, to: Ref, values: Mapping[Ref, Tensor] | None = None) -> Tensor:
+        """Return what flows back through an operation into one of the tensors it takes, or one of its parameters.
+
+        Args:
+            number: of the operation; affine, or else `values` are of all that it takes of the image's flow.
+            signal: at its output.
+            to: the tensor.
+            values: of what it takes; by default those of the trace.
+        """
+        given = {ref: self.graph.value(ref) for ref in self.flows_into(number)} | dict(values or {})
+        with torch.enable_grad():
+            at = (given[to] if to in given else self.graph.value(to)).detach().clone().requires_grad_()
+            out = self.run(number, {**given, to: at})
+            (found,) = torch.autograd.grad(out, at, signal.reshape(out.shape))
+        return found
+
+    def operations_to(self, refs: Sequence[Ref]) -> list[int]:
+        """Return the operations that lead from the image to some tensors, in order."""
+        needed = {number for ref in refs for number in self.graph.operations_behind(ref)}
+        return [number for number in sorted(needed) if self.graph.nodes[number].flows]
+
+    def _test_affine(self, number: int) -> bool:
+        flows = list(dict.fromkeys(self.flows_into(number)))
+        node = self.graph.nodes[number]
+        if not flows or not all(out.is_floating_point() for out in node.outputs[:1]):
+            return False
+        one, other = ([_noise(self.single.value(ref), key) for ref in flows] for key in (0, 1))
+        draws = [0 * x for x in one], one, other, [2 * a - 3 * b for a, b in zip(one, other, strict=True)]
+        try:
+            with torch.no_grad():
+                none, first, second, both = (
+                    self.single.replay([number], Ref(number), dict(zip(flows, values, strict=True))) for values in draws
+                )
+        except MODEL_ERRORS:
+            return False
+        if not both.is_floating_point():
+            return False
+        expected = 2 * (first - none) - 3 * (second - none)
+        return bool((both - none - expected).norm() <= AFFINE_TOLERANCE * (expected.norm() + both.norm()))
+
+    def _read_activation(self, number: int, taken: Ref) -> Activation | None:
+        node = self.single.nodes[number]
+        if len(node.outputs) != 1 or node.outputs[0].shape != self.single.value(taken).shape:
+            return None
+        found = recognize(self.single, Segment((number,), taken, Ref(number)))
+        if isinstance(found, nn.ReLU):
+            return Activation(0.0)
+        if isinstance(found, nn.LeakyReLU):
+            return Activation(float(found.negative_slope))
+        return None
+
+    def _read_layer(self, number: int) -> LayerEquations | None:
+        node = self.graph.nodes[number]
+        if not has_trained_weight(self.graph, node) or len(node.outputs[0].shape) > 4:
+            return None
+        if node.operation == "convolution":
+            return self._read_convolution(number)
+        pair = product_operands(node)
+        if node.operation not in {"addmm", "mm"} or not self.graph.depends_on_image(pair[0]):
+            return None
+        found = self._sent_gradient(pair[1])
+        if found is None:
+            return None
+        name, gradient = found
+        weight = self.graph.value(pair[1]).mT[..., None, None]
+        shape = self.graph.value(pair[0]).shape
+        return LayerEquations(
+            name, weight, gradient.mT[..., None, None], (1, 1), (0, 0), (1, 1), 1,
+            torch.Size((*shape, 1, 1)), torch.Size((*node.outputs[0].shape, 1, 1)),
+        )  # fmt: skip
+
+    def _read_convolution(self, number: int) -> LayerEquations | None:
+        node = self.graph.nodes[number]
+        taken, weight, _, stride, padding, dilation, transposed, _, groups = node.args
+        value = self.graph.value(weight)
+        found = self._sent_gradient(weight)
+        if transposed or value.ndim != 4 or found is None or not self.graph.depends_on_image(taken):
+            return None
+        return LayerEquations(
+            found[0], value, found[1], _pair(stride), _pair(padding), _pair(dilation), int(groups),
+            self.graph.value(taken).shape, node.outputs[0].shape,
+        )  # fmt: skip
+
+    def _sent_gradient(self, ref: Ref) -> tuple[str, Tensor] | None:
+        """Return the parameter behind a weight and its gradient, as the weight lies; None if it was not sent."""
+        found = self.graph.as_parameter(ref)
+        if found is None or found[0] not in self.gradient:
+            return None
+        sent = self.gradient[found[0]]
+        return found[0], (sent if found[1] is None else sent.flatten()[found[1]]).reshape(self.graph.value(ref).shape)
+
+    def layer_input(self, number: int) -> Ref:
+        """Return the tensor that a weighted layer takes."""
+        return self.flows_into(number)[0]
+
+    def bias_like_parameters(self, number: int) -> list[tuple[Ref, str]]:
+        """Return parameters with a sent gradient that an operation adds to what it takes, as they are."""
+        node = self.graph.nodes[number]
+        return [
+            (ref, self.graph.sources[ref.node])
+            for ref in dict.fromkeys(node.refs)
+            if ref.node < -1 and self.graph.sources[ref.node] in self.gradient and self._is_added(number, ref)
+        ]
+
+    def _is_added(self, number: int, ref: Ref) -> bool:
+        """Return whether an operation's change with a parameter hangs on nothing that flows."""
+        value = self.graph.value(ref)
+        if not parameters_behind(self.graph, ref) or value.ndim > 1:
+            return False
+        flows = self.flows_into(number)
+        draw = _noise(value, 2)
+        changes = []
+        with torch.no_grad():
+            for factor in (0.0, 1.0):
+                given = {r: factor * self.graph.value(r) for r in flows}
+                changes.append(self.run(number, {**given, ref: value + draw}) - self.run(number, given))
+        return bool(changes[0].any()) and torch.allclose(changes[0], changes[1], rtol=1e-6, atol=1e-9)
+
+    def graph_in_precision(self, dtype: torch.dtype) -> Graph:
+        """Return the trace with its tensors in another precision."""
+        nodes = [
+            replace(
+                node, outputs=[_cast(t, dtype) for t in node.outputs], leaves=[_cast(x, dtype) for x in node.leaves]
+            )
+            for node in self.graph.nodes
+        ]
+        tensors = {name: _cast(value, dtype) for name, value in self.graph.tensors.items()}
+        return replace(self.graph, image=_cast(self.graph.image, dtype), tensors=tensors, nodes=nodes)
+
+
+def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+
+def _noise(like: Tensor, key: int) -> Tensor:
+    return torch.randn(like.shape, generator=stream(key, "affine"), dtype=like.dtype).to(like)
+
+
+def _pair(setting: Sequence[int]) -> tuple[int, int]:
+    return int(setting[0]), int(setting[-1])

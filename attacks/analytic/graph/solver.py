@@ -1,0 +1,276 @@
+"""Solves for the inputs of a network's weighted layers, from the top down."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.layer_solves import KnownSignal, SolvedInput, count_shortfall, solve_input, solve_signal
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.analytic.graph.shift_structure import find_signal_columns
+from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
+from attacks.network.operation_trace import Ref
+
+MAX_MISFIT = 2e-2
+"""Share of the gradient that a solved input may leave, in the median channel."""
+MAX_BAD_CHANNELS = 0.25
+MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
+"""Share of the largest signal above which a channel counts, and how far from two values its signals may be."""
+MIN_DIRECTION = 1e-7
+"""Share of the largest singular value of a gradient below which a direction is rounding."""
+MIN_ROUNDS = 2
+"""Rounds of unmixing, beside one for each image."""
+THRESHOLD_FACTOR = 1.5
+"""An activation is open where its output is more than so many times the most negative one, which rounding made."""
+MIN_THRESHOLD = 3e-7
+"""Share of the largest output below which an activation counts as closed: sums in float32 round that much."""
+MAX_DIRECT_UNKNOWNS = 4096
+"""Numbers of one input channel up to which its equations are solved by factorization."""
+
+
+@dataclass
+class SolvedTensor:
+    """An input of layers that was solved for.
+
+    Attributes:
+        ref: the tensor.
+        values: (n, ...).
+        misfit: share of the gradient unexplained.
+        scaled: whether its size is known, rather than up to a factor for each image.
+        by: names of the layers whose equations gave it.
+    """
+
+    ref: Ref
+    values: Tensor
+    misfit: float
+    scaled: bool
+    by: tuple[str, ...]
+
+
+@dataclass
+class GraphSolver:
+    """The state of a solution.
+
+    Attributes:
+        network: the graph, of a trace at the number of distinct images.
+        images: how many there are.
+        known: values and signals.
+        solved: the tensors solved for, the lowest last.
+        ends: why layers' inputs could not be solved for, by the layer's weight.
+    """
+
+    network: NetworkGraph
+    images: int
+    known: Propagation
+    solved: list[SolvedTensor] = field(default_factory=list)
+    ends: dict[str, str] = field(default_factory=dict)
+    anchor: str = ""
+    scaled: bool = False
+
+    def run(self) -> None:
+        """Solve for all that can be solved for."""
+        if not self._begin():
+            return
+        for ref in self._inputs():
+            if ref in self.known.values:
+                continue
+            self._solve_tensor(ref)
+            self._find_signals()
+
+    def _inputs(self) -> list[Ref]:
+        """Return what weighted layers take, the last made first."""
+        taken = {self.network.layer_input(number) for number in self.network.layers}
+        return sorted(taken, key=lambda ref: -ref.node)
+
+    def _users(self, ref: Ref) -> list[int]:
+        return [number for number in self.network.consumers.get(ref, []) if number in self.network.layers]
+
+    def _begin(self) -> bool:
+        """Find the signal of the last convolution whose gradient gives it; return whether there is one."""
+        for number in reversed(self.network.layers):
+            layer = self.network.layers[number]
+            if not layer.keeps_size:
+                continue
+            if (found := self._find_anchor(number)) is not None:
+                self.anchor = layer.name
+                self._set_anchor(number, *found)
+                return True
+        return False
+
+    def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
+        """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
+        layer = self.network.layers[number]
+        positions = layer.output_shape[2] * layer.output_shape[3]
+        rank = self.images * positions
+        channels, inputs = layer.weight.shape[:2]
+        if rank > channels or rank > 3 * inputs:
+            equations = f"{min(channels, 3 * inputs)} directions for {rank} positions of {self.images} images"
+            self.ends[layer.name] = f"too few channels to tell positions apart: {equations}"
+            return None
+        found = find_signal_columns(layer.gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
+        if not found.weakest > MIN_DIRECTION:
+            self.ends[layer.name] = f"what flows back has fewer than {rank} independent directions"
+            return None
+        # what is not confirmed is believed if it looks right, as the equations below would contradict it
+        two_valued = unmix_two_valued(found.columns, rounds=MIN_ROUNDS + self.images)
+        if two_valued.directions.shape[1] == self.images:
+            single = found.columns @ two_valued.directions
+            if bool(two_valued.confirmed.all()) or _look_two_valued(single):
+                return single, True
+        if self.images == 1:
+            return found.columns, False
+        sparse = unmix_sparse(found.columns.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
+        if int(sparse.confirmed.sum()) == self.images:
+            return found.columns @ sparse.directions, False
+        told = max(int(kind.confirmed.sum()) for kind in (two_valued, sparse))
+        self.ends[layer.name] = f"the signals of {told} of {self.images} images could be told apart"
+        return None
+
+    def _set_anchor(self, number: int, columns: Tensor, two_valued: bool) -> None:
+        """Note what flows back into a convolution, with the images' factors where a bias tells them."""
+        layer, out = self.network.layers[number], Ref(number)
+        signal = columns.permute(2, 0, 1).reshape(layer.output_shape)
+        signal, bits = _two_values(signal) if two_valued else (signal, torch.ones_like(signal, dtype=torch.bool))
+        factors = self._image_factors(number, signal * bits)
+        self.scaled = factors is not None
+        signal = signal if factors is None else signal * factors[:, None, None, None]
+        gate = self.known.gate(out)
+        if two_valued and gate is not None:
+            activation, slope = gate
+            self.known.signals[Ref(activation)] = signal.reshape(slope.shape) / slope
+            self.known.set_mask(activation, bits.reshape(slope.shape))
+        else:
+            self.known.set_signal(out, (signal * bits).reshape(self.network.graph.value(out).shape))
+
+    def _image_factors(self, number: int, signal: Tensor) -> Tensor | None:
+        """Return by what each image's signal must be multiplied, from gradients of biases above the layer; or None."""
+        made, sent = [], []
+        ref = Ref(number)
+        signal = signal.reshape(self.network.graph.value(ref).shape)
+        while True:
+            for parameter, name in self.network.bias_like_parameters(ref.node):
+                parts = []
+                for image in range(self.images):
+                    one = torch.zeros_like(signal)
+                    one[image] = signal[image]
+                    parts.append(self.network.pull_back(ref.node, one, parameter).flatten())
+                made.append(torch.stack(parts, 1))
+                sent.append(self.network.gradient[name].flatten())
+            above = self.known.sole_scaling(ref)
+            if above is None:
+                break
+            ref, signal = Ref(above[0]), signal / above[1]
+        if not made:
+            return None
+        equations, right = torch.cat(made), torch.cat(sent)
+        factors = torch.linalg.lstsq(equations, right[:, None]).solution[:, 0]
+        off = float((equations @ factors - right).norm() / right.norm())
+        return factors if off < MAX_MISFIT and bool((factors != 0).all()) else None
+
+    def _solve_tensor(self, ref: Ref) -> None:
+        """Solve for what layers take, if the signals at their outputs are known and the equations are enough."""
+        users, signals = [], []
+        for number in self._users(ref):
+            layer = self.network.layers[number]
+            if layer.groups != 1:
+                self.ends[layer.name] = f"{layer.groups} groups of channels: {layer.input_equations} equations each"
+                continue
+            try:
+                signals.append(self.known.layer_signal(number))
+                users.append(number)
+            except UnknownError as error:
+                self.ends[layer.name] = str(error)
+        if not signals:
+            return
+        name = " and ".join(known.layer.name for known in signals)
+        if short := count_shortfall(signals):
+            self.ends[name] = short
+            return
+        solved = solve_input(signals)
+        if solved is None:
+            self.ends[name] = "its equations leave inputs open"
+            return
+        if (reason := _doubt(solved)) is not None:
+            self.ends[name] = reason
+            return
+        self._note_bits(users, signals)
+        self._note_values(ref, solved, tuple(known.layer.name for known in signals))
+
+    def _note_bits(self, users: list[int], signals: list[KnownSignal]) -> None:
+        for number, known in zip(users, signals, strict=True):
+            gate = self.known.gate(Ref(number))
+            if known.bits is not None and gate is not None:
+                activation = gate[0]
+                self.known.set_mask(activation, known.bits.reshape(gate[1].shape))
+
+    def _note_values(self, ref: Ref, solved: SolvedInput, names: tuple[str, ...]) -> None:
+        values = solved.values.reshape(self.network.graph.value(ref).shape)
+        activation = self.network.activations.get(ref.node)
+        if activation is not None:
+            if not self.scaled and activation.slope >= 0:
+                values = values * _signs(values)
+            threshold = 0.0
+            if activation.slope == 0:
+                threshold = max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
+            mask = values > threshold
+            self.known.set_mask(ref.node, mask)
+            values = values * mask if activation.slope == 0 else values
+        self.known.set_value(ref, values)
+        self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
+
+    def _find_signals(self) -> None:
+        """Solve for what flows back into layers of which only the input is known."""
+        for number, layer in self.network.layers.items():
+            if layer.groups != 1 or layer.signal_equations < layer.unknown_signals:
+                continue
+            try:
+                self.known.signal(Ref(number))
+                continue
+            except UnknownError:
+                pass
+            try:
+                values = self.known.value(self.network.layer_input(number)).reshape(layer.input_shape)
+            except UnknownError:
+                continue
+            found = solve_signal(layer, values)
+            if found is not None and found[1] < MAX_MISFIT:
+                self.known.set_signal(Ref(number), found[0].reshape(self.network.graph.value(Ref(number)).shape))
+
+
+def _doubt(solved: SolvedInput) -> str | None:
+    """Return why a solved input is not believed, or None."""
+    if not solved.misfit < MAX_MISFIT:
+        return f"its equations are left by {solved.misfit:.1e}"
+    if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:
+        return f"{solved.bad_channels} of {solved.channels} channels do not fit"
+    return None
+
+
+def _look_two_valued(columns: Tensor) -> bool:
+    """Return whether in nearly all channels that are heard each image (C, P, B) has one number or none."""
+    for image in columns.unbind(2):
+        largest = image.gather(1, image.abs().argmax(1, keepdim=True))
+        heard = largest.abs()[:, 0] > MIN_HEARD * largest.abs().max()
+        share = (image / largest)[heard]
+        off = torch.minimum(share.abs(), (share - 1).abs()).amax(1)
+        if float(off.quantile(0.9)) > MAX_TWO_VALUE_ERROR:
+            return False
+    return True
+
+
+def _two_values(signal: Tensor) -> tuple[Tensor, Tensor]:
+    """Return of signals that are 0 or one number for a channel of an image that number, and where they are not 0."""
+    flat = signal.flatten(2)
+    largest = flat.gather(2, flat.abs().argmax(2, keepdim=True))
+    heard = largest.abs() > 1e-5 * largest.abs().amax(1, keepdim=True)
+    bits = (flat / largest.where(heard, torch.ones_like(largest)) > 0.5) & heard
+    mean = (flat * bits).sum(2, keepdim=True) / bits.sum(2, keepdim=True).clamp_min(1)
+    return mean.expand_as(flat).reshape(signal.shape), bits.reshape(signal.shape)
+
+
+def _signs(values: Tensor) -> Tensor:
+    """Return the sign of each image's values that makes their sum positive."""
+    return values.flatten(1).sum(1).sign().reshape(-1, *[1] * (values.ndim - 1))

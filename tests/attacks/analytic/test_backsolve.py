@@ -1,0 +1,112 @@
+"""Residual networks are inverted exactly from one gradient."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import attacks
+from attacks.base import NotApplicable, Reconstruction
+from fl.capture import from_batch, from_update
+
+
+class Block(nn.Module):
+    """Two convolutions beside a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.conv2, self.bn2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False), nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Identity()
+        if stride != 1 or inputs != outputs:
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = functional.relu(self.bn1(self.conv1(x)))
+        return functional.relu(self.bn2(self.conv2(inner)) + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """A small residual network for pictures of 16 by 16 pixels."""
+
+    def __init__(self, widths: tuple[int, ...] = (16, 48, 96)) -> None:
+        super().__init__()
+        self.stem, self.norm = nn.Conv2d(3, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0])
+        pairs = zip((widths[0], *widths), widths, strict=False)
+        self.blocks = nn.Sequential(*(Block(i, o, 1 if k == 0 else 2) for k, (i, o) in enumerate(pairs)))
+        self.head = nn.Linear(widths[-1], 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(functional.relu(self.norm(self.stem(x)))).mean((2, 3)))
+
+
+def victim(widths: tuple[int, ...] = (16, 48, 96)) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        return ResNet(widths).eval()
+
+
+def pictures(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    coarse = torch.rand(count, 3, 4, 4, generator=draw)
+    smooth = functional.interpolate(coarse, size=16, mode="bicubic", align_corners=False).clamp(0, 1)
+    return (255 * smooth).round() / 255, torch.randint(10, (count,), generator=draw)
+
+
+def decibels(found: Tensor, true: Tensor) -> list[float]:
+    errors = (found[None].double() - true[:, None].double()).square().mean((2, 3, 4)).amin(1).clamp_min(1e-14)
+    return [-10 * float(error.log10()) for error in errors]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_residual_networks_give_batches_away_exactly(count: int) -> None:
+    images, labels = pictures(count)
+    view, _ = from_batch(victim(), images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert found.labels is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert sorted(found.labels.tolist()) == sorted(labels.tolist())
+    assert found.verified is True
+
+
+def test_repeated_labels_are_no_trouble() -> None:
+    images, _ = pictures(2)
+    view, _ = from_batch(victim(), images, torch.tensor([3, 3]))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
+
+
+def test_differences_of_float32_weights_are_taken() -> None:
+    images, labels = pictures(1)
+    model = victim()
+    loss = functional.cross_entropy(model(images), labels)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    before = {n: p.detach() for n, p in model.named_parameters()}
+    update = {n: p - (p - 0.1 * g) for (n, p), g in zip(before.items(), grads, strict=True)}
+    view = from_update(model, update, input_shape=(3, 16, 16), num_classes=10)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 40
+
+
+def test_the_refusal_counts_equations() -> None:
+    images, labels = pictures(3)
+    view, _ = from_batch(victim((8, 12, 24)), images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "24" in found.reason
+    assert "48" in found.reason
+
+
+def test_a_changed_update_is_not_verified() -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels)
+    changed = {n: v + 1e-2 * v.abs().mean() * torch.randn(v.shape, generator=torch.Generator().manual_seed(0))
+               for n, v in view.update.items()}  # fmt: skip
+    found = attacks.build("backsolve")(view.__class__(**{**vars(view), "update": changed}))
+    assert isinstance(found, NotApplicable) or found.verified is not True
