@@ -47,7 +47,7 @@ from fl.seeds import stream
 GREY = 0.5
 """Where the search starts: the middle of the pixels' range."""
 START_NOISE = 0.02
-"""Standard deviation of the start around grey; a flat start has ties in every max pooling."""
+"""Standard deviation of the start around grey, and of what moves a stuck image; a flat start has ties in poolings."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
@@ -87,13 +87,15 @@ class InversionSettings:
         max_steps: Gauss-Newton steps.
         max_inner_iterations: conjugate gradient iterations a step, each one product with J and one with J^T.
         roughness: typical difference of neighboring pixels, for the smooth prior of the first steps; 0 for none.
+        restarts: how often an image that got stuck is searched again, from where it is and a little noise.
         seconds: seconds of CPU time after which no further step begins.
         seed: of the start and the probes.
     """
 
     max_steps: int = 60
     max_inner_iterations: int = 60
-    roughness: float = 0.0
+    roughness: float = 0.1
+    restarts: int = 2
     seconds: float | None = None
     seed: int = 0
 
@@ -107,7 +109,7 @@ class InvertedImages:
         residual: (B,), the root mean square of the targets' relative residuals, weighted.
         converged: (B,), whether the residual is at the level of the targets' noise. It proves the image where the
             features determine it.
-        steps: (B,), Gauss-Newton steps that each image took.
+        steps: (B,), Gauss-Newton steps that each image took, restarts included.
         iterations: products with J of the whole batch.
     """
 
@@ -153,12 +155,38 @@ def invert_features(
             raise ValueError(f"A target of {len(target.value)} images for {shape[0]} images to find.")
     problem = _Problem(forward, single_forward or forward, tuple(targets), coupled_residual)
     value = targets[0].value
-    images = start
-    if images is None:
-        generator = stream(settings.seed, "feature inversion")
-        noise = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
-        images = (GREY + START_NOISE * noise).to(value)
-    return _Search(problem, settings, images.to(value)).run()
+    generator = stream(settings.seed, "feature inversion")
+
+    def noise() -> Tensor:
+        return START_NOISE * torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
+
+    began = time.process_time()
+    start = GREY + noise() if start is None else start.to(value)
+    best = _Search(problem, settings, start, began).run()
+    for _ in range(settings.restarts):
+        stuck = ~best.converged & (best.steps < settings.max_steps)
+        late = settings.seconds is not None and time.process_time() - began > settings.seconds
+        if late or not bool(stuck.any()):
+            break
+        if coupled_residual is not None:
+            stuck = torch.ones_like(stuck)
+        again = _Search(problem.select(stuck), settings, (best.images + noise())[stuck], began).run()
+        best = _better(best, again, stuck)
+    return best
+
+
+def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:
+    """Return the better of two searches for each image, the second of which was for some."""
+    images, residual, converged, steps = (
+        t.clone() for t in (before.images, before.residual, before.converged, before.steps)
+    )
+    places = torch.nonzero(which)[:, 0]
+    steps[places] += again.steps
+    better = again.residual < before.residual[places]
+    places = places[better]
+    images[places], residual[places] = again.images[better], again.residual[better]
+    converged[places] = again.converged[better]
+    return InvertedImages(images, residual, converged, steps, before.iterations + again.iterations)
 
 
 @dataclass(frozen=True)
@@ -269,12 +297,12 @@ def _transposed_differences(down: Tensor, right: Tensor, scale: Tensor) -> Tenso
 class _Search:
     """Gauss-Newton steps for all images that are not done yet."""
 
-    def __init__(self, problem: _Problem, settings: InversionSettings, images: Tensor) -> None:
+    def __init__(self, problem: _Problem, settings: InversionSettings, images: Tensor, began: float) -> None:
         self.settings = settings
         self.problem = problem
         self.images = images
         self.count = 1 if problem.coupled is not None else len(images)
-        self.began = time.process_time()
+        self.began = began
         self.iterations = 0
         self.records: dict[tuple[int, ...], RecordedDerivative | None] = {}
         self.work_type = torch.float32 if problem.single_forward is not problem.forward else images.dtype
