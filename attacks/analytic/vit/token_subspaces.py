@@ -2,9 +2,10 @@
 
 A linear layer that every token goes through has the weight gradient sum over images b and tokens t of s_bt h_bt^T, with
 inputs h_bt and signals s_bt. Where there are fewer tokens N than numbers in h, and the signals are independent, its
-rows span what the h_bt span and no more: a token of the batch leaves nothing outside (DAGER, Petrov et al., NeurIPS
-2024, arXiv 2405.15586, tries words by that). Pixels can't be tried one by one. But attention mixes tokens of one image
-alone, so these are equations for ONE image. Its patches x_t, put through the first blocks, leave nothing outside:
+rows span what the h_bt span and no more: a token of the batch leaves nothing outside. DAGER (Petrov et al., NeurIPS
+2024, arXiv 2405.15586) tries words by that, TIGER (2606.18312) makes words leave little. Pixels can't be tried one by
+one. But attention mixes tokens of one image alone, so these are equations for ONE image. Its patches x_t, put through
+the first blocks, leave nothing outside:
 
     (I - U_l U_l^T) h_lt(x_1 ... x_T) = 0    for all layers l and tokens t; U_l spans the rows of layer l's gradient
 

@@ -135,7 +135,7 @@ def test_what_one_training_spares_is_still_part_of_another(tmp_path):
 
 
 def test_batches_are_told_apart_by_what_can():
-    assert attack_selection.default_attacks(FedAvg(), 2) == ("analytic", "spear", "cascade", "ig")
+    assert attack_selection.default_attacks(FedAvg(), 2) == ("analytic", "spear", "cascade", "april", "ig")
     assert attack_selection.default_attacks(HyperFL(), 2) == attack_selection.default_attacks(HyperFL(), 1)
 
 
