@@ -70,16 +70,20 @@ WHITENINGS, ASCENTS, ASCENDED = 8, 80, 1e-4
 """Iterations of Tyler's estimator, of the fixed point at most, and the change of directions at which that ends."""
 REFINEMENTS, FIRST_EPSILON, LAST_EPSILON, EPSILON_STEP = 40, 0.1, 1e-4, 0.7
 """Reweightings at most, and epsilon, relative to a channel's spread or a row's size, from first to last."""
+CONVERGED = 1e-10
+"""Change of a direction at which reweighting ends: one less the cosine."""
 NEAR_FITS = (0.3, 0.2, 0.1, 0.1)
 """How far positions may be off, relative to the level, in channels that least squares fit at the end."""
-LARGE_LEVEL, ALIKE = 0.8, 0.5
-"""Two directions may hold something of one image if their levels have one ratio, the quantile of all, in such a share
-of the channels where both are large."""
-NOISE_DEVIATIONS, LEVEL_DEVIATIONS = 8.0, 20.0
-"""Standard deviations of noise up to which a number may be zero, and beyond which a channel's level is told."""
+LARGE_LEVEL, SAME_RATIO, ALIKE = 0.8, 0.1, 0.5
+"""Two directions may hold something of one image if their levels have one ratio, this quantile of all, up to so much in
+such a share of the channels where both are large."""
+NOISE_DEVIATIONS, ROUNDING = 12.0, 1e-4
+"""What may be zero: so many standard deviations of noise, and such a share of the mixed row."""
+CLEAR_LEVEL = 4.0
+"""A channel tells something if its level is so many times what may be zero."""
 MISFIT = 0.1
-"""How far a position may be off its level, relative to the level, if the channel is to fit."""
-MAX_FALSE_FIT, MIN_FIT = 0.6, 0.95
+"""How far a position is off its level, relative to the level, where a direction does not fit a channel."""
+MAX_FALSE_FIT, MIN_FIT = 0.6, 0.98
 """Share of the channels that count which fit a wrong direction at most, and a right one at least."""
 SURE_ZEROS, FIRST_NOISE, NOISE_ROUNDS, ZERO_FITS = 0.1, 3.0, 6, 4
 """Share of rows that are zeros for certain, the deviation for which the largest of them is taken (of a quarter, a tenth
@@ -120,7 +124,7 @@ class Unmixing:
         return int(self.confirmed.sum()) == len(self.directions)
 
 
-def unmix_two_valued(columns: Tensor, *, rounds: int = 30, seed: int = 0) -> Unmixing:
+def unmix_two_valued(columns: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
     """Return the directions in which each channel sends one number, or nothing, at every position.
 
     Args:
@@ -128,7 +132,7 @@ def unmix_two_valued(columns: Tensor, *, rounds: int = 30, seed: int = 0) -> Unm
             (`shift_structure.count_images`). Equal pictures have equal patterns and proportional signals if they have
             one label: they are one column, and the direction found has the sum of their signals. Different pictures
             with the same label are no trouble.
-        rounds: how often missing images are looked for.
+        rounds: the search ends after so many rounds that found no further image.
         seed: of the draws.
 
     Returns:
@@ -139,12 +143,12 @@ def unmix_two_valued(columns: Tensor, *, rounds: int = 30, seed: int = 0) -> Unm
     return _search(_TwoValued(columns / columns.abs().max().clamp_min(1e-300), draw), rounds, draw)
 
 
-def unmix_sparse(rows: Tensor, *, rounds: int = 30, seed: int = 0) -> Unmixing:
+def unmix_sparse(rows: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
     """Return the directions in which many rows are exactly zero: the signals (or features) of single images.
 
     Args:
         rows: (N, B), B the number of distinct images; a quarter or more of the rows should be zero for each image.
-        rounds: how often missing images are looked for.
+        rounds: the search ends after so many rounds that found no further image.
         seed: of the draws.
 
     Returns:
@@ -237,15 +241,20 @@ class _Problem(ABC):
 def _search(problem: _Problem, rounds: int, draw: torch.Generator) -> Unmixing:
     """Find as many images as there are, those missing anew each round."""
     found = problem.judge(torch.eye(problem.images, dtype=torch.float64, device=problem.whitening.device)[:0])
-    rejected = found
-    for _ in range(rounds):
+    rejected, idle = found, 0
+    while True:
         free = _complement(found.directions, problem.images)
         starts = _kurtosis_maxima(problem.starting_rows(draw) @ free, draw) @ free.mT
-        starts = torch.cat([starts, problem.corrections(rejected.directions, found.directions)])
+        corrections = problem.corrections(rejected.directions, found.directions)
+        starts = torch.cat([starts, corrections[: 2 * free.shape[1]]])
         judged = problem.judge(problem.refine(starts))
+        known = len(found.directions)
         found = _Candidates.join(found, judged.take(judged.confirmed)).independent()
         rejected = judged.take(~judged.confirmed)
-        if len(found.directions) == problem.images:
+        missing = problem.images - len(found.directions)
+        rejected = rejected.take(rejected.log_chances.argsort()[: 2 * missing])
+        idle = 0 if len(found.directions) > known else idle + 1
+        if not missing or idle == rounds:
             break
     found = _Candidates.join(found, rejected).independent()
     return Unmixing(problem.whitening @ found.directions.mT, found.confirmed, found.errors)
@@ -337,41 +346,44 @@ class _TwoValued(_Problem):
 
     def refine(self, directions: Tensor) -> Tensor:
         """Return the directions after step 3, by reweighted least squares."""
+        return torch.stack([self._fit_channels(self._reweigh(v)) for v in directions])
+
+    def _reweigh(self, direction: Tensor) -> Tensor:
         for number in range(REFINEMENTS):
-            epsilon = max(FIRST_EPSILON * EPSILON_STEP**number, LAST_EPSILON)
-            last = directions
-            directions = torch.stack([self._refine_once(v, epsilon) for v in directions])
-            if epsilon == LAST_EPSILON and float(1 - (directions * last).sum(1).abs().min()) < 1e-10:
+            fit = _fit_levels(self.scaled @ direction)
+            falling = FIRST_EPSILON * EPSILON_STEP**number
+            epsilon = max(falling, LAST_EPSILON, fit.noise)
+            last = direction
+            weights = 1 / (fit.residual.pow(2) + epsilon**2)
+            inside = weights * fit.pattern
+            mean = (inside[:, None] @ self.scaled) / inside.sum(1)[:, None, None]
+            equations = (self.scaled - fit.pattern[..., None] * mean) * weights.sqrt()[..., None]
+            direction = _weakest(equations.flatten(0, 1))
+            if falling < epsilon and 1 - abs(float(direction @ last)) < CONVERGED:
                 break
-        return torch.stack([self._fit_channels(v) for v in directions])
+        return direction
 
     def _fit_channels(self, direction: Tensor) -> Tensor:
         """Return the direction after least squares on the channels that nearly fit it."""
         for off in NEAR_FITS:
-            values = self.scaled @ direction
-            pattern = _two_levels(values).to(values.dtype)
-            inside = pattern.sum(1)
-            level = (values * pattern).sum(1) / inside
-            fits = (values - level[:, None] * pattern).abs().amax(1) <= off * level.abs()
-            if int(fits.sum()) * values.shape[1] <= 2 * self.images:
+            fit = _fit_levels(self.scaled @ direction)
+            fits = fit.residual.amax(1) <= off * fit.level.abs() + NOISE_DEVIATIONS * fit.noise
+            if int(fits.sum()) * self.scaled.shape[1] <= 2 * self.images:
                 break
-            mean = (pattern[:, None] @ self.scaled) / inside[:, None, None]
-            direction = _weakest((self.scaled - pattern[..., None] * mean)[fits].flatten(0, 1))
+            direction = _weakest(fit.equations(self.scaled)[fits].flatten(0, 1))
         return direction
 
     def corrections(self, rejected: Tensor, found: Tensor) -> Tensor:
         """Return sums and differences of a rejected direction and up to two images of like levels, the best first."""
         if not len(rejected) or not len(found):
             return rejected[:0]
-        rejected_levels, levels = (torch.stack([self._levels(v).abs() for v in some]) for some in (rejected, found))
+        levels = torch.stack([_fit_levels(self.scaled @ v).level.abs() for v in found]).clamp_min(1e-300)  # (m, C)
         starts = []
-        for direction, own in zip(rejected, rejected_levels, strict=True):
-            ratios = own / levels.clamp_min(
-                1e-300
-            )  # (m, C): 1 up to a factor where the two differ, 0 where they do not
+        for direction in rejected:
+            ratios = _fit_levels(self.scaled @ direction).level.abs() / levels
             factors = ratios.quantile(LARGE_LEVEL, dim=1, keepdim=True)
-            ratios = ratios / factors
-            alike = ((ratios - 1).abs() < MISFIT).sum(1) > ALIKE * (ratios > 0.5).sum(1)
+            ratios = ratios / factors  # 1 where the two differ and 0 elsewhere, if one holds something of the other
+            alike = ((ratios - 1).abs() < SAME_RATIO).sum(1) > ALIKE * (ratios > 0.5).sum(1)
             terms = (found * factors)[alike]
             parts = torch.cat([terms, -terms])
             starts += [direction + part for part in parts]
@@ -381,59 +393,68 @@ class _TwoValued(_Problem):
         corrected = torch.stack(starts)
         corrected = corrected[corrected.norm(dim=1) > SAME]
         corrected = corrected / corrected.norm(dim=1, keepdim=True)
-        misfits = torch.stack([self._misfit(v) for v in corrected])
-        return corrected[misfits.argsort()[: 2 * len(rejected)]]
-
-    def _levels(self, direction: Tensor) -> Tensor:
-        values = self.scaled @ direction
-        pattern = _two_levels(values).to(values.dtype)
-        return (values * pattern).sum(1) / pattern.sum(1)
-
-    def _misfit(self, direction: Tensor) -> Tensor:
-        """Return the share of channels that do not fit."""
-        values = self.scaled @ direction
-        pattern = _two_levels(values).to(values.dtype)
-        level = (values * pattern).sum(1) / pattern.sum(1)
-        return ((values - level[:, None] * pattern).abs().amax(1) > MISFIT * level.abs()).to(values.dtype).mean()
-
-    def _refine_once(self, direction: Tensor, epsilon: float) -> Tensor:
-        values = self.scaled @ direction
-        pattern = _two_levels(values).to(values.dtype)
-        level = (values * pattern).sum(1) / pattern.sum(1)
-        weights = 1 / ((values - level[:, None] * pattern).pow(2) + epsilon**2)
-        inside = weights * pattern
-        mean = (inside[:, None] @ self.scaled) / inside.sum(1)[:, None, None]
-        equations = (self.scaled - pattern[..., None] * mean) * weights.sqrt()[..., None]
-        return _weakest(equations.flatten(0, 1))
+        misfits = torch.stack([_fit_levels(self.scaled @ v).misfit() for v in corrected])
+        return corrected[misfits.argsort()]
 
     def judge_one(self, direction: Tensor) -> tuple[bool, float, float]:
         """Return whether the direction is an image's, its error and the logarithm of (4)."""
         positions = self.columns.shape[1]
-        values = self.columns @ direction
-        pattern = _two_levels(values).to(values.dtype)
-        inside = pattern.sum(1)
-        level = (values * pattern).sum(1) / inside
-        residual = (values - level[:, None] * pattern).abs()
-        free = (pattern == 0) | (inside[:, None] >= 3)  # a level of one or two positions leaves nothing
-        noise = 1.4826 * float(residual[free].median())
-        told = level.abs() > LEVEL_DEVIATIONS * noise
-        fits = residual.amax(1) <= MISFIT * level.abs()
-        used = told & fits
-        if int(used.sum()) * positions <= 2 * self.images:
+        fit = _fit_levels(self.columns @ direction)
+        within = NOISE_DEVIATIONS * fit.noise + ROUNDING * self.columns.norm(dim=2).amax(1)  # (C,)
+        told = fit.level.abs() > CLEAR_LEVEL * within
+        fits = told & (fit.residual.amax(1) <= within)
+        if int(fits.sum()) * positions <= 2 * self.images:
             return False, math.inf, 0.0
-        mean = (pattern[:, None] @ self.columns) / inside[:, None, None]
-        equations = self.columns - pattern[..., None] * mean
-        error, second = _least_squares_error(equations[used].flatten(0, 1), self.columns.flatten(0, 1), direction)
-        if self.images == 1:
-            counted = told & (inside < positions)
-        else:
+        equations = fit.equations(self.columns)
+        error, second = _least_squares_error(equations[fits].flatten(0, 1), self.columns.flatten(0, 1), direction)
+        counted = told & (fit.inside < positions)
+        if self.images > 1:
             against = (equations @ second).abs().amax(1)
-            counted = told & (inside < positions) & (against > MISFIT * (self.columns @ second).abs().amax(1))
-        count, fit = int(counted.sum()), int((counted & fits).sum())
+            counted &= against > MISFIT * (self.columns @ second).abs().amax(1)
+        count, fitted = int(counted.sum()), int((counted & fits).sum())
         spent = math.ceil((self.images - 1) / max(positions - 1, 1))
-        chance = _log_chance(fit, count, spent, MAX_FALSE_FIT)
-        sure = chance < math.log(MAX_FALSE_ACCEPTANCE) and fit >= MIN_FIT * count and error < MAX_ERROR
+        chance = _log_chance(fitted, count, spent, MAX_FALSE_FIT)
+        sure = chance < math.log(MAX_FALSE_ACCEPTANCE) and fitted >= MIN_FIT * count and error < MAX_ERROR
         return sure, error, chance
+
+
+@dataclass(frozen=True)
+class _LevelFit:
+    """The best two levels of each channel, zero and one of its own.
+
+    Attributes:
+        pattern: s (C, P), 1.0 at the level and 0.0 at zero.
+        inside: (C,) how many positions are at the level.
+        level: g (C,).
+        residual: (C, P), absolute.
+        noise: the standard deviation of the residuals if half of them are nothing but noise.
+    """
+
+    pattern: Tensor
+    inside: Tensor
+    level: Tensor
+    residual: Tensor
+    noise: float
+
+    def equations(self, columns: Tensor) -> Tensor:
+        """Return (3) for columns (C, P, B): the rows (C, P, B) that a direction with this pattern is orthogonal to."""
+        mean = (self.pattern[:, None] @ columns) / self.inside[:, None, None]
+        return columns - self.pattern[..., None] * mean
+
+    def misfit(self) -> Tensor:
+        """Return the share of channels that do not fit."""
+        return (self.residual.amax(1) > MISFIT * self.level.abs()).double().mean()
+
+
+def _fit_levels(values: Tensor) -> _LevelFit:
+    """Return the levels of values (C, P) that are best for least squares."""
+    pattern = _two_levels(values).to(values.dtype)
+    inside = pattern.sum(1)
+    level = (values * pattern).sum(1) / inside
+    residual = (values - level[:, None] * pattern).abs()
+    free = (pattern == 0) | (inside[:, None] >= 3)  # a level of one or two positions leaves little
+    noise = 1.4826 * float(residual[free].median()) if bool(free.any()) else 0.0
+    return _LevelFit(pattern, inside, level, residual, noise)
 
 
 def _least_squares_error(equations: Tensor, rows: Tensor, direction: Tensor) -> tuple[float, Tensor]:
@@ -498,7 +519,7 @@ class _Sparse(_Problem):
             weights = 1 / ((self.scaled @ directions.mT).pow(2) + epsilon**2).sqrt()  # (N, k)
             last = directions
             directions = torch.stack([_weakest(self.scaled * w[:, None]) for w in weights.mT])
-            if epsilon == LAST_EPSILON and float(1 - (directions * last).sum(1).abs().min()) < 1e-10:
+            if epsilon == LAST_EPSILON and float(1 - (directions * last).sum(1).abs().min()) < CONVERGED:
                 break
         return torch.stack([self._fit_zeros(v) for v in directions])
 
