@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from attacks.analytic.recursive.linear_layer import first_linear
 from attacks.labels.assignment import assign_labels
-from attacks.network.network_above import network_above
+from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.observed_update import ObservedUpdate
@@ -155,7 +155,7 @@ def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | N
     if not isinstance(below, ServerView) or below.private or not isinstance(below.method, LayerSignal):
         return None
     errors = ObservedUpdate(view).relative_rounding
-    signal = errors.get(f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
+    signal = errors.get(below.method.bias or f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
     errors = {name: errors.get(name, 0.0) + signal for name in below.update}
     check = _UpdateComparison(below, errors, result.verified is True)
     return check.is_explained(images, torch.zeros(1, dtype=torch.int64))

@@ -75,7 +75,7 @@ class Stage:
 
     def arrange(self, kind: str, sent: Tensor) -> Tensor:
         """Return what was sent of the layer's "weight" or "bias", as it lies in the layer."""
-        return sent.flatten()[self.places[kind]] if kind in self.places else sent
+        return sent.flatten()[self.places[kind]].contiguous() if kind in self.places else sent
 
     def layer_input(self, values: Tensor) -> Tensor:
         """Return what the layer is given, from what comes in (N, *shape)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -23,6 +24,10 @@ from attacks.network.operation_trace import Graph, Node, Ref, Segment
 
 MAX_MERGED = 12
 """Parts of a forward between two layers that are tried to be read as one."""
+
+
+ParameterNames = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | None]
+"""Names of a layer's weight and bias in the update, with the places of their numbers there; None for no bias."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,17 @@ def read_pieces(graph: Graph) -> Iterator[Piece]:
         if i < skip:
             continue
         node = graph.nodes[segment.nodes[0]]
-        if len(segment.nodes) > 1 or not has_trained_weight(graph, node):
+        unfolded = _read_unfolded(graph, segments[i : i + MAX_MERGED])
+        if unfolded is None and (len(segment.nodes) > 1 or not has_trained_weight(graph, node)):
             between.append(segment)
             continue
         below, between = _read_between(graph, between), []
-        piece, taken = _absorb_bias(graph, _read_weighted(graph, node, segment), segments[i + 1 :])
-        skip = i + 1 + taken
+        piece, count = unfolded or (_read_weighted(graph, node, segment), 1)
+        piece, taken = _absorb_bias(graph, piece, segments[i + count :])
+        skip = i + count + taken
+        if unfolded is not None:
+            piece, taken = _absorb_reshaping(graph, piece, segments[skip:])
+            skip += taken
         piece = _absorb_padding(below, piece)
         yield from below
         yield piece
@@ -140,6 +150,110 @@ def _convolution(graph: Graph, node: Node, piece: Piece) -> Piece | str:
     return _with_parameters(piece, layer, graph, value, bias, parameters)
 
 
+def _read_unfolded(graph: Graph, segments: Sequence[Segment]) -> tuple[Piece, int] | None:
+    """Return a convolution written as a product of its weight with all patches, and how many segments it takes.
+
+    It is told by its numbers: what it returns is what a convolution of the same weight does.
+
+    Args:
+        graph: of the network.
+        segments: the first of which may take the patches out (`unfold`).
+    """
+    node = graph.nodes[segments[0].nodes[0]]
+    taken = graph.value(segments[0].start)
+    if len(segments[0].nodes) > 1 or node.operation != "im2col" or taken.ndim != 4:
+        return None
+    product = _first_product(graph, segments)
+    if product is None:
+        return None
+    _, kernel, dilation, padding, stride = node.args
+    parts = _patch_weight(graph, graph.nodes[segments[product].nodes[0]], (taken.shape[1], *_pair(kernel)))
+    if parts is None:
+        return None
+    weight, bias, parameters = parts
+    with torch.no_grad():
+        right = nn.functional.conv2d(taken, weight, None, _pair(stride), _pair(padding), _pair(dilation))
+    for end in range(product, len(segments)):
+        last = graph.nodes[segments[end].nodes[0]]
+        if last.operation == "add" and bias is None:
+            bias = _added_parameter(graph, last)
+            other = None if bias is None else graph.as_parameter(bias)
+            if bias is None or other is None or graph.value(bias).numel() != len(weight):
+                return None
+            parameters = parameters[0], other
+        shift = graph.value(bias).view(1, -1, 1, 1) if bias is not None else 0.0
+        given, expected = graph.value(segments[end].end), right + shift
+        if given.numel() == expected.numel() and torch.allclose(given.flatten(), expected.flatten(), 1e-9, 1e-9):
+            layer = nn.Conv2d(
+                weight.shape[1],
+                len(weight),
+                _pair(kernel),
+                stride=_pair(stride),
+                padding=_pair(padding),
+                dilation=_pair(dilation),
+                bias=bias is not None,
+                device="meta",
+            )
+            whole = [graph.nodes[number] for segment in segments[: end + 1] for number in segment.nodes]
+            sources = frozenset[str]().union(*(one.sources for one in whole))
+            piece = Piece(None, str(graph.nodes[segments[product].nodes[0]]), taken, given, sources)
+            return _with_parameters(piece, layer, graph, weight, bias, parameters), end + 1
+    return None
+
+
+def _added_parameter(graph: Graph, node: Node) -> Ref | None:
+    """Return what is made of parameters and added, once, to what flows."""
+    one, other, factor = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else 1
+    added = other if isinstance(one, Ref) and graph.depends_on_image(one) else one
+    return added if factor == 1 and isinstance(added, Ref) and parameters_behind(graph, added) else None
+
+
+def _first_product(graph: Graph, segments: Sequence[Segment]) -> int | None:
+    """Return which segment is a product with a parameter, where those before it have none."""
+    for i, segment in enumerate(segments):
+        node = graph.nodes[segment.nodes[0]]
+        if len(segment.nodes) > 1 or (node.sources and not has_trained_weight(graph, node)):
+            return None
+        if node.sources:
+            return i
+    return None
+
+
+def _patch_weight(
+    graph: Graph, node: Node, patch: tuple[int, int, int]
+) -> tuple[Tensor, Ref | None, ParameterNames] | None:
+    """Return the weight (O, C, h, w) by which a product multiplies patches (C, h, w), and what it adds."""
+    if node.operation == "convolution":
+        return None
+    first, second = product_operands(node)
+    flows_first = graph.depends_on_image(first)
+    weight = second if flows_first else first
+    value, bias = graph.value(weight), node.args[0] if node.operation in {"addmm", "baddbmm"} else None
+    if bias is not None and (not flows_first or node.args[3:] not in ([1, 1], [1.0, 1.0])):
+        return None
+    parameters = _parameter_names(graph, node, weight, bias)
+    matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
+    if isinstance(parameters, str) or matrix.shape[1] != math.prod(patch):
+        return None
+    if bias is not None and graph.value(bias).numel() != len(matrix):
+        return None
+    (name, places), rest = parameters
+    places = _element_indices(value) if places is None else places
+    places = (places.flatten(0, -2).T if flows_first else places.flatten(0, -2)).reshape(-1, *patch)
+    shaped = matrix.reshape(-1, *patch).contiguous()
+    same = graph.tensors[name].shape == shaped.shape and torch.equal(places, _element_indices(shaped))
+    return shaped, bias, ((name, None if same else places), rest)
+
+
+def _absorb_reshaping(graph: Graph, piece: Piece, following: Sequence[Segment]) -> tuple[Piece, int]:
+    """Return a convolution with the step that gives what it returns the shape (1, O, H, W), and how many those are."""
+    if not following or len(following[0].nodes) > 1:
+        return piece, 0
+    taken, given = graph.value(following[0].start), graph.value(following[0].end)
+    same = taken.numel() == given.numel() and torch.equal(taken.flatten(), given.flatten())
+    return (replace(piece, output=given), 1) if same and given.ndim == 4 else (piece, 0)
+
+
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
@@ -172,9 +286,6 @@ def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
 
 def _element_indices(value: Tensor) -> Tensor:
     return torch.arange(value.numel(), device=value.device).view(value.shape)
-
-
-ParameterNames = tuple[tuple[str, Tensor | None], tuple[str, Tensor | None] | None]
 
 
 def _parameter_names(graph: Graph, node: Node, weight: Ref, bias: object) -> ParameterNames | str:
@@ -254,12 +365,9 @@ def _with_bias_of(graph: Graph, piece: Piece, segment: Segment) -> Piece | None:
     """Return the layer with what a sum adds to its outputs as its bias; None where that is no parameter of theirs."""
     node, layer = graph.nodes[segment.nodes[0]], piece.module
     assert isinstance(layer, nn.Conv2d | nn.Linear)
-    one, other, factor = node.args[0], node.args[1], node.args[2] if len(node.args) > 2 else 1
-    added = other if isinstance(one, Ref) and graph.depends_on_image(one) else one
-    given = graph.value(segment.end)
-    if factor != 1 or not parameters_behind(graph, added) or given.numel() != piece.output.numel():
+    added, given = _added_parameter(graph, node), graph.value(segment.end)
+    if added is None or given.numel() != piece.output.numel():
         return None
-    assert isinstance(added, Ref)
     found, value = graph.as_parameter(added), graph.value(added)
     outputs = len(layer.weight)
     if found is None or value.numel() != outputs:

@@ -57,7 +57,7 @@ class VectorLayer:
 
     def arrange(self, kind: str, sent: Tensor) -> Tensor:
         """Return what was sent of the layer's "weight" or "bias", as it lies in the layer."""
-        return sent.flatten()[self.places[kind].to(sent.device)] if kind in self.places else sent
+        return sent.flatten()[self.places[kind].to(sent.device)].contiguous() if kind in self.places else sent
 
 
 def vector_layers(view: ServerView) -> dict[str, VectorLayer]:

@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attacks.network.linear_layers import VectorLayer, vector_layers
+from attacks.network.network_parts import network_below
+from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
 from attacks.update.earlier_rounds import with_history
 from attacks.update.observed_update import ObservedUpdate
@@ -65,16 +68,22 @@ class LayerSignal(Method):
 
     Attributes:
         layer: name of the linear layer.
+        weight: name of its weight in the update; empty where that is the layer's name and `.weight`.
+        bias: likewise.
+        ends_there: whether the task's network ends with the layer as it is.
     """
 
     name = "signal"
     uses_labels = False
 
     layer: str
+    weight: str = ""
+    bias: str = ""
+    ends_there: bool = False
 
     def client_model(self, task: Task) -> nn.Module:
         """Return the network up to the layer."""
-        return truncate_at(task.model, self.layer, task.head)
+        return task.model if self.ends_there else truncate_at(task.model, self.layer, task.head)
 
     def scope(self, name: str, task: Task) -> Scope:
         """Return SHARED for every parameter."""
@@ -86,7 +95,7 @@ class LayerSignal(Method):
 
     def landmarks(self) -> tuple[str, ...]:
         """Return the layer's weight, whose update is delta times the layer's input: it says how far that is right."""
-        return (f"{self.layer}.weight",)
+        return (self.weight or f"{self.layer}.weight",)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Return the layer's outputs (1, out) weighted by the signal that flowed back (out,)."""
@@ -115,24 +124,69 @@ def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | N
     reason = single_step_obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
-    layer = layer or _last_linear_below_classifier(view)
-    if layer is None:
-        return NotApplicable("no linear layer with a bias outside the classifier is in the update")
+    found = _find_layer(view, layer)
+    if found is None:
+        return NotApplicable(f"{layer!r} has {NOT_SENT}" if layer else NO_LAYER)
     observed = ObservedUpdate(view)
     gradient = observed.gradient
     if isinstance(gradient, NotApplicable):
         return gradient
-    weight, bias = f"{layer}.weight", f"{layer}.bias"
+    weight, bias = (found.names[kind] for kind in ("weight", "bias"))
     if not {weight, bias} <= gradient.keys() & view.task.parameters.keys():
-        return NotApplicable(f"{layer!r} has no weight and bias of the network in the update")
-    delta = dense(gradient[bias])
-    if not bool(delta.any()):
-        return NotApplicable(f"no signal flows back into {layer!r}: its bias moved by no more than rounding")
+        return NotApplicable(f"{found.name!r} has {NOT_SENT}")
+    if not bool(dense(gradient[bias]).any()):
+        return NotApplicable(f"no signal flows back into {found.name!r}: its bias moved by no more than rounding")
     # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
-    gradient, _ = rescale_to_unit({**gradient, LAYER_SIGNAL: observed.before_defense(bias, delta)})
-    delta, signal = dense(gradient[bias]), dense(gradient.pop(LAYER_SIGNAL))
-    features = delta @ dense(gradient[weight]) / (delta @ delta)
-    return _truncated_view(view, layer, gradient, signal, features)
+    signal = observed.before_defense(bias, dense(gradient[bias]))
+    gradient, _ = rescale_to_unit({**gradient, LAYER_SIGNAL: signal})
+    delta, signal = (found.arrange("bias", dense(value)) for value in (gradient[bias], gradient.pop(LAYER_SIGNAL)))
+    features = delta @ found.arrange("weight", dense(gradient[weight])) / (delta @ delta)
+    method = LayerSignal(layer=found.name, weight=weight, bias=bias, train_mode=view.method.train_mode)
+    if found.node >= 0:
+        model = network_below(view, weight)
+        if model is None:
+            return NotApplicable(f"the network up to {found.name!r} can't be told", limit=True)
+        view = replace(view, task=replace(view.task, model=model))
+        method = replace(method, ends_there=True)
+    return _truncated_view(view, method, gradient, signal, features)
+
+
+NO_LAYER = "no linear layer with a bias outside the classifier is in the update"
+NOT_SENT = "no weight and bias of the network in the update"
+IS_MODULE = -1
+"""Stands for the operation of a layer that runs as a module of its own."""
+
+
+def _find_layer(view: ServerView, layer: str | None) -> VectorLayer | None:
+    """Return the linear layer of this name, or the last one with a bias outside the classifier that was sent.
+
+    A module that runs is cut by its hooks; any other layer is looked for among the operations that the network runs.
+    """
+    name = layer or _last_linear_below_classifier(view)
+    if name is not None and _runs(view, name):
+        names = {kind: f"{name}.{kind}" for kind in ("weight", "bias")}
+        return VectorLayer(name, names, {}, None, IS_MODULE)
+    traced = [found for found in vector_layers(view).values() if set(found.names.values()) <= view.update.keys()]
+    if layer is not None:
+        return next((found for found in traced if found.name == layer), None)
+    below = [found for found in traced if not found.names["weight"].startswith(view.task.head)]
+    return below[-1] if below else None
+
+
+def _runs(view: ServerView, layer: str) -> bool:
+    """Return whether the network runs this module of it, rather than functions of the module's weights."""
+    model = copy.deepcopy(view.client.fixed_statistics_model)
+    if layer not in dict(model.named_modules()):
+        return False
+    ran: list[str] = []
+    model.get_submodule(layer).register_forward_hook(lambda *_: ran.append(layer))
+    probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
+    with torch.no_grad():
+        try:
+            model(probe)
+        except MODEL_ERRORS:
+            return True  # what comes behind it has no weights here
+    return bool(ran)
 
 
 def _last_linear_below_classifier(view: ServerView) -> str | None:
@@ -146,20 +200,21 @@ def _last_linear_below_classifier(view: ServerView) -> str | None:
 
 
 def _truncated_view(
-    view: ServerView, layer: str, gradient: Tensors, delta: Tensor, features: Tensor
+    view: ServerView, method: LayerSignal, gradient: Tensors, delta: Tensor, features: Tensor
 ) -> ServerView | NotApplicable:
-    model = truncate_at(view.client.fixed_statistics_model, layer, view.task.head)
+    layer, model = method.layer, view.task.model
+    if not method.ends_there:
+        model = truncate_at(view.client.fixed_statistics_model, layer, view.task.head)
     weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     try:
         output = torch.func.functional_call(model, weights, (probe,))
     except RuntimeError as error:  # what comes behind the layer takes something else than the layer gives
         return NotApplicable(f"the network does not run up to {layer!r} alone: {error}", limit=True)
-    if not isinstance(output, Tensor) or output.shape != (1, *delta.shape):
+    if not isinstance(output, Tensor) or output.numel() != delta.numel() or output.shape[:1] != (1,):
         return NotApplicable(f"{layer!r} sees more than one input per image", limit=True)
     grads = torch.autograd.grad(output.sum(), list(weights.values()), allow_unused=True)
     below = [n for n, g in zip(weights, grads, strict=True) if g is not None]
-    method = LayerSignal(layer=layer, train_mode=view.method.train_mode)
     buffers = dict(model.named_buffers())
     return replace(
         view,

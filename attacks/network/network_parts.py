@@ -1,15 +1,16 @@
-"""A network from the input of one of its layers up: the recorded operations above it, with parameters of their own."""
+"""Parts of a network as modules: the recorded operations above or below one of its layers, with their parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from attacks.network.layer_chain import trace_view
+from attacks.network.layer_sequence import read_layer
 from attacks.network.operation_recognition import PRODUCTS, has_trained_weight, product_operands
-from attacks.network.operation_trace import Graph, Ref
+from attacks.network.operation_trace import IMAGE, Graph, Ref
 from attacks.result import NotApplicable
 from fl.view import ServerView
 
@@ -54,21 +55,57 @@ def network_above(view: ServerView, weight: str, count: int) -> UpperPart | None
     used = frozenset[str]().union(*(graph.nodes[number].sources for number in flow))
     below = [graph.nodes[number] for number in graph.used_operations() if number not in set(flow)]
     shared = frozenset[str]().union(*(node.sources for node in below))
-    return UpperPart(_ReplayedNetwork(model, _replay_from(graph, start, flow)), (used - shared) & graph.parameters)
+    run = _replay_from(graph, start, flow)
+    return UpperPart(ReplayedNetwork(model, run), (used - shared) & graph.parameters)
 
 
-def _layer_input(graph: Graph, weight: str) -> Ref | None:
-    """Return what the first product with a parameter is given, or None where there is none."""
+def network_below(view: ServerView, weight: str) -> nn.Module | None:
+    """Return the network of `view` up to what a linear layer returns, for one image; None where it can't be traced.
+
+    It has the parameters and buffers that this part uses, by their names.
+
+    Args:
+        view: the server's.
+        weight: name of the layer's weight.
+    """
+    found = trace_view(view, view.device, dtype=view.dtype)
+    if isinstance(found, NotApplicable):
+        return None
+    model, graph = found
+    product = _product_with(graph, weight)
+    if product is None:
+        return None
+    end = Ref(read_layer(graph, product)[1])
+    nodes = graph.operations_behind(end)
+    sources = frozenset({ref.node for number in nodes for ref in graph.nodes[number].refs if ref.node < IMAGE})
+
+    def run(images: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        known = {Ref(number): tensors[name] for number, name in graph.sources.items() if name in tensors}
+        return graph.replay(nodes, end, {Ref(IMAGE): images, **known})
+
+    return ReplayedNetwork(model, run, {graph.sources[number] for number in sources})
+
+
+def _product_with(graph: Graph, weight: str) -> int | None:
+    """Return the number of the first product with a parameter, or None where there is none."""
     for number in graph.used_operations():
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
         first, second = product_operands(node)
-        flow, factor = (first, second) if graph.depends_on_image(first) else (second, first)
-        found = graph.as_parameter(factor)
+        found = graph.as_parameter(second if graph.depends_on_image(first) else first)
         if found is not None and found[0] == weight:
-            return flow
+            return number
     return None
+
+
+def _layer_input(graph: Graph, weight: str) -> Ref | None:
+    """Return what the first product with a parameter is given, or None where there is none."""
+    number = _product_with(graph, weight)
+    if number is None:
+        return None
+    first, second = product_operands(graph.nodes[number])
+    return first if graph.depends_on_image(first) else second
 
 
 Replay = Callable[[Tensor, Mapping[str, Tensor]], Tensor]
@@ -82,30 +119,38 @@ def _replay_from(graph: Graph, start: Ref, flow: list[int]) -> Replay:
     nodes = sorted({*flow, *(n for n in graph.operations_behind(returned) if not graph.nodes[n].flows)})
 
     def run(inputs: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        given = inputs if inputs.shape == shape else inputs.mT
+        given = inputs.flatten(1)
+        given = given if given.shape == shape else given.mT
         known = {Ref(number): tensors[name] for number, name in graph.sources.items() if name in tensors}
         return graph.replay(nodes, returned, {start: given, **known})
 
     return run
 
 
-class _ReplayedNetwork(nn.Module):
-    """A recorded part of a network as a module with the parameters and buffers of the whole."""
+class ReplayedNetwork(nn.Module):
+    """A recorded part of a network as a module with parameters and buffers of the whole.
 
-    def __init__(self, model: nn.Module, run: Replay) -> None:
+    Args:
+        model: the whole.
+        run: what the part makes of its inputs, and of parameters and buffers by name.
+        names: of those that it has; None takes all.
+    """
+
+    def __init__(self, model: nn.Module, run: Replay, names: Collection[str] | None = None) -> None:
         super().__init__()
         self.run = run
         for name, parameter in model.named_parameters():
-            _owner(self, name).register_parameter(name.rpartition(".")[2], parameter)
+            if names is None or name in names:
+                _owner(self, name).register_parameter(name.rpartition(".")[2], parameter)
         kept = model.state_dict().keys()
         for name, value in model.named_buffers():
-            if name in kept:
+            if name in kept and (names is None or name in names):
                 _owner(self, name).register_buffer(name.rpartition(".")[2], value)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Return what the network returns (N, ...) where the layer is given `inputs` (N, n, 1, 1)."""
+        """Return what the part makes of its inputs."""
         tensors: dict[str, Tensor] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return self.run(inputs.flatten(1), tensors)
+        return self.run(inputs, tensors)
 
 
 def _owner(root: nn.Module, name: str) -> nn.Module:
