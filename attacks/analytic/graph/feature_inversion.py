@@ -243,7 +243,8 @@ def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
         f, t = feature * known, value * known
         best = (f * t).sum(dims, keepdim=True) / (f * f).sum(dims, keepdim=True).clamp_min(1e-30)
         feature = feature * best.clamp_min(0)
-    norm = (value * known).square().sum(dims, keepdim=True).sqrt().clamp_min(1e-30)
+    norm = (value * known).square().sum(dims, keepdim=True).sqrt()
+    norm = torch.where(norm > 0, norm, torch.ones_like(norm))
     return (feature - value) * known * (target.weight / norm)
 
 

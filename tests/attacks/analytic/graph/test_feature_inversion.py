@@ -112,6 +112,15 @@ def test_residuals_of_all_images_together_fix_what_features_leave_open() -> None
     assert min(decibels(result.images, images)) > 100
 
 
+def test_a_target_that_is_zero_for_an_image_does_no_harm() -> None:
+    layers, images = network(), pictures()
+    features = layers(images).relu()
+    zero = torch.zeros(3, 1, dtype=torch.float64)
+    targets = [FeatureTarget(features, noise=1e-8), FeatureTarget(zero, noise=1e-8)]
+    result = invert_features(lambda z: [layers(z).relu(), 0 * z.sum((1, 2, 3))[:, None]], targets, PIXELS)
+    assert min(decibels(result.images, images)) > 100
+
+
 def test_the_same_seed_gives_the_same_images() -> None:
     layers, images = network(), pictures()
     features = layers(images).relu()
