@@ -136,20 +136,26 @@ class LayerSolution:
     def relative_uncertainty(self, most: float = 30.0) -> Tensor:
         """Return how far each number of the input may be off (I, H, W), relative to their root mean square.
 
-        From the gradient's equations alone, which keep channels apart; where these leave a number open, or
-        too nearly so (`most` times), it is the share of the equations left unexplained. Where no positions are in
-        question, and there are few enough numbers, from all; then what is not known at all is off by as much as it is.
+        From the gradient's equations alone, which keep channels apart; where these leave a number open, or too nearly
+        so (`most` times), from all of them, where there are few enough numbers. Of more numbers it is the share of the
+        equations left unexplained there. What is not known at all is off by as much as it is.
         """
-        x = self.fit.x
-        if not self.equations.layer.positions_unknown and x.numel() <= MAX_DENSE_UNKNOWNS:
-            return (self.deviations() / x.square().mean().sqrt()).nan_to_num(1.0).clamp_max(1.0)
+        x, few = self.fit.x, self.fit.x.numel() <= MAX_DENSE_UNKNOWNS
+        if not self.equations.layer.positions_unknown and few:
+            return self._relative_deviations()
         left = max(self.fit.gradient_error, self.equations.gradient_noise)
         factor, failed = torch.linalg.cholesky_ex(self.normal_equations().gradient_form)
         if bool(failed.any()):
-            return torch.full_like(x, left)
+            return self._relative_deviations().clamp_min(left) if few else torch.full_like(x, left)
         alone = torch.cholesky_inverse(factor).diagonal(dim1=-2, dim2=-1).sqrt() / x.square().mean().sqrt()
-        alone = torch.where(alone < most * left, alone, left)
-        return alone.view(-1, *x.shape[1:]).expand_as(x)
+        alone = alone.view(-1, *x.shape[1:]).expand_as(x)
+        doubtful = alone >= most * left
+        if few and bool(doubtful.any()):
+            return torch.where(doubtful, self._relative_deviations().clamp_min(left), alone)
+        return torch.where(doubtful, left, alone)
+
+    def _relative_deviations(self) -> Tensor:
+        return (self.deviations() / self.fit.x.square().mean().sqrt()).nan_to_num(1.0).clamp_max(1.0)
 
     def with_ambiguity(self, ambiguity: Ambiguity, before: LayerSolution | None = None) -> LayerSolution:
         """Return the solution with nothing marked as determined that is ambiguous, or was open or disputed `before`."""

@@ -16,6 +16,10 @@ from attacks.update.float_rounding import relative_entry_rounding
 from fl.view import ServerView
 
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
+OPEN_STD = 1e-2
+"""Standard deviation, relative to the root mean square of all, from which on a number counts as not known at all."""
+UNBOUNDED = 1e3
+"""Bound of an output of which nothing is known, relative to the largest known one."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,7 @@ class ActivationOutputs:
     """What is known of what a layer returned, pooled; image by image (B, .).
 
     Attributes:
-        inputs: what its activation was given.
+        inputs: what its activation was given. What is not known is no more than `inputs.values`.
         signal: what flows back into that.
         std: how far `inputs` may be off.
         side_factor: between the slopes on both sides of a bend where `std` leaves the side open, else 1.
@@ -103,6 +107,10 @@ class ActivationOutputs:
         back = signal * slope
         change = (signal * slope_change(stage.activation, values) * error).norm()
         noise = float(change / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
+        lost = off.flatten(1) > OPEN_STD
+        if bool(lost.any()):
+            most = UNBOUNDED * inputs.values.abs().amax()
+            inputs = ActivationInputs(torch.where(lost, most, inputs.values), inputs.known & ~lost)
         return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise)
 
 

@@ -1,0 +1,246 @@
+"""Which small networks `cascade` solves, and which it refuses.
+
+Run it by `python -m benchmarks.exact.cascade_ends [--kinds NAME...] [--images N] [--quick]` (needs HYPERLEAK_DATA).
+
+Untrained networks of a dozen kinds, one step on one image in float32, no label and no classifier: what comes back, in
+how many seconds, or the reason why nothing does. Image i meets the network of seed i. `--quick` takes one image of
+every kind and publishes nothing. Kinds that are left out keep what was measured last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fl.data
+from attacks import Reconstruction
+from attacks.base import build
+from benchmarks.common import RESULTS, machine, publish, table
+from benchmarks.exact.cascade import scored
+from defenses import defenses
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.methods.fedavg import FedAvg
+from fl.models.building_blocks.layers import Normalize
+from fl.seeds import stream
+from fl.types import Batch, Task
+from fl.view import ServerView
+
+FIRST = 2000
+"""Number of the first test image: none of them was looked at while the attack was written."""
+Layers = Callable[[], Sequence[nn.Module]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A network and how its victim trains.
+
+    Attributes:
+        layers: makes those below the classifier.
+        data: whose test images it is shown.
+        size: height and width to which images are brought, or None for their own.
+        lr: step size.
+        normalize: whether the network normalizes its images by a mean and deviation of .5.
+        defense: settings of a defense.
+    """
+
+    layers: Layers
+    data: str = "cifar10"
+    size: int | None = None
+    lr: float = 0.01
+    normalize: bool = True
+    defense: dict[str, Any] = field(default_factory=lambda: {"name": "none"})
+
+    @property
+    def channels(self) -> int:
+        """Of an image."""
+        return 3 if self.data == "cifar10" else 1
+
+
+def _wide(channels: int, activation: Callable[[], nn.Module], kernel: int = 5, filters: int = 16) -> list[nn.Module]:
+    """Two convolutions of an own activation behind max pooling, with filters enough."""
+    return [
+        *(nn.Conv2d(channels, filters, kernel), nn.MaxPool2d(2), activation()),
+        *(nn.Conv2d(filters, 2 * filters, kernel), nn.MaxPool2d(2), activation()),
+        *(nn.Flatten(), nn.LazyLinear(64), activation()),
+    ]
+
+
+def _classic(channels: int, activation: Callable[[], nn.Module], pool: Callable[[int], nn.Module]) -> list[nn.Module]:
+    """6 and 16 filters of 5x5, an activation before pooling, and linear layers of 120 and 84."""
+    return [
+        *(nn.Conv2d(channels, 6, 5, padding=0 if channels == 3 else 2), activation(), pool(2)),
+        *(nn.Conv2d(6, 16, 5), activation(), pool(2)),
+        *(nn.Flatten(), nn.LazyLinear(120), activation(), nn.LazyLinear(84), activation()),
+    ]
+
+
+def _pairs(channels: int, widths: Sequence[int], padding: int) -> list[nn.Module]:
+    """Two convolutions of 3x3 before each pooling."""
+    layers: list[nn.Module] = []
+    for width in widths:
+        layers += [nn.Conv2d(channels, width, 3, padding=padding), nn.ReLU()]
+        layers += [nn.Conv2d(width, width, 3, padding=padding), nn.ReLU(), nn.MaxPool2d(2)]
+        channels = width
+    return [*layers, nn.Flatten(), nn.LazyLinear(128), nn.ReLU()]
+
+
+def _overlapping(channels: int) -> list[nn.Module]:
+    """Max pooling whose windows of 3x3 lie 2 apart, as in AlexNet."""
+    return [
+        *(nn.Conv2d(channels, 32, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Conv2d(32, 64, 5, padding=2), nn.ReLU(), nn.MaxPool2d(3, 2)),
+        *(nn.Flatten(), nn.LazyLinear(128), nn.ReLU()),
+    ]
+
+
+def leaky() -> nn.Module:
+    """The activation of most kinds."""
+    return nn.LeakyReLU(0.01)
+
+
+KINDS: dict[str, Kind] = {
+    "Flower's quickstart": Kind(lambda: _classic(3, nn.ReLU, nn.MaxPool2d)),
+    "Flower's quickstart, step 1": Kind(lambda: _classic(3, nn.ReLU, nn.MaxPool2d), lr=1.0),
+    "LeNet-5, tanh": Kind(lambda: _classic(1, nn.Tanh, nn.AvgPool2d), "mnist"),
+    "LeNet-5, sigmoid": Kind(lambda: _classic(1, nn.Sigmoid, nn.AvgPool2d), "mnist"),
+    "LeNet-5, relu": Kind(lambda: _classic(1, nn.ReLU, nn.AvgPool2d), "mnist"),
+    "LeNet-5, max pooling": Kind(lambda: _classic(1, nn.ReLU, nn.MaxPool2d), "mnist"),
+    "PyTorch's MNIST example": Kind(
+        lambda: [
+            *(nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2)),
+            *(nn.Flatten(), nn.Linear(9216, 128), nn.ReLU()),
+        ],
+        "mnist",
+    ),
+    "two convolutions a pooling": Kind(lambda: _pairs(3, (32, 64), 1)),
+    "overlapping pooling": Kind(lambda: _overlapping(3)),
+    "overlapping pooling, gray": Kind(lambda: _overlapping(1), "mnist"),
+    "64 pixels": Kind(lambda: _wide(3, leaky), size=64),
+    "few 3x3 filters": Kind(lambda: _wide(3, leaky, 3, 8)),
+    "few 3x3 filters, relu, gray": Kind(lambda: _wide(1, nn.ReLU, 3), "mnist"),
+    **{f"{act.__name__}": Kind(lambda act=act: _wide(3, act)) for act in (nn.ReLU, nn.ELU, nn.ReLU6, nn.GELU, nn.SiLU)},
+    "small step, not normalized": Kind(lambda: _wide(3, leaky), lr=1e-3, normalize=False),
+    "noise 1e-4": Kind(lambda: _wide(3, leaky), defense={"name": "noise", "std": 1e-4}),
+}
+
+
+def victim(kind: Kind, data: Batch, number: int) -> tuple[ServerView, Batch]:
+    """What the server sees of image `number`, and the image."""
+    image = data.take(torch.tensor([number]))
+    if kind.size is not None:
+        larger = F.interpolate(image.inputs, size=(kind.size, kind.size), mode="bilinear", align_corners=False)
+        image = Batch((larger * 255).round() / 255, image.labels)
+    shape = (kind.channels, *image.inputs.shape[2:])
+    mean, std = ((0.5,) * kind.channels,) * 2 if kind.normalize else ((0.0,) * kind.channels, (1.0,) * kind.channels)
+    client = Client(_task(kind, shape, mean, std, number), FedAvg(lr=kind.lr, steps=1), defenses.build(kind.defense))
+    return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
+
+
+def _task(kind: Kind, shape: tuple[int, int, int], mean: tuple[float, ...], std: tuple[float, ...], seed: int) -> Task:
+    """The network of a seed, its weights drawn as PyTorch draws them."""
+    body = nn.Sequential(*kind.layers())
+    features = body(torch.zeros(1, *shape)).shape[1]  # makes the lazy layers, too
+    layers = OrderedDict[str, nn.Module](body=body, head=nn.Linear(features, 10))
+    draw = stream(seed, "weights")
+    for layer in (*body, layers["head"]):
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            bound = layer.weight[0].numel() ** -0.5
+            for value in (layer.weight, layer.bias):
+                assert value is not None
+                nn.init.uniform_(value, -bound, bound, draw)
+    if kind.normalize:
+        layers = OrderedDict[str, nn.Module](normalize=Normalize(mean, std), **layers)
+    return Task(nn.Sequential(layers), shape, 10, head="head.", mean=mean, std=std)
+
+
+def one(kind: Kind, data: Batch, number: int) -> dict[str, Any]:
+    """What the attack makes of image `number`."""
+    view, image = victim(kind, data, number)
+    began = time.process_time()
+    result = build("cascade")(view)
+    row = {"image": number, **scored(result, image), "seconds": time.process_time() - began}
+    if not isinstance(result, Reconstruction):
+        return row
+    off = {n.removeprefix("residual/"): float(v.max()) for n, v in result.private.items() if n.startswith("residual/")}
+    return {**row, "verified": bool(result.verified), "residuals": off, "note": result.note}
+
+
+def line(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Shares, median and cost of one row of the table."""
+    solved = [row for row in rows if "psnr" in row]
+    seconds = f"{statistics.median(row['seconds'] for row in rows):.1f}"
+    if not solved:
+        return [f"{len(rows)}", "0", "0", "0", "-", seconds, f"refused: {rows[0]['reason']}"]
+    psnr: list[float] = [row["psnr"] for row in solved]
+    wrong = sum(row["verified"] and not row["exact"] for row in solved)
+    return [
+        f"{len(rows)}",
+        f"{sum(row['exact'] for row in solved)}",
+        f"{sum(row['verified'] for row in solved)}",
+        f"{wrong}",
+        f"{statistics.median(psnr):.1f} ({min(psnr):.1f})",
+        seconds,
+        next((row["note"] for row in solved if row["note"]), ""),
+    ]
+
+
+def document(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The results in words."""
+    body = [[kind, *line(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
+    head = ["network", "images", "8-bit exact", "verified", "verified, not exact", "median dB (least)"]
+    return [
+        "# Networks that `cascade` solves or refuses",
+        "",
+        "Untrained networks, one step of size 0.01 on one image in float32, no label, no classifier. Colored images "
+        "are of CIFAR-10, gray ones of MNIST. CPU seconds, one thread. The last column has the attack's own words of the "
+        "first picture that it was not satisfied with.",
+        "",
+        *table([*head, "median seconds", "what it said"], body),
+    ]
+
+
+def _measured() -> list[dict[str, Any]]:
+    """The committed rows, if they were timed on this machine."""
+    path = RESULTS / "cascade_ends.json"
+    last = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    return list(last["rows"]) if last.get("machine") == machine() else []
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--images", type=int, default=5)
+    parser.add_argument("--first", type=int, default=FIRST, help="number of the first test image")
+    parser.add_argument("--quick", action="store_true", help="one image of every kind, printed and not published")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    images: dict[str, Batch] = {}
+    rows = [] if chosen.quick else [row for row in _measured() if row["kind"] not in chosen.kinds]
+    for name in chosen.kinds:
+        kind = KINDS[name]
+        if kind.data not in images:
+            images[kind.data] = fl.data.load(kind.data).test
+        for number in range(chosen.first, chosen.first + (1 if chosen.quick else chosen.images)):
+            rows.append({"kind": name, **one(kind, images[kind.data], number)})
+            if chosen.quick:
+                sys.stdout.write(json.dumps(rows[-1]) + "\n")
+                sys.stdout.flush()
+        if not chosen.quick:  # at once, so that what is measured stays if this is stopped
+            publish("cascade_ends", {"rows": rows}, document(rows))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Numbers of a layer's input that no equation sees are said to be open, and nothing is expected of them below."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
+from attacks.analytic.maxpool.equations import Equations
+from attacks.analytic.maxpool.refinement import evaluate
+from attacks.analytic.maxpool.solution import LayerSolution
+from attacks.analytic.recursive.pooled_conv_equations import OPEN_STD, ActivationOutputs
+from attacks.network.layer_chain import Stage
+from fl.seeds import stream
+
+
+def _unseen_corner() -> LayerSolution:
+    """The true input of a layer whose filters pass on no position that sees the first corner."""
+    draw = stream(0, "open inputs")
+    layer = ConvPoolLayer(
+        torch.randn(8, 2, 3, 3, generator=draw, dtype=torch.float64), torch.zeros(8).double(), (2, 6, 6), window=(2, 2)
+    )
+    x = torch.randn(2, 6, 6, generator=draw, dtype=torch.float64)
+    outputs = layer.outputs(x)
+    known = torch.ones(8, 4, dtype=torch.bool)
+    known[:, 0] = outputs[:, 0].argmax(-1) != 0
+    signal = torch.randn(8, 4, generator=draw, dtype=torch.float64) * known
+    target = torch.where(known, layer.pooled_outputs(x), 1e3)
+    tiny = torch.full_like(signal, 1e-7)
+    blank = Equations(layer, torch.zeros(8, 18).double(), target, signal, known, tiny, torch.ones_like(signal))
+    fit = evaluate(blank, x)
+    gradient = layer.weight_gradient(layer.scatter(fit.selection * signal[..., None]), x)
+    equations = replace(blank, gradient=gradient)
+    return LayerSolution.of(equations, evaluate(equations, x))
+
+
+def test_what_no_passed_on_position_sees_is_uncertain() -> None:
+    off = _unseen_corner().relative_uncertainty()
+    unseen = torch.zeros(2, 6, 6, dtype=torch.bool)
+    unseen[:, 0, 0] = True
+    assert bool((off[unseen] > OPEN_STD).all())
+    assert bool((off[~unseen] < OPEN_STD).all())
+
+
+def test_an_uncertain_output_has_no_target() -> None:
+    conv = nn.Conv2d(1, 1, 1).double()
+    stage = Stage("below", conv, torch.Size((1, 2, 2)), activation=nn.ReLU())
+    above = Stage("above", nn.Conv2d(1, 1, 1).double(), torch.Size((1, 2, 2)))
+    values = torch.tensor([[[[1.0, 2.0], [0.0, 3.0]]]]).double()
+    off = torch.tensor([[[[1e-6, 0.5], [1e-6, 1e-6]]]]).double()
+    found = ActivationOutputs.of(stage, above, values, torch.ones_like(values), off)
+    assert found.inputs.known.tolist() == [[True, False, False, True]]
+    assert float(found.inputs.values[0, 1]) > 100  # no bound either
+    assert float(found.inputs.values[0, 2]) == 0
