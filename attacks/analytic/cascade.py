@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
+from attacks.analytic.recursive.joint_inversion import invert_jointly
 from attacks.analytic.recursive.pooled_conv_equations import (
     ActivationOutputs,
     conv_equations,
@@ -52,7 +53,10 @@ class Cascade(Attack):
     first (`attacks.analytic.maxpool.batch_separation`) and come back in no particular order, verified all or none, with
     their labels where the classifier is shared (`attacks.labels.assignment`). For a convolution whose outputs and their
     signal are known, the gradient of its weight and its own forward equations are linear in its input once it is known
-    which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out.
+    which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out. Of one image, layers that
+    can't be undone one by one are solved together below the lowest linear layer
+    (`attacks.analytic.recursive.joint_inversion`): several convolutions before a pooling, pooling that overlaps or
+    averages what an activation bent, activations that rise and fall.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -96,11 +100,13 @@ class Cascade(Attack):
         if isinstance(gradient, NotApplicable):
             return gradient
         device = _solving_device(view)
+        count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
+        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
+        precise = {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()}
         stages = extract_layer_chain(view, max_pooling=True, device=device)
         if isinstance(stages, NotApplicable):
-            return stages
-        # the ratio of all is what counts: in a unit of their own no square overflows or runs under
-        sent = gradients_by_layer(stages, {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()})
+            return _solve_jointly(view, precise, device, stages, count)
+        sent = gradients_by_layer(stages, precise)
         even, _ = rescale_to_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_layer_with_signal(stages, gradients)
@@ -117,8 +123,7 @@ class Cascade(Attack):
             return NotApplicable(missing, limit=True)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
-            return refused
-        count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
+            return _solve_jointly(view, precise, device, refused, count)
         first = (
             _top_of_one_image(stages, gradients, top) if count == 1 else _top_of_batch(stages, gradients, top, count)
         )
@@ -126,9 +131,25 @@ class Cascade(Attack):
             return first
         found = _invert_layers(view, stages, gradients, top, first)
         if count == 1:
-            labels, note = single_label(view)
-            return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
+            return _with_label(view, found)
         return found if found.inputs is None else replace(found, labels=assign_labels(view, gradients, found.inputs))
+
+
+def _with_label(view: ServerView, found: Reconstruction) -> Reconstruction:
+    """Return what was found of a single image with its label."""
+    labels, note = single_label(view)
+    return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
+
+
+def _solve_jointly(
+    view: ServerView, gradient: dict[str, Tensor], device: torch.device, refusal: NotApplicable, count: int
+) -> Result:
+    """Return what all layers together tell of one image where they can't be undone one by one, or the refusal."""
+    if not refusal.limit or count != 1:
+        return refusal
+    even, _ = rescale_to_unit({**gradient})
+    found = invert_jointly(view, {n: dense(g) for n, g in even.items()}, device, refusal)
+    return _with_label(view, found) if isinstance(found, Reconstruction) else found
 
 
 def _solving_device(view: ServerView) -> torch.device:
@@ -192,7 +213,21 @@ def _unsupported(stages: Sequence[Stage]) -> str | None:
         if below is not None and isinstance(below.layer, nn.Conv2d) and pooling_between(below, stage) is None:
             there = _module_names([*below.after, below.activation, *stage.before])
             return f"what lies between {below.name} and {stage.name} ({there}) can't be undone: {SUPPORTED}"
+        if below is not None and (few := _too_few_equations(below, stage)):
+            return few
     return None
+
+
+def _too_few_equations(stage: Stage, above: Stage) -> str | None:
+    """Return by how much the equations of a convolution fall short of its large input, or None."""
+    conv = stage.layer
+    if not isinstance(conv, nn.Conv2d) or stage.layer_input_shape.numel() <= MAX_UNKNOWNS:
+        return None
+    pooled, weight = pooling_between(stage, above), conv.weight
+    own, unknown = weight[:, 0].numel(), stage.layer_input_shape[1:].numel()
+    if pooled is None or pooled.average or pooled.window == (1, 1) or own >= unknown:
+        return None
+    return f"{stage.name} has {own} gradient equations for the {unknown} numbers of each channel of its input"
 
 
 def _module_names(modules: Iterable[nn.Module]) -> str:

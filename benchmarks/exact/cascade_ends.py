@@ -17,6 +17,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from fl.federation import ClientData, Federation
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.seeds import stream
+from fl.tensors import dense
 from fl.types import Batch, Task
 from fl.view import ServerView
 
@@ -130,7 +132,7 @@ KINDS: dict[str, Kind] = {
     "64 pixels": Kind(lambda: _wide(3, leaky), size=64),
     "few 3x3 filters": Kind(lambda: _wide(3, leaky, 3, 8)),
     "few 3x3 filters, relu, gray": Kind(lambda: _wide(1, nn.ReLU, 3), "mnist"),
-    **{f"{act.__name__}": Kind(lambda act=act: _wide(3, act)) for act in (nn.ReLU, nn.ELU, nn.ReLU6, nn.GELU, nn.SiLU)},
+    **{f"{act.__name__}": Kind(partial(_wide, 3, act)) for act in (nn.ReLU, nn.ELU, nn.ReLU6, nn.GELU, nn.SiLU)},
     "small step, not normalized": Kind(lambda: _wide(3, leaky), lr=1e-3, normalize=False),
     "noise 1e-4": Kind(lambda: _wide(3, leaky), defense={"name": "noise", "std": 1e-4}),
 }
@@ -173,7 +175,11 @@ def one(kind: Kind, data: Batch, number: int) -> dict[str, Any]:
     row = {"image": number, **scored(result, image), "seconds": time.process_time() - began}
     if not isinstance(result, Reconstruction):
         return row
-    off = {n.removeprefix("residual/"): float(v.max()) for n, v in result.private.items() if n.startswith("residual/")}
+    off = {
+        n.removeprefix("residual/"): float(dense(v).max())
+        for n, v in result.private.items()
+        if n.startswith("residual/")
+    }
     return {**row, "verified": bool(result.verified), "residuals": off, "note": result.note}
 
 
@@ -204,7 +210,7 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "# Networks that `cascade` solves or refuses",
         "",
         "Untrained networks, one step of size 0.01 on one image in float32, no label, no classifier. Colored images "
-        "are of CIFAR-10, gray ones of MNIST. CPU seconds, one thread. The last column has the attack's own words of the "
+        "are of CIFAR-10, gray ones of MNIST. CPU seconds, one thread. The last column: the attack's own words of the "
         "first picture that it was not satisfied with.",
         "",
         *table([*head, "median seconds", "what it said"], body),
