@@ -18,6 +18,8 @@ from fl.view import ServerView
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
 OPEN_STD = 1e-2
 """Standard deviation, relative to the root mean square of all, from which on a number counts as not known at all."""
+MAX_OPEN_SHARE = 0.1
+"""Share of such numbers from which on a layer counts as unsolved: the one below is to contradict what came out."""
 UNBOUNDED = 1e3
 """Bound of an output of which nothing is known, relative to the largest known one."""
 
@@ -108,7 +110,7 @@ class ActivationOutputs:
         change = (signal * slope_change(stage.activation, values) * error).norm()
         noise = float(change / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
         lost = off.flatten(1) > OPEN_STD
-        if bool(lost.any()):
+        if 0 < float(lost.double().mean()) < MAX_OPEN_SHARE:
             most = UNBOUNDED * inputs.values.abs().amax()
             inputs = ActivationInputs(torch.where(lost, most, inputs.values), inputs.known & ~lost)
         return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise)

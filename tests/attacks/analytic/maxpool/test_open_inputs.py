@@ -46,11 +46,15 @@ def test_what_no_passed_on_position_sees_is_uncertain() -> None:
 
 def test_an_uncertain_output_has_no_target() -> None:
     conv = nn.Conv2d(1, 1, 1).double()
-    stage = Stage("below", conv, torch.Size((1, 2, 2)), activation=nn.ReLU())
-    above = Stage("above", nn.Conv2d(1, 1, 1).double(), torch.Size((1, 2, 2)))
-    values = torch.tensor([[[[1.0, 2.0], [0.0, 3.0]]]]).double()
-    off = torch.tensor([[[[1e-6, 0.5], [1e-6, 1e-6]]]]).double()
+    stage = Stage("below", conv, torch.Size((1, 4, 4)), activation=nn.ReLU())
+    above = Stage("above", nn.Conv2d(1, 1, 1).double(), torch.Size((1, 4, 4)))
+    values = torch.ones(1, 1, 4, 4).double()
+    values[..., 0, 2] = 0
+    off = torch.full_like(values, 1e-6)
+    off[..., 0, 1] = 0.5
     found = ActivationOutputs.of(stage, above, values, torch.ones_like(values), off)
-    assert found.inputs.known.tolist() == [[True, False, False, True]]
+    assert found.inputs.known[0, :4].tolist() == [True, False, False, True]
     assert float(found.inputs.values[0, 1]) > 100  # no bound either
     assert float(found.inputs.values[0, 2]) == 0
+    unsolved = ActivationOutputs.of(stage, above, values, torch.ones_like(values), torch.full_like(off, 0.5))
+    assert int(unsolved.inputs.known.sum()) == 15
