@@ -47,8 +47,11 @@ def options_or_settings(kind: type[T], options: T | None, settings: Mapping[str,
 
     Raises:
         ValueError: both were given.
-        TypeError: there is no such field; says what is close.
+        TypeError: there is no such field; says what is close. Options that are another object.
     """
+    if options is not None and not isinstance(options, kind):
+        hint = "; give its entries one by one: **options" if isinstance(options, Mapping) else ""
+        raise TypeError(f"expected options as an object of {kind.__name__}, got {type(options).__name__}{hint}")
     if options is not None and settings:
         raise ValueError(f"expected options or single settings, got both: {', '.join(settings)}")
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]

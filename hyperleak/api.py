@@ -28,10 +28,11 @@ from eval.run import runner
 from eval.run.execute import run_and_publish
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
-from eval.run.run_directory import RUN, RunDir
+from eval.run.run_directory import RUN, RunDir, default_folder
 from fl.capture import ClientSettings
 from fl.method import Method, methods
-from fl.settings import options_or_settings
+from fl.ranges import Count, Seed
+from fl.settings import fit_value, options_or_settings
 from fl.types import Batch, Truth
 from fl.view import ServerView
 
@@ -128,7 +129,8 @@ def run(
 
     Args:
         experiment: the name of a shipped config (`"quickstart"`), a file, its content as plain data, or an object.
-        out: folder of the run; `results/NAME` by default, for plain data `results/experiment`.
+        out: folder of the run; `results/NAME` by default, for plain data `results/experiment`, and for the config that
+            lies in a run's folder (`out/config.yaml`) that folder, where the run then goes on.
         overrides: settings as `"key=value"`, as `--set` of the command takes them; for names and files only.
         device: "auto", "cpu" or "cuda".
         workers: processes to spread clients and attacks over; None takes what the machine has.
@@ -141,24 +143,30 @@ def run(
 
     Raises:
         FileNotFoundError: no such config or data.
+        TypeError: what is given as experiment or folder is none.
         ValueError: settings that are wrong or do not fit each other, or a folder that holds something else.
         RuntimeError: nothing could be finished; names the first cause.
     """
     control, unlike, modules = _control(minutes), None, ""
+    target = None if out is None else _path("out", out)
     if isinstance(experiment, str | Path):
         path = config_catalog.find_config(str(experiment))
+        target = default_folder(path) if target is None else target
         name, described = path.stem, yaml_config.load(path, overrides)
         modules = plugins.module_folder(described, path)
-        if out is None or path.resolve().parent != Path(out).resolve():  # a run's own config has every default in it
+        if path.resolve().parent != target.resolve():  # a run's own config has every default in it
             unlike = default_differences.differences_in_file(described, path, overrides)
     elif overrides:
         raise ValueError("overrides go with the name of a config or a file; change plain data or the object itself")
     elif isinstance(experiment, Experiment):
         name, described = "experiment", experiment
+    elif not isinstance(experiment, Mapping):
+        kind = type(experiment).__name__
+        raise TypeError(f"expected an experiment as a config's name, a file, plain data or an Experiment, got {kind}")
     else:
         name, described = "experiment", yaml_config.read(dict(experiment))
         unlike = default_differences.differing_defaults(described, experiment)
-    folder = RunDir(Path("results") / name if out is None else Path(out))
+    folder = RunDir(Path("results") / name if target is None else target)
     plan = prepare(described, device=device)
     options = runner.Options(
         workers=choose_workers(workers, plan.device),
@@ -179,10 +187,18 @@ def run(
 
 def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:
     """Return the limits of all searches."""
-    if minutes is not None and not 0 < minutes < math.inf:
-        raise ValueError(f"expected minutes > 0, or None for no limit, got {minutes}")
+    number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
+    if minutes is not None and not (number and 0 < minutes < math.inf):
+        raise ValueError(f"expected minutes > 0, or None for no limit, got {minutes!r}")
     seconds = math.inf if minutes is None else 60 * minutes
     return SearchControl(time_limit=seconds, keep_best_on_interrupt=keep_best_on_interrupt)
+
+
+def _path(what: str, value: object) -> Path:
+    """Return a path that a caller gave."""
+    if not isinstance(value, str | Path):
+        raise TypeError(f"{what}: expected a path, got {type(value).__name__}")
+    return Path(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,8 +206,8 @@ class AuditOptions:
     """How a model or an update is audited, and by what.
 
     Attributes:
-        attacks: names, settings or objects, or a single name; none takes those that fit the method and the batch size,
-            and leaves out what can add nothing to the attacks before it.
+        attacks: names, settings or objects, or a single one of them; none takes those that fit the method and the batch
+            size, and leaves out what can add nothing to the attacks before it.
         method: how the update is made; None is one step of plain SGD whose step size the attacker does not know.
         defense: what is done to the update before it is sent.
         batch_size: images in one update.
@@ -203,19 +219,38 @@ class AuditOptions:
         minutes: how long all of it may take, about: searches then end with their best so far, and attacks that come
             later are not tried; the report says so. None is no limit.
         out: folder for report, table and pictures; an audit that was stopped goes on there. Nothing is kept without.
+
+    Raises:
+        ValueError: a setting that is no number, or out of range.
+        TypeError: attacks or a folder that are none.
     """
 
-    attacks: str | Sequence[str | Mapping[str, Any] | Attack] = ()
+    attacks: str | Mapping[str, Any] | Attack | Sequence[str | Mapping[str, Any] | Attack] | None = ()
     method: str | Mapping[str, Any] | Method | None = None
     defense: str | Mapping[str, Any] | Defense = "none"
-    batch_size: int = 1
+    batch_size: Count = 1
     input_shape: tuple[int, int, int] | None = None
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
-    seed: int = 0
-    workers: int = 1
+    seed: Seed = 0
+    workers: Count = 1
     minutes: float | None = None
     out: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("batch_size", "seed", "workers"):
+            object.__setattr__(self, key, fit_value(AuditOptions, key, getattr(self, key)))
+        if self.attacks is not None and not isinstance(self.attacks, str | Mapping | Attack | Sequence):
+            raise TypeError(f"attacks: expected a name or a list of names, got {type(self.attacks).__name__}")
+        if self.out is not None:
+            _path("out", self.out)
+
+    @property
+    def named_attacks(self) -> Sequence[str | Mapping[str, Any] | Attack]:
+        """The attacks as a list; empty where none is named."""
+        if isinstance(self.attacks, str | Mapping | Attack):
+            return (self.attacks,) if self.attacks else ()
+        return self.attacks or ()
 
     def client(self) -> ClientSettings:
         """Return how the client behind the updates trains."""
@@ -266,12 +301,14 @@ def audit(
         subjects, method = [Subject(subject, truth, captured=True)], subject.method
         batch_size = subject.batch_size or 1
     else:
+        if not isinstance(subject, nn.Module):
+            hint = "; a captured update goes as update=, beside the model" if isinstance(subject, Mapping) else ""
+            raise TypeError(f"expected a model (nn.Module) or a server's view, got {type(subject).__name__}{hint}")
         if truth is not None:
             raise ValueError("truth goes with a view; give a model's images and labels")
         subjects, method = _subjects(subject, known, update, chosen)
         batch_size = chosen.batch_size
-    given = (chosen.attacks,) if isinstance(chosen.attacks, str) and chosen.attacks else chosen.attacks
-    named = given or attack_selection.default_attacks(method, batch_size)
+    named = chosen.named_attacks or attack_selection.default_attacks(method, batch_size)
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
         subjects,
@@ -279,7 +316,7 @@ def audit(
         seed=chosen.seed,
         options=runner.Options(workers=chosen.workers, control=control),
         out=None if chosen.out is None else Path(chosen.out),
-        early_stop=not chosen.attacks,
+        early_stop=not chosen.named_attacks,
     )
 
 
@@ -330,7 +367,9 @@ def _subjects(
         )
         return subjects, subjects[0].view.method
     captured = (
-        CapturedUpdate(dict(update)) if isinstance(update, Mapping) else captured_update.load_update(Path(update))
+        CapturedUpdate(dict(update))
+        if isinstance(update, Mapping)
+        else captured_update.load_update(_path("update", update))
     )
     shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
     if shape is None or len(shape) != 3:
@@ -352,7 +391,7 @@ def load(folder: str | Path) -> RunResult:
     Raises:
         FileNotFoundError: there is no run in this folder.
     """
-    path = Path(folder)
+    path = _path("folder", folder)
     if not (path / RUN).is_file():
         raise FileNotFoundError(f"{path} holds no run: there is no {RUN} in it")
     return RunResult(path)

@@ -91,7 +91,7 @@ def run(
     from eval.experiment.plugins import module_folder
     from eval.run import runner
     from eval.run.resources import choose_workers
-    from eval.run.run_directory import RunDir
+    from eval.run.run_directory import RunDir, default_folder
 
     stop_on_signals()  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
@@ -215,13 +215,6 @@ def _check_names(path: Path, overrides: Sequence[str]) -> None:
             source_catalog.check_config_names(changed)
         except SettingError as error:
             raise ValueError(f"{text}: {error.reason}") from error
-
-
-def default_folder(path: Path) -> Path:
-    """Return the folder of a run: `results/NAME`; for the config of a run its own folder, which then goes on."""
-    from eval.run.run_directory import RUN
-
-    return path.parent if (path.parent / RUN).is_file() else Path("results") / path.stem
 
 
 @contextmanager

@@ -153,6 +153,15 @@ def _again(command: object) -> str:
     return f"`{words}`" if ours else "the command that began it"
 
 
+def default_folder(config: Path) -> Path:
+    """Return the folder of a run: `results/NAME`; for the config of a run its own folder, which then goes on.
+
+    Args:
+        config: the file that the run is described in.
+    """
+    return config.parent if (config.parent / RUN).is_file() else Path("results") / config.stem
+
+
 def about_cell(folder: Path) -> dict[str, Any]:
     """Return what the `cell.json` in a finished cell's folder says.
 

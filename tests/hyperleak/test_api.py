@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,51 @@ def test_an_audit_takes_one_name_and_a_list_of_labels_and_says_what_to_do_with_a
 def test_a_file_in_place_of_a_module_is_answered_by_the_module() -> None:
     with pytest.raises(ValueError, match=r"did you mean 'nets\.my_cnn:build'\?"):
         find_callable("nets/my_cnn.py:build")
+
+
+NO_OPTION: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"batch_size": 0}, ValueError, "batch_size: expected a whole number >= 1, got 0"),
+    ({"batch_size": "2"}, ValueError, "batch_size: expected a whole number >= 1, got '2'"),
+    ({"seed": "a"}, ValueError, "seed: expected a whole number"),
+    ({"workers": -1}, ValueError, "workers: expected a whole number >= 1, got -1"),
+    ({"minutes": "3"}, ValueError, "expected minutes > 0, or None for no limit, got '3'"),
+    ({"attacks": 5}, TypeError, "attacks: expected a name or a list of names, got int"),
+    ({"out": 5}, TypeError, "out: expected a path, got int"),
+    ({"options": {"seed": 1}}, TypeError, "expected options as an object of AuditOptions, got dict; give its entries"),
+    ({"update": [1]}, TypeError, "update: expected a path, got list"),
+]
+
+
+@pytest.mark.parametrize(("given", "kind", "words"), NO_OPTION)
+def test_an_option_that_is_none_is_answered_by_one_line(
+    given: dict[str, Any], kind: type[Exception], words: str
+) -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    with pytest.raises(kind, match=re.escape(words)) as caught:
+        hyperleak.audit(model, torch.rand(2, 1, 8, 8), torch.tensor([1, 2]), **given)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_subject_or_experiment_is_named() -> None:
+    with pytest.raises(TypeError, match=r"expected a model .* or a server's view, got dict; a captured update goes as"):
+        hyperleak.audit({}, torch.rand(2, 1, 8, 8), torch.tensor([1, 2]))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="expected an experiment as a config's name"):
+        hyperleak.run(5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="folder: expected a path, got int"):
+        hyperleak.load(5)  # type: ignore[arg-type]
+
+
+def test_settings_of_one_attack_stand_for_a_list_of_it() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+    report = hyperleak.audit(model, torch.rand(1, 1, 8, 8), torch.tensor([1]), attacks={"name": "analytic"})
+    assert [finding.attack for finding in report.findings] == ["analytic"]
+
+
+def test_the_config_of_a_run_goes_on_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    first = hyperleak.run(yaml12.parse(CONFIG), "out", device="cpu", workers=1)
+    monkeypatch.setattr(training_cell, "train", None)
+    monkeypatch.setattr(attack_cell, "run_attack_cell", None)
+    again = hyperleak.run("out/config.yaml", device="cpu", workers=1)
+    assert again.folder == first.folder
+    assert not (tmp_path / "results").exists()
