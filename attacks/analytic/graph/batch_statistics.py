@@ -1,0 +1,664 @@
+"""Solves convolutions below batch normalization in training mode: inputs, signals and masks from one gradient.
+
+docs/design/batch-statistics.md has the derivation. Symbols here are those of that page:
+
+- N = B P: positions of all B images, P of each; sums and means below go over all N.
+- X: input of the convolution; z = W X, its output; xhat = (z - mean(z)) / sigma, sigma^2 = var(z) + eps;
+  y = gamma xhat + beta.
+- s: what flows back into y; dz: what flows back into z,
+
+      dz = gamma / sigma (s - m - k xhat),     m = mean(s),     k = mean(s xhat).
+
+N m is beta's gradient and N k is gamma's, so both are known. G_d = dz S_d X is the convolution's gradient at the offset
+d of its kernel, where S_d moves positions by d. No prior and no label is used. Everything is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.grad import conv2d_input, conv2d_weight
+
+from fl.seeds import stream
+
+ZERO_MARGIN = 5.0
+"""How many times the most negative entry a solved input must be to count as above zero: a ReLU's output has none."""
+MASK_MARGIN = 20.0
+"""How many times its typical error beta's gradient must be missed by before bits of a mask are changed."""
+MAX_TRIALS = 400
+"""Random starts of the search for one image's combination."""
+MAX_ROUNDS = 60
+"""Rounds of the fixed point for normalized values that are unknown."""
+MAX_REPAIRS = 5
+"""Times that channels which do not fit are mended or left out and the rest is solved anew."""
+MAX_FLIPS = 12
+"""Bits of one channel that are changed at most at a time."""
+OUTLIER = 6.0
+"""How many times the median a channel's residual must be to be an outlier."""
+ANDERSON_MEMORY = 4
+"""Earlier rounds that the next one is extrapolated from."""
+
+
+@dataclass(frozen=True)
+class BatchNormalization:
+    """Batch normalization in training mode with all that a server sees of it.
+
+    Attributes:
+        gamma: (C,), its weight.
+        beta: (C,), its bias.
+        gamma_gradient: (C,), sum over positions of s xhat.
+        beta_gradient: (C,), sum over positions of s.
+        mean: (C,), of the batch, from the buffers that came back.
+        variance: (C,), of the batch, biased.
+        count: N.
+        eps: added to the variance.
+    """
+
+    gamma: Tensor
+    beta: Tensor
+    gamma_gradient: Tensor
+    beta_gradient: Tensor
+    mean: Tensor
+    variance: Tensor
+    count: int
+    eps: float = 1e-5
+
+    @property
+    def sigma(self) -> Tensor:
+        """Return the standard deviation of every channel as the buffers have it, (C,)."""
+        return (self.variance + self.eps).sqrt()
+
+    def normalize(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        """Return xhat (B, C, h, w) and sigma (C,) of all outputs z of the layer below."""
+        mean = z.mean((0, 2, 3), keepdim=True)
+        sigma = (z.var((0, 2, 3), unbiased=False) + self.eps).sqrt()
+        return (z - mean) / _spread(sigma), sigma
+
+    def pull_back(self, signal: Tensor, normalized: Tensor, sigma: Tensor | None = None) -> Tensor:
+        """Return dz from s and xhat, (B, C, h, w) each. `sigma` is that of the buffers where none is given."""
+        sigma = self.sigma if sigma is None else sigma
+        m, k = _spread(self.beta_gradient / self.count), _spread(self.gamma_gradient / self.count)
+        return _spread(self.gamma / sigma) * (signal - m - normalized * k)
+
+    def push_up(self, output_signal: Tensor, normalized: Tensor, sigma: Tensor) -> Tensor:
+        """Return s from dz and xhat, (B, C, h, w) each: `pull_back` solved for the signal."""
+        m, k = _spread(self.beta_gradient / self.count), _spread(self.gamma_gradient / self.count)
+        return output_signal * _spread(sigma / self.gamma) + m + normalized * k
+
+
+def batch_moments(
+    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], momentum: float, count: int
+) -> tuple[Tensor, Tensor]:
+    """Return mean and biased variance of a batch from the running statistics before and after one step.
+
+    Args:
+        before: running mean and running variance, (C,) each.
+        after: the same after the step.
+        momentum: share of the batch in the new statistics, in (0, 1].
+        count: N; running variances are unbiased ones.
+    """
+    mean, variance = (
+        (new.double() - (1 - momentum) * old.double()) / momentum for old, new in zip(before, after, strict=True)
+    )
+    return mean, variance * (count - 1) / count
+
+
+@dataclass(frozen=True)
+class NormalizedConvolution:
+    """A convolution without bias, padded by half its odd kernel, with batch normalization on top.
+
+    Attributes:
+        weight: (C, K, kh, kw).
+        gradient: like the weight.
+        stride: the same for rows and columns.
+        size: rows and columns of the input.
+        images: B.
+        norm: of its output.
+    """
+
+    weight: Tensor
+    gradient: Tensor
+    stride: int
+    size: tuple[int, int]
+    images: int
+    norm: BatchNormalization
+
+    @property
+    def output_size(self) -> tuple[int, int]:
+        """Return rows and columns of the output."""
+        return (self.size[0] - 1) // self.stride + 1, (self.size[1] - 1) // self.stride + 1
+
+    @property
+    def padding(self) -> tuple[int, int]:
+        """Return zeros at each side of rows and columns."""
+        return self.weight.shape[2] // 2, self.weight.shape[3] // 2
+
+    def apply(self, inputs: Tensor) -> Tensor:
+        """Return z (B, C, h, w) of the inputs X (B, K, H, W)."""
+        return functional.conv2d(inputs, self.weight, stride=self.stride, padding=self.padding)
+
+    def pull_back(self, output_signal: Tensor) -> Tensor:
+        """Return what flows back into X (B, K, H, W) from dz (B, C, h, w)."""
+        shape = torch.Size((self.images, self.weight.shape[1], *self.size))
+        found: Tensor = conv2d_input(shape, self.weight, output_signal, self.stride, self.padding)
+        return found
+
+    def signal_through(self, signal: Tensor, inputs: Tensor) -> Tensor:
+        """Return what flows back into known inputs X (B, K, H, W) from s (B, C, h, w), through normalization, too."""
+        normalized, sigma = self.norm.normalize(self.apply(inputs))
+        return self.pull_back(self.norm.pull_back(signal, normalized, sigma))
+
+    def design(self, output_signal: Tensor) -> Tensor:
+        """Return A (C kh kw, B H W) with A x = the gradient, for the numbers x of any input channel."""
+        b, c, h, w = output_signal.shape
+        (kh, kw), (py, px), s = self.weight.shape[2:], self.padding, self.stride
+        rows, columns = self.size
+        wide = output_signal.new_zeros(b, c, kh, kw, rows + 2 * py, columns + 2 * px)
+        for i in range(kh):
+            for j in range(kw):
+                wide[:, :, i, j, i : i + s * (h - 1) + 1 : s, j : j + s * (w - 1) + 1 : s] = output_signal
+        inner = wide[..., py : py + rows, px : px + columns]
+        return inner.reshape(b, c * kh * kw, -1).transpose(0, 1).reshape(c * kh * kw, -1)
+
+    def right_side(self) -> Tensor:
+        """Return the gradient (C kh kw, K), a column for each input channel."""
+        return self.gradient.permute(0, 2, 3, 1).reshape(-1, self.gradient.shape[1])
+
+    def as_images(self, channels: Tensor) -> Tensor:
+        """Return rows of input channels (K, B H W) as (B, K, H, W)."""
+        return channels.reshape(len(channels), self.images, *self.size).transpose(0, 1)
+
+
+# ---------------------------------------------------------------------------------------------- shifts
+
+
+@dataclass(frozen=True)
+class CenteredColumns:
+    """What flows back into a convolution, and its input, up to one mixing of the images.
+
+    Attributes:
+        signals: (C, P, B), dz times an unknown B x B matrix.
+        inputs: (P, B, K), the inverse of that matrix times X, at each position.
+        gap: of the gradient's singular values, the last that counts over the next; infinite where there is no next.
+    """
+
+    signals: Tensor
+    inputs: Tensor
+    gap: float
+
+
+def find_centered_columns(gradient: Tensor, size: tuple[int, int], images: int) -> CenteredColumns:
+    """Return dz and X of a convolution with stride 1 below batch normalization, up to a mixing of the images.
+
+    It takes N - 1 independent rows of dz and N of X: N <= K and N - 1 <= C, where dz sums to nothing over positions.
+
+    Args:
+        gradient: (C, K, kh, kw), odd kernel of at least three, padded to keep the size.
+        size: rows and columns of the output.
+        images: B.
+
+    Raises:
+        ValueError: where N > K or N - 1 > C.
+    """
+    n = images * size[0] * size[1]
+    channels, inputs = gradient.shape[:2]
+    if n > inputs or n - 1 > channels:
+        raise ValueError(f"{n} positions are more than {channels} filters of {inputs} channels tell apart.")
+    row, column = gradient.shape[2] // 2, gradient.shape[3] // 2
+    near = gradient[:, :, row - 1 : row + 2, column - 1 : column + 2].permute(2, 3, 0, 1)  # G_d, |d| <= 1
+    left_basis, sizes, right_basis = torch.linalg.svd(near.reshape(-1, inputs), full_matrices=False)
+    gap = float(sizes[n - 1] / sizes[n].clamp_min(1e-300)) if n < len(sizes) else float("inf")
+    moved = (left_basis[:, :n] * sizes[:n]).reshape(3, 3, channels, n)  # dz S_d A^-1 for an unknown A
+    u, s, v = torch.linalg.svd(moved[1, 1], full_matrices=False)
+    shifts = _Shifts((v[: n - 1].mT / s[: n - 1]) @ u[:, : n - 1].mT @ moved, v[n - 1])
+    left, right = shifts.restore((0, -1), ((-1, 0), (1, 0))), shifts.restore((0, 1), ((-1, 0), (1, 0)))
+    up, down = shifts.restore((-1, 0), ((0, -1), (0, 1))), shifts.restore((1, 0), ((0, -1), (0, 1)))
+    eye = torch.eye(n, dtype=gradient.dtype, device=gradient.device)
+    first = torch.linalg.svd((eye - left @ right) @ (eye - up @ down))[0][:, :images]
+    found = []
+    for _ in range(size[0]):
+        at = first
+        for _ in range(size[1]):
+            found.append(at)
+            at = left @ at
+        first = up @ first
+    mixed = torch.stack(found, 1)  # A, (n, P, B)
+    signals = torch.einsum("cn,npb->cpb", moved[1, 1], mixed)
+    solved = torch.linalg.solve(mixed.reshape(n, n), right_basis[:n])
+    return CenteredColumns(signals, solved.reshape(-1, images, inputs), gap)
+
+
+@dataclass(frozen=True)
+class _Shifts:
+    """T_d = A S_d A^-1 but for its component along n = A 1, which dz does not see.
+
+    Attributes:
+        seen: (3, 3, n, n), (I - n n^T) T_d by d + 1.
+        hidden: n, of length one.
+    """
+
+    seen: Tensor
+    hidden: Tensor
+
+    def restore(self, shift: tuple[int, int], others: Sequence[tuple[int, int]]) -> Tensor:
+        """Return T_d in full, from T_e T_d = T_(e + d): (seen_e n) r_d = seen_(e+d) - seen_e seen_d, linear in r_d."""
+        own = self.seen[shift[0] + 1, shift[1] + 1]
+        total, weight = torch.zeros_like(self.hidden), torch.zeros_like(self.hidden[0])
+        for other in others:
+            first = self.seen[other[0] + 1, other[1] + 1]
+            both = self.seen[shift[0] + other[0] + 1, shift[1] + other[1] + 1]
+            q = first @ self.hidden
+            total, weight = total + q @ (both - first @ own), weight + q @ q
+        return own + torch.outer(self.hidden, total / weight)
+
+
+def unmix_by_zeros(mixtures: Tensor, seed: int = 0) -> Tensor | None:
+    """Return V (B, B) so that each column of mixtures @ V is one image's, up to a positive factor; None if not found.
+
+    Inputs behind a ReLU are never negative and often exactly zero: a combination that leaves many rows silent and has
+    no negative one is a single image's. The sparsest ones are found by iteratively reweighted least squares.
+
+    Args:
+        mixtures: (M, B), rows of B nonnegative numbers times one unknown B x B matrix.
+        seed: of random starts.
+    """
+    count = mixtures.shape[1]
+    if count == 1:
+        return torch.ones_like(mixtures[:1]) * (1 if float(mixtures.sum()) > 0 else -1)
+    moments = mixtures.mT @ mixtures / len(mixtures)
+    whitening = torch.linalg.inv(torch.linalg.cholesky(moments)).mT
+    white = mixtures @ whitening
+    size = white.norm(dim=1)
+    white = white[size > 1e-2 * size.max()]
+    unit = white / white.norm(dim=1, keepdim=True)
+    generator = stream(seed, "unmixing by zeros")
+    found: list[Tensor] = []
+    for _ in range(MAX_TRIALS):
+        sample = unit[torch.randint(len(unit), (3000,), generator=generator).to(unit.device)]
+        start = torch.randn(count, generator=generator, dtype=torch.float64).to(unit)
+        direction = _refine(_sparsest(sample, start / start.norm()), white, unit)
+        values = white @ direction
+        direction = direction if float(values.sum()) > 0 else -direction
+        silent = float(((unit @ direction).abs() < 1e-4).double().mean())
+        negative = float((white @ direction < -1e-3).double().mean())
+        if silent > 0.1 and negative < 0.01 and all(abs(float(direction @ f)) < 1 - 1e-4 for f in found):
+            found.append(direction)
+            if len(found) == count:
+                return whitening @ torch.stack(found, 1)
+    return None
+
+
+def _sparsest(rows: Tensor, direction: Tensor) -> Tensor:
+    """Return a direction that leaves many rows silent, from one to start at."""
+    for step in range(60):
+        width = max(0.3 * 0.8**step, 1e-6)
+        weight = 1 / ((rows @ direction).square() + width * width)
+        following = torch.linalg.eigh((rows * weight[:, None]).mT @ rows)[1][:, 0]
+        settled = abs(float(following @ direction)) > 1 - 1e-13 and width < 1e-5
+        direction = following
+        if settled:
+            break
+    return direction
+
+
+def _refine(direction: Tensor, rows: Tensor, unit: Tensor) -> Tensor:
+    """Return the direction by least squares over the rows that it leaves silent, ever more strictly."""
+    for step in range(6):
+        silent = (unit @ direction).abs() < max(1e-3 * 0.1**step, 1e-6)
+        if int(silent.sum()) < len(direction):
+            break
+        direction = torch.linalg.eigh(rows[silent].mT @ rows[silent])[1][:, 0]
+    return direction
+
+
+@dataclass(frozen=True)
+class SolvedConvolution:
+    """All that passes through one normalized convolution.
+
+    Attributes:
+        inputs: X (B, K, H, W), zeros set.
+        unrounded: X as it was solved, with its rounding where it is zero.
+        signal: s (B, C, h, w).
+        normalized: xhat (B, C, h, w).
+        sigma: (C,).
+        misfit: of the batch's means, relative: how well statistics and shifts agree.
+    """
+
+    inputs: Tensor
+    unrounded: Tensor
+    signal: Tensor
+    normalized: Tensor
+    sigma: Tensor
+    misfit: float
+
+
+def solve_by_shifts(layer: NormalizedConvolution, like: Tensor | None = None) -> SolvedConvolution | None:
+    """Return input and signal of a convolution with stride 1 whose input is a ReLU's output; None where it fails.
+
+    Nothing above the layer need be known. The batch's means, which came back with the buffers, tell the factor of every
+    image: mean(z_c) = sum over b of lambda_b mean(z_bc).
+
+    Args:
+        layer: with N <= K and N - 1 <= C.
+        like: s (B, C, h, w) as it is known from elsewhere: images are returned in that order.
+    """
+    columns = find_centered_columns(layer.gradient, layer.output_size, layer.images)
+    unmixing = unmix_by_zeros(columns.inputs.transpose(1, 2).flatten(0, 1))
+    if unmixing is None:
+        return None
+    b, size = layer.images, layer.output_size
+    inputs = (columns.inputs.transpose(1, 2) @ unmixing).permute(2, 1, 0).reshape(b, -1, *size)
+    means = layer.apply(inputs).mean((2, 3)).mT / b
+    factors = torch.linalg.lstsq(means, layer.norm.mean[:, None]).solution[:, 0]
+    misfit = float((means @ factors - layer.norm.mean).norm() / layer.norm.mean.norm())
+    unrounded = inputs * factors[:, None, None, None]
+    output_signal = columns.signals @ torch.linalg.inv(unmixing).mT / factors
+    output_signal = output_signal.permute(2, 0, 1).reshape(b, -1, *size)
+    inputs = set_zeros(unrounded)
+    normalized, sigma = layer.norm.normalize(layer.apply(inputs))
+    signal = layer.norm.push_up(output_signal, normalized, sigma)
+    if like is not None:
+        known, own = (functional.normalize(t.flatten(1), dim=1) for t in (like, signal))
+        order = (known @ own.mT).argmax(1)
+        inputs, unrounded, signal, normalized = (t[order] for t in (inputs, unrounded, signal, normalized))
+    return SolvedConvolution(inputs, unrounded, signal, normalized, sigma, misfit)
+
+
+# ---------------------------------------------------------------------------------------------- known signals
+
+
+@dataclass(frozen=True)
+class LayerSignal:
+    """What is known above one of the layers that see the same input.
+
+    Attributes:
+        layer: the layer.
+        signal: s (B, C, h, w).
+        normalized: xhat (B, C, h, w) where it is known.
+        known: where that is, boolean (B, C, h, w).
+        unmasked: what flows back into the activation above (B, C, h, w): s is that or zero. Wrong bits are corrected
+            where it is given.
+    """
+
+    layer: NormalizedConvolution
+    signal: Tensor
+    normalized: Tensor
+    known: Tensor
+    unmasked: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SolvedInputs:
+    """The input of layers whose signals are known.
+
+    Attributes:
+        inputs: X (B, K, H, W), as solved.
+        signals: s of every layer, with bits corrected.
+        residual: of the gradients' equations that were used, relative.
+        changed: bits that were changed.
+        left_out: channels whose equations were left out in the end, since they do not fit.
+        rounds: of the fixed point, all together.
+    """
+
+    inputs: Tensor
+    signals: tuple[Tensor, ...]
+    residual: float
+    changed: int
+    left_out: int
+    rounds: int
+
+
+def solve_inputs(branches: Sequence[LayerSignal], tolerance: float = 1e-9) -> SolvedInputs:
+    """Return the common input of one or more normalized convolutions whose signals s are known.
+
+    dz depends on xhat, which is known where the activation above is open and unknown elsewhere. Each round solves the
+    gradients' equations for X by least squares with xhat as it stands, then takes xhat from W X and the batch's
+    statistics. The term with xhat is small, of order N^-1/2, so that a dozen rounds with Anderson's extrapolation do.
+    A wrong bit of a mask spoils the equations of its own channel alone: such channels are mended or left out.
+
+    Args:
+        branches: of layers with the same input, such as a block's first convolution and its shortcut.
+        tolerance: relative change of xhat at which it ends.
+    """
+    branches = list(branches)
+    used = [torch.ones(b.signal.shape[1], dtype=torch.bool, device=b.signal.device) for b in branches]
+    rounds = changed = 0
+    start: Tensor | None = None
+    for _ in range(MAX_REPAIRS):
+        inputs, parts, count = _iterate(branches, used, tolerance, start)
+        rounds += count
+        start = torch.cat([p.flatten() for p in parts])
+        flips, again = 0, []
+        misses = [_misses(b, p, inputs) for b, p in zip(branches, parts, strict=True)]
+        for i, (branch, miss) in enumerate(zip(branches, misses, strict=True)):
+            size = miss.norm(dim=1)
+            bad = size > OUTLIER * size[used[i]].median()
+            if branch.unmasked is not None and bool(bad.any()):
+                branches[i], mended = _mend_channels(branch, inputs, miss, bad)
+                flips += int(mended.sum())
+            again.append(_leave_out(bad, size, branch.layer))
+        changed += flips
+        settled = all(bool((a == u).all()) for a, u in zip(again, used, strict=True))
+        used = again
+        if settled and not flips:
+            break
+    right = torch.cat([b.layer.gradient.flatten(1)[u].flatten() for b, u in zip(branches, used, strict=True)])
+    miss = torch.cat([m[u].flatten() for m, u in zip(misses, used, strict=True)])
+    left_out = sum(int((~u).sum()) for u in used)
+    return SolvedInputs(inputs, tuple(b.signal for b in branches), _relative(miss, right), changed, left_out, rounds)
+
+
+def _iterate(
+    branches: Sequence[LayerSignal], used: Sequence[Tensor], tolerance: float, start: Tensor | None
+) -> tuple[Tensor, list[Tensor], int]:
+    """Return X, xhat of every layer and the rounds of the fixed point, with the equations of some channels."""
+    shapes = [b.signal.shape for b in branches]
+    lengths = [b.signal.numel() for b in branches]
+    fixed = torch.cat([b.known.flatten() for b in branches])
+    told = torch.cat([torch.where(b.known, b.normalized, torch.zeros_like(b.normalized)).flatten() for b in branches])
+    state = told if start is None else torch.where(fixed, told, start)
+    history: list[tuple[Tensor, Tensor]] = []
+    changes: list[float] = []
+    for round_ in range(1, MAX_ROUNDS + 1):
+        parts = [p.reshape(s) for p, s in zip(state.split(lengths), shapes, strict=True)]
+        inputs = _solve_linear(branches, parts, used)
+        following = torch.cat([_normalize(b.layer, inputs).flatten() for b in branches])
+        step = torch.where(fixed, torch.zeros_like(state), following - state)
+        changes.append(float(step.norm() / state.norm().clamp_min(1e-30)))
+        stuck = round_ > 6 and changes[-1] < 1e-4 and changes[-1] > 0.7 * min(changes[:-1])
+        if changes[-1] < tolerance or stuck:
+            break
+        history = [*history, (state, step)][-ANDERSON_MEMORY - 1 :]
+        state = torch.where(fixed, told, _extrapolate(history))
+    return inputs, parts, round_
+
+
+def _misses(branch: LayerSignal, normalized: Tensor, inputs: Tensor) -> Tensor:
+    """Return what the gradient has and the solution has not, (C, K kh kw)."""
+    output_signal = branch.layer.norm.pull_back(branch.signal, normalized)
+    found = conv2d_weight(inputs, branch.layer.weight.shape, output_signal, branch.layer.stride, branch.layer.padding)
+    return (branch.layer.gradient - found).flatten(1)
+
+
+def _leave_out(bad: Tensor, size: Tensor, layer: NormalizedConvolution) -> Tensor:
+    """Return which channels' equations to use: those that fit, as long as they outnumber the unknowns."""
+    unknown = layer.images * layer.size[0] * layer.size[1]
+    taps = layer.weight.shape[2] * layer.weight.shape[3] / layer.stride**2
+    enough = min(len(bad), int(1.3 * unknown / max(taps, 1)) + 1)
+    return ~bad | (size <= size.sort().values[enough - 1])
+
+
+def _mend_channels(branch: LayerSignal, inputs: Tensor, misses: Tensor, bad: Tensor) -> tuple[LayerSignal, Tensor]:
+    """Return the branch with bits of bad channels changed where that explains the gradient, and how many in each.
+
+    m and k are known from gradients, so that a bit of s changes dz at its own position alone, by gamma / sigma s.
+    """
+    layer, unmasked = branch.layer, branch.unmasked
+    assert unmasked is not None
+    patches = functional.unfold(inputs, layer.weight.shape[2:], padding=layer.padding, stride=layer.stride)
+    patches = patches.transpose(1, 2).flatten(0, 1)  # (N, K kh kw)
+    weight = patches.square().sum(1)
+    scale = layer.norm.gamma / layer.norm.sigma
+    signal, whole = (t.transpose(0, 1).flatten(1).clone() for t in (branch.signal, unmasked))
+    size = misses.norm(dim=1)
+    noise = float(size[~bad].median()) if bool((~bad).any()) else 0.0
+    count = torch.zeros_like(bad, dtype=torch.long)
+    for c in torch.nonzero(bad)[:, 0].tolist():
+        rest = misses[c]
+        for _ in range(MAX_FLIPS):
+            if float(rest.norm()) < OUTLIER * noise:
+                break
+            change = scale[c] * torch.where(signal[c] == 0, whole[c], -whole[c])
+            gain = 2 * change * (patches @ rest) - change.square() * weight
+            best = int(gain.argmax())
+            if float(gain[best]) <= 0.1 * float(rest @ rest):
+                break
+            rest = rest - change[best] * patches[best]
+            signal[c, best] = whole[c, best] if float(signal[c, best]) == 0 else 0.0
+            count[c] += 1
+    shape = branch.signal.transpose(0, 1).shape
+    return replace(branch, signal=signal.reshape(shape).transpose(0, 1)), count
+
+
+def _normalize(layer: NormalizedConvolution, inputs: Tensor) -> Tensor:
+    """Return xhat by the statistics of the outputs themselves.
+
+    Inputs behind a ReLU have a large mean, and an error of it changes all of a channel's outputs alike. Normalized by
+    their own statistics they do not show it, by those of the buffers it would grow from round to round.
+    """
+    return layer.norm.normalize(layer.apply(inputs))[0]
+
+
+def _extrapolate(history: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return the next state from (state, step) of earlier rounds (Anderson, 1965)."""
+    state, step = history[-1]
+    if len(history) == 1:
+        return state + step
+    steps = torch.stack([step - s for _, s in history[:-1]], 1)
+    states = torch.stack([state - s for s, _ in history[:-1]], 1)
+    share = torch.linalg.lstsq(steps, step[:, None]).solution
+    return state + step - ((states + steps) @ share)[:, 0]
+
+
+def _solve_linear(branches: Sequence[LayerSignal], normalized: Sequence[Tensor], used: Sequence[Tensor]) -> Tensor:
+    """Return X from the gradients' equations of the used channels, with xhat as given.
+
+    dz sums to nothing over positions. So a constant on pixels that one tap alone of a kernel sees, all outputs once, is
+    invisible in the gradient; with strides there are such pixels. The batch's means tell that constant.
+    """
+    layers = [b.layer for b in branches]
+    systems, sides = [], []
+    for branch, x, use in zip(branches, normalized, used, strict=True):
+        layer = branch.layer
+        rows = use.repeat_interleave(layer.weight.shape[2] * layer.weight.shape[3])
+        systems.append(layer.design(layer.norm.pull_back(branch.signal, x))[rows])
+        sides.append(layer.right_side()[rows])
+    matrix, right = torch.cat(systems), torch.cat(sides)
+    first = layers[0]
+    if first.stride == 1:
+        return first.as_images(_least_squares(matrix, right).mT)
+    invisible = matrix.new_zeros(first.images, *first.size)
+    invisible[:, :: first.stride, :: first.stride] = 1
+    constant = invisible.flatten()[None]
+    solved = _least_squares(
+        torch.cat([matrix, constant * (matrix.norm() / matrix.shape[1])]),
+        torch.cat([right, torch.zeros_like(right[:1])]),
+    )
+    inputs = first.as_images(solved.mT)
+    maps, misses = [], []
+    for layer in layers:
+        py, px = layer.padding
+        maps.append(layer.weight[:, :, py, px] / layer.norm.sigma[:, None])
+        misses.append((layer.norm.mean - layer.apply(inputs).mean((0, 2, 3))) / layer.norm.sigma)
+    shift = torch.linalg.lstsq(torch.cat(maps), torch.cat(misses)[:, None]).solution
+    return first.as_images((solved + constant.mT * shift.mT).mT)
+
+
+def _least_squares(matrix: Tensor, right: Tensor) -> Tensor:
+    """Return the least squares solution by normal equations, refined once."""
+    normal = matrix.mT @ matrix
+    normal.diagonal().add_(1e-15 * float(normal.diagonal().mean()))
+    factor = torch.linalg.cholesky(normal)
+    solved = torch.cholesky_solve(matrix.mT @ right, factor)
+    return solved + torch.cholesky_solve(matrix.mT @ (right - matrix @ solved), factor)
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+def set_zeros(inputs: Tensor) -> Tensor:
+    """Return a solved ReLU output with zeros for what is no larger than its rounding, told by its negative entries."""
+    return inputs * (inputs > ZERO_MARGIN * float(inputs.min().abs()))
+
+
+@dataclass(frozen=True)
+class CorrectedMask:
+    """The mask of an activation, checked by beta's gradient.
+
+    Attributes:
+        mask: boolean (B, C, h, w).
+        changed: how many bits were changed.
+        open_channels: channels (indices) whose sum still misses beta's gradient.
+    """
+
+    mask: Tensor
+    changed: int
+    open_channels: tuple[int, ...]
+
+
+def correct_mask(unmasked: Tensor, values: Tensor, beta_gradient: Tensor) -> CorrectedMask:
+    """Return which positions pass a signal on: those with values above zero, near ties decided by beta's gradient.
+
+    Of every channel the signal that is passed on sums to beta's gradient. Where it misses that, one or two bits of
+    values near zero are changed.
+
+    Args:
+        unmasked: what flows back into the activation (B, C, h, w).
+        values: the activation's output as it was solved, with its rounding.
+        beta_gradient: (C,), of the normalization below the activation.
+    """
+    signal, value = (t.transpose(0, 1).flatten(1) for t in (unmasked, values))
+    rounding = ZERO_MARGIN * float(values.min().abs())
+    mask = value > rounding
+    miss = (signal * mask).sum(1) - beta_gradient
+    tolerance = MASK_MARGIN * float(miss.abs().median()) + 1e-13 * float(signal.abs().max())
+    near = value.abs() < max(4 * rounding, 1e-4 * float(value.max()))
+    changed, left = 0, []
+    for c in torch.nonzero(miss.abs() > tolerance)[:, 0].tolist():
+        at = torch.nonzero(near[c])[:, 0]
+        flips = _matching_flips(at, torch.where(mask[c], -signal[c], signal[c]), value[c], float(miss[c]), tolerance)
+        mask[c, flips] = ~mask[c, flips]
+        changed += len(flips)
+        if not flips:
+            left.append(c)
+    shape = unmasked.transpose(0, 1).shape
+    return CorrectedMask(mask.reshape(shape).transpose(0, 1), changed, tuple(left))
+
+
+def _matching_flips(at: Tensor, change: Tensor, value: Tensor, miss: float, tolerance: float) -> list[int]:
+    """Return one or two of the positions `at` whose change of the sum makes up for what it misses."""
+    if not len(at):
+        return []
+    fits = at[(miss + change[at]).abs() < tolerance]
+    if len(fits):
+        return [int(fits[value[fits].argmax()])]
+    at = at[value[at].argsort(descending=True)[:60]]
+    rest = (miss + change[at][:, None] + change[at]).abs()
+    rest.fill_diagonal_(float("inf"))
+    best = int(rest.argmin())
+    if not float(rest.flatten()[best]) < tolerance:
+        return []
+    return [int(at[best // len(at)]), int(at[best % len(at)])]
+
+
+def _spread(channels: Tensor) -> Tensor:
+    """Return numbers of channels (C,) so that they broadcast over images and positions."""
+    return channels[:, None, None]
+
+
+def _relative(miss: Tensor, whole: Tensor) -> float:
+    return float(miss.norm() / whole.norm().clamp_min(1e-300))
