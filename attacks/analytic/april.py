@@ -122,19 +122,19 @@ class April(Attack):
         doubts = {name: relative_rounding(view, name) for name in sent}
         noise = {name: doubts[name] * float(v.norm()) / math.sqrt(v.numel()) for name, v in sent.items()}
         patches, _ = network.embedding.signal_shape
-        if count * patches >= max(layer.width for layer in network.layers):
+        if count * patches >= max((layer.width for layer in network.layers), default=0):
+            return NotApplicable(f"{count} images have {count * patches} tokens, which leave no layer room", limit=True)
+        values = math.prod(view.task.input_shape)
+        unknowns = min(values, patches * count * patches)
+        if unknowns > self.max_unknowns:
             return NotApplicable(
-                f"{count} images have {count * patches} tokens, which fill all of their layers", limit=True
+                f"telling {count} images apart takes a search over {unknowns} unknowns: raise max_unknowns "
+                f"({self.max_unknowns}), if there is time",
+                limit=True,
             )
         equations = network.subspaces(sent, count, noise)
         if equations.count < MIN_EQUATIONS * equations.unknowns:
             return NotApplicable(_too_few(network, count, equations), limit=True)
-        if equations.unknowns > self.max_unknowns:
-            return NotApplicable(
-                f"telling {count} images apart takes a search over {equations.unknowns} unknowns: raise max_unknowns "
-                f"({self.max_unknowns}), if there is time",
-                limit=True,
-            )
         labels = range(view.task.num_classes) if view.labels is None else sorted(set(view.labels.tolist()))
         found = separate_images(equations, sent, count, noise, labels)
         if len(found) < count:
@@ -143,7 +143,9 @@ class April(Attack):
         solutions = []
         for image in found:
             own = {n: v - sum(other.gradient[n] for other in found if other is not image) for n, v in sent.items()}
-            doubt = sum(doubts[n] * float(sent[n].norm() / own[n].norm()) for n in network.embedding.names)
+            doubt = sum(
+                doubts[n] * float(sent[n].norm() / own[n].norm().clamp_min(1e-300)) for n in network.embedding.names
+            )
             solutions.append(PatchSolution.of(network.embedding, own, doubt))
         return Reconstruction(
             inputs=torch.cat([image.pixels for image in found]).clamp(0, 1).to(view.dtype),

@@ -366,7 +366,7 @@ def minimize_squares(residual: Callable[[Tensor], Tensor], start: Tensor) -> Ten
             if new < cost or expected < MIN_GAIN * cost:
                 break
             damping *= 8
-        if new >= cost:
+        if not new < cost:
             break
         at, left, cost = tried, then, new
         damping = max(damping / 10, 1e-12)
@@ -381,7 +381,10 @@ def _conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor) ->
     first = size
     for _ in range(MAX_INNER_STEPS):
         turned = product(direction)
-        length = size / float((direction * turned).sum())
+        curvature = float((direction * turned).sum())
+        if not curvature > 0:
+            break
+        length = size / curvature
         found, rest = found + length * direction, rest - length * turned
         before, size = size, float(rest.square().sum())
         if size < 1e-10 * first:
@@ -447,6 +450,8 @@ def _next_image(
     equations: PatchSubspaces, gradient: Mapping[str, Tensor], labels: Sequence[int]
 ) -> SeparatedImage | None:
     """Return the first image that a start leads to and that has a label, or None."""
+    if not equations.subspaces or not equations.basis.shape[1]:
+        return None
     for start in equations.starts():
         pixels = round_to_levels(equations.solve(start))
         label, factor, distance = equations.match_label(gradient, pixels, labels)
@@ -462,7 +467,9 @@ def _last_image(
     """Return the image that the gradient of one is of, with the label that makes it most alike."""
     network = equations.network
     names = network.embedding.names
-    doubt = sum(noise[name] * math.sqrt(gradient[name].numel()) / float(gradient[name].norm()) for name in names)
+    doubt = sum(
+        noise[name] * math.sqrt(gradient[name].numel()) / max(float(gradient[name].norm()), 1e-300) for name in names
+    )
     pixels = PatchSolution.of(network.embedding, gradient, doubt).pixels.view_as(network.graph.image)
     near = round_to_levels(pixels)
     if near is pixels:  # others are not on levels either: what they left in this gradient is off
@@ -477,7 +484,7 @@ def _last_image(
         scaled = {name: ratio * value for name, value in own.items()}
         misfit = sum(float((gradient[n] - scaled[n]).square().sum()) for n in scaled)
         if best is None or misfit < least:
-            best, least = SeparatedImage(near, label, scaled, 1 / ratio), misfit
+            best, least = SeparatedImage(near, label, scaled, 1 / ratio if ratio else math.inf), misfit
     assert best is not None
     return best
 

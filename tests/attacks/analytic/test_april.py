@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.pictures import photograph
@@ -186,6 +188,18 @@ def test_equations_for_a_batch_are_counted() -> None:
     assert result.limit
     assert result.reason.startswith("2 images have 32 tokens, which fill most of the 32 numbers of one: ")
     assert result.reason.endswith("for the 512 unknowns of an image are too few")
+
+
+def test_noise_is_no_batch() -> None:
+    view = batch(Wide(), [3, 7])[0]
+    draw = stream(0, "noise")
+    for share in (1.0, 1e-2):
+        update = {
+            n: v + share * v.norm() / v.numel() ** 0.5 * torch.randn(v.shape, generator=draw)
+            for n, v in view.update.items()
+        }
+        result = April()(replace(view, update=update))
+        assert isinstance(result, NotApplicable) or not result.verified
 
 
 def test_large_searches_wait_for_a_higher_bound() -> None:
