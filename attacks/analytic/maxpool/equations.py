@@ -50,6 +50,12 @@ class Equations:
     rounding: Tensor | None = None
     signal_noise: float = 0.0
 
+    @property
+    def count(self) -> int:
+        """How many equations there are: of outputs with a target, and of the gradients of filters that moved."""
+        moved = self.gradient.any(1)
+        return int(self.target_known.sum()) + int(moved.sum()) * self.gradient.shape[1]
+
     @cached_property
     def target_minus_bias(self) -> Tensor:
         """t_ok - b_o (O, K)."""

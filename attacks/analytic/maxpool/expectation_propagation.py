@@ -24,7 +24,7 @@ precision and no more moved by what is known.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -32,6 +32,7 @@ from torch import Tensor
 
 from attacks.analytic.maxpool.conv_pool_layer import join_blocks
 from attacks.analytic.maxpool.determined_pixels import confirm_pixels
+from attacks.analytic.maxpool.edge_prior import DensePrior
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
 from attacks.analytic.maxpool.maximum_moments import condition_on_maximum
@@ -51,6 +52,8 @@ MIN_CAVITY_SHARE = 1e-3
 """Share of a cell's precision that must come from elsewhere for its site to be formed anew: less is rounding."""
 FIRST_DAMPING, LEVEL_DAMPING = 0.7, 0.5
 """Share of the new sites that enters in the first iteration, and of the pixels' new sites in any."""
+REFIT_FROM = 5
+"""Iteration from which on a prior is made of what is known: earlier it is too little."""
 REFINEMENTS = 4
 """Steps of iterative refinement after a factorization."""
 
@@ -114,7 +117,11 @@ class PropagationState:
 
 
 def propagate(
-    equations: Equations, prior: GaussianPrior, schedule: Schedule, levels: PixelLevels | None = None
+    equations: Equations,
+    prior: GaussianPrior,
+    schedule: Schedule,
+    levels: PixelLevels | None = None,
+    refit: Callable[[Tensor, Tensor], DensePrior] | None = None,
 ) -> Iterator[PropagationState]:
     """Yield one state after the other, until the schedule ends or rounding is in the way.
 
@@ -123,13 +130,17 @@ def propagate(
         prior: what is expected of X.
         schedule: how to proceed.
         levels: of the pixels, or None where they may take any value.
+        refit: makes a prior of mean (I, H, W) and covariance (N, N) of X, which takes the place of `prior` from
+            iteration `REFIT_FROM` on; only without levels.
     """
     state, noise = PropagationState.first(equations), schedule.noise
+    mean, covariance = state.mean, state.mean.new_zeros(0, 0)
     open_pixels = PixelSubset.of(equations.layer.cell_layer, state.confirmed)
     for iteration in range(schedule.iterations):
         if iteration:
             noise = _next_noise(schedule, noise, state.error, bounded=levels is not None and iteration > 1)
-            moments = _posterior_moments(equations, prior, state, schedule, noise, open_pixels)
+            expected = prior if refit is None or iteration < REFIT_FROM else refit(mean, covariance)
+            moments = _posterior_moments(equations, expected, state, schedule, noise, open_pixels)
         else:
             moments = prior.moments
         if moments is None:
@@ -177,7 +188,7 @@ def _confirm_pixels(equations: Equations, state: PropagationState, levels: Pixel
 # ---- the product of all sites ----------------------------------------------------------------------------------------
 def _posterior_moments(
     equations: Equations,
-    prior: GaussianPrior,
+    prior: GaussianPrior | DensePrior,
     state: PropagationState,
     schedule: Schedule,
     noise: float,
@@ -185,7 +196,8 @@ def _posterior_moments(
 ) -> tuple[Tensor, Tensor] | None:
     """Return mean (I, H W) of X, and covariance (n, n) of what is not certain; None where rounding is in the way."""
     from_gradient = gradient_precision(equations, state, schedule.gradient * noise**0.5)
-    prior = replace(prior, sites=state.level_sites)
+    if isinstance(prior, GaussianPrior):
+        prior = replace(prior, sites=state.level_sites)
     precision = PosteriorPrecision(equations, prior, state, from_gradient, open_pixels)
     return precision.moments(single=noise >= SINGLE_PRECISION_NOISE)
 
@@ -271,7 +283,7 @@ class PosteriorPrecision:
     """
 
     equations: Equations
-    prior: GaussianPrior
+    prior: GaussianPrior | DensePrior
     state: PropagationState
     from_gradient: GradientPrecision | None
     open_pixels: PixelSubset

@@ -23,6 +23,7 @@ from attacks.analytic.maxpool.annealing import AnnealingStart, anneal, cooling_s
 from attacks.analytic.maxpool.cavity import CavityState, cavity_states, fits_in_memory
 from attacks.analytic.maxpool.closed_form import solve_by_row_space
 from attacks.analytic.maxpool.determined_pixels import precise_targets
+from attacks.analytic.maxpool.edge_prior import edge_prior
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.expectation_propagation import PropagationState, Schedule, propagate
 from attacks.analytic.maxpool.flat_regions import snap_flat_regions
@@ -74,6 +75,12 @@ PROPAGATION_PATIENCE, PROPAGATION_DIVERGES = 4, 5.0
 """States of a propagation that come no nearer before it is given up, and the ratio to the nearest that ends it."""
 FINISH_FALLS = 0.7
 """Share of what was left above which soft and hard positions in turn bring nothing more."""
+
+
+OPEN_SHARE = 0.6
+"""Equations of a picture, as a share of its pixels, below which it is not solved for but estimated."""
+OPEN_SCHEDULE = Schedule(levels=None, iterations=14, factor=0.4, least=1e-5)
+"""Of the propagation of such a picture."""
 
 
 def schedules(unknowns: int) -> tuple[Schedule, ...]:
@@ -201,6 +208,8 @@ def _refine_cavity_state(equations: Equations, state: CavityState) -> LayerSolut
 
 # ---- pixels ----------------------------------------------------------------------------------------------------------
 def _solve_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolution:
+    if equations.layer.images == 1 and equations.count < OPEN_SHARE * math.prod(equations.layer.shape):
+        return _solve_open_pixels(equations, mean, std)
     best: LayerSolution | None = None
     all_levels, choice = PixelLevels.of(mean, std), choice_prior(equations.layer, mean, std)
     unknowns = math.prod(equations.layer.shape)
@@ -222,6 +231,13 @@ def _solve_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolut
             break
     assert best is not None
     return snap_flat_regions(best, all_levels) if best.fit.error < FEW_PIXELS_OFF else best
+
+
+def _solve_open_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolution:
+    """Return what is expected of pixels that equations leave open in many directions: no search would decide them."""
+    prior, refit = choice_prior(equations.layer, mean, std), partial(edge_prior, offset=mean, std=std)
+    *_, last = propagate(equations, prior, OPEN_SCHEDULE, refit=refit)
+    return LayerSolution.of(equations, evaluate(equations, last.mean))
 
 
 def _search_neighborhood(now: LayerSolution, prior: GaussianPrior, levels: PixelLevels) -> LayerSolution:
