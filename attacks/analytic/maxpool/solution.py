@@ -103,11 +103,10 @@ class LayerSolution:
         far = off > OPEN_CELL_ERROR * equations.output_scale + 5 * equations.target_std
         count, total = int((far & equations.target_known).sum()), int(equations.target_known.sum())
         cells = f"{count} of {total} pooling cells open, " if equations.layer.positions_unknown else ""
-        unknown, few = self.fit.x.numel(), equations.count < self.fit.x.numel()
-        short = (
-            f"{equations.count} equations for {unknown} numbers leave {unknown - equations.count} open, " if few else ""
-        )
-        return f"{short}{cells}{self.fit.error:.1e} of the equations unexplained"
+        unknown, short = self.fit.x.numel(), ""
+        if equations.count < unknown:
+            short = f" ({equations.count} equations for {unknown} numbers leave {unknown - equations.count} open)"
+        return f"{cells}{self.fit.error:.1e} of the equations unexplained{short}"
 
     @property
     def input_signal(self) -> Tensor:
