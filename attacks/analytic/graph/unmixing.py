@@ -24,7 +24,9 @@ all positions of a channel that the ReLU let pass, and nothing to the others:
        r_cp(v) = (y_cp - s_cp mean{y_cq: s_cq = 1}) . v,                                        (3)
 
    as an eigenvector. Weights are 1 / (r^2 + epsilon^2) with falling epsilon (iteratively reweighted least squares).
-4. Missing images are looked for again where those found are not: in the orthogonal complement, from other rows.
+4. Missing images are looked for again where those found are not: in the orthogonal complement, from other rows, and
+   from what was rejected. Images with one label have nearly proportional g, and where their patterns agree, so that
+   differences of them are sparse, too: such a rejected direction is started from again with images found added.
 
 **Sparse rows** (`unmix_sparse`). Below the top a ReLU silences a good part of an image's numbers, the others are
 arbitrary. All is the same with rows y_n in place of differences, and r_n(v) = y_n . v in place of (3).
@@ -77,6 +79,8 @@ NEAR_FITS = (0.3, 0.2, 0.1, 0.1)
 LARGE_LEVEL, SAME_RATIO, ALIKE = 0.8, 0.1, 0.5
 """Two directions may hold something of one image if their levels have one ratio, this quantile of all, up to so much in
 such a share of the channels where both are large."""
+RANDOM_SUMS, MIXED_IMAGES = 48, 4.0
+"""Random sums of a rejected direction and images found looked at, and how many images these hold on average."""
 NOISE_DEVIATIONS, ROUNDING = 12.0, 1e-4
 """What may be zero: so many standard deviations of noise, and such a share of the mixed row."""
 CLEAR_LEVEL = 4.0
@@ -217,7 +221,7 @@ class _Problem(ABC):
     def refine(self, directions: Tensor) -> Tensor:
         """Return directions (k, B) that fit better than these."""
 
-    def corrections(self, rejected: Tensor, found: Tensor) -> Tensor:
+    def corrections(self, rejected: Tensor, found: Tensor, draw: torch.Generator) -> Tensor:
         """Return starts (n, B) that are rejected directions (k, B) less what they may have of images found (m, B)."""
         return rejected[:0]
 
@@ -245,7 +249,7 @@ def _search(problem: _Problem, rounds: int, draw: torch.Generator) -> Unmixing:
     while True:
         free = _complement(found.directions, problem.images)
         starts = _kurtosis_maxima(problem.starting_rows(draw) @ free, draw) @ free.mT
-        corrections = problem.corrections(rejected.directions, found.directions)
+        corrections = problem.corrections(rejected.directions, found.directions, draw)
         starts = torch.cat([starts, corrections[: 2 * free.shape[1]]])
         judged = problem.judge(problem.refine(starts))
         known = len(found.directions)
@@ -373,8 +377,8 @@ class _TwoValued(_Problem):
             direction = _weakest(fit.equations(self.scaled)[fits].flatten(0, 1))
         return direction
 
-    def corrections(self, rejected: Tensor, found: Tensor) -> Tensor:
-        """Return sums and differences of a rejected direction and up to two images of like levels, the best first."""
+    def corrections(self, rejected: Tensor, found: Tensor, draw: torch.Generator) -> Tensor:
+        """Return sums of a rejected direction and images found, the best first: up to two of like levels, or any."""
         if not len(rejected) or not len(found):
             return rejected[:0]
         levels = torch.stack([_fit_levels(self.scaled @ v).level.abs() for v in found]).clamp_min(1e-300)  # (m, C)
@@ -388,6 +392,10 @@ class _TwoValued(_Problem):
             parts = torch.cat([terms, -terms])
             starts += [direction + part for part in parts]
             starts += [direction + one + other for one, other in combinations(parts, 2)]
+            size = (RANDOM_SUMS, len(found))
+            shares = 2 * torch.rand(*size, generator=draw, dtype=torch.float64) - 1
+            shares *= torch.rand(*size, generator=draw, dtype=torch.float64) * len(found) < MIXED_IMAGES
+            starts += list(direction + shares.to(found) @ found)
         if not starts:
             return rejected[:0]
         corrected = torch.stack(starts)
@@ -442,8 +450,8 @@ class _LevelFit:
         return columns - self.pattern[..., None] * mean
 
     def misfit(self) -> Tensor:
-        """Return the share of channels that do not fit."""
-        return (self.residual.amax(1) > MISFIT * self.level.abs()).double().mean()
+        """Return how far channels are off, relative to their levels and at most 1 each, in the mean."""
+        return (self.residual.amax(1) / self.level.abs().clamp_min(1e-300)).clamp(max=1).mean()
 
 
 def _fit_levels(values: Tensor) -> _LevelFit:
