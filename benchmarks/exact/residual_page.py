@@ -26,7 +26,7 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         rows: of the results.
         tested: the attack whose goals they are.
     """
-    found = [(case, own) for case in cases if (own := _of(rows, case, tested))]
+    found = [(case, _of(rows, case, tested)) for case in cases]
     wrong = sum(row.get("false", False) for row in rows)
     proven = sum(row.get("verified", False) for row in rows)
     false = f"False `verified` over all rows and attacks: {wrong}, of {proven} that said it."
@@ -51,7 +51,7 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "",
         "## To know",
         "",
-        *_table([(case, own) for case, own in found if not case.goal], goals=False),
+        *_table([(case, own) for case, own in found if own and not case.goal], goals=False),
         *_beside(cases, rows, tested),
         *_reasons(cases, rows),
         "",
@@ -78,6 +78,8 @@ def _table(found: Sequence[tuple[Case, Rows]], *, goals: bool) -> list[str]:
 
 def line(case: Case, rows: Rows) -> list[str]:
     """Shares, medians and cost of one row of the table."""
+    if not rows:
+        return ["-"] * 8
     pictures, told = case.batch * len(rows), [row["labels"] for row in rows if row.get("labels") is not None]
     psnr = _psnr(case, rows)
     seconds = [row["seconds"] for row in rows]
@@ -105,6 +107,8 @@ def words(goal: Goal) -> str:
 
 def _met(case: Case, rows: Rows) -> str:
     """Whether the figures reach the goal; of fewer victims than there are, as far as they go."""
+    if not rows:
+        return "-"
     goal = case.goal or Goal()
     reached = (
         goal.exact is None or _mean(_shares(case, rows, "exact")) >= goal.exact,

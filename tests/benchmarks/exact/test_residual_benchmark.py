@@ -161,6 +161,13 @@ def test_what_was_not_handed_out_counts_as_missed() -> None:
     assert line.endswith("| no |")
 
 
+def test_a_goal_stands_there_before_anything_was_measured() -> None:
+    case = Case("two", "two pictures", CASES[0].network, 2, 4, goal=Goal(exact=0.9))
+    (line,) = (line for line in residual_page.document([case], []) if line.startswith("| two pic"))
+    assert line.startswith("| two pictures | 2 | gradient, float32 | 0 of 4 so far | 90% exact | - |")
+    assert line.endswith("| - |")
+
+
 def test_searches_stand_beside_on_the_same_victims() -> None:
     case = Case("two", "two pictures", CASES[0].network, 2, 2)
     search = row(1, attack="ig", psnr=[10.0, 12.0], seconds=60.0)
