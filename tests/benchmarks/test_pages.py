@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks import common
 from benchmarks.common import RESULTS
-from benchmarks.exact import cascade, cascade_batches
+from benchmarks.exact import cascade, cascade_batches, residual_page
+from benchmarks.exact.residual_victims import CASES
 from benchmarks.hyperfl import peel, published_hyperfl, several_steps
 from benchmarks.leakage import defenses, leakage, presets, rog_spaces, same_network, settings
 from benchmarks.peers import __main__ as peers
@@ -47,6 +48,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "peers_speed": lambda known: speed.page(peers.speeds_before(known["networks"])),
     "presets": lambda known: presets.document(known["cases"]),
     "published_hyperfl": lambda known: published_hyperfl.document(known["rows"]),
+    "residual": lambda known: residual_page.document(CASES, known["rows"]),
     "rog_spaces": lambda known: rog_spaces.document(
         known["rows"], list(dict.fromkeys(row["attack"] for row in known["rows"])), known["training"]
     ),
