@@ -95,6 +95,8 @@ reach half a deviation), and rounds of estimating it and of fitting the rows tha
 WIDE, MAX_FALSE_ZEROS = 10.0, 0.2
 """How many times the noise is looked at around zero, and the share of it inmost without zeros heaped up: a tenth if
 spread evenly, twice that for safety."""
+AGAINST = 0.3
+"""How large r(u) must be in a row that counts, relative to its root mean square over all rows."""
 MAX_FALSE_ACCEPTANCE = 1e-9
 """The largest chance in (4) for a single direction."""
 MAX_ERROR = 0.1
@@ -552,7 +554,11 @@ class _Sparse(_Problem):
         against = (self.rows @ second).abs()
         counted = values <= WIDE * NOISE_DEVIATIONS * noise
         if self.images > 1:
-            counted &= against > WIDE * NOISE_DEVIATIONS * noise
+            # A row that a combination of two images passes by chance fixes it and tilts u slightly out of their plane:
+            # what r(u) is by that tilt must not count, however far above the noise.
+            counted &= against > torch.clamp(
+                AGAINST * against.pow(2).mean().sqrt(), min=WIDE * NOISE_DEVIATIONS * noise
+            )
         chance = _log_chance(int((zero & counted).sum()), int(counted.sum()), self.images - 1, MAX_FALSE_ZEROS)
         return chance < math.log(MAX_FALSE_ACCEPTANCE) and error < MAX_ERROR, error, chance
 
