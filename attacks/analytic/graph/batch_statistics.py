@@ -29,6 +29,8 @@ ZERO_MARGIN = 5.0
 """How many times the most negative entry a solved input must be to count as above zero: a ReLU's output has none."""
 MASK_MARGIN = 20.0
 """How many times its typical error beta's gradient must be missed by before bits of a mask are changed."""
+INDEPENDENT = 1e-2
+"""Smallest singular value of unit directions that count as independent."""
 MAX_TRIALS = 400
 """Random starts of the search for one image's combination."""
 MAX_ROUNDS = 60
@@ -276,20 +278,34 @@ def unmix_by_zeros(mixtures: Tensor, seed: int = 0) -> Tensor | None:
     white = white[size > 1e-2 * size.max()]
     unit = white / white.norm(dim=1, keepdim=True)
     generator = stream(seed, "unmixing by zeros")
-    found: list[Tensor] = []
-    for _ in range(MAX_TRIALS):
+    found: list[tuple[float, Tensor]] = []
+    chosen: list[Tensor] = []
+    for trial in range(1, MAX_TRIALS + 1):
         sample = unit[torch.randint(len(unit), (3000,), generator=generator).to(unit.device)]
         start = torch.randn(count, generator=generator, dtype=torch.float64).to(unit)
         direction = _refine(_sparsest(sample, start / start.norm()), white, unit)
-        values = white @ direction
-        direction = direction if float(values.sum()) > 0 else -direction
+        direction = direction if float((white @ direction).sum()) > 0 else -direction
         silent = float(((unit @ direction).abs() < 1e-4).double().mean())
         negative = float((white @ direction < -1e-3).double().mean())
-        if silent > 0.1 and negative < 0.01 and all(abs(float(direction @ f)) < 1 - 1e-4 for f in found):
-            found.append(direction)
-            if len(found) == count:
-                return whitening @ torch.stack(found, 1)
+        if silent > 0.1 and negative < 0.01 and all(float(direction @ f) < 1 - 1e-6 for _, f in found):
+            found.append((silent, direction))
+        if trial % (4 * count) == 0:
+            again = _most_silent(found, count)
+            if len(again) == count and len(chosen) == count and all(a is c for a, c in zip(again, chosen, strict=True)):
+                return whitening @ torch.stack(chosen, 1)
+            chosen = again
     return None
+
+
+def _most_silent(found: Sequence[tuple[float, Tensor]], count: int) -> list[Tensor]:
+    """Return the most silent directions that are independent: a mixture of two images is less silent than either."""
+    chosen: list[Tensor] = []
+    for _, direction in sorted(found, key=lambda f: -f[0]):
+        if float(torch.linalg.svdvals(torch.stack([*chosen, direction], 1))[-1]) > INDEPENDENT:
+            chosen.append(direction)
+        if len(chosen) == count:
+            break
+    return chosen
 
 
 def _sparsest(rows: Tensor, direction: Tensor) -> Tensor:
@@ -412,7 +428,22 @@ class SolvedInputs:
     rounds: int
 
 
-def solve_inputs(branches: Sequence[LayerSignal], tolerance: float = 1e-9) -> SolvedInputs:
+@dataclass(frozen=True)
+class KnownInputs:
+    """Entries of an input that are known beforehand, such as those that an open sum above tells.
+
+    Attributes:
+        values: X (B, K, H, W) where it is known.
+        known: where that is, boolean (B, K, H, W).
+    """
+
+    values: Tensor
+    known: Tensor
+
+
+def solve_inputs(
+    branches: Sequence[LayerSignal], entries: KnownInputs | None = None, tolerance: float = 1e-9
+) -> SolvedInputs:
     """Return the common input of one or more normalized convolutions whose signals s are known.
 
     dz depends on xhat, which is known where the activation above is open and unknown elsewhere. Each round solves the
@@ -422,6 +453,7 @@ def solve_inputs(branches: Sequence[LayerSignal], tolerance: float = 1e-9) -> So
 
     Args:
         branches: of layers with the same input, such as a block's first convolution and its shortcut.
+        entries: of the input that are known, for layers of stride 1.
         tolerance: relative change of xhat at which it ends.
     """
     branches = list(branches)
@@ -429,7 +461,7 @@ def solve_inputs(branches: Sequence[LayerSignal], tolerance: float = 1e-9) -> So
     rounds = changed = 0
     start: Tensor | None = None
     for _ in range(MAX_REPAIRS):
-        inputs, parts, count = _iterate(branches, used, tolerance, start)
+        inputs, parts, count = _iterate(branches, used, tolerance, start, entries)
         rounds += count
         start = torch.cat([p.flatten() for p in parts])
         flips, again = 0, []
@@ -453,7 +485,11 @@ def solve_inputs(branches: Sequence[LayerSignal], tolerance: float = 1e-9) -> So
 
 
 def _iterate(
-    branches: Sequence[LayerSignal], used: Sequence[Tensor], tolerance: float, start: Tensor | None
+    branches: Sequence[LayerSignal],
+    used: Sequence[Tensor],
+    tolerance: float,
+    start: Tensor | None,
+    entries: KnownInputs | None,
 ) -> tuple[Tensor, list[Tensor], int]:
     """Return X, xhat of every layer and the rounds of the fixed point, with the equations of some channels."""
     shapes = [b.signal.shape for b in branches]
@@ -465,7 +501,7 @@ def _iterate(
     changes: list[float] = []
     for round_ in range(1, MAX_ROUNDS + 1):
         parts = [p.reshape(s) for p, s in zip(state.split(lengths), shapes, strict=True)]
-        inputs = _solve_linear(branches, parts, used)
+        inputs = _solve_linear(branches, parts, used, entries)
         following = torch.cat([_normalize(b.layer, inputs).flatten() for b in branches])
         step = torch.where(fixed, torch.zeros_like(state), following - state)
         changes.append(float(step.norm() / state.norm().clamp_min(1e-30)))
@@ -544,7 +580,9 @@ def _extrapolate(history: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return state + step - ((states + steps) @ share)[:, 0]
 
 
-def _solve_linear(branches: Sequence[LayerSignal], normalized: Sequence[Tensor], used: Sequence[Tensor]) -> Tensor:
+def _solve_linear(
+    branches: Sequence[LayerSignal], normalized: Sequence[Tensor], used: Sequence[Tensor], entries: KnownInputs | None
+) -> Tensor:
     """Return X from the gradients' equations of the used channels, with xhat as given.
 
     dz sums to nothing over positions. So a constant on pixels that one tap alone of a kernel sees, all outputs once, is
@@ -559,6 +597,9 @@ def _solve_linear(branches: Sequence[LayerSignal], normalized: Sequence[Tensor],
         sides.append(layer.right_side()[rows])
     matrix, right = torch.cat(systems), torch.cat(sides)
     first = layers[0]
+    if first.stride == 1 and entries is not None:
+        values, known = (t.transpose(0, 1).flatten(1).mT for t in (entries.values, entries.known))
+        return first.as_images(_least_squares_around(matrix, right, values, known).mT)
     if first.stride == 1:
         return first.as_images(_least_squares(matrix, right).mT)
     invisible = matrix.new_zeros(first.images, *first.size)
@@ -576,6 +617,22 @@ def _solve_linear(branches: Sequence[LayerSignal], normalized: Sequence[Tensor],
         misses.append((layer.norm.mean - layer.apply(inputs).mean((0, 2, 3))) / layer.norm.sigma)
     shift = torch.linalg.lstsq(torch.cat(maps), torch.cat(misses)[:, None]).solution
     return first.as_images((solved + constant.mT * shift.mT).mT)
+
+
+def _least_squares_around(matrix: Tensor, right: Tensor, values: Tensor, known: Tensor) -> Tensor:
+    """Return the least squares solution, column by column with other entries fixed, refined once."""
+    normal = matrix.mT @ matrix
+    normal.diagonal().add_(1e-15 * float(normal.diagonal().mean()))
+    solved = torch.where(known, values, torch.zeros_like(values))
+    factors = {}
+    for _ in range(2):
+        gradient = matrix.mT @ (right - matrix @ solved)
+        for k in range(right.shape[1]):
+            free = torch.nonzero(~known[:, k])[:, 0]
+            if k not in factors:
+                factors[k] = torch.linalg.cholesky(normal[free][:, free])
+            solved[free, k] += torch.cholesky_solve(gradient[free, k : k + 1], factors[k])[:, 0]
+    return solved
 
 
 def _least_squares(matrix: Tensor, right: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.batch_statistics import (
+    KnownInputs,
     LayerSignal,
     NormalizedConvolution,
     correct_mask,
@@ -24,6 +25,9 @@ from attacks.analytic.graph.batch_statistics import (
 
 SHIFT_SHARE = 0.8
 """Share of a convolution's channels up to which shifts find its positions: near one they are ill-conditioned."""
+
+ENOUGH = 1.5
+"""Equations for each unknown of a block's input above which its open outputs need not tell any."""
 
 
 @dataclass(frozen=True)
@@ -128,11 +132,27 @@ def _solve_first(
         normalized, _ = second.norm.normalize(second.apply(values))
         rest = known - (normalized * second.norm.gamma[:, None, None] + second.norm.beta[:, None, None])
         branches.append(LayerSignal(shortcut, signal, _normalized(shortcut, rest), known > 0))
-    found = solve_inputs(branches)
+    found = solve_inputs(branches, _entries(block, values, above))
     inputs = set_zeros(found.inputs)
     below = first.signal_through(found.signals[0], inputs)
     below = below + (signal if shortcut is None else shortcut.signal_through(signal, inputs))
     return BlockFeatures(values, inputs, found.residual, found.left_out), _Above(found.inputs, below)
+
+
+def _entries(block: NormalizedBlock, hidden: Tensor, above: _Above | None) -> KnownInputs | None:
+    """Return the entries of the block's input that its open outputs tell, where the equations are too few without.
+
+    Behind the identity, x = y - bn2(conv2(h)) where y > 0.
+    """
+    unknowns = block.first.images * block.first.size[0] * block.first.size[1]
+    plenty = block.first.weight.shape[0] * block.first.weight[0, 0].numel() > ENOUGH * unknowns
+    if block.shortcut is not None or above is None or plenty:
+        return None
+    norm = block.second.norm
+    normalized, _ = norm.normalize(block.second.apply(hidden))
+    rest = above.output - (normalized * norm.gamma[:, None, None] + norm.beta[:, None, None])
+    known = set_zeros(above.output) > 0
+    return KnownInputs(rest.clamp(min=0), known)
 
 
 def _normalized(layer: NormalizedConvolution, outputs: Tensor) -> Tensor:
