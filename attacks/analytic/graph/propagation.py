@@ -7,6 +7,7 @@ that take the tensor. What keeps one from being known is raised as `UnknownError
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -40,8 +41,8 @@ class Propagation:
     values: dict[Ref, Tensor] = field(default_factory=dict)
     signals: dict[Ref, Tensor] = field(default_factory=dict)
     masks: dict[int, Tensor] = field(default_factory=dict)
-    _forward: dict[Ref, Tensor | None] = field(default_factory=dict)
-    _backward: dict[Ref, Tensor] = field(default_factory=dict)
+    _forward: dict[Ref, Tensor | str] = field(default_factory=dict)  # worked out, or why it could not be
+    _backward: dict[Ref, Tensor | str] = field(default_factory=dict)
 
     def set_value(self, ref: Ref, value: Tensor) -> None:
         """Note a value that was solved for."""
@@ -64,19 +65,22 @@ class Propagation:
         self.masks[activation] = mask
         self._backward.clear()
 
+    def restore(self, signals: Mapping[Ref, Tensor], masks: Mapping[int, Tensor]) -> None:
+        """Take back what was noted since signals and masks were these."""
+        self.signals, self.masks = dict(signals), dict(masks)
+        self._backward.clear()
+
     def value(self, ref: Ref) -> Tensor:
         """Return the value of a tensor.
 
         Raises:
             UnknownError: it does not follow from the values that were solved for.
         """
-        if ref in self.values:
-            return self.values[ref]
-        if ref not in self._forward:
-            self._forward[ref] = self._work_out_value(ref)
-        found = self._forward[ref]
-        if found is None:
-            raise UnknownError(f"the values at {self._place(ref)} are unknown")
+        for needed in self._missing(ref, self.values, self._forward, self._below):
+            self._forward[needed] = self._work_out_value(needed)
+        found = self.values[ref] if ref in self.values else self._forward[ref]
+        if isinstance(found, str):
+            raise UnknownError(found)
         return found
 
     def signal(self, ref: Ref) -> Tensor:
@@ -85,14 +89,12 @@ class Propagation:
         Raises:
             UnknownError: it does not follow from the signals that were found.
         """
-        if ref in self.signals:
-            return self.signals[ref]
-        if ref not in self._backward:
-            parts = [self._pull_back(number, ref) for number in self.network.consumers.get(ref, [])]
-            if not parts:
-                raise UnknownError("what the network returns gets an unknown signal")
-            self._backward[ref] = sum(parts[1:], start=parts[0])
-        return self._backward[ref]
+        for needed in reversed(self._missing(ref, self.signals, self._backward, self._above)):
+            self._backward[needed] = self._work_out_signal(needed)
+        found = self.signals[ref] if ref in self.signals else self._backward[ref]
+        if isinstance(found, str):
+            raise UnknownError(found)
+        return found
 
     def layer_signal(self, number: int) -> KnownSignal:
         """Return what flows back into a weighted layer, with the bits of the activation above where there is one.
@@ -112,23 +114,59 @@ class Propagation:
             doubtful = (values.abs() < MAX_DOUBTFUL_VALUE * values.abs().max()).reshape(shape)
         return KnownSignal(layer, full.reshape(shape), bits, self.network.activations[activation].slope, doubtful)
 
-    def _work_out_value(self, ref: Ref) -> Tensor | None:
+    def _below(self, ref: Ref) -> list[Ref]:
+        return [] if ref.node < 0 else self.network.flows_into(ref.node)
+
+    def _above(self, ref: Ref) -> list[Ref]:
+        return [Ref(number) for number in self.network.consumers.get(ref, [])]
+
+    @staticmethod
+    def _missing(
+        ref: Ref,
+        solved: Mapping[Ref, Tensor],
+        worked_out: Mapping[Ref, Tensor | str],
+        neighbors: Callable[[Ref], list[Ref]],
+    ) -> list[Ref]:
+        """Return what must be worked out for a tensor, itself included, in the order in which the network makes it."""
+        waiting, found = [ref], set[Ref]()
+        while waiting:
+            needed = waiting.pop()
+            if needed not in found and needed not in solved and needed not in worked_out:
+                found.add(needed)
+                waiting += neighbors(needed)
+        return sorted(found, key=lambda needed: (needed.node, needed.output))
+
+    def _work_out_value(self, ref: Ref) -> Tensor | str:
         if ref.node == IMAGE:
-            return None
+            return "the image is unknown"
         given = {}
         for taken in self.network.flows_into(ref.node):
-            if taken not in self.values:
-                try:
-                    given[taken] = self.value(taken)
-                except UnknownError:
-                    return None
-            else:
-                given[taken] = self.values[taken]
+            value = self.values[taken] if taken in self.values else self._forward[taken]
+            if isinstance(value, str):
+                return f"the values at {self._place(ref)} are unknown"
+            given[taken] = value
         with torch.no_grad():
             return self.network.run(ref.node, given, ref.output)
 
-    def _pull_back(self, number: int, to: Ref) -> Tensor:
-        signal = self.signal(Ref(number))
+    def _work_out_signal(self, ref: Ref) -> Tensor | str:
+        users = self.network.consumers.get(ref, [])
+        if not users:
+            return "what the network returns gets an unknown signal"
+        total: Tensor | None = None
+        for number in users:
+            above = Ref(number)
+            signal = self.signals[above] if above in self.signals else self._backward[above]
+            if isinstance(signal, str):
+                return signal
+            try:
+                part = self._pull_back(number, ref, signal)
+            except UnknownError as error:
+                return str(error)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+    def _pull_back(self, number: int, to: Ref, signal: Tensor) -> Tensor:
         layer = self.network.layers.get(number)
         like = self.network.graph.value(to).shape
         if layer is not None:

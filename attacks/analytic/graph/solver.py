@@ -71,14 +71,15 @@ class GraphSolver:
     scaled: bool = False
 
     def run(self) -> None:
-        """Solve for all that can be solved for."""
-        if not self._begin():
-            return
+        """Solve for all that can be solved for, from the last layer down."""
         for ref in self._inputs():
             if ref in self.known.values:
                 continue
             self._solve_tensor(ref)
-            self._find_signals()
+            if ref not in self.known.values:
+                self._begin_at(ref)
+            if ref in self.known.values:
+                self._find_signals()
 
     def _inputs(self) -> list[Ref]:
         """Return what weighted layers take, the last made first."""
@@ -88,17 +89,26 @@ class GraphSolver:
     def _users(self, ref: Ref) -> list[int]:
         return [number for number in self.network.consumers.get(ref, []) if number in self.network.layers]
 
-    def _begin(self) -> bool:
-        """Find the signal of the last convolution whose gradient gives it; return whether there is one."""
-        for number in reversed(self.network.layers):
+    def _begin_at(self, ref: Ref) -> None:
+        """Solve for what a convolution takes by the shifts of its gradient alone.
+
+        Where another convolution gave the first signals, that is for one image: several would come in another order.
+        """
+        if self.anchor and self.images > 1:
+            return
+        for number in self._users(ref):
             layer = self.network.layers[number]
-            if not layer.keeps_size:
+            found = self._find_anchor(number) if layer.keeps_size else None
+            if found is None:
                 continue
-            if (found := self._find_anchor(number)) is not None:
-                self.anchor = layer.name
-                self._set_anchor(number, *found)
-                return True
-        return False
+            before = dict(self.known.signals), dict(self.known.masks), self.scaled
+            self._set_anchor(number, *found)
+            self._solve_tensor(ref)
+            if ref in self.known.values:
+                self.anchor = self.anchor or layer.name
+                return
+            signals, masks, self.scaled = before
+            self.known.restore(signals, masks)
 
     def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
         """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
