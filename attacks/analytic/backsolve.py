@@ -130,23 +130,34 @@ def _features_of(
     network: NetworkGraph, targets: Sequence[SolvedTensor], dtype: torch.dtype
 ) -> Callable[[Tensor], list[Tensor]]:
     """Return the function from images to what the targets are compared with: of ReLUs, what goes into them."""
-    refs = [_compared(network, target) for target in targets]
-    nodes, graph = network.operations_to(refs), network.graph_in_precision(dtype)
+    paths = [_path_around_activation(network, target) for target in targets]
+    nodes, graph = network.operations_to([start for start, _, _ in paths]), network.graph_in_precision(dtype)
 
     def features(images: Tensor) -> list[Tensor]:
         values = graph.replay_values(nodes, {Ref(IMAGE): images})
-        return [values[ref] for ref in refs]
+        return [graph.replay(above, end, {skipped: values[start]}) if above else values[start]
+                for (start, above, end), skipped in zip(paths, skips, strict=True)]  # fmt: skip
 
+    skips = [network.flows_into(above[0])[0] if above else start for start, above, _ in paths]
     return features
 
 
-def _compared(network: NetworkGraph, target: SolvedTensor) -> Ref:
-    return network.flows_into(target.ref.node)[0] if _is_rectified(network, target) else target.ref
+def _path_around_activation(network: NetworkGraph, target: SolvedTensor) -> tuple[Ref, list[int], Ref]:
+    """Return what goes into a target's ReLU, the max pooling between the ReLU and the target, if any, and the target."""
+    activation = _rectifier(network, target)
+    if activation is None:
+        return target.ref, [], target.ref
+    above = [] if activation == target.ref.node else [target.ref.node]
+    return network.flows_into(activation)[0], above, target.ref
 
 
-def _is_rectified(network: NetworkGraph, target: SolvedTensor) -> bool:
-    activation = network.activations.get(target.ref.node)
-    return activation is not None and activation.slope == 0
+def _rectifier(network: NetworkGraph, target: SolvedTensor) -> int | None:
+    """Return the ReLU that makes a target, or of which a max pooling makes it; both may change places."""
+    number = target.ref.node
+    if number >= 0 and network.is_max_pooling(number):
+        number = network.flows_into(number)[0].node
+    activation = network.activations.get(number)
+    return number if activation is not None and activation.slope == 0 else None
 
 
 def _as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
@@ -155,7 +166,7 @@ def _as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
         target.values,
         known=(target.values == 0) | (target.values.abs() > small),
         noise=max(target.misfit, MIN_FEATURE_NOISE),
-        rectified=_is_rectified(network, target),
+        rectified=_rectifier(network, target) is not None,
         unknown_scale=not target.scaled,
     )
 

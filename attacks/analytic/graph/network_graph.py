@@ -94,6 +94,10 @@ class NetworkGraph:
             self._affine[number] = self._test_affine(number)
         return self._affine[number]
 
+    def is_max_pooling(self, number: int) -> bool:
+        """Return whether an operation passes on the largest numbers of windows."""
+        return self.graph.nodes[number].operation in {"max_pool2d_with_indices", "adaptive_max_pool2d"}
+
     def run(self, number: int, values: Mapping[Ref, Tensor], output: int = 0) -> Tensor:
         """Return what an operation makes of other values."""
         return self.graph.replay([number], Ref(number, output), values)
