@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, InvertedImages, invert_features
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages, invert_features
+from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
@@ -22,6 +23,7 @@ from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from fl.ranges import OpenShare
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -29,6 +31,10 @@ NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
 MIN_FEATURE_NOISE = 1e-6
 """Relative error of features, at least: that of sums in float32."""
+ATTEMPTS, START_NOISE = 4, 0.3
+"""Starts of the search for a picture, and their standard deviation around gray: a flat one stands on kinks."""
+MAX_MISSED = 0.1
+"""Share of a picture's features that may be missed; what misses more is no picture of them."""
 DOUBTFUL_VALUE = 1e-4
 """Share of the largest feature below which one that is not zero may be a closed activation's, and is not compared."""
 PIXEL_MARGIN = 1e-2
@@ -70,7 +76,7 @@ class Backsolve(Attack):
         return cls()
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
-        """Attack one view; nothing is random."""
+        """Attack one view; the seed is that of the searches' starts."""
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
@@ -82,32 +88,35 @@ class Backsolve(Attack):
         solver.run()
         if not solver.solved:
             return NotApplicable(_explain_end(solver), limit=True)
-        return self._invert(view, gradient, solver)
+        return self._invert(view, gradient, solver, seed)
 
-    def _invert(self, view: ServerView, gradient: Mapping[str, object], solver: GraphSolver) -> Reconstruction:
+    def _invert(
+        self, view: ServerView, gradient: Mapping[str, object], solver: GraphSolver, seed: int
+    ) -> Reconstruction:
         """Return the pictures whose features were solved for."""
         targets = _choose_targets(solver)
         forward, single_forward = (
             _features_of(solver.network, targets, dtype) for dtype in (torch.float64, torch.float32)
         )
         wanted = [_as_target(solver.network, target) for target in targets]
-        found = invert_features(
-            forward, wanted, (solver.images, *view.task.input_shape), single_forward=single_forward,
-            settings=InversionSettings(),
-        )  # fmt: skip
+        found = _search_pictures(forward, single_forward, wanted, view.task.input_shape, seed)
         images, snapped = _snap(found.images)
         verified = self._is_explained(found, images)
         labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
-        end = "" if verified else _explain_end(solver)
+        shown = bool((found.residual <= MAX_MISSED).any())
+        missed = (
+            f"of {len(images)} pictures {int((found.residual > MAX_MISSED).sum())} were not found, only their features"
+        )
+        end = "" if verified else f"the equations end at {_explain_end(solver)}"
         return Reconstruction(
-            inputs=images.clamp(0, 1).to(view.device, view.dtype),
-            labels=labels,
+            inputs=images.clamp(0, 1).to(view.device, view.dtype) if shown else None,
+            labels=labels if shown or len(images) == 1 else None,
             objective=float(found.residual.max()),
             knowledge=("labels",) if len(images) == 1 and view.labels is not None else (),
             private={f"features/{'+'.join(t.by)}": t.values for t in targets[:1]},
             verified=verified,
             fixed=torch.ones_like(images, dtype=torch.bool) if verified and snapped else None,
-            note="; ".join(filter(None, (note, end))),
+            note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
         )
 
     def _is_explained(self, found: InvertedImages, images: Tensor) -> bool:
@@ -140,6 +149,34 @@ def _features_of(
 
     skips = [network.flows_into(above[0])[0] if above else start for start, above, _ in paths]
     return features
+
+
+def _search_pictures(
+    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], shape: Sequence[int], seed: int
+) -> InvertedImages:
+    """Return the pictures of the features, each from the start, of several, whose search leaves least."""
+    count, best = len(targets[0].value), None
+    waiting = torch.arange(count, device=targets[0].value.device)
+    for attempt in range(ATTEMPTS):
+        some = [
+            replace(t, value=t.value[waiting], known=None if t.known is None else t.known[waiting]) for t in targets
+        ]
+        draw = stream(seed, "backsolve", attempt)
+        noise = torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(some[0].value)
+        start = 0.5 + START_NOISE * noise[waiting]
+        found = invert_features(forward, some, start.shape, single_forward=single_forward, start=start)
+        if best is None:
+            best = found
+        else:
+            better = found.residual < best.residual[waiting]
+            at = waiting[better]
+            best.images[at], best.residual[at] = found.images[better], found.residual[better]
+            best.converged[at] = found.converged[better]
+        waiting = torch.nonzero(~best.converged)[:, 0]
+        if not len(waiting):
+            break
+    assert best is not None
+    return best
 
 
 def _path_around_activation(network: NetworkGraph, target: SolvedTensor) -> tuple[Ref, list[int], Ref]:

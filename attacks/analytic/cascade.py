@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
@@ -71,6 +72,9 @@ class Cascade(Attack):
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
     the end: its input is returned under `features/layer`, image by image, and no picture.
 
+    A network that is no such chain (residual connections, convolutions before a mean over positions) is handed to
+    `attacks.analytic.backsolve`, which returns what it finds.
+
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
     the oldest first, until one is: a network gives away less of images the better it has learned them. `note` says of
     which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
@@ -84,8 +88,10 @@ class Cascade(Attack):
         return cls()
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
-        """Attack one view; nothing is random."""
+        """Attack one view; the seed is that of `backsolve`, where that is asked."""
         best, taken, tried = self._attack_round(view), view, False
+        if isinstance(best, NotApplicable) and best.limit:
+            return _solve_graph(view, seed, best)
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
@@ -150,6 +156,14 @@ def _solve_jointly(
     even, _ = rescale_to_unit({**gradient})
     found = invert_jointly(view, {n: dense(g) for n, g in even.items()}, device, refusal)
     return _with_label(view, found) if isinstance(found, Reconstruction) else found
+
+
+def _solve_graph(view: ServerView, seed: int, refused: NotApplicable) -> Result:
+    """Return what `backsolve` finds of a network that is no chain of the kind undone here, or both reasons."""
+    found = Backsolve().attack_view(view, seed)
+    if isinstance(found, NotApplicable):
+        return replace(refused, reason=f"{refused.reason}; by backsolve: {found.reason}")
+    return found
 
 
 def _solving_device(view: ServerView) -> torch.device:
