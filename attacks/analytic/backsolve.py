@@ -180,7 +180,7 @@ def _search_pictures(
 
 
 def _path_around_activation(network: NetworkGraph, target: SolvedTensor) -> tuple[Ref, list[int], Ref]:
-    """Return what goes into a target's ReLU, the max pooling between the ReLU and the target, if any, and the target."""
+    """Return what goes into a target's ReLU, the max pooling between both if there is one, and the target."""
     activation = _rectifier(network, target)
     if activation is None:
         return target.ref, [], target.ref
