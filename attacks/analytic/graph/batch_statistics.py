@@ -35,7 +35,7 @@ MAX_TRIALS = 400
 """Random starts of the search for one image's combination."""
 MAX_ROUNDS = 60
 """Rounds of the fixed point for normalized values that are unknown."""
-MAX_REPAIRS = 5
+MAX_REPAIRS = 12
 """Times that channels which do not fit are mended or left out and the rest is solved anew."""
 MAX_FLIPS = 12
 """Bits of one channel that are changed at most at a time."""
@@ -472,7 +472,7 @@ def solve_inputs(
             if branch.unmasked is not None and bool(bad.any()):
                 branches[i], mended = _mend_channels(branch, inputs, miss, bad)
                 flips += int(mended.sum())
-            again.append(_leave_out(bad, size, branch.layer))
+            again.append(_leave_out(bad, size, branch.layer, entries))
         changed += flips
         settled = all(bool((a == u).all()) for a, u in zip(again, used, strict=True))
         used = again
@@ -520,9 +520,11 @@ def _misses(branch: LayerSignal, normalized: Tensor, inputs: Tensor) -> Tensor:
     return (branch.layer.gradient - found).flatten(1)
 
 
-def _leave_out(bad: Tensor, size: Tensor, layer: NormalizedConvolution) -> Tensor:
+def _leave_out(bad: Tensor, size: Tensor, layer: NormalizedConvolution, entries: KnownInputs | None) -> Tensor:
     """Return which channels' equations to use: those that fit, as long as they outnumber the unknowns."""
     unknown = layer.images * layer.size[0] * layer.size[1]
+    if entries is not None:
+        unknown = int((~entries.known).sum((0, 2, 3)).max())
     taps = layer.weight.shape[2] * layer.weight.shape[3] / layer.stride**2
     enough = min(len(bad), int(1.3 * unknown / max(taps, 1)) + 1)
     return ~bad | (size <= size.sort().values[enough - 1])
