@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from attacks.analytic.recursive.linear_layer import first_linear
 from attacks.labels.assignment import assign_labels
 from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
+from attacks.update.first_linear_layer import first_linear
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases

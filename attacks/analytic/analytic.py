@@ -8,9 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
+from attacks.update.first_linear_layer import LinearLayer, first_linear
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView

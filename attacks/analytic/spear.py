@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.analytic import Analytic
-from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.update.first_linear_layer import LinearLayer, first_linear
 from fl.ranges import OpenShare, Range
 from fl.seeds import stream
 from fl.view import ServerView

@@ -8,8 +8,8 @@ from support import worlds
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.analytic import Analytic
-from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.analytic.spear import Spear
+from attacks.update.first_linear_layer import LinearLayer, first_linear
 from defenses.clip import Clip
 from defenses.noise import Noise
 from defenses.prune import Prune

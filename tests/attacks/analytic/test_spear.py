@@ -11,8 +11,8 @@ import torch
 from support import worlds
 
 from attacks import NotApplicable, Reconstruction
-from attacks.analytic.recursive.linear_layer import LinearLayer, first_linear
 from attacks.analytic.spear import GradientFactors, Spear, _result
+from attacks.update.first_linear_layer import LinearLayer, first_linear
 from defenses.noise import Noise
 from defenses.prune import Prune
 from fl.capture import from_batch
