@@ -29,8 +29,8 @@ from fl.view import ServerView
 
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
-MIN_FEATURE_NOISE = 1e-6
-"""Relative error of features, at least: that of sums in float32."""
+MIN_FEATURE_NOISE, STUCK = 3e-6, 1e-3
+"""Relative error of features, at least, by sums in float32; and what a search leaves of them that got stuck."""
 ATTEMPTS, START_NOISE = 4, 0.3
 """Starts of the search for a picture, and their standard deviation around gray: a flat one stands on kinks."""
 MAX_MISSED = 0.1
@@ -172,7 +172,7 @@ def _search_pictures(
             at = waiting[better]
             best.images[at], best.residual[at] = found.images[better], found.residual[better]
             best.converged[at] = found.converged[better]
-        waiting = torch.nonzero(~best.converged)[:, 0]
+        waiting = torch.nonzero(~best.converged & (best.residual > STUCK))[:, 0]
         if not len(waiting):
             break
     assert best is not None
