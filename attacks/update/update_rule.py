@@ -186,6 +186,7 @@ def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
 
 
 def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:
+    tensors = _drop_equal(tensors)
     lengths = sorted((t.length for t in tensors), reverse=True)
     same = [length for length in lengths if length >= (1 - BOUND_TOLERANCE) * lengths[0]]
     grain = max(t.grain * t.update.numel() ** 0.5 for t in tensors) / lengths[0]
@@ -197,6 +198,20 @@ def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:
         f"clipping or normalizing by tensor: {len(same)} of {len(lengths)} tensors have the same norm, {same[0]:.3g}; "
         f"state the defense clip with scope: tensor and max_norm: {same[0]:.3g}"
     )
+
+
+def _drop_equal(tensors: Sequence[_TensorUpdate]) -> list[_TensorUpdate]:
+    """Return the tensors, once where several moved alike: biases whose outputs are added get the same gradient."""
+    kept: list[_TensorUpdate] = []
+    for tensor in tensors:
+        grain = tensor.grain * tensor.update.numel() ** 0.5
+        if not any(
+            other.update.shape == tensor.update.shape
+            and float((other.update - tensor.update).norm()) <= PAIR_TOLERANCE * tensor.length + 2 * grain
+            for other in kept
+        ):
+            kept.append(tensor)
+    return kept
 
 
 def _sees_layerwise_steps(tensors: Sequence[_TensorUpdate]) -> str:

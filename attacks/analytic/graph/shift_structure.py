@@ -89,10 +89,13 @@ def find_signal_columns(gradient: Tensor, size: tuple[int, int], images: int) ->
             found.append(at)
             at = left @ at
         first = up @ first
-    return SignalColumns(torch.stack([basis @ at for at in found], 1), gap, float(sizes[rank - 1] / sizes[0]))
+    return SignalColumns(
+        torch.stack([basis @ at for at in found], 1), gap, float(sizes[rank - 1] / sizes[0].clamp_min(1e-300))
+    )
 
 
 def _right_inverse(matrix: Tensor) -> Tensor:
-    """Return X with matrix @ X = I for a matrix of full row rank."""
+    """Return X with matrix @ X = I for a matrix of full row rank, else the pseudo-inverse."""
     u, s, v = torch.linalg.svd(matrix, full_matrices=False)
-    return v.mT @ (u.mT / s[:, None])
+    there = s > torch.finfo(s.dtype).eps * s[:1]
+    return v.mT @ (u.mT * torch.where(there, 1 / s, torch.zeros_like(s))[:, None])

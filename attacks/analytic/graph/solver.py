@@ -113,6 +113,9 @@ class GraphSolver:
     def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
         """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
         layer = self.network.layers[number]
+        if not bool(layer.gradient.any()):
+            self.ends[layer.name] = "its gradient is zero"
+            return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
         channels, inputs = layer.weight.shape[:2]

@@ -110,3 +110,12 @@ def test_a_changed_update_is_not_verified() -> None:
                for n, v in view.update.items()}  # fmt: skip
     found = attacks.build("backsolve")(view.__class__(**{**vars(view), "update": changed}))
     assert isinstance(found, NotApplicable) or found.verified is not True
+
+
+def test_an_update_of_zeros_is_refused_by_the_layer() -> None:
+    model = victim()
+    update = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
+    view = from_update(model, update, input_shape=(3, 16, 16), num_classes=10, kind="gradient")
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "gradient is zero" in found.reason

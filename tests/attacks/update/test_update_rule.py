@@ -18,6 +18,7 @@ from fl.capture import from_batch, from_update
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.tensors import dense
 from fl.view import ServerView, ThreatModel
 
 SIGNS = "signs, or the first step of an adaptive optimizer"
@@ -180,3 +181,24 @@ def test_a_defense_of_signs_that_is_unknown_is_seen() -> None:
         view, _ = from_batch(cnn().double(), x, torch.tensor([1]), defense=SignSGD(step=0.1), threat=threat)
         assert guess_update_rule(view).startswith(said)
         assert bool(guess_update_rule(view)) is bool(said)
+
+
+def test_biases_whose_outputs_are_added_are_not_taken_for_clipped() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other, self.head = nn.Linear(64, 12), nn.Linear(64, 12), nn.Linear(12, 10, bias=False)
+            with torch.no_grad():
+                self.one.bias.zero_()
+                self.other.bias.zero_()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = 1e-2 * x.flatten(1)
+            return self.head(self.one(x) + self.other(x.flip(1)))
+
+    view = view_of(Sum(), "SGD", 0.1, strokes())
+    one, other = (view.update[f"{name}.bias"] for name in ("one", "other"))
+    lengths = [float(dense(value).norm()) for value in view.update.values()]
+    assert torch.allclose(dense(one), dense(other), rtol=1e-4)
+    assert float(dense(one).norm()) == pytest.approx(max(lengths), rel=1e-4)
+    assert guess_update_rule(view) == ""
