@@ -241,8 +241,10 @@ def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
     known = 1.0 if target.known is None else target.known.to(value.dtype)
     if target.unknown_scale:
         f, t = feature * known, value * known
-        best = (f * t).sum(dims, keepdim=True) / (f * f).sum(dims, keepdim=True).clamp_min(1e-30)
-        feature = feature * best.clamp_min(0)
+        size = (f * f).sum(dims, keepdim=True).clamp_min(1e-30)
+        best = (f * t).sum(dims, keepdim=True) / size
+        # where features point away from the target no positive factor is best; 0 would leave no direction to go
+        feature = feature * torch.where(best > 0, best, ((t * t).sum(dims, keepdim=True) / size).sqrt())
     norm = (value * known).square().sum(dims, keepdim=True).sqrt()
     norm = torch.where(norm > 0, norm, torch.ones_like(norm))
     return (feature - value) * known * (target.weight / norm)
@@ -401,7 +403,7 @@ class _State:
         work = self.images.to(self.search.work_type)
         self._set_smoothness()
         jacobian = _Jacobian(self.single, work, self.search.record(work), self.smoothness)
-        direction = self._solve(jacobian, diagonal)
+        direction = self._solve(jacobian, diagonal).nan_to_num(0.0, 0.0, 0.0)  # a step that is no number is none
         self._move(direction.to(self.images.dtype))
 
     def _set_smoothness(self) -> None:

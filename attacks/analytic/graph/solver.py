@@ -222,9 +222,9 @@ class GraphSolver:
     def _note_values(self, ref: Ref, solved: SolvedInput, names: tuple[str, ...]) -> None:
         values = solved.values.reshape(self.network.graph.value(ref).shape)
         activation = self.network.activations.get(ref.node)
+        if not self.scaled and (self._is_positive(ref) or (activation is not None and activation.slope >= 0)):
+            values = values * _signs(values)
         if activation is not None:
-            if not self.scaled and activation.slope >= 0:
-                values = values * _signs(values)
             threshold = 0.0
             if activation.slope == 0:
                 threshold = max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
@@ -233,6 +233,10 @@ class GraphSolver:
             values = values * mask if activation.slope == 0 else values
         self.known.set_value(ref, values)
         self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
+
+    def _is_positive(self, ref: Ref) -> bool:
+        """Return whether the trace has no negative number there, as where an activation was pooled."""
+        return bool((self.network.graph.value(ref) >= 0).all())
 
     def _find_signals(self) -> None:
         """Solve for what flows back into layers of which only the input is known."""

@@ -150,3 +150,13 @@ def test_a_smooth_prior_and_restarts_help_through_max_pooling() -> None:
         return int(result.converged.sum())
 
     assert converged(0.0, 0) < converged(0.1, 0) < converged(0.1, 3)
+
+
+def test_features_that_point_away_from_a_target_of_unknown_scale_are_turned() -> None:
+    def forward(images: Tensor) -> list[Tensor]:
+        return [images - 0.9]
+
+    target = FeatureTarget(torch.full((1, 1, 4, 4), 0.1, dtype=torch.float64), unknown_scale=True)
+    found = invert_features(forward, [target], (1, 1, 4, 4), settings=InversionSettings(roughness=0))
+    assert bool(found.images.isfinite().all())
+    assert float(found.residual) < 1e-3
