@@ -77,9 +77,9 @@ def confirm(view: ServerView, result: Result) -> Result:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
     elif unstated:
         reason = RULE_UNKNOWN
-    elif explains_size(view, result) is False:
+    elif (sized := explains_size(view, result)) is False:
         reason = SIZE_CONTRADICTED
-    elif looks:
+    elif looks and not sized:  # a uniform image's gradient looks like signs, too, but another rule's has another size
         reason = f"{RULE_DOUBTED} {looks}"
     else:
         return result

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, Result, build
+from attacks.update.update_rule import guess_update_rule
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, Grads, Rule, by_torch
 from fl.capture import from_batch, from_update
@@ -285,3 +286,21 @@ def test_where_no_direction_tells_how_bright_an_image_is_the_stated_step_size_ha
             assert isinstance(result, Reconstruction)
             assert result.verified is sure, (attack, factor)
             assert ("of another size" in result.note) is not bool(sure)
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.01])
+def test_a_nearly_uniform_image_is_confirmed_by_the_stated_step_size(lr: float) -> None:
+    """Of one layer and two classes, its gradient looks like signs: nearly all entries are of one size."""
+    model, x = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float(), 1 - 0.03 * image()
+    grads = gradient(model, x, 1)
+    largest = max(float(value.abs().max()) for value in grads.values())
+    for size, sure in ((1.0, True), (1 / largest, False)):
+        view = view_of(
+            model,
+            {name: lr * size * value for name, value in grads.items()},
+            FedAvg(lr=lr, steps=1, batch_size=None),
+            classes=2,
+        )
+        assert guess_update_rule(view).startswith("signs, or the first step")
+        for attack in ("analytic", "cascade", "rconv"):
+            assert verified(build(attack)(view)) is sure, (attack, size)
