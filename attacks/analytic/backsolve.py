@@ -80,6 +80,8 @@ class Backsolve(Attack):
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
+        if not any(bool(dense(value).any()) for value in gradient.values()):
+            return NotApplicable("the update is zero in every tensor: the network is certain of its images")
         count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
         network = _read_network(view, gradient, count)
         if isinstance(network, NotApplicable):
@@ -130,6 +132,9 @@ def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) 
         return single
     if isinstance(batch, NotApplicable):
         return batch
+    if [node.operation for node in single[1].nodes] != [node.operation for node in batch[1].nodes]:
+        other = "it computes a batch by other operations than one image (instance normalization, for one)"
+        return NotApplicable(other, limit=True)
     sent = {name: dense(value).detach().to(view.device, torch.float64) for name, value in gradient.items()}  # type: ignore[arg-type]
     even, _ = rescale_to_unit({**sent})
     return NetworkGraph(batch[1], single[1], {name: dense(value) for name, value in even.items()})
@@ -226,10 +231,14 @@ def _snap(images: Tensor) -> tuple[Tensor, bool]:
     return (levels / 255, True) if near else (images, False)
 
 
+NO_LAYER = "no convolution's weight was sent as it is used: there is no layer to begin with"
+"""Why nothing is solved where no layer could be asked."""
+
+
 def _explain_end(solver: GraphSolver) -> str:
     """Say at which layer the solution ended and why."""
     lowest = solver.solved[-1].by[0] if solver.solved else ""
     for name, reason in solver.ends.items():
         if name != lowest and "unknown" not in reason:
             return f"{name}: {reason}"
-    return next((f"{name}: {reason}" for name, reason in solver.ends.items()), "no layer's equations could be read")
+    return next((f"{name}: {reason}" for name, reason in solver.ends.items()), NO_LAYER)

@@ -10,7 +10,7 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import KnownSignal, SolvedInput, count_shortfall, solve_input, solve_signal
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation, UnknownError
-from attacks.analytic.graph.shift_structure import find_signal_columns
+from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
 from attacks.network.operation_trace import Ref
 
@@ -29,6 +29,13 @@ MIN_THRESHOLD = 3e-7
 """Share of the largest output below which an activation counts as closed: sums in float32 round that much."""
 MAX_DIRECT_UNKNOWNS = 4096
 """Numbers of one input channel up to which its equations are solved by factorization."""
+
+ASKED_OF_UPDATES = " (is it one plain step on so many images, with statistics of batch norm fixed?)"
+"""What may be wrong where a layer's equations contradict each other."""
+UNSHIFTED = (
+    "not a convolution of stride 1 with zeros at the rim that keeps the size: its gradient has no shifts of a map"
+)
+"""Why a layer cannot be begun with."""
 
 
 @dataclass
@@ -98,7 +105,7 @@ class GraphSolver:
             return
         for number in self._users(ref):
             layer = self.network.layers[number]
-            found = self._find_anchor(number) if layer.keeps_size else None
+            found = self._find_anchor(number)
             if found is None:
                 continue
             before = dict(self.known.signals), dict(self.known.masks), self.scaled
@@ -116,6 +123,14 @@ class GraphSolver:
         if not bool(layer.gradient.any()):
             self.ends[layer.name] = "its gradient is zero"
             return None
+        if not layer.keeps_size:
+            if (
+                not self.anchor
+                and max(layer.weight.shape[2:]) > 1
+                and "unknown" in self.ends.get(layer.name, "unknown")
+            ):
+                self.ends[layer.name] = UNSHIFTED
+            return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
         channels, inputs = layer.weight.shape[:2]
@@ -125,7 +140,9 @@ class GraphSolver:
             return None
         found = find_signal_columns(layer.gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
         if not found.weakest > MIN_DIRECTION:
-            self.ends[layer.name] = f"what flows back has fewer than {rank} independent directions"
+            distinct = count_images(layer.gradient, positions, self.images)
+            looks = f", as of {distinct} distinct images" if distinct is not None and distinct < self.images else ""
+            self.ends[layer.name] = f"what flows back has fewer than {rank} independent directions{looks}"
             return None
         # what is not confirmed is believed if it looks right, as the equations below would contradict it
         two_valued = unmix_two_valued(found.columns, rounds=MIN_ROUNDS + self.images)
@@ -260,9 +277,9 @@ class GraphSolver:
 def _doubt(solved: SolvedInput) -> str | None:
     """Return why a solved input is not believed, or None."""
     if not solved.misfit < MAX_MISFIT:
-        return f"its equations are left by {solved.misfit:.1e}"
+        return f"no input explains its gradient: {solved.misfit:.1e} of it is left{ASKED_OF_UPDATES}"
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:
-        return f"{solved.bad_channels} of {solved.channels} channels do not fit"
+        return f"{solved.bad_channels} of {solved.channels} channels do not fit{ASKED_OF_UPDATES}"
     return None
 
 

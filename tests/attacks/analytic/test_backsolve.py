@@ -112,10 +112,36 @@ def test_a_changed_update_is_not_verified() -> None:
     assert isinstance(found, NotApplicable) or found.verified is not True
 
 
-def test_an_update_of_zeros_is_refused_by_the_layer() -> None:
+def test_an_update_of_zeros_is_refused() -> None:
     model = victim()
     update = {name: torch.zeros_like(value) for name, value in model.named_parameters()}
     view = from_update(model, update, input_shape=(3, 16, 16), num_classes=10, kind="gradient")
     found = attacks.build("backsolve")(view)
     assert isinstance(found, NotApplicable)
-    assert "gradient is zero" in found.reason
+    assert "zero in every tensor" in found.reason
+
+
+def test_instance_normalization_of_a_batch_is_refused() -> None:
+    layers = nn.Conv2d(3, 64, 3, padding=1), nn.InstanceNorm2d(64, affine=True), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
+    images, labels = pictures(2)
+    view, _ = from_batch(nn.Sequential(*layers, nn.Flatten(), nn.Linear(64, 10)).eval(), images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "other operations" in found.reason
+
+
+def test_equal_pictures_are_counted_where_they_are_refused() -> None:
+    images, _ = pictures(1)
+    view, _ = from_batch(victim(), images.repeat(2, 1, 1, 1), torch.tensor([1, 2]))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "as of 1 distinct images" in found.reason
+
+
+def test_a_layer_that_cannot_be_begun_with_is_named() -> None:
+    convolutions = nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU()
+    images, labels = pictures(1)
+    model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
+    found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
+    assert isinstance(found, NotApplicable)
+    assert found.reason.startswith("2.weight: not a convolution of stride 1")
