@@ -39,6 +39,7 @@ NO_PAPER = {
     "chain": "combines two attacks",
     "direct": "no generator",
     "headless": "ours",
+    "backsolve": "ours",
     "linear": "for tests and demonstrations",
     "tiny": "for tests and demonstrations",
     "function": "a user's own network",

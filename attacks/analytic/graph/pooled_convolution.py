@@ -204,7 +204,7 @@ def invert_pooled_convolution(
         probability = _probabilities(layer.outputs(images).flatten()[candidates.position], candidates, sigma)
         if step:
             variance = _variances(layer, known, candidates, images, probability)
-        system = _System(layer, known, candidates, settings, sigma, variance, probability, images)
+        system = _System(layer, known, candidates, settings, _Weighting(probability, sigma, variance), images)
         images = images + system.solve(images, settings.inner_iterations)
         z = layer.outputs(images).flatten()[candidates.position]
         misfit = float(((z - candidates.target).abs() * probability).sum()) / max(1, candidates.groups)
@@ -245,6 +245,21 @@ def _variances(
     return (missed.square().mean((1, 2, 3)) + scatter).clamp_min(float(floor))
 
 
+@dataclass(frozen=True)
+class _Weighting:
+    """How much each equation of a step counts.
+
+    Attributes:
+        probability: of each candidate.
+        sigma: standard deviation of z.
+        variance: of each filter's gradient equations.
+    """
+
+    probability: Tensor
+    sigma: float
+    variance: Tensor
+
+
 class _System:
     """The normal equations of one step, linear in the images."""
 
@@ -254,11 +269,10 @@ class _System:
         known: PooledObservation,
         candidates: Candidates,
         settings: AnnealingSettings,
-        sigma: float,
-        variance: Tensor,
-        probability: Tensor,
+        weighting: _Weighting,
         images: Tensor,
     ) -> None:
+        probability, sigma, variance = weighting.probability, weighting.sigma, weighting.variance
         z = layer.outputs(images)
         self.layer, self.variance = layer, variance[:, None, None, None]
         passed = z.new_zeros(z.numel()).index_add_(0, candidates.position, probability).reshape(z.shape)

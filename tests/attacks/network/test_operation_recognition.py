@@ -216,7 +216,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("kind", list(REFUSED))
 def test_refusals_say_what_is_true_and_that_they_are_limits(kind: str) -> None:
     model, words = REFUSED[kind]
-    result = attacks.build("cascade")(chains.seen(chains.initialized(model()).eval())[0])
+    result = attacks.build("rconv")(chains.seen(chains.initialized(model()).eval())[0])
     assert isinstance(result, NotApplicable), result
     assert words in result.reason
     assert result.limit

@@ -127,7 +127,7 @@ def test_the_search_without_a_classifier_has_what_it_needs(method: type[FedAvg])
     found = build({"name": "chain", "first": "headless", "then": {"name": "ig", "iterations": 2}})(view)
     if method is FedJETs:
         assert isinstance(found, NotApplicable)
-        assert "no linear layer" in found.reason
+        assert "has no weight and bias of the network" in found.reason
         inside = Headless(layer="experts.0.body.fc1")(view)
         assert isinstance(inside, NotApplicable)
         assert "of the network" in inside.reason
