@@ -30,7 +30,8 @@ from fl.view import ServerView
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
 MIN_FEATURE_NOISE, STUCK = 3e-6, 1e-3
-"""Relative error of features, at least, by sums in float32; and what a search leaves of them that got stuck."""
+"""Relative error of features, at least, by sums in float32; and what a search leaves of them
+at least where it got stuck."""
 ATTEMPTS, START_NOISE = 4, 0.3
 """Starts of the search for a picture, and their standard deviation around gray: a flat one stands on kinks."""
 MAX_MISSED = 0.1
@@ -168,7 +169,10 @@ def _search_pictures(
         ]
         draw = stream(seed, "backsolve", attempt)
         noise = torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(some[0].value)
-        start = 0.5 + START_NOISE * noise[waiting]
+        start = (0.5 + START_NOISE * noise)[waiting]
+        if best is not None:  # what is near goes on from where it is
+            near = best.residual[waiting] < STUCK
+            start[near] = best.images[waiting][near]
         found = invert_features(forward, some, start.shape, single_forward=single_forward, start=start)
         if best is None:
             best = found
@@ -177,7 +181,7 @@ def _search_pictures(
             at = waiting[better]
             best.images[at], best.residual[at] = found.images[better], found.residual[better]
             best.converged[at] = found.converged[better]
-        waiting = torch.nonzero(~best.converged & (best.residual > STUCK))[:, 0]
+        waiting = torch.nonzero(~best.converged)[:, 0]
         if not len(waiting):
             break
     assert best is not None
