@@ -13,11 +13,9 @@ small networks and made-up pictures, and shows the page.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import logging
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -33,11 +31,12 @@ from torch import Tensor
 from attacks import Reconstruction
 from attacks.base import Result, attacks
 from benchmarks.common import RESULTS, machine, publish, rewrite
-from benchmarks.exact.residual_page import TESTED, document
+from benchmarks.exact.residual_page import TESTED, document, state
 from benchmarks.exact.residual_training import NotTrainedError
 from benchmarks.exact.residual_victims import CASES, SMOKE, Case, Victim, observe
 from benchmarks.peers.adapters import Setting, breaching
 from benchmarks.peers.victims import Victim as PeersVictim
+from eval.io.jsonl import locked
 from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.types import Batch
@@ -71,7 +70,8 @@ def measure(case: Case, number: int, name: str, attack: Attack, most: float = ma
             result = attack(victim, number)
     except TooLongError:
         row["reason"] = f"not done after {most:g} CPU seconds, at which it was stopped"
-    except Exception as error:  # noqa: BLE001 - what may not happen is counted
+    except Exception as error:
+        log.exception("%s, victim %d: %s failed", case.name, number, name)
         row["error"] = f"{type(error).__name__}: {error}"
     spent = time.process_time() - began
     if not {"error", "reason"} & row.keys():
@@ -166,21 +166,10 @@ def known_rows() -> list[Row]:
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
-@contextmanager
-def alone() -> Iterator[None]:
-    """No other process of this benchmark writes meanwhile."""
-    RESULTS.mkdir(exist_ok=True)
-    folder = os.open(RESULTS, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(folder)
-
-
 def add(row: Row) -> None:
     """Put a row in the place of the last one of the same victim and attack, and write the page anew."""
-    with alone():
+    RESULTS.mkdir(exist_ok=True)
+    with locked(RESULTS):
         rows = {key(known): known for known in known_rows()}
         rows[key(row)] = row
         found = [rows[place] for place in sorted(rows, key=_order)]
@@ -229,7 +218,7 @@ def run(chosen: argparse.Namespace) -> None:
     until = time.monotonic() + chosen.seconds
     name, attack = named(chosen)
     known = [] if chosen.again else known_rows()
-    before = {key(row) for row in known if not chosen.outdated or row["attacks"] == _version()}
+    before = {key(row) for row in known if not chosen.outdated or state(row) == _version()[:7]}
     for case in CASES:
         if case.name not in chosen.rows:
             continue

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import table
@@ -27,41 +27,43 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         tested: the attack whose goals they are.
     """
     found = [(case, _of(rows, case, tested)) for case in cases]
+    usual = _usual(rows, tested)
     wrong = sum(row.get("false", False) for row in rows)
     proven = sum(row.get("verified", False) for row in rows)
     false = f"False `verified` over all rows and attacks: {wrong}, of {proven} that said it."
     return [
         "# Exact inversion of residual and other deep networks",
         "",
-        "One step of a client, its picture or batch unknown, no label given, networks untrained where nothing else is "
-        "said: victim i meets the network of seed i, pictures of its own, and one core. Networks are those for small "
-        "images (a 3x3 stem without pooling; VGG ends in one linear layer), normalize pixels themselves and are in "
-        "evaluation mode where nothing else is said. Pictures are CIFAR-10's test images from number 2000 on, or "
-        "ImageNet's. The attack was written on others.",
+        "A victim is one step of a client. The attack knows the network and how many pictures the step is of. It is "
+        "given no label. Where nothing else is said, a network is untrained, in evaluation mode, and built for small "
+        "images (a 3x3 stem without pooling; VGG ends in one linear layer). It normalizes pixels itself. Victim i has "
+        "pictures of its own and the network of seed i; a trained network is the same for all. Pictures are CIFAR-10's "
+        "test images from number 2000 on, or ImageNet's. The attack was developed on other pictures.",
         "",
         "Exact: every pixel to 8 bits. A picture that was not handed out counts as missed, and as 0 dB in the median. "
         "Matching of pictures is one to one. Intervals are Clopper and Pearson's at 95 %, of victims, the pictures of "
-        "a batch a share of one. CPU seconds are of a victim. PSNR ends at 100 dB. A `verified` is false where any "
-        "picture that was handed out with it is not exact. Labels stand for the signals at the top of a network, which "
-        "a result does not hand out.",
+        "a batch a share of one. Seconds are CPU seconds of a victim on one core. PSNR ends at 100 dB. A `verified` is "
+        "false where any picture that was handed out with it is not exact. Right labels show that what flows back at "
+        "the top of the network was found; a result does not hand that out.",
         "",
         "What is trained was trained on 15,000 of CIFAR-10's training images, shifted and mirrored, by SGD with "
-        "momentum and weight decay. `benchmarks/exact/residual_training.py` has the constants. It classifies 39 % of "
-        "test images after one epoch and 79 % after ten. The pre-trained ResNet-20 is a published one with 92 %.",
+        "momentum and weight decay. `benchmarks/exact/residual_training.py` has the constants. Of 1,000 "
+        "test images it classifies 39 % right after one epoch and 79 % after ten. The pre-trained ResNet-20 is a "
+        "published one with 92 %.",
         "",
         false,
         "",
         "## With a goal",
         "",
-        *_table([(case, own) for case, own in found if case.goal], goals=True),
+        *_table([(case, own) for case, own in found if case.goal], usual, goals=True),
         "",
         "## To know",
         "",
-        *_table([(case, own) for case, own in found if own and not case.goal], goals=False),
+        *_table([(case, own) for case, own in found if own and not case.goal], usual, goals=False),
         *_beside(cases, rows, tested),
         *_reasons(cases, rows),
         "",
-        *_versions(rows, tested),
+        *_states(cases, rows, tested),
     ]
 
 
@@ -70,7 +72,7 @@ def _of(rows: Rows, case: Case, attack: str) -> Rows:
     return [row for row in rows if row["case"] == case.name and row["attack"] == attack]
 
 
-def _table(found: Sequence[tuple[Case, Rows]], *, goals: bool) -> list[str]:
+def _table(found: Sequence[tuple[Case, Rows]], usual: str | None, *, goals: bool) -> list[str]:
     head = ["victim", "batch", "what is sent", "victims", *(["goal"] if goals else []), "exact", f"above {CLOSE} dB"]
     head += ["median dB (least)", "labels right", "victims verified", "false", "without a picture"]
     head += ["median seconds (most)", *(["met"] if goals else [])]
@@ -78,7 +80,8 @@ def _table(found: Sequence[tuple[Case, Rows]], *, goals: bool) -> list[str]:
     for case, rows in found:
         goal = [words(case.goal)] if case.goal else []
         met = [_met(case, rows)] if case.goal else []
-        body.append([case.title, case.batch, case.setting, _count(case, rows), *goal, *line(case, rows), *met])
+        star = " *" if any(state(row) != usual for row in rows) else ""
+        body.append([case.title + star, case.batch, case.setting, _count(case, rows), *goal, *line(case, rows), *met])
     return table(head, body) if body else ["Nothing was measured so far."]
 
 
@@ -197,9 +200,31 @@ def _reasons(cases: Sequence[Case], rows: Rows) -> list[str]:
     return ["", "## What the attacks said", "", *lines] if lines else []
 
 
-def _versions(rows: Rows, tested: str) -> list[str]:
-    """How many states of the attacks the figures are of."""
-    states = Counter(row["attacks"] for row in rows if row["attack"] == tested)
+def state(row: Mapping[str, Any]) -> str:
+    """The state of the attacks' code of a row, by the seven digits that git shows at least."""
+    return row["attacks"][:7]
+
+
+def _usual(rows: Rows, tested: str) -> str | None:
+    """The state of the attacks' code that most victims met."""
+    states = Counter(state(row) for row in rows if row["attack"] == tested)
+    return max(states, key=lambda name: states[name], default=None)
+
+
+def _states(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
+    """Which figures are of which state of the attacks' code, where there are several."""
+    own = [row for row in rows if row["attack"] == tested]
+    counts = Counter((state(row), case.name) for case in cases for row in _of(rows, case, tested))
+    states = [name for name, _ in Counter(map(state, own)).most_common()]
     if len(states) < 2:
         return []
-    return [f"Rows of `{tested}` were measured as it was written, in {len(states)} states of the attacks' code.", ""]
+    body = []
+    for name in states:
+        of = ", ".join(f"`{case}` {count}" for (known, case), count in counts.items() if known == name)
+        body.append([f"`{name}`", of])
+    text = (
+        f"`{tested}` was developed further between measurements. A row marked by a star holds victims that met another "
+        f"state of the attacks' code than `{states[0]}`, which most victims met. Today's code may do better or worse "
+        "there. `git rev-parse --short HEAD:attacks` names the state of a checkout."
+    )
+    return ["## States of the code", "", text, "", *table(["state", "rows, with their victims"], body)]

@@ -175,6 +175,26 @@ def test_searches_stand_beside_on_the_same_victims() -> None:
     assert any("| ig | 1 | 11.0 (10.0 to 12.0) | 60.0 | 75 | 4.0 |" in line for line in text)
 
 
+def test_rows_of_another_state_of_the_code_are_marked() -> None:
+    names = ("usual", "newer", "mixed")
+    cases = [
+        Case(name, name, CASES[0].network, 2, 2, goal=Goal(exact=0.9) if name == "mixed" else None) for name in names
+    ]
+    states = {"usual": ("4778aaf", "4778aaf0"), "newer": ("75810cc", "75810cc"), "mixed": ("4778aaf0", "75810cc")}
+    rows = [row(n, case=name, attacks=states[name][n]) for name in names for n in (0, 1)]
+    text = residual_page.document(cases, rows[:2])
+    assert not any("*" in line for line in text if line.startswith("|"))
+    assert "## States of the code" not in text
+    text = residual_page.document(cases, [*rows, row(2, case="usual", attacks="4778aaf")])
+    marked = [line.split(" | ")[0] for line in text if line.startswith("| ") and line.split(" | ")[1] == "2"]
+    assert marked == ["| mixed *", "| usual", "| newer *"]
+    assert text[-3:] == [
+        "|---|---|",
+        "| `4778aaf` | `usual` 3, `mixed` 1 |",
+        "| `75810cc` | `newer` 2, `mixed` 1 |",
+    ]
+
+
 def test_names_are_told_with_how_far_they_are(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     residual.add({**row(0), "case": "smoke-2", "attack": "ig"})
     residual.main(["--list"])
