@@ -104,7 +104,7 @@ class Backsolve(Attack):
         wanted = [_as_target(solver.network, target) for target in targets]
         found = _search_pictures(forward, single_forward, wanted, view.task.input_shape, seed)
         images, snapped = _snap(found.images)
-        verified = self._is_explained(found, images)
+        verified = self._is_explained(found, images, snapped)
         labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
         shown = bool((found.residual <= MAX_MISSED).any())
         missed = (
@@ -122,15 +122,22 @@ class Backsolve(Attack):
             note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
         )
 
-    def _is_explained(self, found: InvertedImages, images: Tensor) -> bool:
+    def _is_explained(self, found: InvertedImages, images: Tensor, snapped: bool) -> bool:
+        """Return whether the features are missed by no more than their noise, or all pixels came out at whole levels.
+
+        A residual that is small but above the noise may be that of a picture some levels off.
+        """
+        if not (snapped or bool(found.converged.all())):
+            return False
         within = bool((images > -PIXEL_MARGIN).all() and (images < 1 + PIXEL_MARGIN).all())
         return within and bool((found.residual <= self.fits).all())
 
 
 def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) -> NetworkGraph | NotApplicable:
-    single, batch = trace_view(view, view.device), trace_view(view, view.device, count=count)
+    single = trace_view(view, view.device)
     if isinstance(single, NotApplicable):
         return single
+    batch = single if count == 1 else trace_view(view, view.device, count=count)
     if isinstance(batch, NotApplicable):
         return batch
     if [node.operation for node in single[1].nodes] != [node.operation for node in batch[1].nodes]:
@@ -242,7 +249,5 @@ NO_LAYER = "no convolution's weight was sent as it is used: there is no layer to
 def _explain_end(solver: GraphSolver) -> str:
     """Say at which layer the solution ended and why."""
     lowest = solver.solved[-1].by[0] if solver.solved else ""
-    for name, reason in solver.ends.items():
-        if name != lowest and "unknown" not in reason:
-            return f"{name}: {reason}"
-    return next((f"{name}: {reason}" for name, reason in solver.ends.items()), NO_LAYER)
+    reasons = [*solver.ends.items(), *solver.waiting.items()]
+    return next((f"{name}: {reason}" for name, reason in reasons if name != lowest), NO_LAYER)

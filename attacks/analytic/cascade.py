@@ -89,19 +89,22 @@ class Cascade(Attack):
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; the seed is that of `backsolve`, where that is asked."""
-        best, taken, tried = self._attack_round(view), view, False
-        if isinstance(best, NotApplicable) and best.limit:
-            return _solve_graph(view, seed, best)
+        best, taken, tried = self._attack_round(view, seed), view, False
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
-            other, tried = self._attack_round(earlier), True
+            other, tried = self._attack_round(earlier, seed), True
             if _rank_result(other) < _rank_result(best):
                 best, taken = other, earlier
         return _note_round(best, taken.round, view.round) if tried else best
 
-    def _attack_round(self, view: ServerView) -> Result:
-        """Return what one round gives away."""
+    def _attack_round(self, view: ServerView, seed: int) -> Result:
+        """Return what one round gives away, by way of `backsolve` where the network is no chain undone here."""
+        found = self._solve_chain(view)
+        return _solve_graph(view, seed, found) if isinstance(found, NotApplicable) and found.limit else found
+
+    def _solve_chain(self, view: ServerView) -> Result:
+        """Return what one round gives away of a chain of layers."""
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient

@@ -18,6 +18,7 @@ from torch import Tensor
 from attacks.analytic.graph.layer_equations import LayerEquations
 
 MAX_ROUNDS = 8
+"""Rounds of solving for an input and correcting bits."""
 MAX_FLIPS = 16
 """Bits of a channel that are turned one at a time."""
 MISFIT_FACTOR = 30.0
@@ -27,7 +28,9 @@ MAX_CHANNEL_MISFIT = 1e-2
 MIN_CHANNEL_SIZE = 1e-3
 """Size of a channel, relative to the median, that it is taken to have at least."""
 RIDGE = 1e-13
+"""Share of the mean square of the patches that keeps their system solvable where positions see the same."""
 ROBUST_ROUNDS = 6
+"""Solutions with new weights of the channels, at most."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
 MIN_RATIO = 1.15
@@ -72,16 +75,12 @@ class SolvedInput:
         misfit: median over the channels of the share of the gradient that the input leaves.
         bad_channels: how many channels were left with more than a wrong bit may leave.
         channels: how many there are.
-        turned: how many bits were corrected.
-        condition: the equations' condition number, by the diagonal of the triangular factor, so a lower bound.
     """
 
     values: Tensor
     misfit: float
     bad_channels: int
     channels: int
-    turned: int
-    condition: float
 
 
 def count_shortfall(signals: Sequence[KnownSignal]) -> str:
@@ -104,13 +103,13 @@ def solve_input(signals: Sequence[KnownSignal]) -> SolvedInput | None:
     right = [layer.right_side() for layer in layers]
     size = [_channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
     good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
-    turned, last, floor = 0, None, 0.0
+    last, floor = None, 0.0
     for turn in range(MAX_ROUNDS):
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
         solved = _robust_least_squares(matrices, right, size, good)
         if solved is None:
             return last  # too few channels fit
-        x, condition, misfits = solved
+        x, misfits = solved
         left = [g - m @ x for g, m in zip(right, matrices, strict=True)]
         typical = _usual_misfit(misfits, good)
         floor = typical / 2 if turn == 0 else floor
@@ -118,16 +117,15 @@ def solve_input(signals: Sequence[KnownSignal]) -> SolvedInput | None:
         bad = [m > MISFIT_FACTOR * typical for m in misfits]
         values = layers[0].as_images(x.mT, layers[0].input_shape)
         found = sum(int((m > MAX_CHANNEL_MISFIT).sum()) for m in misfits)
-        last = SolvedInput(values, typical, found, sum(map(len, right)), turned, condition)
+        last = SolvedInput(values, typical, found, sum(map(len, right)))
         if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
             break
-        now = 0
+        turned = 0
         for known, rest, wrong, norm in zip(signals, left, bad, size, strict=True):
             if known.bits is not None and bool(wrong.any()):
-                now += _correct_bits(known, values, rest, wrong, MISFIT_FACTOR * typical * norm)
+                turned += _correct_bits(known, values, rest, wrong, MISFIT_FACTOR * typical * norm)
         before, good = good, _choose_channels(bad, misfits, layers)
-        turned += now
-        if not now and all(torch.equal(a, b) for a, b in zip(before, good, strict=True)):
+        if not turned and all(torch.equal(a, b) for a, b in zip(before, good, strict=True)):
             break
     return last
 
@@ -172,8 +170,8 @@ def _row_norms(values: Tensor) -> Tensor:
 
 def _robust_least_squares(
     matrices: Sequence[Tensor], right: Sequence[Tensor], size: Sequence[Tensor], good: Sequence[Tensor]
-) -> tuple[Tensor, float, list[Tensor]] | None:
-    """Return the numbers of all input channels (n H W, K), a condition number and every channel's misfit; or None.
+) -> tuple[Tensor, list[Tensor]] | None:
+    """Return the numbers of all input channels (n H W, K) and every channel's misfit; None if undetermined.
 
     Output channels that fit badly are given less and less weight: one wrong bit puts its channel off, and by it all.
     """
@@ -186,13 +184,13 @@ def _robust_least_squares(
         if now is None:
             break  # too few channels are left with weight
         solved = now
-        misfits = [_row_norms(g - m @ solved[0]) / n for g, m, n in zip(right, matrices, size, strict=True)]
+        misfits = [_row_norms(g - m @ solved) / n for g, m, n in zip(right, matrices, size, strict=True)]
         usual = _usual_misfit(misfits, [w > 0 for w in weights])
         if turn == ROBUST_ROUNDS - 1 or not float(torch.cat(misfits).max()) > EVEN_MISFITS * usual:
             break
         weights = [known / n / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)]
     assert solved is not None
-    return *solved, misfits
+    return solved, misfits
 
 
 def _usual_misfit(misfits: Sequence[Tensor], used: Sequence[Tensor]) -> float:
@@ -200,10 +198,8 @@ def _usual_misfit(misfits: Sequence[Tensor], used: Sequence[Tensor]) -> float:
     return max(float(m[u & (m > 0)].median().nan_to_num(0.0)) for m, u in zip(misfits, used, strict=True))
 
 
-def _least_squares(
-    matrices: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor]
-) -> tuple[Tensor, float] | None:
-    """Return the weighted solution (n H W, K) of normal equations, refined once, and a condition number; or None."""
+def _least_squares(matrices: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
+    """Return the weighted solution (n H W, K) of normal equations, refined once; None if they leave numbers open."""
     used = [w > 0 for w in weights]
     a = torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(matrices, weights, used, strict=True)])
     b = torch.cat([(g[u] * w[u, None, None]).flatten(0, 1) for g, w, u in zip(right, weights, used, strict=True)])
@@ -219,9 +215,7 @@ def _least_squares(
         return torch.cholesky_solve((a.mT @ rest) / scale[:, None], factor) / scale[:, None]
 
     x = solve(b)
-    x = x + solve(b - a @ x)
-    diagonal = factor.diagonal()
-    return x, float(diagonal.max() / diagonal.min())
+    return x + solve(b - a @ x)
 
 
 def _choose_channels(

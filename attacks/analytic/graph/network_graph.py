@@ -44,6 +44,7 @@ class NetworkGraph:
     single: Graph
     gradient: Mapping[str, Tensor]
     _affine: dict[int, bool] = field(default_factory=dict)
+    _scalings: dict[Ref, tuple[int, Tensor] | None] = field(default_factory=dict)
 
     @cached_property
     def used(self) -> list[int]:
@@ -117,6 +118,40 @@ class NetworkGraph:
             out = self.run(number, {**given, to: at})
             (found,) = torch.autograd.grad(out, at, signal.reshape(out.shape))
         return found
+
+    def gate(self, ref: Ref) -> tuple[int, Tensor] | None:
+        """Return the only activation that takes a tensor, by way of scalings and sums, and the slope of these."""
+        slope = torch.ones_like(self.graph.value(ref))
+        while True:
+            users = self.consumers.get(ref, [])
+            if len(users) != 1:
+                return None
+            if users[0] in self.activations:
+                return users[0], slope
+            above = self.sole_scaling(ref)
+            if above is None:
+                return None
+            ref, slope = Ref(above[0]), slope * above[1]
+
+    def sole_scaling(self, ref: Ref) -> tuple[int, Tensor] | None:
+        """Return the operation that alone takes a tensor, and its slope, where it scales and shifts every number."""
+        if ref not in self._scalings:
+            self._scalings[ref] = self._find_scaling(ref)
+        return self._scalings[ref]
+
+    def _find_scaling(self, ref: Ref) -> tuple[int, Tensor] | None:
+        users = self.consumers.get(ref, [])
+        if len(users) != 1 or users[0] in self.layers or not self.is_affine(users[0]):
+            return None
+        number = users[0]
+        like, out = self.graph.value(ref), self.graph.value(Ref(number))
+        if like.shape != out.shape or self.flows_into(number).count(ref) != 1:
+            return None
+        slope = self.pull_back(number, torch.ones_like(out), ref)
+        draw = _noise(out, 3)
+        if not torch.allclose(self.pull_back(number, draw, ref), slope * draw, rtol=1e-9, atol=1e-12):
+            return None
+        return (number, slope) if bool((slope != 0).all()) else None
 
     def operations_to(self, refs: Sequence[Ref]) -> list[int]:
         """Return the operations that lead from the image to some tensors, in order."""

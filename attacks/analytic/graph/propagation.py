@@ -16,7 +16,6 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.network.operation_trace import IMAGE, Ref
-from fl.seeds import stream
 
 MAX_DOUBTFUL_VALUE = 1e-2
 """Share of the largest output of an activation below which rounding may have made its bit wrong."""
@@ -47,28 +46,38 @@ class Propagation:
     def set_value(self, ref: Ref, value: Tensor) -> None:
         """Note a value that was solved for."""
         self.values[ref] = value
-        self._forward.clear()
+        self._forward = {at: known for at, known in self._forward.items() if not isinstance(known, str)}
+        self._forget_signals(below=-1)
 
     def set_signal(self, ref: Ref, signal: Tensor) -> None:
         """Note a signal, and those of the sums and scalings made of the tensor, if nothing else takes it."""
         while True:
             self.signals[ref] = signal
-            above = self.sole_scaling(ref)
+            above = self.network.sole_scaling(ref)
             if above is None:
                 break
             number, slope = above
             ref, signal = Ref(number), signal.reshape(slope.shape) / slope
-        self._backward.clear()
+        self._forget_signals(below=ref.node + 1)
 
     def set_mask(self, activation: int, mask: Tensor) -> None:
         """Note where an activation's slope is 1."""
         self.masks[activation] = mask
-        self._backward.clear()
+        self._forget_signals(below=activation)
 
     def restore(self, signals: Mapping[Ref, Tensor], masks: Mapping[int, Tensor]) -> None:
         """Take back what was noted since signals and masks were these."""
         self.signals, self.masks = dict(signals), dict(masks)
         self._backward.clear()
+
+    def _forget_signals(self, below: int) -> None:
+        """Forget worked out signals at what operations before `below` made, and why others could not be worked out.
+
+        What flows back into a tensor hangs on operations after it alone.
+        """
+        self._backward = {
+            at: known for at, known in self._backward.items() if at.node >= below and not isinstance(known, str)
+        }
 
     def value(self, ref: Ref) -> Tensor:
         """Return the value of a tensor.
@@ -103,7 +112,7 @@ class Propagation:
             UnknownError: it does not follow.
         """
         layer, out = self.network.layers[number], Ref(number)
-        gate = self.gate(out)
+        gate = self.network.gate(out)
         shape = layer.output_shape
         if gate is None or out in self.signals:
             return KnownSignal(layer, self.signal(out).reshape(shape))
@@ -184,35 +193,6 @@ class Propagation:
             out = self.value(Ref(activation))
             return out > 0
         return self.masks[activation]
-
-    def gate(self, ref: Ref) -> tuple[int, Tensor] | None:
-        """Return the only activation that takes a tensor, by way of scalings and sums, and the slope of these."""
-        slope = torch.ones_like(self.network.graph.value(ref))
-        while True:
-            users = self.network.consumers.get(ref, [])
-            if len(users) != 1:
-                return None
-            if users[0] in self.network.activations:
-                return users[0], slope
-            above = self.sole_scaling(ref)
-            if above is None:
-                return None
-            ref, slope = Ref(above[0]), slope * above[1]
-
-    def sole_scaling(self, ref: Ref) -> tuple[int, Tensor] | None:
-        """Return the operation that alone takes a tensor, and its slope, where it scales and shifts every number."""
-        users = self.network.consumers.get(ref, [])
-        if len(users) != 1 or users[0] in self.network.layers or not self.network.is_affine(users[0]):
-            return None
-        number = users[0]
-        like, out = self.network.graph.value(ref), self.network.graph.value(Ref(number))
-        if like.shape != out.shape or self.network.flows_into(number).count(ref) != 1:
-            return None
-        slope = self.network.pull_back(number, torch.ones_like(out), ref)
-        draw = torch.randn(out.shape, generator=stream(0, "scaling"), dtype=out.dtype).to(out)
-        if not torch.allclose(self.network.pull_back(number, draw, ref), slope * draw, rtol=1e-9, atol=1e-12):
-            return None
-        return (number, slope) if bool((slope != 0).all()) else None
 
     def _place(self, ref: Ref) -> str:
         return "the image" if ref.node < 0 else str(self.network.graph.nodes[ref.node])

@@ -17,6 +17,7 @@ from attacks.network.operation_trace import Ref
 MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
 MAX_BAD_CHANNELS = 0.25
+"""Share of the output channels that may not fit."""
 MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
 """Share of the largest signal above which a channel counts, and how far from two values its signals may be."""
 MIN_DIRECTION = 1e-7
@@ -27,9 +28,6 @@ THRESHOLD_FACTOR = 1.5
 """An activation is open where its output is more than so many times the most negative one, which rounding made."""
 MIN_THRESHOLD = 3e-7
 """Share of the largest output below which an activation counts as closed: sums in float32 round that much."""
-MAX_DIRECT_UNKNOWNS = 4096
-"""Numbers of one input channel up to which its equations are solved by factorization."""
-
 ASKED_OF_UPDATES = " (is it one plain step on so many images, with statistics of batch norm fixed?)"
 """What may be wrong where a layer's equations contradict each other."""
 UNSHIFTED = (
@@ -66,7 +64,10 @@ class GraphSolver:
         images: how many there are.
         known: values and signals.
         solved: the tensors solved for, the lowest last.
-        ends: why layers' inputs could not be solved for, by the layer's weight.
+        ends: why layers' inputs could not be solved for, by the layer's weight: facts about these layers.
+        waiting: which signal was missing, of layers that were never asked for lack of one above.
+        anchor: weight of the convolution whose shifts gave the first signals; empty before.
+        scaled: whether the signals found last have the images' sizes, rather than a factor for each.
     """
 
     network: NetworkGraph
@@ -74,6 +75,7 @@ class GraphSolver:
     known: Propagation
     solved: list[SolvedTensor] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
+    waiting: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
     scaled: bool = False
 
@@ -124,12 +126,8 @@ class GraphSolver:
             self.ends[layer.name] = "its gradient is zero"
             return None
         if not layer.keeps_size:
-            if (
-                not self.anchor
-                and max(layer.weight.shape[2:]) > 1
-                and "unknown" in self.ends.get(layer.name, "unknown")
-            ):
-                self.ends[layer.name] = UNSHIFTED
+            if not self.anchor and max(layer.weight.shape[2:]) > 1:
+                self.ends.setdefault(layer.name, UNSHIFTED)
             return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
@@ -167,10 +165,10 @@ class GraphSolver:
         factors = self._image_factors(number, signal * bits)
         self.scaled = factors is not None
         signal = signal if factors is None else signal * factors[:, None, None, None]
-        gate = self.known.gate(out)
+        gate = self.network.gate(out)
         if two_valued and gate is not None:
             activation, slope = gate
-            self.known.signals[Ref(activation)] = signal.reshape(slope.shape) / slope
+            self.known.set_signal(Ref(activation), signal.reshape(slope.shape) / slope)
             self.known.set_mask(activation, bits.reshape(slope.shape))
         else:
             self.known.set_signal(out, (signal * bits).reshape(self.network.graph.value(out).shape))
@@ -189,7 +187,7 @@ class GraphSolver:
                     parts.append(self.network.pull_back(ref.node, one, parameter).flatten())
                 made.append(torch.stack(parts, 1))
                 sent.append(self.network.gradient[name].flatten())
-            above = self.known.sole_scaling(ref)
+            above = self.network.sole_scaling(ref)
             if above is None:
                 break
             ref, signal = Ref(above[0]), signal / above[1]
@@ -212,7 +210,7 @@ class GraphSolver:
                 signals.append(self.known.layer_signal(number))
                 users.append(number)
             except UnknownError as error:
-                self.ends[layer.name] = str(error)
+                self.waiting[layer.name] = str(error)
         if not signals:
             return
         name = " and ".join(known.layer.name for known in signals)
@@ -231,7 +229,7 @@ class GraphSolver:
 
     def _note_bits(self, users: list[int], signals: list[KnownSignal]) -> None:
         for number, known in zip(users, signals, strict=True):
-            gate = self.known.gate(Ref(number))
+            gate = self.network.gate(Ref(number))
             if known.bits is not None and gate is not None:
                 activation = gate[0]
                 self.known.set_mask(activation, known.bits.reshape(gate[1].shape))
