@@ -1,11 +1,15 @@
 """Residual networks are inverted exactly from one gradient."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import attacks
+from attacks.analytic.backsolve import Backsolve
+from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction
 from fl.capture import from_batch, from_update
 
@@ -145,3 +149,21 @@ def test_a_layer_that_cannot_be_begun_with_is_named() -> None:
     found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
     assert isinstance(found, NotApplicable)
     assert found.reason.startswith("2.weight: not a convolution of stride 1")
+
+
+def test_a_residual_above_the_noise_verifies_only_whole_levels() -> None:
+    images, _ = pictures(1)
+    missed = InvertedImages(images, torch.tensor([5e-5]), torch.tensor([False]), torch.tensor([1]), 1)
+    attack = Backsolve()
+    assert not attack._is_explained(missed, images, snapped=False)
+    assert attack._is_explained(missed, images, snapped=True)
+    assert attack._is_explained(replace(missed, converged=torch.tensor([True])), images, snapped=False)
+
+
+def test_cascade_hands_residual_networks_over() -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels)
+    found = attacks.build("cascade")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80

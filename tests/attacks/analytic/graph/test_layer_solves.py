@@ -1,0 +1,99 @@
+"""A layer's gradient gives its input from what flows back, and what flows back from its input."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, solve_input, solve_signal
+from fl.seeds import stream
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=stream(sum(shape), "layer"), dtype=torch.float64)
+
+
+def layer(
+    size: int = 6, stride: int = 1, padding: int = 1, dilation: int = 1, channels: tuple[int, int] = (4, 24)
+) -> tuple[LayerEquations, Tensor, Tensor]:
+    """A convolution of two images with its gradient by autograd, its input, and what flows back."""
+    weight, given = noise(channels[1], channels[0], 3, 3).requires_grad_(), noise(2, channels[0], size, size)
+    out = functional.conv2d(given, weight, None, stride, padding, dilation)
+    signal = noise(*out.shape)
+    (gradient,) = torch.autograd.grad(out, weight, signal)
+    pair = (stride, stride), (padding, padding), (dilation, dilation)
+    return LayerEquations("weight", weight.detach(), gradient, *pair, 1, given.shape, out.shape), given, signal
+
+
+SETTINGS = [{}, {"stride": 2}, {"padding": 0}, {"dilation": 2, "padding": 2}, {"stride": 2, "padding": 0, "size": 7}]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_the_equations_are_those_of_autograd(settings: dict[str, int]) -> None:
+    equations, given, signal = layer(**settings)
+    channels = equations.as_channels(given)  # (K, n H W)
+    made = torch.einsum("ctp,kp->ctk", equations.signal_matrix(signal), channels)
+    assert torch.allclose(made, equations.right_side(), atol=1e-10)
+    again = (equations.as_channels(signal) @ equations.patches(given)).view_as(equations.gradient)
+    assert torch.allclose(again, equations.gradient, atol=1e-10)
+    assert torch.equal(equations.as_images(channels, given.shape), given)
+
+
+@pytest.mark.parametrize("settings", [{}, {"dilation": 2, "padding": 2}])
+def test_the_input_follows_from_the_signal(settings: dict[str, int]) -> None:
+    equations, given, signal = layer(**settings)
+    solved = solve_input([KnownSignal(equations, signal)])
+    assert solved is not None
+    assert torch.allclose(solved.values, given, atol=1e-8)
+    assert solved.misfit < 1e-10
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+def test_wrong_bits_of_the_activation_are_turned(slope: float) -> None:
+    equations, given, full = layer()
+    bits = noise(*full.shape) > -0.3
+    known = KnownSignal(equations, full, bits, slope)
+    out = functional.conv2d(given, equations.weight.requires_grad_(), None, 1, 1)
+    (gradient,) = torch.autograd.grad(out, equations.weight, known.masked())
+    wrong = bits.clone()
+    wrong[0, 3, 2, 2] ^= True
+    wrong[1, 7, 1, 4] ^= True
+    told = KnownSignal(replace(equations, gradient=gradient), full, wrong, slope)
+    solved = solve_input([told])
+    assert solved is not None
+    assert torch.allclose(solved.values, given, atol=1e-8)
+    assert told.bits is not None
+    assert torch.equal(told.bits, bits)
+
+
+def test_bits_that_are_beyond_doubt_are_left() -> None:
+    equations, _, full = layer()
+    bits = torch.ones_like(full, dtype=torch.bool)
+    bits[0, 3, 2, 2] = False
+    known = KnownSignal(equations, full, bits.clone(), doubtful=torch.zeros_like(bits))
+    assert solve_input([known]) is not None
+    assert known.bits is not None
+    assert torch.equal(known.bits, bits)
+
+
+def test_two_layers_share_their_equations() -> None:
+    one, given, signal = layer(channels=(4, 6))
+    other, same, back = layer(channels=(4, 12))
+    assert torch.equal(given, same)
+    both = [KnownSignal(one, signal), KnownSignal(other, back)]
+    assert "54 equations of weight for 72 numbers" in count_shortfall(both[:1])
+    assert not count_shortfall(both)
+    solved = solve_input(both)
+    assert solved is not None
+    assert torch.allclose(solved.values, given, atol=1e-7)
+
+
+def test_the_signal_follows_from_the_input() -> None:
+    equations, given, signal = layer(channels=(12, 5))
+    found = solve_signal(equations, given)
+    assert found is not None
+    assert torch.allclose(found[0], signal, atol=1e-8)
+    assert solve_signal(layer()[0], layer()[1]) is None  # 36 equations for 72 numbers

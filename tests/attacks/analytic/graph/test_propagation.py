@@ -1,0 +1,78 @@
+"""Values and signals over a traced network are those of its forward and backward pass."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.network.operation_trace import IMAGE, Graph, Ref, trace_operations
+from fl.seeds import stream
+
+
+class Net(nn.Module):
+    """A block with a shortcut, a scaling, a sum and an average."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.head = nn.Conv2d(2, 6, 3, padding=1), nn.Conv2d(6, 6, 3, padding=1), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        below = torch.relu(self.one(x))
+        above = torch.nn.functional.leaky_relu(2 * self.two(below) + below, 0.1)
+        return self.head(above.mean((2, 3)))
+
+
+def world() -> tuple[NetworkGraph, nn.Module, Tensor]:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = Net().double()
+    images = torch.rand(2, 2, 5, 5, generator=stream(0, "propagation"), dtype=torch.float64)
+    graphs = [trace_operations(model, x) for x in (images, images[:1])]
+    assert all(isinstance(graph, Graph) for graph in graphs)
+    grads = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+    return NetworkGraph(graphs[0], graphs[1], grads), model, images  # type: ignore[arg-type]
+
+
+def test_layers_and_activations_are_read() -> None:
+    network, _, _ = world()
+    assert [layer.name for layer in network.layers.values()] == ["one.weight", "two.weight", "head.weight"]
+    assert [activation.slope for activation in network.activations.values()] == [0.0, 0.1]
+
+
+def test_signals_are_those_of_autograd() -> None:
+    network, model, images = world()
+    known = Propagation(network)
+    with pytest.raises(UnknownError):
+        known.signal(Ref(IMAGE))
+    draw = torch.randn(2, 3, generator=stream(1, "propagation"), dtype=torch.float64)
+    at = images.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(model(at), at, draw)
+    assert network.graph.returned is not None
+    known.set_value(Ref(IMAGE), images)
+    known.set_signal(network.graph.returned, draw)
+    assert torch.allclose(known.signal(Ref(IMAGE)), wanted, atol=1e-12)
+    assert torch.allclose(known.value(network.graph.returned), model(images), atol=1e-12)
+
+
+def test_a_mask_changes_what_lies_below_it_alone() -> None:
+    network, _, images = world()
+    known = Propagation(network)
+    assert network.graph.returned is not None
+    known.set_value(Ref(IMAGE), images)
+    known.set_signal(network.graph.returned, torch.ones(2, 3, dtype=torch.float64))
+    lower, upper = network.activations
+    before, above = known.signal(Ref(IMAGE)), known.signal(Ref(upper))
+    known.set_mask(lower, torch.zeros_like(known.value(Ref(lower)), dtype=torch.bool))
+    assert not known.signal(Ref(IMAGE)).any()
+    assert before.any()
+    assert known.signal(Ref(upper)) is above
+
+
+def test_a_signal_goes_up_through_scalings_and_sums() -> None:
+    network, _, _ = world()
+    known = Propagation(network)
+    (number,) = [n for n, layer in network.layers.items() if layer.name == "two.weight"]
+    known.set_signal(Ref(number), torch.ones(2, 6, 5, 5, dtype=torch.float64))
+    taken = network.flows_into(list(network.activations)[1])[0]
+    assert torch.allclose(known.signal(taken), torch.full((2, 6, 5, 5), 0.5, dtype=torch.float64))
