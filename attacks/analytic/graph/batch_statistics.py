@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from attacks.analytic.graph.shift_structure import columns_by_position
 from fl.seeds import stream
 
 ZERO_MARGIN = 5.0
@@ -219,16 +220,7 @@ def find_centered_columns(gradient: Tensor, size: tuple[int, int], images: int) 
     shifts = _Shifts((v[: n - 1].mT / s[: n - 1]) @ u[:, : n - 1].mT @ moved, v[n - 1])
     left, right = shifts.restore((0, -1), ((-1, 0), (1, 0))), shifts.restore((0, 1), ((-1, 0), (1, 0)))
     up, down = shifts.restore((-1, 0), ((0, -1), (0, 1))), shifts.restore((1, 0), ((0, -1), (0, 1)))
-    eye = torch.eye(n, dtype=gradient.dtype, device=gradient.device)
-    first = torch.linalg.svd((eye - left @ right) @ (eye - up @ down))[0][:, :images]
-    found = []
-    for _ in range(size[0]):
-        at = first
-        for _ in range(size[1]):
-            found.append(at)
-            at = left @ at
-        first = up @ first
-    mixed = torch.stack(found, 1)  # A, (n, P, B)
+    mixed = torch.stack(columns_by_position((left, right), (up, down), size, images), 1)  # A, (n, P, B)
     signals = torch.einsum("cn,npb->cpb", moved[1, 1], mixed)
     solved = torch.linalg.solve(mixed.reshape(n, n), right_basis[:n])
     return CenteredColumns(signals, solved.reshape(-1, images, inputs), gap)

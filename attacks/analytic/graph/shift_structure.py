@@ -79,19 +79,35 @@ def find_signal_columns(gradient: Tensor, size: tuple[int, int], images: int) ->
     inverse_upright, inverse_level = _right_inverse(upright), _right_inverse(level)
     left, right = (torch.cat([reduced[row + i, column + j] for i in (-1, 0, 1)], 1) @ inverse_upright for j in (-1, 1))
     up, down = (torch.cat([reduced[row + i, column + j] for j in (-1, 0, 1)], 1) @ inverse_level for i in (-1, 1))
-    eye = torch.eye(rank, dtype=gradient.dtype, device=gradient.device)
-    corner = (eye - left @ right) @ (eye - up @ down)
-    first = torch.linalg.svd(corner)[0][:, :images]
-    found = []
-    for _ in range(size[0]):
-        at = first
-        for _ in range(size[1]):
-            found.append(at)
-            at = left @ at
-        first = up @ first
+    found = columns_by_position((left, right), (up, down), size, images)
     return SignalColumns(
         torch.stack([basis @ at for at in found], 1), gap, float(sizes[rank - 1] / sizes[0].clamp_min(1e-300))
     )
+
+
+def columns_by_position(
+    level: tuple[Tensor, Tensor], upright: tuple[Tensor, Tensor], size: tuple[int, int], images: int
+) -> list[Tensor]:
+    """Return the columns of R at each position (n, B), row by row, up to one B x B mixing of the images for all.
+
+    Args:
+        level: T_left and T_right (n, n).
+        upright: T_up and T_down (n, n).
+        size: rows and columns of positions.
+        images: B.
+    """
+    (left, right), (up, down) = level, upright
+    eye = torch.eye(len(left), dtype=left.dtype, device=left.device)
+    corner = (eye - left @ right) @ (eye - up @ down)
+    first = torch.linalg.svd(corner)[0][:, :images]
+    columns = []
+    for _ in range(size[0]):
+        at = first
+        for _ in range(size[1]):
+            columns.append(at)
+            at = left @ at
+        first = up @ first
+    return columns
 
 
 def _right_inverse(matrix: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
+from attacks.analytic.graph.shift_structure import columns_by_position, count_images, find_signal_columns
 from fl.seeds import stream
 
 
@@ -30,3 +30,19 @@ def test_one_mixing_of_the_images_is_left(images: int, kernel: int) -> None:
 
 def test_distinct_images_are_counted() -> None:
     assert [count_images(gradient_of(images)[0], 12, 3) for images in (1, 2)] == [1, 2]
+
+
+def test_shifts_carry_the_first_position_to_all_others() -> None:
+    draw = stream(0, "positions")
+    basis = torch.randn(24, 24, generator=draw, dtype=torch.float64)  # two images of 3 x 4 positions
+
+    def shift(down: int, right: int) -> torch.Tensor:
+        level = torch.diag(torch.ones(4 - abs(right)), right)
+        upright = torch.diag(torch.ones(3 - abs(down)), down)
+        return basis @ torch.kron(torch.eye(2), torch.kron(upright, level)).double() @ torch.linalg.inv(basis)
+
+    shifts = (shift(0, -1), shift(0, 1)), (shift(-1, 0), shift(1, 0))
+    columns = torch.stack(columns_by_position(*shifts, (3, 4), 2), 1)
+    true = basis.unflatten(1, (2, 12)).transpose(1, 2)  # (n, P, B)
+    mixing = torch.linalg.lstsq(columns.flatten(0, 1), true.flatten(0, 1)).solution
+    assert torch.allclose(columns @ mixing, true, atol=1e-9)
