@@ -56,6 +56,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -144,9 +145,7 @@ def unmix_two_valued(columns: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmi
     Returns:
         What was found. Fewer than B directions are confirmed where noise, counts or rounds did not allow more.
     """
-    draw = stream(seed, "unmix", "two-valued")
-    columns = columns.double()
-    return _search(_TwoValued(columns / columns.abs().max().clamp_min(1e-300), draw), rounds, draw)
+    return _unmix(_TwoValued, columns, rounds, stream(seed, "unmix", "two-valued"))
 
 
 def unmix_sparse(rows: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
@@ -160,9 +159,15 @@ def unmix_sparse(rows: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
     Returns:
         What was found. Fewer than B directions are confirmed where noise, counts or rounds did not allow more.
     """
-    draw = stream(seed, "unmix", "sparse")
-    rows = rows.double()
-    return _search(_Sparse(rows / rows.abs().max().clamp_min(1e-300), draw), rounds, draw)
+    return _unmix(_Sparse, rows, rounds, stream(seed, "unmix", "sparse"))
+
+
+def _unmix(
+    problem: Callable[[Tensor, torch.Generator], _Problem], mixed: Tensor, rounds: int, draw: torch.Generator
+) -> Unmixing:
+    """Return what the search finds in mixed signals (..., B), brought to float64 and a largest number of 1."""
+    mixed = mixed.double()
+    return _search(problem(mixed / mixed.abs().max().clamp_min(1e-300), draw), rounds, draw)
 
 
 @dataclass(frozen=True)
