@@ -24,16 +24,17 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from attacks.analytic.graph.shift_structure import columns_by_position
-from fl.seeds import stream
+from attacks.analytic.graph.unmixing import unmix_sparse
 
 ZERO_MARGIN = 5.0
 """How many times the most negative entry a solved input must be to count as above zero: a ReLU's output has none."""
 MASK_MARGIN = 20.0
 """How many times its typical error beta's gradient must be missed by before bits of a mask are changed."""
-INDEPENDENT = 1e-2
-"""Smallest singular value of unit directions that count as independent."""
-MAX_TRIALS = 400
-"""Random starts of the search for one image's combination."""
+SILENT_ROW = 1e-2
+"""Size of a row, relative to the largest, up to which it may be zero in all images."""
+BELOW_ZERO, MAX_NEGATIVE = 1e-3, 0.01
+"""Size, relative to the root mean square, from which on a number below zero is no rounding, and the share of such
+numbers from which on a direction is no image's."""
 MAX_ROUNDS = 60
 """Rounds of the fixed point for normalized values that are unknown."""
 MAX_REPAIRS = 12
@@ -253,74 +254,22 @@ class _Shifts:
 def unmix_by_zeros(mixtures: Tensor, seed: int = 0) -> Tensor | None:
     """Return V (B, B) so that each column of mixtures @ V is one image's, up to a positive factor; None if not found.
 
-    Inputs behind a ReLU are never negative and often exactly zero: a combination that leaves many rows silent and has
-    no negative one is a single image's. The sparsest ones are found by iteratively reweighted least squares.
+    Inputs behind a ReLU are often exactly zero and never negative: the zeros tell images apart (`unmix_sparse`), and
+    the sign of the others tells that of the factor.
 
     Args:
         mixtures: (M, B), rows of B nonnegative numbers times one unknown B x B matrix.
-        seed: of random starts.
+        seed: of the search.
     """
-    count = mixtures.shape[1]
-    if count == 1:
-        return torch.ones_like(mixtures[:1]) * (1 if float(mixtures.sum()) > 0 else -1)
-    moments = mixtures.mT @ mixtures / len(mixtures)
-    whitening = torch.linalg.inv(torch.linalg.cholesky(moments)).mT
-    white = mixtures @ whitening
-    size = white.norm(dim=1)
-    white = white[size > 1e-2 * size.max()]
-    unit = white / white.norm(dim=1, keepdim=True)
-    generator = stream(seed, "unmixing by zeros")
-    found: list[tuple[float, Tensor]] = []
-    chosen: list[Tensor] = []
-    for trial in range(1, MAX_TRIALS + 1):
-        sample = unit[torch.randint(len(unit), (3000,), generator=generator).to(unit.device)]
-        start = torch.randn(count, generator=generator, dtype=torch.float64).to(unit)
-        direction = _refine(_sparsest(sample, start / start.norm()), white, unit)
-        direction = direction if float((white @ direction).sum()) > 0 else -direction
-        silent = float(((unit @ direction).abs() < 1e-4).double().mean())
-        negative = float((white @ direction < -1e-3).double().mean())
-        if silent > 0.1 and negative < 0.01 and all(float(direction @ f) < 1 - 1e-6 for _, f in found):
-            found.append((silent, direction))
-        if trial % (4 * count) == 0:
-            again = _most_silent(found, count)
-            if len(again) == count and len(chosen) == count and all(a is c for a, c in zip(again, chosen, strict=True)):
-                return whitening @ torch.stack(chosen, 1)
-            chosen = again
-    return None
-
-
-def _most_silent(found: Sequence[tuple[float, Tensor]], count: int) -> list[Tensor]:
-    """Return the most silent directions that are independent: a mixture of two images is less silent than either."""
-    chosen: list[Tensor] = []
-    for _, direction in sorted(found, key=lambda f: -f[0]):
-        if float(torch.linalg.svdvals(torch.stack([*chosen, direction], 1))[-1]) > INDEPENDENT:
-            chosen.append(direction)
-        if len(chosen) == count:
-            break
-    return chosen
-
-
-def _sparsest(rows: Tensor, direction: Tensor) -> Tensor:
-    """Return a direction that leaves many rows silent, from one to start at."""
-    for step in range(60):
-        width = max(0.3 * 0.8**step, 1e-6)
-        weight = 1 / ((rows @ direction).square() + width * width)
-        following = torch.linalg.eigh((rows * weight[:, None]).mT @ rows)[1][:, 0]
-        settled = abs(float(following @ direction)) > 1 - 1e-13 and width < 1e-5
-        direction = following
-        if settled:
-            break
-    return direction
-
-
-def _refine(direction: Tensor, rows: Tensor, unit: Tensor) -> Tensor:
-    """Return the direction by least squares over the rows that it leaves silent, ever more strictly."""
-    for step in range(6):
-        silent = (unit @ direction).abs() < max(1e-3 * 0.1**step, 1e-6)
-        if int(silent.sum()) < len(direction):
-            break
-        direction = torch.linalg.eigh(rows[silent].mT @ rows[silent])[1][:, 0]
-    return direction
+    if mixtures.shape[1] == 1:
+        return mixtures.sum(0, keepdim=True).sign()
+    size = mixtures.norm(dim=1)
+    heard = mixtures[size > SILENT_ROW * size.max()]  # what is zero in all images has less rounding than other zeros
+    found = unmix_sparse(heard, seed=seed)
+    directions = found.directions * (heard @ found.directions).sum(0).sign()
+    values = heard @ directions
+    negative = (values < -BELOW_ZERO * values.square().mean(0).sqrt()).double().mean(0)
+    return directions if found.complete and bool((negative < MAX_NEGATIVE).all()) else None
 
 
 @dataclass(frozen=True)

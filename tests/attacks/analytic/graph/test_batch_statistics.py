@@ -173,6 +173,11 @@ def test_zeros_unmix_images() -> None:
     assert sorted(share.argmax(0).tolist()) == [0, 1, 2]
 
 
+def test_zeros_without_one_sign_are_no_inputs_of_a_rectifier() -> None:
+    signals = draw(800, 3) * (draw(3, 800).mT > 0)
+    assert unmix_by_zeros(signals @ draw(3, 3)) is None
+
+
 @pytest.mark.parametrize(("images", "single"), [(1, False), (2, False), (2, True)])
 def test_top_convolution_is_solved_from_nothing(images: int, single: bool) -> None:
     victim = Victim(images, single=single)
