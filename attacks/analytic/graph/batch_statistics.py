@@ -11,18 +11,22 @@ docs/design/batch-statistics.md has the derivation. Symbols here are those of th
 
 N m is beta's gradient and N k is gamma's, so both are known. G_d = dz S_d X is the convolution's gradient at the offset
 d of its kernel, where S_d moves positions by d. No prior and no label is used. Everything is float64.
+
+No attack calls this module so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.grad import conv2d_input, conv2d_weight
+from torch.nn.grad import conv2d_weight
 
+from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.shift_structure import columns_by_position
 from attacks.analytic.graph.unmixing import unmix_sparse
 
@@ -81,6 +85,14 @@ class BatchNormalization:
         mean = z.mean((0, 2, 3), keepdim=True)
         sigma = (z.var((0, 2, 3), unbiased=False) + self.eps).sqrt()
         return (z - mean) / _spread(sigma), sigma
+
+    def scale(self, normalized: Tensor) -> Tensor:
+        """Return y from xhat, (B, C, h, w) each."""
+        return normalized * _spread(self.gamma) + _spread(self.beta)
+
+    def unscale(self, outputs: Tensor) -> Tensor:
+        """Return xhat from y, (B, C, h, w) each."""
+        return (outputs - _spread(self.beta)) / _spread(self.gamma)
 
     def pull_back(self, signal: Tensor, normalized: Tensor, sigma: Tensor | None = None) -> Tensor:
         """Return dz from s and xhat, (B, C, h, w) each. `sigma` is that of the buffers where none is given."""
@@ -145,36 +157,40 @@ class NormalizedConvolution:
         """Return z (B, C, h, w) of the inputs X (B, K, H, W)."""
         return functional.conv2d(inputs, self.weight, stride=self.stride, padding=self.padding)
 
+    @cached_property
+    def equations(self) -> LayerEquations:
+        """Return the layer without its normalization."""
+        strides = (self.stride, self.stride)
+        channels, inputs = self.weight.shape[:2]
+        seen = torch.Size((self.images, inputs, *self.size))
+        made = torch.Size((self.images, channels, *self.output_size))
+        return LayerEquations("", self.weight, self.gradient, strides, self.padding, (1, 1), 1, seen, made)
+
     def pull_back(self, output_signal: Tensor) -> Tensor:
         """Return what flows back into X (B, K, H, W) from dz (B, C, h, w)."""
-        shape = torch.Size((self.images, self.weight.shape[1], *self.size))
-        found: Tensor = conv2d_input(shape, self.weight, output_signal, self.stride, self.padding)
-        return found
+        return self.equations.pull_back(output_signal)
 
     def signal_through(self, signal: Tensor, inputs: Tensor) -> Tensor:
         """Return what flows back into known inputs X (B, K, H, W) from s (B, C, h, w), through normalization, too."""
         normalized, sigma = self.norm.normalize(self.apply(inputs))
         return self.pull_back(self.norm.pull_back(signal, normalized, sigma))
 
+    def normalized_outputs(self, inputs: Tensor) -> Tensor:
+        """Return y (B, C, h, w) of known inputs X (B, K, H, W)."""
+        normalized, _ = self.norm.normalize(self.apply(inputs))
+        return self.norm.scale(normalized)
+
     def design(self, output_signal: Tensor) -> Tensor:
         """Return A (C kh kw, B H W) with A x = the gradient, for the numbers x of any input channel."""
-        b, c, h, w = output_signal.shape
-        (kh, kw), (py, px), s = self.weight.shape[2:], self.padding, self.stride
-        rows, columns = self.size
-        wide = output_signal.new_zeros(b, c, kh, kw, rows + 2 * py, columns + 2 * px)
-        for i in range(kh):
-            for j in range(kw):
-                wide[:, :, i, j, i : i + s * (h - 1) + 1 : s, j : j + s * (w - 1) + 1 : s] = output_signal
-        inner = wide[..., py : py + rows, px : px + columns]
-        return inner.reshape(b, c * kh * kw, -1).transpose(0, 1).reshape(c * kh * kw, -1)
+        return self.equations.signal_matrix(output_signal).flatten(0, 1)
 
     def right_side(self) -> Tensor:
         """Return the gradient (C kh kw, K), a column for each input channel."""
-        return self.gradient.permute(0, 2, 3, 1).reshape(-1, self.gradient.shape[1])
+        return self.equations.right_side().flatten(0, 1)
 
     def as_images(self, channels: Tensor) -> Tensor:
         """Return rows of input channels (K, B H W) as (B, K, H, W)."""
-        return channels.reshape(len(channels), self.images, *self.size).transpose(0, 1)
+        return self.equations.as_images(channels, self.equations.input_shape)
 
 
 # ---------------------------------------------------------------------------------------------- shifts
@@ -478,8 +494,7 @@ def _mend_channels(branch: LayerSignal, inputs: Tensor, misses: Tensor, bad: Ten
     """
     layer, unmasked = branch.layer, branch.unmasked
     assert unmasked is not None
-    patches = functional.unfold(inputs, layer.weight.shape[2:], padding=layer.padding, stride=layer.stride)
-    patches = patches.transpose(1, 2).flatten(0, 1)  # (N, K kh kw)
+    patches = layer.equations.patches(inputs)  # (N, K kh kw)
     weight = patches.square().sum(1)
     scale = layer.norm.gamma / layer.norm.sigma
     signal, whole = (t.transpose(0, 1).flatten(1).clone() for t in (branch.signal, unmasked))

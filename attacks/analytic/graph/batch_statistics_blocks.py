@@ -3,12 +3,14 @@
 A block is y = relu(bn2(conv2(h)) + shortcut(x)), h = relu(bn1(conv1(x))), with x itself or a strided convolution with
 batch normalization for a shortcut. From the block's output and what flows back into it follow h, then x and what flows
 back into it (`batch_statistics`; docs/design/batch-statistics.md). The top block is solved by shifts, from nothing.
+
+No attack calls this module so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,7 +55,7 @@ class BlockFeatures:
         hidden: h (B, C, h, w), the input of the second convolution.
         inputs: x (B, K, H, W), the block's input; None where the descent ended at `hidden`.
         residual: of the gradients' equations, relative, the larger of both.
-        unexplained: channels of masks and gradients that do not fit.
+        unexplained: channels whose equations were left out in the end, since they do not fit.
     """
 
     hidden: Tensor
@@ -89,11 +91,10 @@ def descend_blocks(blocks: Sequence[NormalizedBlock], *, half: bool = True) -> I
             yield BlockFeatures(set_zeros(hidden), None, residual, unexplained)
             return
         features, above = _solve_first(block, hidden, signal, above)
-        yield BlockFeatures(
-            features.hidden,
-            features.inputs,
-            max(residual, features.residual),
-            unexplained + features.unexplained,
+        yield replace(
+            features,
+            residual=max(residual, features.residual),
+            unexplained=unexplained + features.unexplained,
         )
 
 
@@ -125,13 +126,12 @@ def _solve_first(
     unmasked = second.signal_through(signal, values)
     mask = correct_mask(unmasked, hidden, first.norm.beta_gradient)
     branches = [
-        LayerSignal(first, unmasked * mask.mask, _normalized(first, values), values > 0, unmasked),
+        LayerSignal(first, unmasked * mask.mask, first.norm.unscale(values), values > 0, unmasked),
     ]
     if shortcut is not None:
         known = torch.zeros_like(signal) if above is None else set_zeros(above.output)
-        normalized, _ = second.norm.normalize(second.apply(values))
-        rest = known - (normalized * second.norm.gamma[:, None, None] + second.norm.beta[:, None, None])
-        branches.append(LayerSignal(shortcut, signal, _normalized(shortcut, rest), known > 0))
+        rest = known - second.normalized_outputs(values)
+        branches.append(LayerSignal(shortcut, signal, shortcut.norm.unscale(rest), known > 0))
     found = solve_inputs(branches, _entries(block, values, above))
     inputs = set_zeros(found.inputs)
     below = first.signal_through(found.signals[0], inputs)
@@ -148,13 +148,6 @@ def _entries(block: NormalizedBlock, hidden: Tensor, above: _Above | None) -> Kn
     plenty = block.first.weight.shape[0] * block.first.weight[0, 0].numel() > ENOUGH * unknowns
     if block.shortcut is not None or above is None or plenty:
         return None
-    norm = block.second.norm
-    normalized, _ = norm.normalize(block.second.apply(hidden))
-    rest = above.output - (normalized * norm.gamma[:, None, None] + norm.beta[:, None, None])
+    rest = above.output - block.second.normalized_outputs(hidden)
     known = set_zeros(above.output) > 0
     return KnownInputs(rest.clamp(min=0), known)
-
-
-def _normalized(layer: NormalizedConvolution, outputs: Tensor) -> Tensor:
-    """Return xhat from gamma xhat + beta."""
-    return (outputs - layer.norm.beta[:, None, None]) / layer.norm.gamma[:, None, None]

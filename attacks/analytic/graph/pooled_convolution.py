@@ -23,6 +23,8 @@ they make one *group*, whose position lies in all its windows. That leaves three
 
 The counts decide how far it comes. At 64 pixels groups and (2) are about 1.3 times as many equations as pixels, at 224
 pixels six tenths; the rest is said by inequalities and the prior.
+
+No attack calls this module so far.
 """
 
 from __future__ import annotations
@@ -190,7 +192,7 @@ def invert_pooled_convolution(
     Args:
         layer: the convolution and its pooling.
         known: what is known of it.
-        start: (B, I, H, W), such as grey.
+        start: (B, I, H, W), such as gray.
         settings: of the search.
 
     Returns:
@@ -214,6 +216,7 @@ def invert_pooled_convolution(
 
 
 def _probabilities(z: Tensor, candidates: Candidates, sigma: float) -> Tensor:
+    """Return how likely each candidate is the one its group passed on, from z at the candidates: step E."""
     deviation = (candidates.target - z) / sigma
     score = -deviation.square() / 2 - torch.special.log_ndtr(deviation)
     top = score.new_full((candidates.groups,), -torch.inf).scatter_reduce(0, candidates.group, score, "amax")
@@ -222,6 +225,7 @@ def _probabilities(z: Tensor, candidates: Candidates, sigma: float) -> Tensor:
 
 
 def _signal(candidates: Candidates, probability: Tensor, like: Tensor) -> Tensor:
+    """Return what is expected to flow back into z, shaped like `like`."""
     flat = like.new_zeros(like.numel()).index_add_(0, candidates.position, probability * candidates.signal)
     return flat.reshape(like.shape)
 

@@ -137,6 +137,10 @@ def test_normalization_is_undone_both_ways() -> None:
     signal, output_signal = victim.signals["blocks.1.bn2"], victim.signals["blocks.1.conv2"]
     assert off(norm.pull_back(signal, xhat), output_signal) < 1e-9
     assert off(norm.push_up(output_signal, xhat, norm.sigma), signal) < 1e-9
+    first, xhat = victim.layer("blocks.1.conv1", "blocks.1.bn1"), victim.normalized("blocks.1.bn1")
+    assert off(first.norm.scale(xhat).relu(), victim.inputs["blocks.1.conv2"]) < 1e-9
+    assert off(first.normalized_outputs(victim.inputs["blocks.1.conv1"]), first.norm.scale(xhat)) < 1e-9
+    assert off(first.norm.unscale(first.norm.scale(xhat)), xhat) < 1e-12
 
 
 @pytest.mark.parametrize("images", [1, 2])
@@ -195,7 +199,7 @@ def test_inputs_follow_from_a_known_signal() -> None:
     victim = Victim(2)
     layer = victim.layer("blocks.1.conv1", "blocks.1.bn1")
     signal, hidden = victim.signals["blocks.1.bn1"], victim.inputs["blocks.1.conv2"]
-    normalized = (hidden - layer.norm.beta[:, None, None]) / layer.norm.gamma[:, None, None]
+    normalized = layer.norm.unscale(hidden)
     solved = solve_inputs([LayerSignal(layer, signal, normalized, hidden > 0)])
     assert off(solved.inputs, victim.inputs["blocks.1.conv1"]) < 1e-7
     assert solved.residual < 1e-7
@@ -209,7 +213,7 @@ def test_a_wrong_bit_is_found_by_the_equations_of_its_channel() -> None:
     signal = victim.signals["blocks.1.bn1"].clone()
     at = (0, 7, 1, 2)
     signal[at] = unmasked[at] if float(signal[at]) == 0 else 0.0
-    normalized = (hidden - layer.norm.beta[:, None, None]) / layer.norm.gamma[:, None, None]
+    normalized = layer.norm.unscale(hidden)
     known = hidden > 0
     known[at] = False
     solved = solve_inputs([LayerSignal(layer, signal, normalized, known, unmasked)])
