@@ -52,6 +52,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Write what stands for generated lists, and turn links into the repository into links within the site."""
     source = page.file.src_uri
+    if source.startswith(f"{SHOWN_AT}/"):  # wide tables need the room beside them
+        page.meta.setdefault("hide", ["toc"])
     markdown = re.sub(r"<!-- modules: ([\w/]+) -->", lambda m: module_pages.tables(m[1]), markdown)
     home = repository_path(source)
     return "".join(
