@@ -31,7 +31,7 @@ from torch import Tensor
 from attacks import Reconstruction
 from attacks.base import Result, attacks
 from benchmarks.common import RESULTS, machine, publish, rewrite
-from benchmarks.exact.residual_page import TESTED, document, state
+from benchmarks.exact.residual_page import PEER, TESTED, document, state
 from benchmarks.exact.residual_training import NotTrainedError
 from benchmarks.exact.residual_victims import CASES, SMOKE, Case, Victim, observe
 from benchmarks.peers.adapters import Setting, breaching
@@ -41,7 +41,7 @@ from eval.metrics import image
 from eval.metrics.matching import assign
 from fl.types import Batch
 
-PAGE, PEER = "residual", "breaching"
+PAGE = "residual"
 Row = dict[str, Any]
 Attack = Callable[[Victim, int], Result]
 log = logging.getLogger(__name__)

@@ -13,6 +13,8 @@ from eval.metrics.statistics import exact_interval
 
 CLOSE = 40
 """dB."""
+PEER = "breaching"
+"""The attack that is another project's code."""
 TESTED = "backsolve"
 """The attack that the goals are for."""
 Rows = Sequence[dict[str, Any]]
@@ -53,6 +55,7 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "",
         false,
         "",
+        *_star(rows, tested),
         "## With a goal",
         "",
         *_table([(case, own) for case, own in found if case.goal], usual, goals=True),
@@ -178,10 +181,12 @@ def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
         return []
     head = ["victim", "batch", "what is sent", "attack", "victims", "median dB (least to most)", "median seconds"]
     head += [f"`{tested}` on the same: median dB", "median seconds"]
-    text = (
-        "`ig` and `gradinversion` are ours, by the settings named; `breaching` is the peer's own code, its attack "
-        "`invertinggradients` with its own settings but for the iterations named, and told the label."
-    )
+    text = "Attacks are ours, by the settings named."
+    if any(about[3].startswith(PEER) for about in body):
+        text += (
+            f" But `{PEER}` is the peer's own code: its attack `invertinggradients` with its own settings but for the "
+            "iterations named, and told the label."
+        )
     return ["", "## Searches on the same victims", "", text, "", *table(head, body)]
 
 
@@ -209,6 +214,13 @@ def _usual(rows: Rows, tested: str) -> str | None:
     """The state of the attacks' code that most victims met."""
     states = Counter(state(row) for row in rows if row["attack"] == tested)
     return max(states, key=lambda name: states[name], default=None)
+
+
+def _star(rows: Rows, tested: str) -> list[str]:
+    """What a star in the tables means, where there may be one."""
+    if len({state(row) for row in rows if row["attack"] == tested}) < 2:
+        return []
+    return ["A star marks rows of another [state of the attack's code](#states-of-the-code) than most.", ""]
 
 
 def _states(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:

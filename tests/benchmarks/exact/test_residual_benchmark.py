@@ -173,6 +173,12 @@ def test_searches_stand_beside_on_the_same_victims() -> None:
     search = row(1, attack="ig", psnr=[10.0, 12.0], seconds=60.0)
     text = residual_page.document([case], [row(0, seconds=9.0), row(1), search])
     assert any("| ig | 1 | 11.0 (10.0 to 12.0) | 60.0 | 75 | 4.0 |" in line for line in text)
+    assert not any("peer's own code" in line for line in text)
+    text = residual_page.document([case], [row(1), {**search, "attack": "breaching (iterations 9)"}])
+    assert any("`breaching` is the peer's own code" in line for line in text)
+
+
+STAR = "A star marks rows of another [state of the attack's code](#states-of-the-code) than most."
 
 
 def test_rows_of_another_state_of_the_code_are_marked() -> None:
@@ -184,9 +190,10 @@ def test_rows_of_another_state_of_the_code_are_marked() -> None:
     rows = [row(n, case=name, attacks=states[name][n]) for name in names for n in (0, 1)]
     text = residual_page.document(cases, rows[:2])
     assert not any("*" in line for line in text if line.startswith("|"))
-    assert "## States of the code" not in text
+    assert not {"## States of the code", STAR} & set(text)
     text = residual_page.document(cases, [*rows, row(2, case="usual", attacks="4778aaf")])
     marked = [line.split(" | ")[0] for line in text if line.startswith("| ") and line.split(" | ")[1] == "2"]
+    assert STAR in text
     assert marked == ["| mixed *", "| usual", "| newer *"]
     assert text[-3:] == [
         "|---|---|",
