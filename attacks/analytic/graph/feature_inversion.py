@@ -1,4 +1,4 @@
-r"""The images whose features these are: nonlinear least squares from grey.
+r"""The images whose features these are: nonlinear least squares from gray.
 
 Known are feature tensors t_k of each image, exact up to a relative error; f_k is the network up to there. Sought is
 
@@ -44,10 +44,10 @@ from attacks.analytic.graph.linearization import Forward, Linearization, Recorde
 from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 
-GREY = 0.5
+GRAY = 0.5
 """Where the search starts: the middle of the pixels' range."""
 START_NOISE = 0.02
-"""Standard deviation of the start around grey, and of what moves a stuck image; a flat start has ties in poolings."""
+"""Standard deviation of the start around gray, and of what moves a stuck image; a flat start has ties in poolings."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
@@ -141,8 +141,8 @@ def invert_features(
         single_forward: the same network in float32, for all products with its Jacobian: three to six times as fast.
         coupled_residual: from all images (B, C, H, W) to further residuals of any shape, of the size of relative
             errors, that are to be small as well, such as the mismatch of weight gradients. It must compute in the
-            type of its input.
-        start: (B, C, H, W), where to start; grey otherwise.
+            type of its input. No attack passes any so far.
+        start: (B, C, H, W), where to start; otherwise gray with a little noise.
 
     Returns:
         Images with their residuals.
@@ -161,7 +161,7 @@ def invert_features(
         return START_NOISE * torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
 
     began = time.process_time()
-    start = GREY + noise() if start is None else start.to(value)
+    start = GRAY + noise() if start is None else start.to(value)
     best = _Search(problem, settings, start, began).run()
     for _ in range(settings.restarts):
         stuck = ~best.converged & (best.steps < settings.max_steps)

@@ -7,10 +7,11 @@ differences along rows, columns and diagonals) and groups g of color directions 
 
 whose Gaussian bound has the precision
 
-    sum_r,g w_rg (u_g u_g^T) (x) (d_r d_r^T),    w_rg = share lambda_g / sqrt(E |d_r u_g X|^2 + least^2)
+    sum_r,g w_rg (u_g u_g^T) (x) (d_r d_r^T),    w_rg = share lambda_g / sqrt(E |d_r u_g X|^2 / n_g + least^2)
 
-(half-quadratic; Geman and Yang, 1995). The expectation is over all that is known of X, its spread included, and lambda
-the likeliest for the picture itself, so that nothing is trained.
+(half-quadratic; Geman and Yang, 1995), n_g the number of directions of a group: one for the mean, the others for what
+differs from it. The expectation is over all that is known of X, its spread included, and lambda the likeliest for the
+picture itself, so that nothing is trained.
 """
 
 from __future__ import annotations
@@ -80,18 +81,17 @@ def edge_prior(mean: Tensor, covariance: Tensor, offset: Tensor, std: Tensor) ->
     basis = torch.linalg.qr(torch.cat([torch.ones(channels, 1), torch.eye(channels)[:, 1:]], 1).to(mean)).Q.mT
     turned = (basis * std) @ mean.flatten(1)
     spread = covariance.view(channels, count, channels, count)
-    groups = [basis[:1], basis[1:]] if channels > 1 else [basis]
+    groups = [(basis[:1], turned[:1]), (basis[1:], turned[1:])][:channels]  # of one channel, its mean alone
     precision = mean.new_zeros(channels, count, channels, count)
     for taps in DIFFERENCES:
         places, factors = _places(taps, height, width, mean)
-        for number, group in enumerate(groups):
-            own = turned[:1] if number == 0 else turned[1:]
+        for group, own in groups:
             square = (own[:, places] @ factors).square().sum(0)
-            map_ = (group * std).to(covariance)
+            turn = (group * std).to(covariance)
             for i, one in enumerate(factors):
                 for j, other in enumerate(factors):
                     pairs = spread[:, places[:, i], :, places[:, j]].to(covariance)  # (rows, I, I)
-                    square = square + one * other * torch.einsum("ga,rab,gb->r", map_, pairs, map_).to(square)
+                    square = square + one * other * torch.einsum("ga,rab,gb->r", turn, pairs, turn).to(square)
             size = (square.clamp_min(0) / len(group) + LEAST_DIFFERENCE**2).sqrt()
             weights = SHARE / (size.mean() * size)
             mixing = torch.einsum("ga,gb->ab", group, group) * std[:, None] * std

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -50,7 +51,7 @@ EXPLAINED = 5.0
 MAX_BELIEVED_ERROR = 0.05
 """Share of the features, left unexplained, from which on what was found is no picture."""
 MAX_STEPS, MAX_SECONDS = 40, 60.0
-"""Of the search; the second in CPU time."""
+"""Of one search, of which there are three at most; after so many seconds of CPU time no further step begins."""
 FIRST_DAMPING, MAX_DAMPING = 1e-2, 1e6
 """Share of the matrix's diagonal that is added to it, at first and at most."""
 STALLED = 0.999
@@ -85,7 +86,10 @@ class JointEquations:
 
     @property
     def count(self) -> int:
-        """How many equations there are; of features that are zero only the bound, and of silent units nothing."""
+        """How many equations there are, without the features and the gradients' numbers that are zero.
+
+        A feature that a ReLU made zero is a bound alone, and a unit that is silent says nothing.
+        """
         return int((self.value != 0).sum()) + sum(int((gradient != 0).sum()) for gradient in self.gradients.values())
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
@@ -106,16 +110,25 @@ class JointEquations:
         """The features h and the gradients, by name."""
         return {self.layer: self.value, **self.gradients}
 
+    @cached_property
+    def std(self) -> tuple[Tensor, ...]:
+        """How far a number of each tensor may be off by rounding, in the order of `known`."""
+        return tuple(
+            self.noise.get(name, self.value_noise) * value.square().mean().sqrt() for name, value in self.known.items()
+        )
+
+    @cached_property
+    def weighed(self) -> Tensor:
+        """All that is known (M,), in deviations by rounding."""
+        return self.weigh(self.known.values())
+
     def weigh(self, parts: Iterable[Tensor]) -> Tensor:
         """Return tensors in the order of `known` as one (M,), each number divided by its deviation by rounding."""
-        std = [
-            self.noise.get(name, self.value_noise) * value.square().mean().sqrt() for name, value in self.known.items()
-        ]
-        return torch.cat([(part / off).flatten() for part, off in zip(parts, std, strict=True)])
+        return torch.cat([(part / off).flatten() for part, off in zip(parts, self.std, strict=True)])
 
     def residual(self, images: Tensor) -> Tensor:
         """Return what a picture leaves of the equations (M,), in deviations by rounding."""
-        return self.weigh(self.known.values()) - self.weigh(part.detach() for part in self.forward(images))
+        return self.weighed - self.weigh(part.detach() for part in self.forward(images))
 
     def linearize(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return what a picture leaves of the equations (M,), and the derivative of what it makes of them (N, M)."""
@@ -131,7 +144,7 @@ class JointEquations:
             )[0]
             for part in units.split(CHUNK)
         ]
-        return self.weigh(self.known.values()) - made.detach(), torch.cat(rows)
+        return self.weighed - made.detach(), torch.cat(rows)
 
     def errors(self, images: Tensor) -> dict[str, float]:
         """Return what a picture leaves of h and of each gradient, relative to their norms."""
@@ -208,7 +221,7 @@ def _equations_below(
 def invert_jointly(
     view: ServerView, gradient: Mapping[str, Tensor], device: torch.device, refusal: NotApplicable
 ) -> Reconstruction | NotApplicable:
-    """Return the picture, or why the equations are too few.
+    """Return the picture, or why there is none: too few equations, too many pixels, or a search that led nowhere.
 
     Args:
         view: the server's, of one step on one image.
@@ -274,11 +287,12 @@ def _search(equations: JointEquations, prior: GaussianPrior, images: Tensor) -> 
     def left(moved: Tensor) -> float:
         return float(equations.residual(moved).square().sum()) + prior.penalty(moved[0])
 
+    after = left(images)
     for _ in range(MAX_STEPS):
         if time.process_time() - began > MAX_SECONDS:
             break
         residual, jacobian = equations.linearize(images)
-        before = left(images)
+        before = after
         matrix = jacobian @ jacobian.mT + expected
         rhs = jacobian @ residual + prior.shift.flatten() - expected @ images.flatten()
         images, after, damping = _damped_step(left, images, matrix, rhs, before, damping)
