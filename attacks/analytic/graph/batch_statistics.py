@@ -345,7 +345,7 @@ def solve_by_shifts(layer: NormalizedConvolution, like: Tensor | None = None) ->
 
 
 @dataclass(frozen=True)
-class LayerSignal:
+class KnownSignal:
     """What is known above one of the layers that see the same input.
 
     Attributes:
@@ -399,7 +399,7 @@ class KnownInputs:
 
 
 def solve_inputs(
-    branches: Sequence[LayerSignal], entries: KnownInputs | None = None, tolerance: float = 1e-9
+    branches: Sequence[KnownSignal], entries: KnownInputs | None = None, tolerance: float = 1e-9
 ) -> SolvedInputs:
     """Return the common input of one or more normalized convolutions whose signals s are known.
 
@@ -442,7 +442,7 @@ def solve_inputs(
 
 
 def _iterate(
-    branches: Sequence[LayerSignal],
+    branches: Sequence[KnownSignal],
     used: Sequence[Tensor],
     tolerance: float,
     start: Tensor | None,
@@ -470,7 +470,7 @@ def _iterate(
     return inputs, parts, round_
 
 
-def _misses(branch: LayerSignal, normalized: Tensor, inputs: Tensor) -> Tensor:
+def _misses(branch: KnownSignal, normalized: Tensor, inputs: Tensor) -> Tensor:
     """Return what the gradient has and the solution has not, (C, K kh kw)."""
     output_signal = branch.layer.norm.pull_back(branch.signal, normalized)
     found = conv2d_weight(inputs, branch.layer.weight.shape, output_signal, branch.layer.stride, branch.layer.padding)
@@ -487,7 +487,7 @@ def _leave_out(bad: Tensor, size: Tensor, layer: NormalizedConvolution, entries:
     return ~bad | (size <= size.sort().values[enough - 1])
 
 
-def _mend_channels(branch: LayerSignal, inputs: Tensor, misses: Tensor, bad: Tensor) -> tuple[LayerSignal, Tensor]:
+def _mend_channels(branch: KnownSignal, inputs: Tensor, misses: Tensor, bad: Tensor) -> tuple[KnownSignal, Tensor]:
     """Return the branch with bits of bad channels changed where that explains the gradient, and how many in each.
 
     m and k are known from gradients, so that a bit of s changes dz at its own position alone, by gamma / sigma s.
@@ -539,7 +539,7 @@ def _extrapolate(history: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _solve_linear(
-    branches: Sequence[LayerSignal], normalized: Sequence[Tensor], used: Sequence[Tensor], entries: KnownInputs | None
+    branches: Sequence[KnownSignal], normalized: Sequence[Tensor], used: Sequence[Tensor], entries: KnownInputs | None
 ) -> Tensor:
     """Return X from the gradients' equations of the used channels, with xhat as given.
 

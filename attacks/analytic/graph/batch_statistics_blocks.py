@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.batch_statistics import (
     KnownInputs,
-    LayerSignal,
+    KnownSignal,
     NormalizedConvolution,
     correct_mask,
     set_zeros,
@@ -113,7 +113,7 @@ def _solve_second(layer: NormalizedConvolution, above: _Above | None) -> tuple[T
         seen = solved.signal / torch.where(told, above.unmasked, torch.ones_like(solved.signal)) > 0.5
         return solved.unrounded, above.unmasked * torch.where(told, seen, mask.mask), solved.misfit, 0
     nothing = torch.zeros_like(signal)
-    found = solve_inputs([LayerSignal(layer, signal, nothing, nothing > 0, above.unmasked)])
+    found = solve_inputs([KnownSignal(layer, signal, nothing, nothing > 0, above.unmasked)])
     return found.inputs, found.signals[0], found.residual, found.left_out
 
 
@@ -126,12 +126,12 @@ def _solve_first(
     unmasked = second.signal_through(signal, values)
     mask = correct_mask(unmasked, hidden, first.norm.beta_gradient)
     branches = [
-        LayerSignal(first, unmasked * mask.mask, first.norm.unscale(values), values > 0, unmasked),
+        KnownSignal(first, unmasked * mask.mask, first.norm.unscale(values), values > 0, unmasked),
     ]
     if shortcut is not None:
         known = torch.zeros_like(signal) if above is None else set_zeros(above.output)
         rest = known - second.normalized_outputs(values)
-        branches.append(LayerSignal(shortcut, signal, shortcut.norm.unscale(rest), known > 0))
+        branches.append(KnownSignal(shortcut, signal, shortcut.norm.unscale(rest), known > 0))
     found = solve_inputs(branches, _entries(block, values, above))
     inputs = set_zeros(found.inputs)
     below = first.signal_through(found.signals[0], inputs)

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from attacks.analytic.graph.batch_statistics import (
     BatchNormalization,
-    LayerSignal,
+    KnownSignal,
     NormalizedConvolution,
     batch_moments,
     correct_mask,
@@ -200,7 +200,7 @@ def test_inputs_follow_from_a_known_signal() -> None:
     layer = victim.layer("blocks.1.conv1", "blocks.1.bn1")
     signal, hidden = victim.signals["blocks.1.bn1"], victim.inputs["blocks.1.conv2"]
     normalized = layer.norm.unscale(hidden)
-    solved = solve_inputs([LayerSignal(layer, signal, normalized, hidden > 0)])
+    solved = solve_inputs([KnownSignal(layer, signal, normalized, hidden > 0)])
     assert off(solved.inputs, victim.inputs["blocks.1.conv1"]) < 1e-7
     assert solved.residual < 1e-7
 
@@ -216,7 +216,7 @@ def test_a_wrong_bit_is_found_by_the_equations_of_its_channel() -> None:
     normalized = layer.norm.unscale(hidden)
     known = hidden > 0
     known[at] = False
-    solved = solve_inputs([LayerSignal(layer, signal, normalized, known, unmasked)])
+    solved = solve_inputs([KnownSignal(layer, signal, normalized, known, unmasked)])
     assert solved.changed >= 1
     assert off(solved.signals[0], victim.signals["blocks.1.bn1"]) < 1e-9
     assert off(solved.inputs, victim.inputs["blocks.1.conv1"]) < 1e-7
@@ -230,7 +230,7 @@ def test_a_stride_hides_a_constant_that_the_means_tell() -> None:
     branches = []
     for layer, norm in ((first, "blocks.0.bn1"), (down, "blocks.0.bn3")):
         xhat = victim.normalized(norm)
-        branches.append(LayerSignal(layer, victim.signals[norm], xhat, torch.ones_like(xhat) > 0))
+        branches.append(KnownSignal(layer, victim.signals[norm], xhat, torch.ones_like(xhat) > 0))
     shifted = true.clone()
     shifted[:, :, ::2, ::2] += draw(true.shape[1], 1, 1)
     for branch in branches:
