@@ -16,6 +16,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.update.float_rounding import relative_rounding
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from fl.ranges import Count, OpenShare
@@ -136,7 +137,9 @@ class April(Attack):
         if equations.count < MIN_EQUATIONS * equations.unknowns:
             return NotApplicable(_too_few(network, count, equations), limit=True)
         labels = range(view.task.num_classes) if view.labels is None else sorted(set(view.labels.tolist()))
-        found = separate_images(equations, sent, count, noise, labels)
+        scale = ObservedUpdate(view).scale(network.embedding.position)
+        size_known = view.threat.knows_optimizer and scale is not None
+        found = separate_images(equations, sent, count, noise, labels, size_known=size_known)
         if len(found) < count:
             some = f"{len(found)} of {count} images" if found else "no image"
             return NotApplicable(f"the search told {some} apart within its starts", limit=True)

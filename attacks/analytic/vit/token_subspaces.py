@@ -49,6 +49,8 @@ MAX_LABEL_DISTANCE = 0.2
 """Distance from a multiple of a projector, relative to it, up to which a label is believed."""
 MAX_FRACTION = 0.05
 """How far from a whole number the copies of an image may be."""
+MAX_SHARE_OF_NOTHING = 1e-5
+"""Share of a batch's gradient up to which what is left of it is what single precision computes otherwise."""
 MAX_DISTANCE_TO_LEVELS = 0.15 / 255
 """Root mean square distance to levels of 8 bits up to which pixels are taken to be on levels (0.29 by chance)."""
 
@@ -410,7 +412,7 @@ class SeparatedImage:
     factor: float
 
     def copies(self, count: int) -> list[SeparatedImage]:
-        """Return the image as often as it is in the mean of `count`."""
+        """Return the image as often as it is in the mean of `count`, if the gradient's size is that of the mean."""
         often = count / self.factor
         number = round(often) if abs(often - round(often)) <= MAX_FRACTION else 1
         each = replace(self, gradient={name: value / max(number, 1) for name, value in self.gradient.items()})
@@ -423,6 +425,8 @@ def separate_images(
     count: int,
     noise: Mapping[str, float],
     labels: Sequence[int],
+    *,
+    size_known: bool,
 ) -> list[SeparatedImage]:
     """Return the images of a batch, as many as are found.
 
@@ -432,18 +436,27 @@ def separate_images(
         count: images in it.
         noise: of a number of each tensor, standard deviation.
         labels: that images may have.
+        size_known: whether that factor is 1. Otherwise an image that is there twice can't be told from one that put
+            twice as much into the gradient, and each counts once.
     """
     network, rest, found = equations.network, dict(gradient), list[SeparatedImage]()
     while (left := count - len(found)) > 0:
+        if found and not size_known and _share_left(rest, gradient) <= MAX_SHARE_OF_NOTHING:
+            break
         if left > 1:
             image = _next_image(equations if left == count else network.subspaces(rest, left, noise), rest, labels)
         else:
             image = _last_image(equations, rest, noise, labels)
         if image is None:
             break
-        found += image.copies(count) if left > 1 else [image]
+        found += image.copies(count) if left > 1 and size_known else [image]
         rest = {name: value - sum(other.gradient[name] for other in found) for name, value in gradient.items()}
     return found[:count]
+
+
+def _share_left(rest: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> float:
+    """Return the largest share of a tensor's norm that images found leave."""
+    return max(float(rest[name].norm() / value.norm().clamp_min(1e-300)) for name, value in gradient.items())
 
 
 def _next_image(

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from attacks.analytic.april import April
 from attacks.base import NotApplicable, Reconstruction
-from fl.capture import from_batch
+from fl.capture import from_batch, from_update
 from fl.seeds import stream
+from fl.tensors import dense
 from fl.view import ServerView
 
 LABEL = torch.tensor([3])
@@ -180,6 +181,26 @@ def test_a_picture_that_is_there_twice_comes_back_twice() -> None:
     assert isinstance(result, Reconstruction), result
     assert result.inputs is not None
     assert float((result.inputs - pictures).abs().max()) < 0.5 / 255
+
+
+def unstated(model: nn.Module, labels: list[int], factor: float, *, copies: bool = False) -> tuple[ServerView, Tensor]:
+    """The same with a step size that the server does not know."""
+    view, pictures = batch(model, labels, copies=copies)
+    update = {name: factor * dense(value) for name, value in view.update.items()}
+    return from_update(model, update, input_shape=(3, 32, 32), num_classes=10, batch_size=len(labels)), pictures
+
+
+def test_an_unknown_step_size_makes_no_copies() -> None:
+    view, pictures = unstated(Wide(), [3, 7], 2.0)
+    result = April()(view)
+    assert isinstance(result, Reconstruction), result
+    assert result.inputs is not None
+    order = [int((result.inputs - picture).square().flatten(1).sum(1).argmin()) for picture in pictures]
+    assert sorted(order) == [0, 1]
+    assert float((result.inputs[order] - pictures).abs().max()) < 0.5 / 255
+    result = April()(unstated(Wide(), [3, 3], 2.0, copies=True)[0])
+    assert isinstance(result, NotApplicable)
+    assert "told 1 of 2 images apart" in result.reason
 
 
 def test_equations_for_a_batch_are_counted() -> None:
