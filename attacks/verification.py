@@ -13,7 +13,7 @@ these inputs put in the layer's place, they must send back the observed update.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -69,7 +69,7 @@ def confirm(view: ServerView, result: Result) -> Result:
         return result
     answer = explains_update(view, result)
     if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
-        answer = _most_favorable([explains_update(past, result) for past in earlier])
+        answer = _most_favorable(explains_update(past, result) for past in earlier)
     if answer:
         return result
     looks = guess_update_rule(view)
@@ -132,7 +132,7 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     if view.private:
         return _explains_lower_layers(view, result)
     asked = _comparison(view, result)
-    return None if asked is None else _most_favorable([asked.check.is_explained(*guess) for guess in asked.guesses])
+    return None if asked is None else asked.answer(asked.check.is_explained)
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
@@ -143,7 +143,7 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
     asked = None if view.private else _comparison(view, result)
-    return None if asked is None else _most_favorable([asked.check.has_stated_size(*guess) for guess in asked.guesses])
+    return None if asked is None else asked.answer(asked.check.has_stated_size)
 
 
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
@@ -168,10 +168,17 @@ class _Question:
     Attributes:
         check: the comparison.
         guesses: the inputs of what is compared, with labels that they may have.
+        exhaustive: whether no other labels are possible: else nothing is told where none of the guesses fits.
     """
 
     check: _UpdateComparison
     guesses: Iterable[tuple[Tensor, Tensor]]
+    exhaustive: bool
+
+    def answer(self, ask: Callable[[Tensor, Tensor], bool | None]) -> bool | None:
+        """Return what one of the check's questions comes to over the guesses."""
+        answer = _most_favorable(ask(*guess) for guess in self.guesses)
+        return answer or (answer if self.exhaustive else None)
 
 
 def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
@@ -184,7 +191,8 @@ def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
     if len(images) != view.batch_size:
         return None
     check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
-    return _Question(check, ((images, labels) for labels in _candidate_labels(view, result)))
+    guesses = ((images, labels) for labels in _candidate_labels(view, result))
+    return _Question(check, guesses, _tries_all_labels(view, result.labels))
 
 
 def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question | None:
@@ -205,17 +213,26 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     spread = 2 * MAX_PIXEL_ERROR * float(inputs.square().mean().sqrt())  # as of pixels of half brightness
     check = _UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
-        labels = list(_candidate_labels(view, result))
-    else:
-        labels = [check.labels_of(inputs, layer.parameter_names[0])]
-    return _Question(check, [(inputs, each) for each in labels])
+        guesses = ((inputs, labels) for labels in _candidate_labels(view, result))
+        return _Question(check, guesses, _tries_all_labels(view, result.labels))
+    labels = check.labels_of(inputs, layer.parameter_names[0])
+    return _Question(check, [(inputs, labels)], _tries_all_labels(view, view.labels))
 
 
-def _most_favorable(answers: Sequence[bool | None]) -> bool | None:
-    """Return what the one of several guesses that fits best comes to; None of none."""
-    if True in answers:
-        return True
-    return None if None in answers or not answers else False
+def _tries_all_labels(view: ServerView, labels: Tensor | None) -> bool:
+    """Return whether the labels are known to the server, found, without effect, or few enough to be tried in turn."""
+    known = labels is not None or view.labels is not None or not view.method.uses_labels
+    return known or view.task.num_classes <= MAX_TRIED_LABELS
+
+
+def _most_favorable(answers: Iterable[bool | None]) -> bool | None:
+    """Return what the one of several guesses that fits best comes to, asking until one fits; None of none."""
+    others: list[bool | None] = []
+    for answer in answers:
+        if answer:
+            return True
+        others.append(answer)
+    return None if None in others or not others else False
 
 
 def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
@@ -310,11 +327,12 @@ class _UpdateComparison:
         """
         apart = torch.linalg.pinv(inputs.flatten(1).double()).mT  # (N, n)
         seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
-        classes = min(self.view.task.num_classes, MAX_TRIED_LABELS)
-        every = torch.arange(classes, device=inputs.device)[:, None].expand(-1, len(inputs))
+        known = self.view.labels
+        classes = torch.arange(min(self.view.task.num_classes, MAX_TRIED_LABELS)) if known is None else known.unique()
+        every = classes.to(inputs.device)[:, None].expand(-1, len(inputs))
         made = [self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1]) for labels in every]
         fits = torch.stack([(functional.normalize(apart @ m.mT, dim=1) * seen).sum(1) for m in made])  # (K, N)
-        return fits.argmax(0)
+        return every[fits.argmax(0), 0]
 
     def _error_bounds(
         self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float

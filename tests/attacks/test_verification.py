@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction, Result, build
 from attacks.update.update_rule import guess_update_rule
+from attacks.verification import MAX_TRIED_LABELS, explains_update
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, Grads, Rule, by_torch
 from fl.capture import from_batch, from_update
@@ -304,3 +305,18 @@ def test_a_nearly_uniform_image_is_confirmed_by_the_stated_step_size(lr: float) 
         assert guess_update_rule(view).startswith("signs, or the first step")
         for attack in ("analytic", "cascade", "rconv"):
             assert verified(build(attack)(view)) is sure, (attack, size)
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_label_that_was_not_tried_contradicts_nothing(features: bool) -> None:
+    classes = MAX_TRIED_LABELS + 20
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 48), nn.ReLU(), nn.Linear(48, classes)))
+    model, x = model.float(), image()
+    found = Reconstruction(inputs=x, verified=True)
+    if features:
+        found = Reconstruction(inputs=None, private={"features": x.flatten(1)}, verified=True)
+    for label, answer in ((3, True), (classes - 1, None)):
+        view = view_of(model, gradient(model, x, label), classes=classes)
+        assert explains_update(view, found) is answer
+    other = Reconstruction(inputs=image(1), labels=torch.tensor([classes - 1]), verified=True)
+    assert explains_update(view, other) is False
