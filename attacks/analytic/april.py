@@ -145,10 +145,9 @@ class April(Attack):
             return NotApplicable(f"the search told {some} apart within its starts", limit=True)
         solutions = []
         for image in found:
-            own = {n: v - sum(other.gradient[n] for other in found if other is not image) for n, v in sent.items()}
-            doubt = sum(
-                doubts[n] * float(sent[n].norm() / own[n].norm().clamp_min(1e-300)) for n in network.embedding.names
-            )
+            others = [other.gradient for other in found if other is not image]
+            own = {n: sent[n] - sum(other[n] for other in others) for n in network.embedding.names}
+            doubt = sum(doubts[n] * float(sent[n].norm() / v.norm().clamp_min(1e-300)) for n, v in own.items())
             solutions.append(PatchSolution.of(network.embedding, own, doubt))
         return Reconstruction(
             inputs=torch.cat([image.pixels for image in found]).clamp(0, 1).to(view.dtype),

@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -165,9 +166,13 @@ class TokenNetwork:
 
     def values(self, image: Tensor) -> Mapping[Ref, Tensor]:
         """Return what flows into the layers of one image (1, C, H, W), differentiable."""
+        return self.graph.replay_values(self._lower_operations, {Ref(IMAGE): image})
+
+    @cached_property
+    def _lower_operations(self) -> list[int]:
+        """Numbers of the operations up to what flows into the last of the layers."""
         last = max(layer.tokens.node for layer in self.layers)
-        nodes = [number for number in self.graph.used_operations() if number <= last]
-        return self.graph.replay_values(nodes, {Ref(IMAGE): image})
+        return [number for number in self.graph.used_operations() if number <= last]
 
     def gradient(self, images: Tensor, loss: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """Return the gradient of a loss of the logits of images (N, C, H, W)."""
@@ -258,22 +263,20 @@ class PatchSubspaces:
     @property
     def unknowns(self) -> int:
         """Numbers that an image has."""
-        return int(self.basis.shape[1] * len(self._patches(0.5 * torch.ones_like(self.network.graph.image))))
+        patches, _ = self.network.embedding.signal_shape
+        return patches * self.basis.shape[1]
 
     @property
     def count(self) -> int:
         """Equations for them."""
         return sum(subspace.equations for subspace in self.subspaces)
 
-    def _patches(self, image: Tensor) -> Tensor:
-        return self.network.embedding.patches(image)
-
     def solve(self, start: Tensor) -> Tensor:
         """Return the image (1, C, H, W) that the search from `start` ends at.
 
         First all that is outside counts alike, then relative to what noise would leave there.
         """
-        found = self._patches(start) @ self.basis
+        found = self.network.embedding.patches(start) @ self.basis
         found = minimize_squares(lambda x: self._residual(x, None), found)
         with torch.no_grad():
             values = self.network.values(self._image(found))
