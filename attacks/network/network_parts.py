@@ -48,13 +48,14 @@ def network_above(view: ServerView, weight: str, count: int) -> UpperPart | None
     start = _layer_input(graph, weight)
     if start is None or graph.value(start).ndim != 2 or count not in graph.value(start).shape:
         return None
-    starts = [segment.start for segment in graph.segments()]
+    segments = graph.segments()
+    starts = [segment.start for segment in segments]
     if start not in starts:
         return None
-    flow = [number for segment in graph.segments()[starts.index(start) :] for number in segment.nodes]
+    flow = [number for segment in segments[starts.index(start) :] for number in segment.nodes]
     used = frozenset[str]().union(*(graph.nodes[number].sources for number in flow))
-    below = [graph.nodes[number] for number in graph.used_operations() if number not in set(flow)]
-    shared = frozenset[str]().union(*(node.sources for node in below))
+    below = set(graph.used_operations()).difference(flow)
+    shared = frozenset[str]().union(*(graph.nodes[number].sources for number in below))
     run = _replay_from(graph, start, flow)
     return UpperPart(ReplayedNetwork(model, run), (used - shared) & graph.parameters)
 
@@ -87,7 +88,7 @@ def network_below(view: ServerView, weight: str) -> nn.Module | None:
 
 
 def _product_with(graph: Graph, weight: str) -> int | None:
-    """Return the number of the first product with a parameter, or None where there is none."""
+    """Return the number of the first product with the parameter of this name, or None where there is none."""
     for number in graph.used_operations():
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
@@ -100,7 +101,7 @@ def _product_with(graph: Graph, weight: str) -> int | None:
 
 
 def _layer_input(graph: Graph, weight: str) -> Ref | None:
-    """Return what the first product with a parameter is given, or None where there is none."""
+    """Return what the first product with the parameter of this name is given, or None where there is none."""
     number = _product_with(graph, weight)
     if number is None:
         return None
