@@ -183,7 +183,7 @@ class Permutation(LinearMap):
 def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
     """Return a module that does the same as a segment without parameters of its own to solve for, or why it is none."""
     taken, given = graph.value(segment.start), graph.value(segment.end)
-    run: Map = lambda x: graph.replay(segment.nodes, segment.end, {segment.start: x})  # noqa: E731
+    run = partial(replay_segment, graph, segment)
     named = str(graph.nodes[segment.nodes[-1]])
     if not given.is_floating_point() or given.ndim < 1 or not bool(given.isfinite().all()):
         return f"{named} returns something else than finite numbers"
@@ -230,11 +230,12 @@ def _as_torch_module(graph: Graph, segment: Segment) -> nn.Module | None:
         pads = [*args[1], *[0] * (4 - len(args[1]))]
         return nn.ZeroPad2d((pads[0], pads[1], pads[2], pads[3]))
     if name in {"mean", "amax", "adaptive_max_pool2d"}:
-        return _as_pooling(lambda x: _replay_segment(graph, segment, x), taken, given)
+        return _as_pooling(partial(replay_segment, graph, segment), taken, given)
     return None
 
 
-def _replay_segment(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
+def replay_segment(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
+    """Return what a recorded segment makes of `x` in the place of what it was given."""
     return graph.replay(segment.nodes, segment.end, {segment.start: x})
 
 
@@ -274,15 +275,27 @@ def _noise(like: Tensor, key: int, count: int = 1) -> Tensor:
 
 def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn.Module | None:
     """Return a module that reorders or reshapes numbers as `run` does; None where `run` changes them."""
-    numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
-    index = run(numbers.view_as(taken)).flatten().round().long()
-    if not bool((index.sort().values == numbers).all()) or not torch.equal(
-        run(noise).flatten(), noise.flatten()[index]
-    ):
+    index = permuted_places(run, taken, noise)
+    if index is None:
         return None
-    if not torch.equal(index, numbers.long()):
+    if bool((index.diff() != 1).any()):
         return Permutation(lambda x: x.flatten(1)[:, index].view(len(x), *given.shape[1:]), taken.shape[1:], index)
     return nn.Flatten() if given.ndim == 2 else Reshape(given.shape[1:])
+
+
+def permuted_places(run: Map, taken: Tensor, noise: Tensor) -> Tensor | None:
+    """Return where each number that `run` returns stood in what it was given; None where it does more than reorder.
+
+    Args:
+        run: the map.
+        taken: a tensor of the shape that it is given.
+        noise: likewise, of random numbers.
+    """
+    numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
+    index = run(numbers.view_as(taken)).flatten().round().long()
+    if len(index) != len(numbers) or not bool((index.sort().values == numbers).all()):
+        return None
+    return index if torch.equal(run(noise).flatten(), noise.flatten()[index]) else None
 
 
 def _is_elementwise(run: Map, draw: Callable[[int], Tensor]) -> bool:

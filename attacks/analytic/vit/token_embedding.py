@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from attacks.network.operation_recognition import (
     has_trained_weight,
     merge_segments,
     parameters_behind,
+    permuted_places,
     product_operands,
     recognize,
+    replay_segment,
 )
 from attacks.network.operation_trace import Graph, Ref, Segment
 from fl.seeds import stream
@@ -109,7 +112,7 @@ class TokenEmbedding:
         """Return what the embedding is added to, from the patch layer's outputs."""
         if self.between is None:
             return outputs
-        return self.graph.replay(self.between.nodes, self.between.end, {self.between.start: outputs})
+        return replay_segment(self.graph, self.between, outputs)
 
     def is_affine(self) -> bool:
         """Return whether the tokens are that in the patch layer's outputs."""
@@ -214,28 +217,11 @@ def _pixel_origin(graph: Graph, below: list[Segment]) -> PixelOrigin | None:
     with torch.no_grad():
         for segment in below:
             taken = graph.value(segment.start)
-            run = _SegmentReplay(graph, segment)
-            order = run.permutation(taken)
+            run = partial(replay_segment, graph, segment)
+            noise = torch.randn(taken.shape, generator=stream(2, "april"), dtype=taken.dtype).to(taken)
+            order = permuted_places(run, taken, noise)  # the images' dimension may move
             if order is None and not isinstance(recognize(graph, segment), ElementwiseAffine):
                 return None
             index = index if order is None else index[order]
             offset, top = run(offset.view(taken.shape)), run(top.view(taken.shape))
     return PixelOrigin(offset.flatten(), (top - offset).flatten(), index)
-
-
-@dataclass(frozen=True)
-class _SegmentReplay:
-    graph: Graph
-    segment: Segment
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.graph.replay(self.segment.nodes, self.segment.end, {self.segment.start: x})
-
-    def permutation(self, taken: Tensor) -> Tensor | None:
-        """Return where each number that comes out stood, if all do once; the images' dimension may move."""
-        numbers = torch.arange(taken.numel(), dtype=taken.dtype, device=taken.device)
-        noise = torch.randn(taken.shape, generator=stream(2, "april"), dtype=taken.dtype).to(taken)
-        index = self(numbers.view_as(taken)).flatten().round().long()
-        if len(index) != taken.numel() or not bool((index.sort().values == numbers).all()):
-            return None
-        return index if torch.equal(self(noise).flatten(), noise.flatten()[index]) else None
