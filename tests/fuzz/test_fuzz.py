@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,19 @@ from eval.report.writer import write_report
 from fl.data.sources.folders import decode_images
 
 REFUSALS = (ValueError, FileNotFoundError)
+
+
+@contextmanager
+def read_or_refused(*refusals: type[Exception]) -> Iterator[None]:
+    """What happens inside ends well, or by a refusal in one line."""
+    said = "read"
+    try:
+        yield
+    except refusals as error:
+        said = str(error)
+    assert len(said.splitlines()) == 1, said
+
+
 FEW = settings.default.max_examples if settings.default.max_examples > 1000 else 60
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -66,7 +80,7 @@ SETTINGS = yaml.safe_load(CONFIG) | {"attack": ["ig", {"name": "peel+ig", "again
 @example(("method",), [])
 @example(("seeds",), float("inf"))
 def test_configs(place, value):
-    with suppress(*REFUSALS):
+    with read_or_refused(*REFUSALS):
         yaml_config.read(put(SETTINGS, place, value))
 
 
@@ -76,7 +90,7 @@ def test_configs(place, value):
 @example("&a [*a]")
 @example("!!int ''")
 def test_yaml(text):
-    with suppress(ValueError):
+    with read_or_refused(ValueError):
         parse_yaml(text)
 
 
@@ -84,7 +98,7 @@ def test_yaml(text):
 @given(st.binary(max_size=40))
 @example(b"[" * 100_000)
 def test_json(content):
-    with suppress(ValueError):
+    with read_or_refused(ValueError):
         parse(content)
 
 
@@ -101,7 +115,7 @@ RUN = FakeRun().attack("fedavg", "ig", [20.0, 21.0, 22.0]).train("fedavg", [0.1,
 def test_rows(column, value):
     run = copy.deepcopy(RUN)
     run.rows[1][column] = value
-    with suppress(*REFUSALS), tempfile.TemporaryDirectory() as folder:
+    with read_or_refused(*REFUSALS), tempfile.TemporaryDirectory() as folder:
         write_report(run.write(Path(folder) / "out"))
 
 
@@ -142,7 +156,7 @@ def test_images(ending, content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"x.{ending}"
         path.write_bytes(content)
-        with suppress(*REFUSALS):
+        with read_or_refused(*REFUSALS):
             decode_images([path], 8, "color")
 
 
@@ -153,5 +167,5 @@ def test_updates(file):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"u.{ending}"
         path.write_bytes(content)
-        with suppress(*REFUSALS):
+        with read_or_refused(*REFUSALS):
             captured_update.load_update(path)
