@@ -13,7 +13,7 @@ these inputs put in the layer's place, they must send back the observed update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -73,7 +73,10 @@ def confirm(view: ServerView, result: Result) -> Result:
     if answer:
         return result
     looks = guess_update_rule(view)
-    if answer is False:
+    untried = answer is False and _leaves_labels_untried(view, result)
+    if untried:
+        reason = LABELS_UNTRIED
+    elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
     elif unstated:
         reason = RULE_UNKNOWN
@@ -84,7 +87,7 @@ def confirm(view: ServerView, result: Result) -> Result:
     else:
         return result
     note = "; ".join(filter(None, (result.note, reason)))
-    return replace(result, verified=False if answer is False else None, fixed=None, note=note)
+    return replace(result, verified=False if answer is False and not untried else None, fixed=None, note=note)
 
 
 CONTRADICTED = (
@@ -93,6 +96,10 @@ CONTRADICTED = (
 )
 POSSIBLE_RULES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
 """What may be the reason where sizes alone do not tell."""
+LABELS_UNTRIED = (
+    f"not confirmed: the label is unknown, and with none of the first {MAX_TRIED_LABELS} does one step of SGD make the "
+    "update; state the labels to rely on that"
+)
 RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"
@@ -124,7 +131,8 @@ def can_replay(view: ServerView) -> bool:
 def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     """Return whether the update is one step on the result's images, and on no darker or brighter ones.
 
-    It is None if nothing tells.
+    It is None if nothing tells. Of classes whose number is beyond `MAX_TRIED_LABELS` only the first are tried where the
+    labels are unknown: it is False for images of the others, too.
 
     Where the classifier is private, the layers below the last one that is shared are asked. Where the result holds no
     images but what a linear layer is given, the layers from that one up are.
@@ -132,7 +140,7 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     if view.private:
         return _explains_lower_layers(view, result)
     asked = _comparison(view, result)
-    return None if asked is None else asked.answer(asked.check.is_explained)
+    return None if asked is None else _most_favorable(asked.check.is_explained(*guess) for guess in asked.guesses)
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
@@ -143,7 +151,7 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
     asked = None if view.private else _comparison(view, result)
-    return None if asked is None else asked.answer(asked.check.has_stated_size)
+    return None if asked is None else _most_favorable(asked.check.has_stated_size(*guess) for guess in asked.guesses)
 
 
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
@@ -168,17 +176,10 @@ class _Question:
     Attributes:
         check: the comparison.
         guesses: the inputs of what is compared, with labels that they may have.
-        exhaustive: whether no other labels are possible: else nothing is told where none of the guesses fits.
     """
 
     check: _UpdateComparison
     guesses: Iterable[tuple[Tensor, Tensor]]
-    exhaustive: bool
-
-    def answer(self, ask: Callable[[Tensor, Tensor], bool | None]) -> bool | None:
-        """Return what one of the check's questions comes to over the guesses."""
-        answer = _most_favorable(ask(*guess) for guess in self.guesses)
-        return answer or (answer if self.exhaustive else None)
 
 
 def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
@@ -191,8 +192,7 @@ def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
     if len(images) != view.batch_size:
         return None
     check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
-    guesses = ((images, labels) for labels in _candidate_labels(view, result))
-    return _Question(check, guesses, _tries_all_labels(view, result.labels))
+    return _Question(check, ((images, labels) for labels in _candidate_labels(view, result)))
 
 
 def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question | None:
@@ -213,16 +213,15 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     spread = 2 * MAX_PIXEL_ERROR * float(inputs.square().mean().sqrt())  # as of pixels of half brightness
     check = _UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
-        guesses = ((inputs, labels) for labels in _candidate_labels(view, result))
-        return _Question(check, guesses, _tries_all_labels(view, result.labels))
-    labels = check.labels_of(inputs, layer.parameter_names[0])
-    return _Question(check, [(inputs, labels)], _tries_all_labels(view, view.labels))
+        return _Question(check, ((inputs, labels) for labels in _candidate_labels(view, result)))
+    return _Question(check, [(inputs, check.labels_of(inputs, layer.parameter_names[0]))])
 
 
-def _tries_all_labels(view: ServerView, labels: Tensor | None) -> bool:
-    """Return whether the labels are known to the server, found, without effect, or few enough to be tried in turn."""
-    known = labels is not None or view.labels is not None or not view.method.uses_labels
-    return known or view.task.num_classes <= MAX_TRIED_LABELS
+def _leaves_labels_untried(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether labels matter, are neither known to the server nor found, and are too many to be all tried."""
+    used = result.labels if result.inputs is not None or view.batch_size == 1 else None  # see `_feature_comparison`
+    known = view.private or used is not None or view.labels is not None or not view.method.uses_labels
+    return not known and view.task.num_classes > MAX_TRIED_LABELS
 
 
 def _most_favorable(answers: Iterable[bool | None]) -> bool | None:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction, Result, build
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification import MAX_TRIED_LABELS, explains_update
+from attacks.verification import MAX_TRIED_LABELS, confirm
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, Grads, Rule, by_torch
 from fl.capture import from_batch, from_update
@@ -315,8 +315,12 @@ def test_a_label_that_was_not_tried_contradicts_nothing(features: bool) -> None:
     found = Reconstruction(inputs=x, verified=True)
     if features:
         found = Reconstruction(inputs=None, private={"features": x.flatten(1)}, verified=True)
-    for label, answer in ((3, True), (classes - 1, None)):
-        view = view_of(model, gradient(model, x, label), classes=classes)
-        assert explains_update(view, found) is answer
-    other = Reconstruction(inputs=image(1), labels=torch.tensor([classes - 1]), verified=True)
-    assert explains_update(view, other) is False
+    for label, right in ((3, True), (classes - 1, None)):
+        result = confirm(view_of(model, gradient(model, x, label), classes=classes), found)
+        assert isinstance(result, Reconstruction)
+        assert result.verified is right
+        assert ("the label is unknown" in result.note) == (right is None)
+    view = view_of(model, gradient(model, x, classes - 1), classes=classes)
+    result = confirm(view, Reconstruction(inputs=image(1), labels=torch.tensor([classes - 1]), verified=True))
+    assert isinstance(result, Reconstruction)
+    assert result.verified is False
