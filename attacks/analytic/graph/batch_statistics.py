@@ -317,7 +317,8 @@ def solve_by_shifts(layer: NormalizedConvolution, like: Tensor | None = None) ->
 
     Args:
         layer: with N <= K and N - 1 <= C.
-        like: s (B, C, h, w) as it is known from elsewhere: images are returned in that order.
+        like: s (B, C, h, w) as it is known from elsewhere: images are returned in that order. It fails where two of
+            these are nearest to the same image.
     """
     columns = find_centered_columns(layer.gradient, layer.output_size, layer.images)
     unmixing = unmix_by_zeros(columns.inputs.transpose(1, 2).flatten(0, 1))
@@ -337,6 +338,8 @@ def solve_by_shifts(layer: NormalizedConvolution, like: Tensor | None = None) ->
     if like is not None:
         known, own = (functional.normalize(t.flatten(1), dim=1) for t in (like, signal))
         order = (known @ own.mT).argmax(1)
+        if len(order.unique()) < b:
+            return None
         inputs, unrounded, signal, normalized = (t[order] for t in (inputs, unrounded, signal, normalized))
     return SolvedConvolution(inputs, unrounded, signal, normalized, sigma, misfit)
 

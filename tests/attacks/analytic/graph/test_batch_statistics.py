@@ -195,6 +195,16 @@ def test_top_convolution_is_solved_from_nothing(images: int, single: bool) -> No
     assert off(solved.signal.sort(0).values, signal.sort(0).values) < bound
 
 
+def test_images_are_put_in_the_order_of_known_signals_or_refused() -> None:
+    victim = Victim(2)
+    layer, signal = victim.layer("blocks.1.conv2", "blocks.1.bn2"), victim.signals["blocks.1.bn2"]
+    for order in ([0, 1], [1, 0]):
+        solved = solve_by_shifts(layer, like=signal[order])
+        assert solved is not None
+        assert off(solved.inputs, victim.inputs["blocks.1.conv2"][order]) < 1e-8
+    assert solve_by_shifts(layer, like=signal[[0, 0]]) is None
+
+
 def test_inputs_follow_from_a_known_signal() -> None:
     victim = Victim(2)
     layer = victim.layer("blocks.1.conv1", "blocks.1.bn1")

@@ -90,7 +90,7 @@ def test_entries_that_are_not_known_do_not_count() -> None:
 
 
 def test_residuals_of_all_images_together_fix_what_features_leave_open() -> None:
-    """Features of four channels are too few; the sum of the batch's images adds equations."""
+    """Features of ten channels are too few; the sum of the batch's images adds equations."""
     layers, images = network(), pictures((2, 3, 8, 8))
 
     def forward(z: Tensor) -> list[Tensor]:
