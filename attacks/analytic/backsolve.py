@@ -60,8 +60,10 @@ class Backsolve(Attack):
     3. The lowest inputs that were solved for are inverted to pixels by least squares (`graph.feature_inversion`).
 
     `verified` says that features and pictures explain their equations up to rounding and that the pictures make the
-    update (`attacks.verification`). `private` holds the lowest features under `features/layer`; `note` says where the
-    solution ended, with the counts of equations and unknowns.
+    update (`attacks.verification`). Under a known defense no update is made again, and it rests on the former alone. A
+    picture whose residual is above the noise of its features counts only if all its pixels are at whole levels.
+    `private` holds the lowest features under `features/layer`; `note` says where the solution ended, with the counts of
+    equations and unknowns.
 
     Attributes:
         fits: verified where no image's features are missed by more than this share.

@@ -49,9 +49,9 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "the top of the network was found; a result does not hand that out.",
         "",
         "What is trained was trained on 15,000 of CIFAR-10's training images, shifted and mirrored, by SGD with "
-        "momentum and weight decay. `benchmarks/exact/residual_training.py` has the constants. Of 1,000 "
-        "test images it classifies 39 % right after one epoch and 79 % after ten. The pre-trained ResNet-20 is a "
-        "published one with 92 %.",
+        "momentum and weight decay. `benchmarks/exact/residual_training.py` has the constants. It classifies 39 % of "
+        "1,000 test images right after one epoch. After ten it is 79 %. The pre-trained ResNet-20 is a published one "
+        "with 92 %.",
         "",
         false,
         "",
