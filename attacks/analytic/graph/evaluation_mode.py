@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages, invert_features
-from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, InvertedImages, invert_features
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
-from fl.seeds import stream
 
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
-MIN_FEATURE_NOISE, STUCK = 3e-6, 1e-3
-"""Relative error of features, at least, by sums in float32; and what a search leaves of them
-at least where it got stuck."""
-ATTEMPTS, START_NOISE = 4, 0.3
-"""Starts of the search for a picture, and their standard deviation around gray: a flat one stands on kinks."""
+MIN_FEATURE_NOISE = 3e-6
+"""Relative error of features, at least, by sums in float32."""
+MAX_SEARCH_SECONDS, SMALL_PICTURE = 30.0, 3072
+"""CPU seconds after which no search for pictures goes on, for each one of so many numbers (32 by 32 pixels)."""
 DOUBTFUL_VALUE = 1e-4
 """Share of the largest feature below which one that is not zero may be a closed activation's, and is not compared."""
 
@@ -60,7 +58,9 @@ def solve_in_evaluation_mode(
         return NotApplicable(_explain_end(solver), limit=True)
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
-    found = _search_pictures(forward, single_forward, [_as_target(network, t) for t in targets], shape, seed)
+    wanted, size = [_as_target(network, target) for target in targets], (count, *shape)
+    settings = InversionSettings(seed=seed, seconds=MAX_SEARCH_SECONDS * max(1.0, math.prod(size) / SMALL_PICTURE))
+    found = invert_features(forward, wanted, size, settings=settings, single_forward=single_forward)
     return SolvedPictures(found, targets[0], _explain_end(solver))
 
 
@@ -78,37 +78,6 @@ def _features_of(
 
     skips = [network.flows_into(above[0])[0] if above else start for start, above, _ in paths]
     return features
-
-
-def _search_pictures(
-    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], shape: Sequence[int], seed: int
-) -> InvertedImages:
-    """Return the pictures of the features, each from the start, of several, whose search leaves least."""
-    count, best = len(targets[0].value), None
-    waiting = torch.arange(count, device=targets[0].value.device)
-    for attempt in range(ATTEMPTS):
-        some = [
-            replace(t, value=t.value[waiting], known=None if t.known is None else t.known[waiting]) for t in targets
-        ]
-        draw = stream(seed, "backsolve", attempt)
-        noise = torch.randn(count, *shape, generator=draw, dtype=torch.float64).to(some[0].value)
-        start = (0.5 + START_NOISE * noise)[waiting]
-        if best is not None:  # what is near goes on from where it is
-            near = best.residual[waiting] < STUCK
-            start[near] = best.images[waiting][near]
-        found = invert_features(forward, some, start.shape, single_forward=single_forward, start=start)
-        if best is None:
-            best = found
-        else:
-            better = found.residual < best.residual[waiting]
-            at = waiting[better]
-            best.images[at], best.residual[at] = found.images[better], found.residual[better]
-            best.converged[at] = found.converged[better]
-        waiting = torch.nonzero(~best.converged)[:, 0]
-        if not len(waiting):
-            break
-    assert best is not None
-    return best
 
 
 def _path_around_activation(network: NetworkGraph, target: SolvedTensor) -> tuple[Ref, list[int], Ref]:

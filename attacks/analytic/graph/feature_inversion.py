@@ -26,6 +26,11 @@ pixels, |grad x|^2 s^2 / tau^2, with s^2 the mean square of the present residual
 have (`roughness`), makes the first steps smooth. It weighs as much as data of that error would, so nothing of it is
 left once the residual has gone.
 
+**Several starts.** A flat gray picture stands on kinks: of poolings, and of a network that normalizes pixels and has no
+biases, where all activations change at once. So the start is noise around gray. An image whose search got stuck is
+searched for again: from where it is and a little noise if that is near, or from a new start. The best is kept. A near
+image that comes back to the same residual is at the minimum that its features have, and is left alone.
+
 The images of a batch do not interact: each has its own inner products, step lengths and end. Only residuals that the
 caller adds for all images together (`coupled_residual`) make them one problem.
 """
@@ -45,9 +50,11 @@ from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 
 GRAY = 0.5
-"""Where the search starts: the middle of the pixels' range."""
-START_NOISE = 0.02
-"""Standard deviation of the start around gray, and of what moves a stuck image; a flat start has ties in poolings."""
+"""Around what a search starts: the middle of the pixels' range."""
+NEAR, NUDGE = 1e-3, 0.02
+"""Residual below which an image that got stuck is near, and the standard deviation of what moves it from there."""
+SETTLED = 0.01
+"""Share by which a near image's residual changes, at most, where it has come back to the same minimum."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
@@ -87,15 +94,17 @@ class InversionSettings:
         max_steps: Gauss-Newton steps.
         max_inner_iterations: conjugate gradient iterations a step, each one product with J and one with J^T.
         roughness: typical difference of neighboring pixels, for the smooth prior of the first steps; 0 for none.
-        restarts: how often an image that got stuck is searched again, from where it is and a little noise.
-        seconds: seconds of CPU time after which no further step begins.
+        start_noise: standard deviation of a start around gray.
+        restarts: how often an image that got stuck is searched for again, at most.
+        seconds: seconds of CPU time of all searches together, after which no further step begins.
         seed: of the start and the probes.
     """
 
-    max_steps: int = 60
+    max_steps: int = 100
     max_inner_iterations: int = 60
     roughness: float = 0.1
-    restarts: int = 2
+    start_noise: float = 0.3
+    restarts: int = 3
     seconds: float | None = None
     seed: int = 0
 
@@ -142,7 +151,7 @@ def invert_features(
         coupled_residual: from all images (B, C, H, W) to further residuals of any shape, of the size of relative
             errors, that are to be small as well, such as the mismatch of weight gradients. It must compute in the
             type of its input. No attack passes any so far.
-        start: (B, C, H, W), where to start; otherwise gray with a little noise.
+        start: (B, C, H, W), where the first search starts; otherwise around gray.
 
     Returns:
         Images with their residuals.
@@ -158,21 +167,31 @@ def invert_features(
     generator = stream(settings.seed, "feature inversion")
 
     def noise() -> Tensor:
-        return START_NOISE * torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
+        return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
 
     began = time.process_time()
-    start = GRAY + noise() if start is None else start.to(value)
-    best = _Search(problem, settings, start, began).run()
+    drawn = GRAY + settings.start_noise * noise()
+    best = _Search(problem, settings, drawn if start is None else start.to(value), began).run()
+    settled = torch.zeros_like(best.converged)
     for _ in range(settings.restarts):
-        stuck = ~best.converged & (best.steps < settings.max_steps)
         late = settings.seconds is not None and time.process_time() - began > settings.seconds
-        if late or not bool(stuck.any()):
+        waiting = ~best.converged & ~settled
+        if late or not bool(waiting.any()):
             break
         if coupled_residual is not None:
-            stuck = torch.ones_like(stuck)
-        again = _Search(problem.select(stuck), settings, (best.images + noise())[stuck], began).run()
-        best = _better(best, again, stuck)
+            waiting = torch.ones_like(waiting)
+        near, draw = best.residual < NEAR, noise()
+        origin = torch.where(_over(near, draw), best.images + NUDGE * draw, GRAY + settings.start_noise * draw)
+        again = _Search(problem.select(waiting), settings, origin[waiting], began).run()
+        back = again.residual > (1 - SETTLED) * best.residual[waiting]
+        settled[waiting] = near[waiting] & back
+        best = _better(best, again, waiting)
     return best
+
+
+def _over(flags: Tensor, images: Tensor) -> Tensor:
+    """Return one flag for each image in a shape that goes with the images."""
+    return flags.reshape(-1, *[1] * (images.ndim - 1))
 
 
 def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:

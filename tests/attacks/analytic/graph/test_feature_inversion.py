@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, invert_features
+from fl.seeds import stream
 
 PIXELS = (3, 3, 8, 8)
 
@@ -150,6 +151,34 @@ def test_a_smooth_prior_and_restarts_help_through_max_pooling() -> None:
         return int(result.converged.sum())
 
     assert converged(0.0, 0) < converged(0.1, 0) < converged(0.1, 3)
+
+
+def test_an_image_with_features_of_no_image_near_is_left_alone_at_its_minimum() -> None:
+    """Noise in features that was not announced leaves a residual above it, which no further start lowers."""
+    layers, images = network(), pictures()
+    features = layers(images)
+    features = features + 3e-4 * features.std() * torch.randn(features.shape, generator=stream(3, "noise")).double()
+    once, again = (
+        invert_features(
+            lambda z: [layers(z)],
+            [FeatureTarget(features, noise=1e-8)],
+            PIXELS,
+            settings=InversionSettings(restarts=restarts),
+        )
+        for restarts in (0, 8)
+    )
+    assert not bool(again.converged.any())
+    assert int(again.steps.max()) < 4 * int(once.steps.max())
+    assert min(decibels(again.images, images)) > 50
+
+
+def test_no_search_begins_after_the_seconds_are_over() -> None:
+    layers, images = network(), pictures()
+    target = FeatureTarget(layers(images).flip(1), noise=1e-8)
+    settings = InversionSettings(restarts=50, seconds=0.0)
+    result = invert_features(lambda z: [layers(z)], [target], PIXELS, settings=settings)
+    assert int(result.steps.max()) == 0
+    assert not bool(result.converged.any())
 
 
 def test_features_that_point_away_from_a_target_of_unknown_scale_are_turned() -> None:

@@ -1,5 +1,7 @@
 """Values and signals over a traced network are those of its forward and backward pass."""
 
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,3 +78,31 @@ def test_a_signal_goes_up_through_scalings_and_sums() -> None:
     known.set_signal(Ref(number), torch.ones(2, 6, 5, 5, dtype=torch.float64))
     taken = network.flows_into(list(network.activations)[1])[0]
     assert torch.allclose(known.signal(taken), torch.full((2, 6, 5, 5), 0.5, dtype=torch.float64))
+
+
+def test_a_network_deeper_than_the_recursion_limit_is_worked_through() -> None:
+    """What follows from what over a thousand operations is no deep recursion."""
+    depth = sys.getrecursionlimit() // 2
+
+    class Deep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(depth):
+                x = torch.relu(x + 0.5)
+            return self.head(x)
+
+    model, images = Deep().double(), torch.rand(1, 4, generator=stream(0, "deep"), dtype=torch.float64)
+    graph = trace_operations(model, images)
+    assert isinstance(graph, Graph)
+    network = NetworkGraph(graph, graph, {name: torch.ones_like(value) for name, value in model.named_parameters()})
+    known = Propagation(network)
+    with pytest.raises(UnknownError):
+        known.signal(Ref(IMAGE))
+    known.set_value(Ref(IMAGE), images)
+    assert graph.returned is not None
+    assert torch.equal(known.value(graph.returned), model(images))
+    known.set_signal(graph.returned, torch.ones(1, 3, dtype=torch.float64))
+    assert torch.allclose(known.signal(Ref(IMAGE)), model.head.weight.sum(0, keepdim=True))
