@@ -9,9 +9,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.evaluation_mode import SolvedPictures, solve_in_evaluation_mode
+from attacks.analytic.graph.batch_normalization import find_normalizations
+from attacks.analytic.graph.evaluation_mode import solve_in_evaluation_mode
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.picture_search import SolvedPictures
+from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
@@ -46,6 +49,10 @@ class Backsolve(Attack):
        where there are fewer equations than unknowns, or at an operation that hides what it took.
     3. The lowest inputs that were solved for are inverted to pixels by least squares (`graph.feature_inversion`).
 
+    Where the network's batch normalization is in training mode, the steps are those of `graph.training_mode`: residual
+    blocks are solved with the batch's statistics, which the buffers as they came back tell
+    (docs/design/batch-statistics.md), and all pictures are found together. It refuses where the buffers are missing.
+
     `verified` says that features and pictures explain their equations up to rounding and that the pictures make the
     update (`attacks.verification`). Under a known defense no update is made again, and it rests on the former alone. A
     picture whose residual is above the noise of its features counts only if all its pixels are at whole levels.
@@ -76,7 +83,10 @@ class Backsolve(Attack):
         network = _read_network(view, gradient, count)
         if isinstance(network, NotApplicable):
             return network
-        solved = solve_in_evaluation_mode(network, count, view.task.input_shape, seed)
+        if norms := find_normalizations(network):
+            solved = solve_in_training_mode(view, network, norms, seed)
+        else:
+            solved = solve_in_evaluation_mode(network, count, view.task.input_shape, seed)
         return solved if isinstance(solved, NotApplicable) else self._report(view, gradient, solved)
 
     def _report(self, view: ServerView, gradient: Mapping[str, object], solved: SolvedPictures) -> Reconstruction:

@@ -11,8 +11,6 @@ docs/design/batch-statistics.md has the derivation. Symbols here are those of th
 
 N m is beta's gradient and N k is gamma's, so both are known. G_d = dz S_d X is the convolution's gradient at the offset
 d of its kernel, where S_d moves positions by d. No prior and no label is used. Everything is float64.
-
-No attack calls this module so far.
 """
 
 from __future__ import annotations
@@ -134,6 +132,7 @@ class NormalizedConvolution:
         size: rows and columns of the input.
         images: B.
         norm: of its output.
+        name: of the weight.
     """
 
     weight: Tensor
@@ -142,6 +141,7 @@ class NormalizedConvolution:
     size: tuple[int, int]
     images: int
     norm: BatchNormalization
+    name: str = ""
 
     @property
     def output_size(self) -> tuple[int, int]:
@@ -164,7 +164,7 @@ class NormalizedConvolution:
         channels, inputs = self.weight.shape[:2]
         seen = torch.Size((self.images, inputs, *self.size))
         made = torch.Size((self.images, channels, *self.output_size))
-        return LayerEquations("", self.weight, self.gradient, strides, self.padding, (1, 1), 1, seen, made)
+        return LayerEquations(self.name, self.weight, self.gradient, strides, self.padding, (1, 1), 1, seen, made)
 
     def pull_back(self, output_signal: Tensor) -> Tensor:
         """Return what flows back into X (B, K, H, W) from dz (B, C, h, w)."""

@@ -1,16 +1,15 @@
 """Descends through residual blocks whose batch normalization is in training mode, from the top to exact features.
 
-A block is y = relu(bn2(conv2(h)) + shortcut(x)), h = relu(bn1(conv1(x))), with x itself or a strided convolution with
-batch normalization for a shortcut. From the block's output and what flows back into it follow h, then x and what flows
-back into it (`batch_statistics`; docs/design/batch-statistics.md). The top block is solved by shifts, from nothing.
-
-No attack calls this module so far.
+A block is y = relu(bn2(conv2(h)) + shortcut(x)), h = relu(bn1(conv1(x))). Its shortcut is x itself, another linear map
+without parameters, or a strided convolution with batch normalization. From the block's output and what flows back into
+it follow h, then x and what flows back into it (`batch_statistics`; docs/design/batch-statistics.md). The top block is
+solved by shifts, from nothing. `residual_blocks` reads blocks off a traced network.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,17 +18,48 @@ from attacks.analytic.graph.batch_statistics import (
     KnownInputs,
     KnownSignal,
     NormalizedConvolution,
+    SolvedConvolution,
+    SolvedInputs,
     correct_mask,
     set_zeros,
     solve_by_shifts,
     solve_inputs,
 )
+from attacks.analytic.graph.layer_solves import MIN_RATIO
+from attacks.analytic.graph.solver import UNSHIFTED
 
 SHIFT_SHARE = 0.8
 """Share of a convolution's channels up to which shifts find its positions: near one they are ill-conditioned."""
-
 ENOUGH = 1.5
 """Equations for each unknown of a block's input above which its open outputs need not tell any."""
+MAX_RESIDUAL = 1e-3
+"""Share of the gradients that a solved input may leave: what leaves more is none."""
+ASKED_OF_STEPS = " (is it one plain step on so many images?)"
+"""What may be wrong where a layer's equations contradict each other."""
+
+
+class UnsolvedError(Exception):
+    """What a layer takes could not be solved for."""
+
+
+@dataclass(frozen=True)
+class LinearShortcut:
+    """A shortcut that is linear and has no parameters.
+
+    Attributes:
+        apply: from x (B, K, H, W) to what is added to the block's output.
+        like: a tensor shaped like x.
+    """
+
+    apply: Callable[[Tensor], Tensor]
+    like: Tensor
+
+    def pull_back(self, signal: Tensor) -> Tensor:
+        """Return what flows back into x from what flows back into the sum."""
+        with torch.enable_grad():
+            at = torch.zeros_like(self.like).requires_grad_()
+            (found,) = torch.autograd.grad(self.apply(at), at, signal)
+        return found
 
 
 @dataclass(frozen=True)
@@ -39,12 +69,27 @@ class NormalizedBlock:
     Attributes:
         first: conv1 with bn1.
         second: conv2 with bn2, of stride 1.
-        shortcut: a convolution with batch normalization; None where the shortcut is the identity.
+        shortcut: a convolution with batch normalization, or a linear map; None where the shortcut is the identity.
     """
 
     first: NormalizedConvolution
     second: NormalizedConvolution
-    shortcut: NormalizedConvolution | None = None
+    shortcut: NormalizedConvolution | LinearShortcut | None = None
+
+
+@dataclass(frozen=True)
+class SolvedValues:
+    """What convolutions take.
+
+    Attributes:
+        values: (B, K, H, W), zeros set.
+        residual: of the gradients' equations, relative.
+        unexplained: channels whose equations were left out in the end, since they do not fit.
+    """
+
+    values: Tensor
+    residual: float
+    unexplained: int
 
 
 @dataclass(frozen=True)
@@ -54,14 +99,23 @@ class BlockFeatures:
     Attributes:
         hidden: h (B, C, h, w), the input of the second convolution.
         inputs: x (B, K, H, W), the block's input; None where the descent ended at `hidden`.
-        residual: of the gradients' equations, relative, the larger of both.
-        unexplained: channels whose equations were left out in the end, since they do not fit.
     """
 
-    hidden: Tensor
-    inputs: Tensor | None
-    residual: float
-    unexplained: int
+    hidden: SolvedValues
+    inputs: SolvedValues | None = None
+
+
+@dataclass(frozen=True)
+class Descent:
+    """How far a descent came.
+
+    Attributes:
+        features: of blocks, the top one first.
+        end: why it came no further, in words; empty where there was no further block.
+    """
+
+    features: tuple[BlockFeatures, ...]
+    end: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,55 +126,83 @@ class _Above:
     unmasked: Tensor
 
 
-def descend_blocks(blocks: Sequence[NormalizedBlock], *, half: bool = True) -> Iterator[BlockFeatures]:
-    """Yield features block by block from the top one down, as long as there are blocks.
+def descend_blocks(blocks: Sequence[NormalizedBlock]) -> Descent:
+    """Return the features of blocks, from the top one down as far as their equations do.
 
     Args:
-        blocks: from the lowest one that is to be solved to the top one. The top one's output may go through anything:
-            pooling and classifier are not looked at.
-        half: of the lowest block only `hidden`.
+        blocks: the top one first, each of which takes what the next returns. The top one's output may go through
+            anything: pooling and classifier are not looked at.
     """
     above: _Above | None = None
-    for number, block in enumerate(reversed(blocks)):
-        last = half and number == len(blocks) - 1
-        solved = _solve_second(block.second, above)
-        if solved is None:
-            return
-        hidden, signal, residual, unexplained = solved
-        if last:
-            yield BlockFeatures(set_zeros(hidden), None, residual, unexplained)
-            return
-        features, above = _solve_first(block, hidden, signal, above)
-        yield replace(
-            features,
-            residual=max(residual, features.residual),
-            unexplained=unexplained + features.unexplained,
-        )
+    found: list[BlockFeatures] = []
+    for block in blocks:
+        try:
+            hidden, signal = _solve_second(block.second, above)
+        except UnsolvedError as error:
+            return Descent(tuple(found), str(error))
+        try:
+            inputs, above = _solve_first(block, hidden.inputs, signal, above)
+        except UnsolvedError as error:
+            return Descent((*found, BlockFeatures(_as_values(hidden))), str(error))
+        found.append(BlockFeatures(_as_values(hidden), _as_values(inputs)))
+    return Descent(tuple(found))
 
 
-def _solve_second(layer: NormalizedConvolution, above: _Above | None) -> tuple[Tensor, Tensor, float, int] | None:
-    """Return h with its rounding, s above the second convolution, the residual and how many channels do not fit."""
-    positions = layer.images * layer.output_size[0] * layer.output_size[1]
-    by_shifts = positions < SHIFT_SHARE * min(layer.weight.shape[:2])
+def _as_values(solved: SolvedInputs) -> SolvedValues:
+    return SolvedValues(set_zeros(solved.inputs), solved.residual, solved.left_out)
+
+
+def _solve_second(layer: NormalizedConvolution, above: _Above | None) -> tuple[SolvedInputs, Tensor]:
+    """Return h with its rounding, and s above the second convolution.
+
+    Raises:
+        UnsolvedError: its equations do not give it.
+    """
     if above is None:
-        top = solve_by_shifts(layer)
-        return None if top is None else (top.unrounded, top.signal, top.misfit, 0)
+        top = _solve_top(layer)
+        return SolvedInputs(top.unrounded, (), top.misfit, 0, 0, 0), top.signal
     mask = correct_mask(above.unmasked, above.output, layer.norm.beta_gradient)
     signal = above.unmasked * mask.mask
+    by_shifts = layer.equations.keeps_size and layer.norm.count < SHIFT_SHARE * min(layer.weight.shape[:2])
     solved = solve_by_shifts(layer, like=signal) if by_shifts else None
-    if solved is not None:
+    if solved is not None and solved.misfit <= MAX_RESIDUAL:
         told = above.unmasked.abs() > 1e-3 * above.unmasked.abs().amax((2, 3), keepdim=True)
         seen = solved.signal / torch.where(told, above.unmasked, torch.ones_like(solved.signal)) > 0.5
-        return solved.unrounded, above.unmasked * torch.where(told, seen, mask.mask), solved.misfit, 0
+        signal = above.unmasked * torch.where(told, seen, mask.mask)
+        return SolvedInputs(solved.unrounded, (), solved.misfit, 0, 0, 0), signal
     nothing = torch.zeros_like(signal)
-    found = solve_inputs([KnownSignal(layer, signal, nothing, nothing > 0, above.unmasked)])
-    return found.inputs, found.signals[0], found.residual, found.left_out
+    found = _solve([KnownSignal(layer, signal, nothing, nothing > 0, above.unmasked)])
+    return found, found.signals[0]
+
+
+def _solve_top(layer: NormalizedConvolution) -> SolvedConvolution:
+    """Return all that passes through the top block's second convolution, by shifts.
+
+    Raises:
+        UnsolvedError: it has too few channels, or its images are not told apart.
+    """
+    positions, (channels, inputs) = layer.norm.count, layer.weight.shape[:2]
+    if not layer.equations.keeps_size:
+        raise UnsolvedError(f"{layer.name}: {UNSHIFTED}")
+    if positions > inputs or positions - 1 > channels:
+        counts = f"{min(channels + 1, inputs)} directions for {positions} positions of {layer.images} images"
+        raise UnsolvedError(f"{layer.name}: too few channels to tell positions apart: {counts}")
+    top = solve_by_shifts(layer)
+    if top is None:
+        raise UnsolvedError(f"{layer.name}: the zeros of its input do not tell {layer.images} images apart")
+    if not top.misfit <= MAX_RESIDUAL:
+        raise UnsolvedError(f"{layer.name}: {top.misfit:.1e} of the batch's means is left{ASKED_OF_STEPS}")
+    return top
 
 
 def _solve_first(
     block: NormalizedBlock, hidden: Tensor, signal: Tensor, above: _Above | None
-) -> tuple[BlockFeatures, _Above]:
-    """Return the block's features, and what is above the next block."""
+) -> tuple[SolvedInputs, _Above]:
+    """Return the block's input with its rounding, and what is above the next block.
+
+    Raises:
+        UnsolvedError: its equations do not give it.
+    """
     second, first, shortcut = block.second, block.first, block.shortcut
     values = set_zeros(hidden)
     unmasked = second.signal_through(signal, values)
@@ -128,15 +210,70 @@ def _solve_first(
     branches = [
         KnownSignal(first, unmasked * mask.mask, first.norm.unscale(values), values > 0, unmasked),
     ]
-    if shortcut is not None:
+    if isinstance(shortcut, NormalizedConvolution):
         known = torch.zeros_like(signal) if above is None else set_zeros(above.output)
         rest = known - second.normalized_outputs(values)
         branches.append(KnownSignal(shortcut, signal, shortcut.norm.unscale(rest), known > 0))
-    found = solve_inputs(branches, _entries(block, values, above))
+    found = _solve(branches, _entries(block, values, above))
     inputs = set_zeros(found.inputs)
     below = first.signal_through(found.signals[0], inputs)
-    below = below + (signal if shortcut is None else shortcut.signal_through(signal, inputs))
-    return BlockFeatures(values, inputs, found.residual, found.left_out), _Above(found.inputs, below)
+    if shortcut is None:
+        below = below + signal
+    elif isinstance(shortcut, LinearShortcut):
+        below = below + shortcut.pull_back(signal)
+    else:
+        below = below + shortcut.signal_through(signal, inputs)
+    return found, _Above(found.inputs, below)
+
+
+def _solve(branches: Sequence[KnownSignal], entries: KnownInputs | None = None) -> SolvedInputs:
+    """Return the common input of convolutions whose signals are known.
+
+    Raises:
+        UnsolvedError: they have too few equations, or these leave it open or contradict each other.
+    """
+    layers = [branch.layer for branch in branches]
+    names = " and ".join(layer.name for layer in layers)
+    if short := _count_shortfall(layers, entries):
+        raise UnsolvedError(f"{names}: {short}")
+    try:
+        found = solve_inputs(branches, entries)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        raise UnsolvedError(f"{names}: its equations leave inputs open") from None
+    if not found.residual <= MAX_RESIDUAL:
+        raise UnsolvedError(
+            f"{names}: no input explains its gradient: {found.residual:.1e} of it is left{ASKED_OF_STEPS}"
+        )
+    return found
+
+
+def _count_shortfall(layers: Sequence[NormalizedConvolution], entries: KnownInputs | None) -> str:
+    """Say how few equations there are for the numbers of an input channel, in counts; empty where they suffice.
+
+    With a stride rows and columns are seen by different taps of the kernel, so that each kind is counted by itself.
+    """
+    first = layers[0]
+    for row in range(first.stride):
+        for column in range(first.stride):
+            places = row, column
+            pixels = [len(range(place, size, first.stride)) for place, size in zip(places, first.size, strict=True)]
+            unknowns = first.images * pixels[0] * pixels[1]
+            if entries is not None:
+                unknowns = int((~entries.known).sum((0, 2, 3)).max())
+            equations = sum(len(layer.weight) * _count_taps(layer, places) for layer in layers)
+            if equations < MIN_RATIO * unknowns:
+                part = "" if first.stride == 1 else f" in one of {first.stride} rows and columns"
+                return f"{equations} equations for {unknowns} numbers of each input channel{part}"
+    return ""
+
+
+def _count_taps(layer: NormalizedConvolution, places: tuple[int, int]) -> int:
+    """Return how many taps of the kernel see pixels in rows and columns that have these rests by the stride."""
+    taps = [
+        sum((tap - padding - place) % layer.stride == 0 for tap in range(size))
+        for size, padding, place in zip(layer.weight.shape[2:], layer.padding, places, strict=True)
+    ]
+    return taps[0] * taps[1]
 
 
 def _entries(block: NormalizedBlock, hidden: Tensor, above: _Above | None) -> KnownInputs | None:

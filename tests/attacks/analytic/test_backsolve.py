@@ -75,6 +75,49 @@ def test_residual_networks_give_batches_away_exactly(count: int) -> None:
     assert found.verified is True
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_normalization_in_training_mode_gives_batches_away_exactly(count: int) -> None:
+    images, labels = pictures(count)
+    view, _ = from_batch(victim().train(), images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert found.labels is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert sorted(found.labels.tolist()) == sorted(labels.tolist())
+    assert found.verified is True
+
+
+def test_training_mode_without_the_buffers_that_came_back_is_refused() -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim().train(), images, labels)
+    found = attacks.build("backsolve")(replace(view, buffers_after=None))
+    assert isinstance(found, NotApplicable)
+    assert "buffers_after" in found.reason
+
+
+def test_evaluation_mode_is_not_solved_as_training_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a network in evaluation mode was taken for one in training mode")
+
+    monkeypatch.setattr("attacks.analytic.backsolve.solve_in_training_mode", refuse)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified is True
+
+
+def test_wrong_statistics_of_the_batch_are_not_verified() -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim().train(), images, labels)
+    assert view.buffers_after is not None
+    wrong = {n: v * 1.05 if n.endswith("running_mean") else v for n, v in view.buffers_after.items()}
+    found = attacks.build("backsolve")(replace(view, buffers_after=wrong))
+    assert isinstance(found, NotApplicable) or found.verified is not True
+
+
 def test_repeated_labels_are_no_trouble() -> None:
     images, _ = pictures(2)
     view, _ = from_batch(victim(), images, torch.tensor([3, 3]))

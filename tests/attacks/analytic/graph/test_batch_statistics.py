@@ -273,9 +273,21 @@ def test_blocks_give_their_inputs(images: int, single: bool) -> None:
         )
         for i, stride in enumerate((2, 1))
     ]
-    found = list(descend_blocks(blocks, half=False))
-    assert len(found) == 2
-    for features, i in zip(found, (1, 0), strict=True):
+    found = descend_blocks(blocks[::-1])
+    assert not found.end
+    assert len(found.features) == 2
+    for features, i in zip(found.features, (1, 0), strict=True):
         true = victim.inputs[f"blocks.{i}.conv1"]
         assert features.inputs is not None
-        assert off(features.inputs, in_order(features.inputs, true)) < (1e-3 if single else 1e-6)
+        assert features.inputs.residual < 1e-3
+        assert off(features.inputs.values, in_order(features.inputs.values, true)) < (1e-3 if single else 1e-6)
+
+
+def test_the_descent_ends_where_equations_are_too_few_and_counts_them() -> None:
+    victim = Victim(2, width=20)
+    block = NormalizedBlock(
+        victim.layer("blocks.1.conv1", "blocks.1.bn1"), victim.layer("blocks.1.conv2", "blocks.1.bn2")
+    )
+    found = descend_blocks([block])
+    assert not found.features
+    assert "20 directions for 32 positions of 2 images" in found.end

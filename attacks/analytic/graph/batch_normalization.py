@@ -1,0 +1,252 @@
+"""Recognizes batch normalization in training mode in a traced network, by what it does to numbers.
+
+A normalization takes what a convolution returns and gives, for each channel, gamma (z - mean z) / sqrt(var z + eps) +
+beta, with mean and variance over all positions of all images. Which operations make it up, and how they are called,
+does not count. Nor do the names of buffers: which of them keep a normalization's statistics is told by how they move
+on a batch of noise.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.network.layer_chain import load_sent_weights
+from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref
+from fl.seeds import stream
+from fl.tensors import dense
+from fl.view import ServerView
+
+SMALL_PROBE = 1e-2
+"""Size of the second probe: where it is small, the number that is added to the variance shows."""
+TOLERANCE = 1e-8
+"""Relative error up to which what an operation makes of probes is a normalization of them."""
+STATISTICS_TOLERANCE = 1e-6
+"""Relative error up to which a buffer keeps a statistic."""
+
+
+@dataclass(frozen=True)
+class TracedNormalization:
+    """Batch normalization in training mode behind a convolution.
+
+    Attributes:
+        convolution: its operation.
+        returned: y.
+        gamma: (C,).
+        beta: (C,).
+        eps: added to the variance.
+        gamma_name: of the parameter whose gradient was sent; empty where there is none.
+        beta_name: likewise.
+    """
+
+    convolution: int
+    returned: Ref
+    gamma: Tensor
+    beta: Tensor
+    eps: float
+    gamma_name: str
+    beta_name: str
+
+
+def find_normalizations(network: NetworkGraph) -> dict[int, TracedNormalization]:
+    """Return batch normalizations in training mode, by the operation of the convolution below them."""
+    found = (_find_normalization(network, number) for number in network.layers)
+    return {one.convolution: one for one in found if one is not None}
+
+
+def _find_normalization(network: NetworkGraph, number: int) -> TracedNormalization | None:
+    """Return the normalization that alone takes what a convolution returns, with all operations that belong to it."""
+    taken, found = Ref(number), None
+    like = network.graph.value(taken)
+    if like.ndim != 4 or like.numel() == like.shape[1]:
+        return None
+    before = set(network.graph.operations_behind(taken))
+    for returned, inner in _private_tensors(network, taken):
+        if network.graph.value(returned).shape == like.shape and _is_only_way(network, inner, returned):
+            nodes = tuple(n for n in network.graph.operations_behind(returned) if n not in before)
+            found = _as_normalization(network, _Passage(network.graph, nodes, taken, returned)) or found
+    return found
+
+
+def _private_tensors(network: NetworkGraph, start: Ref) -> Iterator[tuple[Ref, set[Ref]]]:
+    """Yield tensors made of `start` alone, up to the next layer or activation, and all tensors on the way to them."""
+    inner = {start}
+    for number in network.used:
+        flows = network.flows_into(number)
+        if number <= start.node or not flows or not inner.issuperset(flows):
+            continue
+        if number in network.layers or number in network.activations:
+            continue
+        yield Ref(number), set(inner)
+        inner |= {Ref(number, k) for k in range(len(network.graph.nodes[number].outputs))}
+
+
+def _is_only_way(network: NetworkGraph, inner: set[Ref], end: Ref) -> bool:
+    """Return whether nothing but what leads to `end` takes the inner tensors."""
+    behind = set(network.graph.operations_behind(end))
+    return all(user in behind for ref in inner for user in network.consumers.get(ref, []))
+
+
+@dataclass(frozen=True)
+class _Passage:
+    """Operations that lead from one tensor to another."""
+
+    graph: Graph
+    nodes: tuple[int, ...]
+    taken: Ref
+    returned: Ref
+
+    def run(self, values: Tensor, parameters: Mapping[Ref, Tensor] | None = None) -> Tensor:
+        """Return what is made of other values, and of other parameters."""
+        return self.graph.replay(self.nodes, self.returned, {self.taken: values, **(parameters or {})})
+
+    def parameters(self) -> list[Ref]:
+        """Return the parameters and buffers that the operations take."""
+        return list(dict.fromkeys(ref for n in self.nodes for ref in self.graph.nodes[n].refs if ref.node < -1))
+
+
+def _as_normalization(network: NetworkGraph, passage: _Passage) -> TracedNormalization | None:
+    like = network.graph.value(passage.taken)
+    draw = torch.randn(like.shape, generator=stream(0, "normalization"), dtype=torch.float64).to(like)
+    try:
+        with torch.no_grad():
+            wide, small = (_fit_channels(size * draw, passage.run(size * draw)) for size in (1.0, SMALL_PROBE))
+            if wide is None or small is None:
+                return None
+            one, other = wide.slope.square().reciprocal(), small.slope.square().reciprocal()  # (var + eps) / gamma^2
+            gamma = ((wide.variance - small.variance) / (one - other)).sqrt() * wide.slope.sign()
+            eps = other * gamma.square() - small.variance
+            alike = bool(gamma.isfinite().all()) and float(eps.max() - eps.min()) <= TOLERANCE
+            alike = alike and float((wide.middle - small.middle).abs().max()) <= TOLERANCE * float(gamma.abs().max())
+            if not alike or float(eps.min()) < -TOLERANCE:
+                return None
+            names = _parameter_names(network, passage, draw)
+    except MODEL_ERRORS:
+        return None
+    number = passage.taken.node
+    return TracedNormalization(number, passage.returned, gamma, wide.middle, max(float(eps.median()), 0.0), *names)
+
+
+@dataclass(frozen=True)
+class _ChannelFit:
+    """What comes out of each channel as an affine function of what goes in.
+
+    Attributes:
+        slope: (C,).
+        middle: (C,), what comes out for the mean of what goes in.
+        variance: (C,), of what goes in.
+    """
+
+    slope: Tensor
+    middle: Tensor
+    variance: Tensor
+
+
+def _fit_channels(given: Tensor, made: Tensor) -> _ChannelFit | None:
+    """Return the affine function of each channel, or None where there is none that rises or falls."""
+    centered = given - given.mean((0, 2, 3), keepdim=True)
+    variance = centered.square().mean((0, 2, 3))
+    middle = made.mean((0, 2, 3))
+    slope = (centered * made).mean((0, 2, 3)) / variance
+    expected = slope[:, None, None] * centered + middle[:, None, None]
+    return _ChannelFit(slope, middle, variance) if _agree(made, expected) and bool((slope != 0).all()) else None
+
+
+def _agree(one: Tensor, other: Tensor, tolerance: float = TOLERANCE) -> bool:
+    size = float(torch.maximum(one.abs(), other.abs()).max())
+    return float((one - other).abs().max()) <= tolerance * size
+
+
+def _parameter_names(network: NetworkGraph, passage: _Passage, draw: Tensor) -> tuple[str, str]:
+    """Return the names of gamma and beta, where their gradients were sent; empty where they were not."""
+    gamma, beta = "", ""
+    before = passage.run(draw)
+    channels = draw.shape[1]
+    centered = draw - draw.mean((0, 2, 3), keepdim=True)
+    for ref in passage.parameters():
+        name, value = network.graph.sources[ref.node], network.graph.value(ref)
+        if name not in network.gradient or value.numel() != channels:
+            continue
+        change = torch.randn(channels, generator=stream(1, "normalization"), dtype=torch.float64).to(value)
+        moved = passage.run(draw, {ref: value + change.view_as(value)}) - before
+        share = moved / change[:, None, None]
+        if _agree(share, torch.ones_like(share)):
+            beta = name
+        elif (fit := _fit_channels(draw, share)) is not None and _agree(fit.slope[:, None, None] * centered, share):
+            gamma = name
+    return gamma, beta
+
+
+# ---------------------------------------------------------------------------------------------- statistics
+
+
+@dataclass(frozen=True)
+class BatchStatistics:
+    """Statistics that the network's buffers keep, told by a batch of noise.
+
+    Attributes:
+        of_noise: what each buffer was moved towards by the noise.
+        of_client: likewise by the client's batch.
+    """
+
+    of_noise: tuple[Tensor, ...]
+    of_client: tuple[Tensor, ...]
+
+    def find(self, statistic: Tensor) -> Tensor | None:
+        """Return the client's statistic in the place of one of the noise (C,), or None where no buffer keeps it."""
+        for noise, client in zip(self.of_noise, self.of_client, strict=True):
+            if noise.numel() == statistic.numel() and _agree(noise.flatten(), statistic, STATISTICS_TOLERANCE):
+                return client.flatten()
+        return None
+
+    def moments(self, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return mean and biased variance of the client's batch where the noise has these values (B, C, h, w)."""
+        count = values.numel() // values.shape[1]
+        mean = self.find(values.mean((0, 2, 3)))
+        variance = values.var((0, 2, 3), unbiased=False)
+        if (biased := self.find(variance)) is None and count > 1:
+            unbiased = self.find(variance * count / (count - 1))
+            biased = None if unbiased is None else unbiased * (count - 1) / count
+        return None if mean is None or biased is None else (mean, biased)
+
+
+def read_statistics(view: ServerView, images: Tensor) -> BatchStatistics:
+    """Return the statistics of the client's batch that came back with the buffers.
+
+    Buffers move by b <- (1 - t) b + t s towards the statistics s of a batch. The network is run twice on a batch of
+    noise, with buffers of which the second are larger by one: that tells t, and s of the noise.
+
+    Args:
+        view: in which buffers came back.
+        images: noise, as many as the client has images.
+    """
+    assert view.buffers_after is not None
+    model = load_sent_weights(copy.deepcopy(view.client.task.model).to(images.device, images.dtype), view)
+    before = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point() and n in view.buffers_after}
+    after = _buffers_after(model, images, before, 0.0)
+    raised = _buffers_after(model, images, before, 1.0)
+    of_noise, of_client = [], []
+    for name, old in before.items():
+        kept = (raised[name] - after[name]).mean()
+        if not 0 <= float(kept) < 1:
+            continue
+        sent = dense(view.buffers_after[name]).to(old)
+        of_noise.append((after[name] - kept * old) / (1 - kept))
+        of_client.append((sent - kept * old) / (1 - kept))
+    return BatchStatistics(tuple(of_noise), tuple(of_client))
+
+
+def _buffers_after(model: nn.Module, images: Tensor, before: Mapping[str, Tensor], more: float) -> dict[str, Tensor]:
+    """Return buffers after one batch, that were larger by `more` before."""
+    model = copy.deepcopy(model)
+    for name, buffer in model.named_buffers():
+        if name in before:
+            buffer.copy_(before[name] + more)
+    with torch.no_grad():
+        model(images)
+    return {name: buffer for name, buffer in model.named_buffers() if name in before}

@@ -1,0 +1,105 @@
+"""Searches for the pictures of features that were solved for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, InvertedImages, invert_features
+from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.solver import SolvedTensor
+from attacks.network.operation_trace import Graph, Ref
+
+MIN_FEATURE_NOISE = 3e-6
+"""Relative error of features, at least, by sums in float32."""
+MAX_SEARCH_SECONDS, SMALL_PICTURE = 30.0, 3072
+"""CPU seconds after which no search for pictures goes on, for each one of so many numbers (32 by 32 pixels)."""
+DOUBTFUL_VALUE = 1e-4
+"""Share of the largest feature below which one that is not zero may be a closed activation's, and is not compared."""
+
+
+@dataclass(frozen=True)
+class SolvedPictures:
+    """What a network's equations gave.
+
+    Attributes:
+        found: the pictures of the features.
+        lowest: the solved features nearest to the picture.
+        end: where the equations end, and why.
+    """
+
+    found: InvertedImages
+    lowest: SolvedTensor
+    end: str
+
+
+@dataclass(frozen=True)
+class FeaturePath:
+    """How the network's values lead to what a target is compared with: of a ReLU's output, what goes into it.
+
+    Attributes:
+        start: what goes into the target's ReLU; the target itself where no ReLU made it.
+        skipped: what the first of `above` takes, in whose place `start` is put.
+        above: the max pooling between the ReLU and the target, if there is one; both may change places.
+        end: the target.
+    """
+
+    start: Ref
+    skipped: Ref
+    above: tuple[int, ...]
+    end: Ref
+
+    def follow(self, graph: Graph, values: Mapping[Ref, Tensor]) -> Tensor:
+        """Return what the target is compared with."""
+        if not self.above:
+            return values[self.start]
+        return graph.replay(self.above, self.end, {self.skipped: values[self.start]})
+
+
+def paths_around_activations(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> list[FeaturePath]:
+    """Return the path to what each target is compared with."""
+    return [_path_around_activation(network, target.ref) for target in targets]
+
+
+def _path_around_activation(network: NetworkGraph, end: Ref) -> FeaturePath:
+    activation = _rectifier(network, end)
+    if activation is None:
+        return FeaturePath(end, end, (), end)
+    start = network.flows_into(activation)[0]
+    if activation == end.node:
+        return FeaturePath(start, start, (), end)
+    return FeaturePath(start, network.flows_into(end.node)[0], (end.node,), end)
+
+
+def _rectifier(network: NetworkGraph, ref: Ref) -> int | None:
+    """Return the ReLU that makes a tensor, or of which a max pooling makes it; both may change places."""
+    number = ref.node
+    if number >= 0 and network.is_max_pooling(number):
+        number = network.flows_into(number)[0].node
+    activation = network.activations.get(number)
+    return number if activation is not None and activation.slope == 0 else None
+
+
+def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
+    """Return a solved tensor as features to be met."""
+    small = DOUBTFUL_VALUE * target.values.abs().max()
+    return FeatureTarget(
+        target.values,
+        known=(target.values == 0) | (target.values.abs() > small),
+        noise=max(target.misfit, MIN_FEATURE_NOISE),
+        rectified=_rectifier(network, target.ref) is not None,
+        unknown_scale=not target.scaled,
+    )
+
+
+def search_pictures(
+    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], shape: Sequence[int], seed: int
+) -> InvertedImages:
+    """Return the pictures (B, C, H, W) of the features, in as much time as their size is given."""
+    settings = InversionSettings(seed=seed, seconds=MAX_SEARCH_SECONDS * max(1.0, math.prod(shape) / SMALL_PICTURE))
+    return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward)

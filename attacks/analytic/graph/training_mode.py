@@ -1,0 +1,142 @@
+"""Solves for the pictures of a network whose batch normalization is in training mode.
+
+Its residual blocks are solved from the top down (`batch_statistics_blocks`). Then the pictures with the lowest solved
+features are searched for, all of a batch as one problem: the batch's statistics tie them. Means and variances of the
+batch came back with the buffers, and are targets like any other. Without them the scale of a picture would be free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.batch_normalization import (
+    BatchStatistics,
+    TracedNormalization,
+    read_statistics,
+)
+from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_blocks
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
+from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.picture_search import SolvedPictures, as_target, paths_around_activations, search_pictures
+from attacks.analytic.graph.residual_blocks import BlockChain, cut_into_blocks
+from attacks.analytic.graph.solver import SolvedTensor
+from attacks.network.operation_trace import IMAGE, Ref
+from attacks.result import NotApplicable
+from fl.view import ServerView
+
+MAX_TARGETS = 2
+"""Solved features that the pictures are compared with, the lowest ones."""
+STATISTICS_WEIGHT, STATISTICS_NOISE = 0.3, 1e-6
+"""Weight of the batch's statistics beside features, and their relative error."""
+NO_BUFFERS = (
+    "batch normalization is in training mode and ties all images: what it normalized by is in the buffers that came "
+    "back with the update (buffers_after: running means and variances after the step), which are missing"
+)
+"""Why nothing is solved where the batch's statistics are unknown."""
+OWN_STATISTICS = (
+    "batch normalization is in training mode, and each client of the group normalized by its own batch: the mean of "
+    "their statistics is no batch's"
+)
+"""Why nothing is solved of a group."""
+
+
+def solve_in_training_mode(
+    view: ServerView, network: NetworkGraph, norms: Mapping[int, TracedNormalization], seed: int
+) -> SolvedPictures | NotApplicable:
+    """Return the pictures whose features the network's equations give, or why they give none.
+
+    Args:
+        view: the server's.
+        network: the graph, of a trace at the number of images.
+        norms: its normalizations in training mode (`find_normalizations`).
+        seed: of the searches' starts.
+    """
+    if view.buffers_after is None:
+        return NotApplicable(NO_BUFFERS)
+    if view.parts:
+        return NotApplicable(OWN_STATISTICS)
+    statistics = read_statistics(view, network.graph.image)
+    chain = cut_into_blocks(network, norms, statistics)
+    if not chain.blocks:
+        return NotApplicable(f"no residual block of two normalized convolutions: {chain.end}", limit=True)
+    descent = descend_blocks([traced.block for traced in chain.blocks])
+    end = descent.end or chain.end
+    solved = _solved_tensors(chain, descent)
+    if not solved:
+        return NotApplicable(end, limit=True)
+    targets = solved[-MAX_TARGETS:][::-1]
+    found = _find_pictures(network, norms, statistics, targets, seed)
+    return SolvedPictures(found, targets[0], end)
+
+
+def _solved_tensors(chain: BlockChain, descent: Descent) -> list[SolvedTensor]:
+    """Return what was solved for, the lowest last."""
+    found: list[SolvedTensor] = []
+    for traced, features in zip(chain.blocks, descent.features, strict=False):
+        block = traced.block
+        tensors = [(traced.hidden, features.hidden, block.second), (traced.taken, features.inputs, block.first)]
+        found += [
+            SolvedTensor(ref, solved.values, solved.residual, True, (layer.name,))
+            for ref, solved, layer in tensors
+            if solved is not None
+        ]
+    return found
+
+
+def _find_pictures(
+    network: NetworkGraph,
+    norms: Mapping[int, TracedNormalization],
+    statistics: BatchStatistics,
+    targets: Sequence[SolvedTensor],
+    seed: int,
+) -> InvertedImages:
+    """Return the pictures of features and statistics, which are one problem: a picture of as many times the colors."""
+    shape = network.graph.image.shape
+    paths = paths_around_activations(network, targets)
+    nodes = network.operations_to([path.start for path in paths])
+    known = {
+        Ref(number): moments
+        for number in norms
+        if number in nodes and (moments := statistics.moments(network.graph.value(Ref(number)))) is not None
+    }
+    wanted = [as_target(network, target) for target in targets]
+    joint = [
+        FeatureTarget(t.value[None], None if t.known is None else t.known[None], noise=t.noise, rectified=t.rectified)
+        for t in wanted
+    ]
+    scaled = torch.cat([_scaled(*moments, moments) for moments in known.values()])
+    joint.append(FeatureTarget(scaled[None], weight=STATISTICS_WEIGHT, noise=STATISTICS_NOISE))
+
+    def forward_in(dtype: torch.dtype) -> Forward:
+        graph = network.graph_in_precision(dtype)
+        sizes = {ref: (moments[0].to(dtype), moments[1].to(dtype)) for ref, moments in known.items()}
+
+        def forward(images: Tensor) -> list[Tensor]:
+            values = graph.replay_values(nodes, {Ref(IMAGE): images.reshape(shape)})
+            moments = [
+                _scaled(values[ref].mean((0, 2, 3)), values[ref].var((0, 2, 3), unbiased=False), sizes[ref])
+                for ref in known
+            ]
+            return [*(path.follow(graph, values)[None] for path in paths), torch.cat(moments)[None]]
+
+        return forward
+
+    whole = (shape[0] * shape[1], *shape[2:])
+    found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed)
+    count = shape[0]
+    return InvertedImages(
+        found.images.reshape(shape),
+        found.residual.expand(count),
+        found.converged.expand(count),
+        found.steps.expand(count),
+        found.iterations,
+    )
+
+
+def _scaled(mean: Tensor, variance: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
+    """Return means and variances of a normalization's channels in units of the batch's, (2 C,)."""
+    return torch.cat([mean / known[1].sqrt(), variance / known[1]])
