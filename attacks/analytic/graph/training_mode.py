@@ -125,7 +125,7 @@ def _find_pictures(
 
         return forward
 
-    whole = (shape[0] * shape[1], *shape[2:])
+    whole = (1, shape[0] * shape[1], *shape[2:])
     found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed)
     count = shape[0]
     return InvertedImages(
