@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.joint_least_squares import GradientEquations, LinearEquations, solve_together
 from attacks.analytic.graph.layer_equations import LayerEquations
 
 MAX_ROUNDS = 8
@@ -31,6 +32,8 @@ RIDGE = 1e-13
 """Share of the mean square of the patches that keeps their system solvable where positions see the same."""
 ROBUST_ROUNDS = 6
 """Solutions with new weights of the channels, at most."""
+TOLERANCES = (1e-4, 1e-6, 1e-8)
+"""Of solutions by iterations, one after the other: the first ones only tell which channels fit badly."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
 MIN_RATIO = 1.15
@@ -83,21 +86,29 @@ class SolvedInput:
     channels: int
 
 
-def count_shortfall(signals: Sequence[KnownSignal]) -> str:
-    """Say how few equations there are for the input of layers, in counts; empty where they suffice."""
+def count_shortfall(signals: Sequence[KnownSignal], others: int = 0) -> str:
+    """Say how few equations there are for the input of layers, in counts; empty where they suffice.
+
+    Args:
+        signals: of the layers.
+        others: number of equations beside those of the layers' gradients, for all channels together.
+    """
     layers = [known.layer for known in signals]
     equations, unknowns = sum(layer.input_equations for layer in layers), layers[0].unknown_inputs
-    if equations >= MIN_RATIO * unknowns:
+    channels = layers[0].input_shape[1]
+    if equations + others / channels >= MIN_RATIO * unknowns:
         return ""
     names = " and ".join(layer.name for layer in layers)
-    return f"{equations} equations of {names} for {unknowns} numbers of each input channel"
+    more = f" and {others // channels} of known outputs" if others else ""
+    return f"{equations} equations of {names}{more} for {unknowns} numbers of each input channel"
 
 
-def solve_input(signals: Sequence[KnownSignal]) -> SolvedInput | None:
+def solve_input(signals: Sequence[KnownSignal], others: LinearEquations | None = None) -> SolvedInput | None:
     """Return the input that the layers have in common, correcting bits of `signals` in place; None if undetermined.
 
     Args:
         signals: one for each layer that takes the input; layers of one group of channels.
+        others: equations for the input beside those of the layers' gradients.
     """
     layers = [known.layer for known in signals]
     right = [layer.right_side() for layer in layers]
@@ -106,7 +117,7 @@ def solve_input(signals: Sequence[KnownSignal]) -> SolvedInput | None:
     last, floor = None, 0.0
     for turn in range(MAX_ROUNDS):
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
-        solved = _robust_least_squares(matrices, right, size, good)
+        solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, others), good, last)
         if solved is None:
             return last  # too few channels fit
         x, misfits = solved
@@ -168,27 +179,81 @@ def _row_norms(values: Tensor) -> Tensor:
     return values.flatten(1).norm(dim=1)
 
 
+@dataclass(frozen=True)
+class _Systems:
+    """The equations of all layers that share an input.
+
+    Attributes:
+        layer: one of them.
+        matrices: A (C, kh kw, n H W) of each.
+        right: G (C, kh kw, K) of each.
+        size: of each layer's channels (C,).
+        others: further equations.
+    """
+
+    layer: LayerEquations
+    matrices: Sequence[Tensor]
+    right: Sequence[Tensor]
+    size: Sequence[Tensor]
+    others: LinearEquations | None
+
+    def solve(self, weights: Sequence[Tensor], start: Tensor | None, tolerance: float) -> Tensor | None:
+        """Return the weighted solution (n H W, K); None if it leaves numbers open.
+
+        Args:
+            weights: of the channels.
+            start: a solution that is near, for iterations.
+            tolerance: of iterations.
+        """
+        used = [w > 0 for w in weights]
+        a, b = (
+            torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(sides, weights, used, strict=True)])
+            for sides in (self.matrices, self.right)
+        )
+        if self.others is None:
+            return _least_squares(a, b)
+        layer, share = (
+            self.layer,
+            b.shape[1] ** 0.5,
+        )  # so that the error of each equation is about the same share of one
+        joint = GradientEquations(
+            share * a,
+            share * b,
+            lambda rows: layer.as_images(rows.mT, layer.input_shape),
+            lambda images: layer.as_channels(images).mT,
+        )
+        return solve_together(joint, self.others, start, tolerance)
+
+
 def _robust_least_squares(
-    matrices: Sequence[Tensor], right: Sequence[Tensor], size: Sequence[Tensor], good: Sequence[Tensor]
+    systems: _Systems, good: Sequence[Tensor], before: SolvedInput | None
 ) -> tuple[Tensor, list[Tensor]] | None:
     """Return the numbers of all input channels (n H W, K) and every channel's misfit; None if undetermined.
 
     Output channels that fit badly are given less and less weight: one wrong bit puts its channel off, and by it all.
     """
-    weights = [known.to(g.dtype) / norm for g, norm, known in zip(right, size, good, strict=True)]
-    solved = None
+    size = systems.size
+    weights = [known.to(norm.dtype) / norm for norm, known in zip(size, good, strict=True)]
+    solved = None if before is None else systems.layer.as_channels(before.values).mT
+    misfits: list[Tensor] = []
     for turn in range(ROBUST_ROUNDS):
-        now = _least_squares(matrices, right, weights)
-        if now is None and solved is None:
+        tolerance = TOLERANCES[min(turn, len(TOLERANCES) - 1)]
+        now = systems.solve(weights, solved, tolerance)
+        if now is None and not misfits:
             return None
         if now is None:
             break  # too few channels are left with weight
         solved = now
-        misfits = [_row_norms(g - m @ solved) / n for g, m, n in zip(right, matrices, size, strict=True)]
+        sides = zip(systems.right, systems.matrices, size, strict=True)
+        misfits = [_row_norms(g - m @ solved) / n for g, m, n in sides]
         usual = _usual_misfit(misfits, [w > 0 for w in weights])
-        if turn == ROBUST_ROUNDS - 1 or not float(torch.cat(misfits).max()) > EVEN_MISFITS * usual:
+        final = systems.others is None or tolerance == TOLERANCES[-1]
+        uneven = float(torch.cat(misfits).max()) > EVEN_MISFITS * usual
+        if final and (turn == ROBUST_ROUNDS - 1 or not uneven):
             break
-        weights = [known / n / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)]
+        weights = [
+            known / n * usual / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)
+        ]
     assert solved is not None
     return solved, misfits
 
@@ -198,11 +263,8 @@ def _usual_misfit(misfits: Sequence[Tensor], used: Sequence[Tensor]) -> float:
     return max(float(m[u & (m > 0)].median().nan_to_num(0.0)) for m, u in zip(misfits, used, strict=True))
 
 
-def _least_squares(matrices: Sequence[Tensor], right: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor | None:
-    """Return the weighted solution (n H W, K) of normal equations, refined once; None if they leave numbers open."""
-    used = [w > 0 for w in weights]
-    a = torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(matrices, weights, used, strict=True)])
-    b = torch.cat([(g[u] * w[u, None, None]).flatten(0, 1) for g, w, u in zip(right, weights, used, strict=True)])
+def _least_squares(a: Tensor, b: Tensor) -> Tensor | None:
+    """Return the solution of normal equations, refined once; None if they leave numbers open."""
     scale = a.norm(dim=0)
     if not bool((scale > 0).all()):
         return None  # positions that no output sees, or that nothing flows back to

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.layer_solves import KnownSignal, SolvedInput, count_shortfall, solve_input, solve_signal
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
@@ -200,32 +201,43 @@ class GraphSolver:
 
     def _solve_tensor(self, ref: Ref) -> None:
         """Solve for what layers take, if the signals at their outputs are known and the equations are enough."""
-        users, signals = [], []
+        users = self._askable_users(ref)
+        if not users:
+            return
+        name = " and ".join(self.network.layers[number].name for number in users)
+        for by_outputs in (False, True):
+            signals = [self.known.layer_signal(number) for number in users]  # anew, as bits are corrected in place
+            others = find_output_equations(self.known, ref, signals[0].layer.input_shape) if by_outputs else None
+            if by_outputs and others is None:
+                return
+            if short := count_shortfall(signals, others.count if others else 0):
+                self.ends[name] = short
+                continue
+            solved = solve_input(signals, others)
+            if solved is None:
+                self.ends[name] = "its equations leave inputs open"
+            elif (reason := _doubt(solved)) is not None:
+                self.ends[name] = reason
+            else:
+                self.ends.pop(name, None)
+                self._note_bits(users, signals)
+                self._note_values(ref, solved, tuple(known.layer.name for known in signals))
+                return
+
+    def _askable_users(self, ref: Ref) -> list[int]:
+        """Return the layers that take a tensor, as far as the signals at their outputs are known."""
+        users = []
         for number in self._users(ref):
             layer = self.network.layers[number]
             if layer.groups != 1:
                 self.ends[layer.name] = f"{layer.groups} groups of channels: {layer.input_equations} equations each"
                 continue
             try:
-                signals.append(self.known.layer_signal(number))
+                self.known.layer_signal(number)
                 users.append(number)
             except UnknownError as error:
                 self.waiting[layer.name] = str(error)
-        if not signals:
-            return
-        name = " and ".join(known.layer.name for known in signals)
-        if short := count_shortfall(signals):
-            self.ends[name] = short
-            return
-        solved = solve_input(signals)
-        if solved is None:
-            self.ends[name] = "its equations leave inputs open"
-            return
-        if (reason := _doubt(solved)) is not None:
-            self.ends[name] = reason
-            return
-        self._note_bits(users, signals)
-        self._note_values(ref, solved, tuple(known.layer.name for known in signals))
+        return users
 
     def _note_bits(self, users: list[int], signals: list[KnownSignal]) -> None:
         for number, known in zip(users, signals, strict=True):

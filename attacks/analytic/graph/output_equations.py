@@ -1,0 +1,148 @@
+"""Equations for what a layer takes by what activations above it returned: they let on what went into them.
+
+Where an activation's output was solved for and is open, what went into it is known as well. From a tensor below, that
+the network computes by convolutions, scalings and sums, each is one linear equation for that tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.network.operation_trace import Ref
+
+MIN_OPEN = 1e-4
+"""Share of the largest output of an activation above which it was open for certain."""
+
+
+@dataclass(frozen=True)
+class _Output:
+    """What goes into one activation.
+
+    Attributes:
+        ref: the tensor.
+        nodes: the operations between x and it.
+        wanted: its value, where it is known.
+        known: where that is.
+    """
+
+    ref: Ref
+    nodes: tuple[int, ...]
+    wanted: Tensor
+    known: Tensor
+
+
+@dataclass
+class OutputEquations:
+    """F x = t, weighed by the size of each output.
+
+    Attributes:
+        known: what the network holds elsewhere.
+        start: x.
+        shape: of x as layers take it (n, K, H, W).
+        outputs: of F.
+        constants: what else flows into the operations between x and the outputs.
+    """
+
+    known: Propagation
+    start: Ref
+    shape: torch.Size
+    outputs: list[_Output]
+    constants: dict[Ref, Tensor]
+    _weights: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._weights = [
+            out.known / out.wanted[out.known].square().mean().sqrt().clamp_min(1e-300) for out in self.outputs
+        ]
+        point = self.known.network.graph.value(self.start).new_zeros(self.shape).requires_grad_()
+        with torch.enable_grad():
+            self._offset = self._run(point)
+        self._point = point
+
+    @property
+    def count(self) -> int:
+        """Number of equations."""
+        return sum(int(out.known.sum()) for out in self.outputs)
+
+    def _run(self, x: Tensor) -> list[Tensor]:
+        graph = self.known.network.graph
+        like = graph.value(self.start).shape
+        return [
+            w * graph.replay(out.nodes, out.ref, {**self.constants, self.start: x.reshape(like)})
+            for out, w in zip(self.outputs, self._weights, strict=True)
+        ]
+
+    def push(self, x: Tensor) -> list[Tensor]:
+        """Return F x for x (n, K, H, W)."""
+        with torch.no_grad():
+            return [now - at.detach() for now, at in zip(self._run(x), self._offset, strict=True)]
+
+    def pull(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return F^T w."""
+        return torch.autograd.grad(self._offset, self._point, list(weights), retain_graph=True)[0]
+
+    def right_side(self) -> list[Tensor]:
+        """Return t, less what is there without x."""
+        return [
+            w * out.wanted.where(out.known, 0.0) - at.detach()
+            for out, w, at in zip(self.outputs, self._weights, self._offset, strict=True)
+        ]
+
+
+def find_output_equations(known: Propagation, start: Ref, shape: torch.Size) -> OutputEquations | None:
+    """Return what solved outputs of activations say of a tensor; None where they say nothing.
+
+    Args:
+        known: what was solved for.
+        start: the tensor.
+        shape: of it as layers take it (n, K, H, W).
+    """
+    network, constants, outputs = known.network, dict[Ref, Tensor](), list[_Output]()
+    for number, activation in network.activations.items():
+        ref = Ref(number)
+        if ref not in known.values or start.node >= number:
+            continue
+        before = network.flows_into(number)[0]
+        path = _affine_path(known, start, before, constants)
+        if path is None:
+            continue
+        value = known.values[ref]
+        is_open = value > MIN_OPEN * value.abs().max()
+        if activation.slope > 0:
+            value, is_open = torch.where(value > 0, value, value / activation.slope), torch.ones_like(is_open)
+        outputs.append(_Output(before, path, value, is_open))
+    return OutputEquations(known, start, shape, outputs, constants) if outputs else None
+
+
+def _affine_path(known: Propagation, start: Ref, end: Ref, constants: dict[Ref, Tensor]) -> tuple[int, ...] | None:
+    """Return the operations that make `end` of `start`, if all are affine, and note what else flows in."""
+    network = known.network
+    leads: dict[Ref, bool] = {start: True}
+    waiting, inner = [end], set[Ref]()
+    while waiting:
+        ref = waiting.pop()
+        if ref in inner or ref == start:
+            continue
+        if ref.node <= start.node or ref in known.values:
+            leads[ref] = False
+            continue
+        inner.add(ref)
+        waiting += network.flows_into(ref.node)
+    for ref in sorted(inner, key=lambda r: (r.node, r.output)):
+        leads[ref] = any(leads[taken] for taken in network.flows_into(ref.node))
+    if not leads.get(end, False):
+        return None
+    nodes = sorted({ref.node for ref in inner if leads[ref]})
+    if not all(number in network.layers or network.is_affine(number) for number in nodes):
+        return None
+    others = {taken for number in nodes for taken in network.flows_into(number) if not leads[taken]}
+    try:
+        constants |= {taken: known.value(taken) for taken in others}
+    except UnknownError:
+        return None
+    return tuple(nodes)
