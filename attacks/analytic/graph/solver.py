@@ -204,25 +204,31 @@ class GraphSolver:
         users = self._askable_users(ref)
         if not users:
             return
-        name = " and ".join(self.network.layers[number].name for number in users)
-        for by_outputs in (False, True):
-            signals = [self.known.layer_signal(number) for number in users]  # anew, as bits are corrected in place
-            others = find_output_equations(self.known, ref, signals[0].layer.input_shape) if by_outputs else None
-            if by_outputs and others is None:
-                return
-            if short := count_shortfall(signals, others.count if others else 0):
-                self.ends[name] = short
-                continue
-            solved = solve_input(signals, others)
-            if solved is None:
-                self.ends[name] = "its equations leave inputs open"
-            elif (reason := _doubt(solved)) is not None:
-                self.ends[name] = reason
-            else:
-                self.ends.pop(name, None)
-                self._note_bits(users, signals)
-                self._note_values(ref, solved, tuple(known.layer.name for known in signals))
-                return
+        solved, signals = self._solve_for_input(ref, users)
+        if solved is not None:
+            self._note_bits(users, signals)
+            self._note_values(ref, solved, tuple(known.layer.name for known in signals))
+
+    def _solve_for_input(self, ref: Ref, users: list[int]) -> tuple[SolvedInput | None, list[KnownSignal]]:
+        """Return the input of layers, by known outputs too where gradients leave it open, and their signals.
+
+        Where it is None, `ends` says why.
+        """
+        signals = [self.known.layer_signal(number) for number in users]
+        name = " and ".join(known.layer.name for known in signals)
+        short = count_shortfall(signals)
+        solved = None if short else solve_input(signals)
+        if solved is None:
+            signals = [self.known.layer_signal(number) for number in users]  # bits were corrected in place
+            others = find_output_equations(self.known, ref, signals[0].layer.input_shape)
+            short = short if others is None else count_shortfall(signals, others.count)
+            solved = None if short or others is None else solve_input(signals, others)
+        if solved is None:
+            self.ends[name] = short or "its equations leave inputs open"
+        elif (reason := _doubt(solved)) is not None:
+            self.ends[name] = reason
+            return None, signals
+        return solved, signals
 
     def _askable_users(self, ref: Ref) -> list[int]:
         """Return the layers that take a tensor, as far as the signals at their outputs are known."""

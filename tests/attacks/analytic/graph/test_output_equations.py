@@ -1,0 +1,104 @@
+"""What activations above returned are linear equations for a tensor below."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks.analytic.graph.layer_solves import KnownSignal, solve_input
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.output_equations import OutputEquations, find_output_equations
+from attacks.analytic.graph.propagation import Propagation
+from attacks.network.operation_trace import IMAGE, Graph, Ref, trace_operations
+from fl.seeds import stream
+
+
+class Block(nn.Module):
+    """A strided block with a shortcut, behind one convolution."""
+
+    def __init__(self, slope: float = 0.0) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 8, 3, padding=1)
+        self.one, self.norm = nn.Conv2d(8, 32, 3, 2, 1), nn.BatchNorm2d(32)
+        self.two, self.short = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(8, 32, 1, 2)
+        self.head, self.slope = nn.Linear(32, 3), slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        inner = nn.functional.leaky_relu(self.norm(self.one(x)), self.slope)
+        return self.head(torch.relu(self.two(inner) + self.short(x)).mean((2, 3)))
+
+
+class World:
+    """A batch's step on the block: what is known of it, and its tensors."""
+
+    def __init__(self, count: int, slope: float = 0.0) -> None:
+        with torch.random.fork_rng():
+            torch.random.default_generator.manual_seed(0)
+            model = Block(slope).double().eval()
+        self.images = torch.rand(count, 2, 8, 8, generator=stream(0, "block"), dtype=torch.float64)
+        graphs = [trace_operations(model, x) for x in (self.images, self.images[:1])]
+        assert all(isinstance(graph, Graph) for graph in graphs)
+        signal = torch.randn(count, 3, generator=stream(1, "block"), dtype=torch.float64)
+        names, values = zip(*model.named_parameters(), strict=True)
+        sent = dict(zip(names, torch.autograd.grad(model(self.images), values, signal), strict=True))
+        self.network = NetworkGraph(graphs[0], graphs[1], sent)  # type: ignore[arg-type]
+        whole = Propagation(self.network)
+        whole.set_value(Ref(IMAGE), self.images)
+        assert self.network.graph.returned is not None
+        whole.set_signal(self.network.graph.returned, signal)
+        self.whole = whole
+        self.layers = {layer.name: number for number, layer in self.network.layers.items()}
+        self.start = self.network.layer_input(self.layers["one.weight"])
+        self.true = whole.value(self.start)
+        self.known = Propagation(self.network)
+        self.known.set_signal(self.network.graph.returned, signal)
+        for number in self.network.activations:
+            if number > self.start.node:
+                self.known.set_value(Ref(number), whole.value(Ref(number)))
+
+    def outputs(self) -> OutputEquations | None:
+        return find_output_equations(self.known, self.start, self.true.shape)
+
+
+@pytest.mark.parametrize("slope", [0.0, 0.1])
+def test_the_true_tensor_answers_them_and_each_open_output_is_one(slope: float) -> None:
+    world = World(2, slope)
+    outputs = world.outputs()
+    assert outputs is not None
+    for made, wanted in zip(outputs.push(world.true), outputs.right_side(), strict=True):
+        assert torch.allclose(made, wanted, atol=1e-10)
+    inner, upper = (world.whole.value(Ref(n)) for n in world.network.activations if n > world.start.node)
+    assert outputs.count == int((upper > 0).sum()) + (inner.numel() if slope else int((inner > 0).sum()))
+    draw = torch.randn(world.true.shape, generator=stream(2, "block"), dtype=torch.float64)
+    seen = outputs.push(draw)
+    assert sum(float((s * s).sum()) for s in seen) == pytest.approx(float((draw * outputs.pull(seen)).sum()))
+
+
+def test_outputs_say_nothing_where_something_else_flows_in_unknown() -> None:
+    world = World(1)
+    inner, upper = (Ref(n) for n in world.network.activations if n > world.start.node)
+    del world.known.values[inner]
+    assert world.outputs() is None
+    world.known.set_value(inner, world.whole.value(inner))
+    del world.known.values[upper]
+    outputs = world.outputs()
+    assert outputs is not None
+    assert outputs.count == int((world.whole.value(inner) > 0).sum())
+
+
+def test_with_them_a_batch_comes_back_that_gradients_leave_open() -> None:
+    """80 numbers of each parity have 64 equations, or 128 between rows and columns; one bit of the signals is wrong."""
+    world = World(5)
+    users = [world.layers[name] for name in ("one.weight", "short.weight")]
+    signals = [world.known.layer_signal(number) for number in users]
+    assert solve_input(signals) is None
+    bits = signals[0].bits
+    assert bits is not None
+    right = bits.clone()
+    bits[0, 3, 1, 1] ^= True
+    again = [KnownSignal(s.layer, s.signal, s.bits, s.slope) for s in signals]
+    solved = solve_input(again, world.outputs())
+    assert solved is not None
+    assert float((solved.values - world.true).norm() / world.true.norm()) < 1e-4
+    assert again[0].bits is not None
+    assert torch.equal(again[0].bits, right)
