@@ -28,6 +28,7 @@ from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
+from attacks.update.returned_buffers import predict_buffers
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
@@ -49,6 +50,9 @@ ERROR_FACTOR = 3.0
 COMPUTED_SPACINGS, MIN_RELATIVE_ERROR = 64.0, 1e-9
 """What a gradient may be off by for the order its sums were taken in, in units of its type's spacing after 1, and at
 least what is asked of no attack."""
+CANCELED_SPACINGS = 8.0
+"""Likewise of biases in training mode, in units of the whole update's size: batch normalization takes them off, so that
+what flows back into them sums to nothing but rounding."""
 BRIGHTNESS_CHANGE = 0.02
 """A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
 PARTIAL_TOLERANCE = 0.1
@@ -78,6 +82,8 @@ def confirm(view: ServerView, result: Result) -> Result:
         reason = LABELS_UNTRIED
     elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
+    elif answer is None and explains_statistics(view, result) is False:
+        reason = STATISTICS_CONTRADICTED
     elif unstated:
         reason = RULE_UNKNOWN
     elif (sized := explains_size(view, result)) is False:
@@ -105,6 +111,10 @@ RULE_UNKNOWN = (
     "state it (method, --method) to rely on that"
 )
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
+STATISTICS_CONTRADICTED = (
+    "not confirmed: the update does not tell how bright the picture is, and the statistics of batch normalization that "
+    "came back are not those of the picture"
+)
 SIZE_CONTRADICTED = (
     "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
     "how bright it is; check the step size and the optimizer"
@@ -152,6 +162,31 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     """
     asked = None if view.private else _comparison(view, result)
     return None if asked is None else _most_favorable(asked.check.has_stated_size(*guess) for guess in asked.guesses)
+
+
+def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None:
+    """Return whether the buffers that came back are those after a step on the result's images.
+
+    It is None if none came back, or one step on the images can't be taken.
+
+    It is asked where the update does not tell how bright images are: batch normalization in training mode takes that
+    off, but its running statistics have it.
+    """
+    images = result.inputs
+    kept = {name: dense(value).double() for name, value in (view.buffers_after or {}).items()}
+    if not kept or images is None or len(images) != view.batch_size or view.private or not can_replay(view):
+        return None
+    made = predict_buffers(view, images.double())
+    squares = dict.fromkeys(made, 0.0)
+    for number in range(BLUR_DRAWS):
+        noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64).to(images.device)
+        for name, value in predict_buffers(view, images.double() + MAX_PIXEL_ERROR * noise).items():
+            squares[name] += float((value - made[name]).square().sum()) / BLUR_DRAWS
+    eps = COMPUTED_SPACINGS * torch.finfo(view.dtype).eps
+    return all(
+        float((kept[name] - value).norm()) <= eps * float(value.norm()) + ERROR_FACTOR * math.sqrt(squares[name])
+        for name, value in made.items()
+    )
 
 
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
@@ -284,9 +319,11 @@ class _UpdateComparison:
         """How long a tensor's error may be for being the difference of two models, and for having been computed."""
         eps = torch.finfo(self.view.dtype).eps
         sizes = {name: float(value.norm()) for name, value in self.observed.items()}
-        nothing = eps * 1e-3 * math.hypot(*sizes.values())
+        whole = eps * math.hypot(*sizes.values())
         computed = max(COMPUTED_SPACINGS * eps, MIN_RELATIVE_ERROR)
-        return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing) for n, size in sizes.items()}
+        canceling = {n for n, value in self.observed.items() if value.ndim == 1 and self.view.method.train_mode}
+        nothing = {n: (CANCELED_SPACINGS if n in canceling else 1e-3) * whole for n in sizes}
+        return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing[n]) for n, size in sizes.items()}
 
     def is_explained(self, images: Tensor, labels: Tensor) -> bool | None:
         """Return whether these images make the update, and it tells how bright they are.

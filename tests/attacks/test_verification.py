@@ -324,3 +324,16 @@ def test_a_label_that_was_not_tried_contradicts_nothing(features: bool) -> None:
     result = confirm(view, Reconstruction(inputs=image(1), labels=torch.tensor([classes - 1]), verified=True))
     assert isinstance(result, Reconstruction)
     assert result.verified is False
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_in_training_mode_the_buffers_that_came_back_tell_how_bright_pictures_are(count: int) -> None:
+    layers = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+    model = chains.initialized(nn.Sequential(*layers)).float().train()
+    images, labels = torch.cat([image(number) for number in range(count)]), torch.arange(count)
+    view, _ = from_batch(model, images, labels)
+    for factor, sure in ((1.0, True), (0.98, None), (0.7, None)):
+        result = confirm(view, Reconstruction(inputs=factor * images, labels=labels, verified=True))
+        assert isinstance(result, Reconstruction)
+        assert result.verified is sure, factor
+        assert ("came back" in result.note) is not bool(sure)

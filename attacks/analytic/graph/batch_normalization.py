@@ -8,16 +8,15 @@ on a batch of noise.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.network.layer_chain import load_sent_weights
 from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref
+from attacks.update.returned_buffers import predict_buffers
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
@@ -226,27 +225,13 @@ def read_statistics(view: ServerView, images: Tensor) -> BatchStatistics:
         images: noise, as many as the client has images.
     """
     assert view.buffers_after is not None
-    model = load_sent_weights(copy.deepcopy(view.client.task.model).to(images.device, images.dtype), view)
-    before = {n: b.clone() for n, b in model.named_buffers() if b.is_floating_point() and n in view.buffers_after}
-    after = _buffers_after(model, images, before, 0.0)
-    raised = _buffers_after(model, images, before, 1.0)
+    after, raised = (predict_buffers(view, images, more) for more in (0.0, 1.0))
     of_noise, of_client = [], []
-    for name, old in before.items():
-        kept = (raised[name] - after[name]).mean()
+    for name, moved in after.items():
+        kept = (raised[name] - moved).mean()
         if not 0 <= float(kept) < 1:
             continue
-        sent = dense(view.buffers_after[name]).to(old)
-        of_noise.append((after[name] - kept * old) / (1 - kept))
+        old, sent = (dense(buffers[name]).to(moved) for buffers in (view.buffers, view.buffers_after))
+        of_noise.append((moved - kept * old) / (1 - kept))
         of_client.append((sent - kept * old) / (1 - kept))
     return BatchStatistics(tuple(of_noise), tuple(of_client))
-
-
-def _buffers_after(model: nn.Module, images: Tensor, before: Mapping[str, Tensor], more: float) -> dict[str, Tensor]:
-    """Return buffers after one batch, that were larger by `more` before."""
-    model = copy.deepcopy(model)
-    for name, buffer in model.named_buffers():
-        if name in before:
-            buffer.copy_(before[name] + more)
-    with torch.no_grad():
-        model(images)
-    return {name: buffer for name, buffer in model.named_buffers() if name in before}

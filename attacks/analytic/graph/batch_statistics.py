@@ -25,7 +25,7 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
 from attacks.analytic.graph.layer_equations import LayerEquations
-from attacks.analytic.graph.shift_structure import columns_by_position
+from attacks.analytic.graph.shift_structure import columns_by_position, rank_gap
 from attacks.analytic.graph.unmixing import unmix_sparse
 
 ZERO_MARGIN = 5.0
@@ -231,7 +231,7 @@ def find_centered_columns(gradient: Tensor, size: tuple[int, int], images: int) 
     row, column = gradient.shape[2] // 2, gradient.shape[3] // 2
     near = gradient[:, :, row - 1 : row + 2, column - 1 : column + 2].permute(2, 3, 0, 1)  # G_d, |d| <= 1
     left_basis, sizes, right_basis = torch.linalg.svd(near.reshape(-1, inputs), full_matrices=False)
-    gap = float(sizes[n - 1] / sizes[n].clamp_min(1e-300)) if n < len(sizes) else float("inf")
+    gap = rank_gap(sizes, n)
     moved = (left_basis[:, :n] * sizes[:n]).reshape(3, 3, channels, n)  # dz S_d A^-1 for an unknown A
     u, s, v = torch.linalg.svd(moved[1, 1], full_matrices=False)
     shifts = _Shifts((v[: n - 1].mT / s[: n - 1]) @ u[:, : n - 1].mT @ moved, v[n - 1])

@@ -9,7 +9,7 @@ solved by shifts, from nothing. `residual_blocks` reads blocks off a traced netw
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -78,31 +78,16 @@ class NormalizedBlock:
 
 
 @dataclass(frozen=True)
-class SolvedValues:
-    """What convolutions take.
-
-    Attributes:
-        values: (B, K, H, W), zeros set.
-        residual: of the gradients' equations, relative.
-        unexplained: channels whose equations were left out in the end, since they do not fit.
-    """
-
-    values: Tensor
-    residual: float
-    unexplained: int
-
-
-@dataclass(frozen=True)
 class BlockFeatures:
-    """Features of one block, images in the same order in all.
+    """Features of one block, images in the same order in all, zeros set.
 
     Attributes:
-        hidden: h (B, C, h, w), the input of the second convolution.
-        inputs: x (B, K, H, W), the block's input; None where the descent ended at `hidden`.
+        hidden: h, the input of the second convolution.
+        inputs: x, the block's input; None where the descent ended at `hidden`.
     """
 
-    hidden: SolvedValues
-    inputs: SolvedValues | None = None
+    hidden: SolvedInputs
+    inputs: SolvedInputs | None = None
 
 
 @dataclass(frozen=True)
@@ -143,13 +128,13 @@ def descend_blocks(blocks: Sequence[NormalizedBlock]) -> Descent:
         try:
             inputs, above = _solve_first(block, hidden.inputs, signal, above)
         except UnsolvedError as error:
-            return Descent((*found, BlockFeatures(_as_values(hidden))), str(error))
-        found.append(BlockFeatures(_as_values(hidden), _as_values(inputs)))
+            return Descent((*found, BlockFeatures(_with_zeros(hidden))), str(error))
+        found.append(BlockFeatures(_with_zeros(hidden), _with_zeros(inputs)))
     return Descent(tuple(found))
 
 
-def _as_values(solved: SolvedInputs) -> SolvedValues:
-    return SolvedValues(set_zeros(solved.inputs), solved.residual, solved.left_out)
+def _with_zeros(solved: SolvedInputs) -> SolvedInputs:
+    return replace(solved, inputs=set_zeros(solved.inputs))
 
 
 def _solve_second(layer: NormalizedConvolution, above: _Above | None) -> tuple[SolvedInputs, Tensor]:

@@ -43,6 +43,11 @@ class SignalColumns:
     weakest: float
 
 
+def rank_gap(sizes: Tensor, rank: int) -> float:
+    """Return the last of `rank` singular values that count over the next one; infinite where there is none."""
+    return float(sizes[rank - 1] / sizes[rank].clamp_min(1e-300)) if rank < len(sizes) else float("inf")
+
+
 def count_images(gradient: Tensor, positions: int, most: int) -> int | None:
     """Return how many distinct images a convolution's gradient is made of, or None where its rank does not tell.
 
@@ -52,8 +57,7 @@ def count_images(gradient: Tensor, positions: int, most: int) -> int | None:
         most: images that there can be. Equal ones count once: the signals of two equal images are one column.
     """
     sizes = torch.linalg.svdvals(gradient.flatten(1))
-    ratios = {b: float(sizes[b * positions - 1] / sizes[b * positions].clamp_min(1e-300))
-              for b in range(1, most + 1) if b * positions < len(sizes)}  # fmt: skip
+    ratios = {b: rank_gap(sizes, b * positions) for b in range(1, most + 1) if b * positions < len(sizes)}
     best = max(ratios, key=lambda b: ratios[b], default=None)
     if best is not None and ratios[best] >= MIN_GAP:
         return best
@@ -70,7 +74,7 @@ def find_signal_columns(gradient: Tensor, size: tuple[int, int], images: int) ->
     """
     rank = images * size[0] * size[1]
     basis, sizes, _ = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
-    gap = float(sizes[rank - 1] / sizes[rank].clamp_min(1e-300)) if rank < len(sizes) else float("inf")
+    gap = rank_gap(sizes, rank)
     basis = basis[:, :rank]
     reduced = torch.einsum("cr,ckij->ijrk", basis, gradient)  # U^T D_d
     row, column = gradient.shape[2] // 2, gradient.shape[3] // 2

@@ -80,7 +80,7 @@ def _solved_tensors(chain: BlockChain, descent: Descent) -> list[SolvedTensor]:
         block = traced.block
         tensors = [(traced.hidden, features.hidden, block.second), (traced.taken, features.inputs, block.first)]
         found += [
-            SolvedTensor(ref, solved.values, solved.residual, True, (layer.name,))
+            SolvedTensor(ref, solved.inputs, solved.residual, True, (layer.name,))
             for ref, solved, layer in tensors
             if solved is not None
         ]

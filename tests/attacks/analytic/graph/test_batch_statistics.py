@@ -280,7 +280,7 @@ def test_blocks_give_their_inputs(images: int, single: bool) -> None:
         true = victim.inputs[f"blocks.{i}.conv1"]
         assert features.inputs is not None
         assert features.inputs.residual < 1e-3
-        assert off(features.inputs.values, in_order(features.inputs.values, true)) < (1e-3 if single else 1e-6)
+        assert off(features.inputs.inputs, in_order(features.inputs.inputs, true)) < (1e-3 if single else 1e-6)
 
 
 def test_the_descent_ends_where_equations_are_too_few_and_counts_them() -> None:
