@@ -12,6 +12,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
     SolvedPictures,
     as_target,
+    feature_noise,
     paths_around_activations,
     search_pictures,
 )
@@ -22,6 +23,8 @@ from attacks.result import NotApplicable
 
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
+MAX_NOISE_RATIO = 10.0
+"""By how much features may be off, relative to the most precise ones and to rounding, to count among these."""
 
 
 def solve_in_evaluation_mode(
@@ -58,11 +61,13 @@ def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor], dtype: 
 
 
 def _choose_targets(solver: GraphSolver) -> list[SolvedTensor]:
-    """Return the solved tensors nearest to the picture, as many as there must be numbers."""
+    """Return the solved tensors nearest to the picture, as many as there must be precise numbers."""
     pixels = solver.network.graph.image.numel()
     chosen: list[SolvedTensor] = []
+    precise = MAX_NOISE_RATIO * min(feature_noise(tensor) for tensor in solver.solved)
     for tensor in sorted(solver.solved, key=lambda solved: solved.ref.node):
-        if chosen and sum(int((t.values != 0).sum()) for t in chosen) >= NUMBERS_PER_PIXEL * pixels:
+        numbers = sum(int((t.values != 0).sum()) for t in chosen if feature_noise(t) <= precise)
+        if numbers >= NUMBERS_PER_PIXEL * pixels:
             break
         chosen.append(tensor)
     return chosen

@@ -51,8 +51,8 @@ from fl.seeds import stream
 
 GRAY = 0.5
 """Around what a search starts: the middle of the pixels' range."""
-NEAR, NUDGE = 1e-3, 0.02
-"""Residual below which an image that got stuck is near, and the standard deviation of what moves it from there."""
+NEAR, NUDGE = 30.0, 0.02
+"""Multiple of the noise below which an image that got stuck is near, and the standard deviation of what moves it."""
 SETTLED = 0.01
 """Share by which a near image's residual changes, at most, where it has come back to the same minimum."""
 PROBES = 16
@@ -180,7 +180,7 @@ def invert_features(
             break
         if coupled_residual is not None:
             waiting = torch.ones_like(waiting)
-        near, draw = best.residual < NEAR, noise()
+        near, draw = best.residual < NEAR * problem.noise, noise()
         origin = torch.where(_over(near, draw), best.images + NUDGE * draw, GRAY + settings.start_noise * draw)
         again = _Search(problem.select(waiting), settings, origin[waiting], began).run()
         back = again.residual > (1 - SETTLED) * best.residual[waiting]

@@ -18,6 +18,9 @@ from attacks.network.operation_trace import Ref
 MIN_OPEN = 1e-4
 """Share of the largest output of an activation above which it was open for certain."""
 
+MAX_WRONG = 0.01
+"""Share of equations that are left out of a misfit."""
+
 
 @dataclass(frozen=True)
 class _Output:
@@ -92,6 +95,14 @@ class OutputEquations:
             w * out.wanted.where(out.known, 0.0) - at.detach()
             for out, w, at in zip(self.outputs, self._weights, self._offset, strict=True)
         ]
+
+    def misfit(self, x: Tensor) -> float:
+        """Return the share of the right side that x leaves, without the worst equations, whose bits may be wrong."""
+        known = [out.known for out in self.outputs]
+        right = torch.cat([t[k] for t, k in zip(self.right_side(), known, strict=True)])
+        left = right - torch.cat([now[k] for now, k in zip(self.push(x), known, strict=True)])
+        best = left.abs().argsort()[: max(1, round((1 - MAX_WRONG) * len(left)))]
+        return float(left[best].norm() / right[best].norm().clamp_min(1e-300))
 
 
 def find_output_equations(known: Propagation, start: Ref, shape: torch.Size) -> OutputEquations | None:

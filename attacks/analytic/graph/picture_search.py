@@ -18,8 +18,9 @@ MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
 MAX_SEARCH_SECONDS, SMALL_PICTURE = 30.0, 3072
 """CPU seconds after which no search for pictures goes on, for each one of so many numbers (32 by 32 pixels)."""
-DOUBTFUL_VALUE = 1e-4
-"""Share of the largest feature below which one that is not zero may be a closed activation's, and is not compared."""
+DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
+"""Share of the largest feature, and multiple of the features' noise, below which one that is not zero may be a closed
+activation's, and is not compared."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +85,19 @@ def _rectifier(network: NetworkGraph, ref: Ref) -> int | None:
     return number if activation is not None and activation.slope == 0 else None
 
 
+def feature_noise(target: SolvedTensor) -> float:
+    """Return by which share of themselves solved features may be off."""
+    return max(target.misfit, MIN_FEATURE_NOISE)
+
+
 def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
     """Return a solved tensor as features to be met."""
-    small = DOUBTFUL_VALUE * target.values.abs().max()
+    small = max(DOUBTFUL_VALUE, DOUBTFUL_NOISE * target.misfit) * target.values.abs().max()
     return FeatureTarget(
         target.values,
         known=(target.values == 0) | (target.values.abs() > small),
-        noise=max(target.misfit, MIN_FEATURE_NOISE),
+        weight=MIN_FEATURE_NOISE / feature_noise(target),
+        noise=feature_noise(target),
         rectified=_rectifier(network, target.ref) is not None,
         unknown_scale=not target.scaled,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class SolvedTensor:
     Attributes:
         ref: the tensor.
         values: (n, ...).
-        misfit: share of the gradient unexplained.
+        misfit: share of the gradient, or of known outputs above, that it leaves unexplained.
         scaled: whether its size is known, rather than up to a factor for each image.
         by: names of the layers whose equations gave it.
     """
@@ -228,7 +228,21 @@ class GraphSolver:
         elif (reason := _doubt(solved)) is not None:
             self.ends[name] = reason
             return None, signals
-        return solved, signals
+        return (solved if solved is None else self._check_by_outputs(ref, solved, name)), signals
+
+    def _check_by_outputs(self, ref: Ref, solved: SolvedInput, name: str) -> SolvedInput | None:
+        """Return an input with what it misses of known outputs above, None if that is too much.
+
+        Where equations of the gradient are hardly more than unknowns, an input may explain them and still be wrong.
+        """
+        if not self.scaled:
+            return solved
+        others = find_output_equations(self.known, ref, solved.values.shape)
+        missed = 0.0 if others is None else others.misfit(solved.values)
+        if missed > MAX_MISFIT:
+            self.ends[name] = f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
+            return None
+        return replace(solved, misfit=max(solved.misfit, missed))
 
     def _askable_users(self, ref: Ref) -> list[int]:
         """Return the layers that take a tensor, as far as the signals at their outputs are known."""

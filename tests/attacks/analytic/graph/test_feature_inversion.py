@@ -158,13 +158,9 @@ def test_an_image_with_features_of_no_image_near_is_left_alone_at_its_minimum() 
     layers, images = network(), pictures()
     features = layers(images)
     features = features + 3e-4 * features.std() * torch.randn(features.shape, generator=stream(3, "noise")).double()
+    target = FeatureTarget(features, noise=3e-5)
     once, again = (
-        invert_features(
-            lambda z: [layers(z)],
-            [FeatureTarget(features, noise=1e-8)],
-            PIXELS,
-            settings=InversionSettings(restarts=restarts),
-        )
+        invert_features(lambda z: [layers(z)], [target], PIXELS, settings=InversionSettings(restarts=restarts))
         for restarts in (0, 8)
     )
     assert not bool(again.converged.any())

@@ -102,3 +102,19 @@ def test_with_them_a_batch_comes_back_that_gradients_leave_open() -> None:
     assert float((solved.values - world.true).norm() / world.true.norm()) < 1e-4
     assert again[0].bits is not None
     assert torch.equal(again[0].bits, right)
+
+
+def test_a_wrong_tensor_misses_them_but_a_wrong_bit_alone_does_not_count() -> None:
+    world = World(2)
+    outputs = world.outputs()
+    assert outputs is not None
+    assert outputs.misfit(world.true) < 1e-10
+    assert outputs.misfit(1.1 * world.true) > 1e-2
+    above = next(ref for ref in world.known.values if ref.node > world.start.node)
+    turned = world.known.values[above].clone()
+    closed = (turned == 0).nonzero()[0].tolist()
+    turned[tuple(closed)] = turned.max()
+    world.known.set_value(above, turned)
+    outputs = world.outputs()
+    assert outputs is not None
+    assert outputs.misfit(world.true) < 1e-10
