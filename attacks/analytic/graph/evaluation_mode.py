@@ -16,6 +16,7 @@ from attacks.analytic.graph.picture_search import (
     paths_around_activations,
     search_pictures,
 )
+from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
 from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
@@ -42,6 +43,10 @@ def solve_in_evaluation_mode(
     solver.run()
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
+    stem = read_pooled_stem(solver)
+    if stem is not None:
+        found = invert_pooled_stem(stem, (count, *shape))
+        return SolvedPictures(found, stem.target, _explain_end(solver))
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)

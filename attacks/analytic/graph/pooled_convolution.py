@@ -12,24 +12,27 @@ Both are linear in x once it is known which position each open window (t > 0) pa
 with u_q = t can be the maximum of a window. Windows that overlap and show the same number passed on the same position:
 they make one *group*, whose position lies in all its windows. That leaves three or four candidates of nine.
 
-**Search** by annealing (expectation maximization under a falling standard deviation sigma of z):
+**Search** by annealing, under a falling standard deviation sigma of z:
 
-- E: a candidate of a group is the position with probability q proportional to N(t; z, sigma^2) / Phi((t - z) / sigma):
-  it is t, and all others are below.
-- M: conjugate gradients on the normal equations of (1) at the candidates, weighted by q / sigma^2; of z <= u where it
-  is violated; of (2) with expected patches, each filter with a variance of its own that holds what it misses and what
-  its undecided groups scatter; and of a prior on differences of neighboring pixels, weak for what all color channels
-  share and strong for what sets them apart.
+- A candidate of a group is the position with probability q proportional to N(t; z, sigma^2) / Phi((t - z) / sigma): it
+  is t, and all others are below.
+- A step of Gauss and Newton, by conjugate gradients: on (1) at the candidates, weighted by q / sigma^2; on z <= u where
+  it is violated; on (2) with expected patches, each filter with a variance of its own, that of what it misses; and on a
+  prior. q hangs on x by way of z, and the step takes that into account: so (2) moves the positions, too, and not only
+  the pixels below positions that (1) has chosen. Without that term (2) stays a tenth unexplained.
+- The prior is one of few edges: differences of neighboring pixels are Student-distributed, as weighted squares that
+  are weighed anew at every step. It is weak for what all channels share and strong for what sets them apart.
 
-The counts decide how far it comes. At 64 pixels groups and (2) are about 1.3 times as many equations as pixels, at 224
-pixels six tenths; the rest is said by inequalities and the prior.
+Products take float32, what is left of the equations float64 (iterative refinement).
 
-No attack calls this module so far.
+The counts decide how far it comes. At 64 pixels groups and (2) are half as many again as there are pixels, at 224
+pixels six tenths of them; the rest is said by inequalities and the prior.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +41,16 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 
 FIRST_SIGMA = 0.3
 """First standard deviation of z, in standard deviations of t."""
+SMALL_SIGMA = 3e-3
+"""Standard deviation of z, likewise, below which it falls faster."""
+SMALL_CHANGE = 1e-8
+"""Share of the input that a step changes where the search ends."""
+EDGE_FREEDOM = 2.0
+"""Degrees of freedom of the differences of neighboring pixels: few, so that edges cost little."""
+MIN_GRADIENT_MISS = 1e-7
+"""Share of the gradient that each filter is taken to miss at least."""
+SMALL_STEP_LEFT = 1e-6
+"""Share of the first squared residual at which conjugate gradients end."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +60,29 @@ class PooledConvolution:
     Attributes:
         weight: (C, I, k, k), of the convolution with all that is affine behind it, such as a batch norm.
         bias: (C,), likewise.
-        stride: of the convolution.
+        stride: of the convolution, rows and columns as in all that follows.
         padding: zeros around the input.
-        window: side of a pooling window.
+        window: sides of a pooling window.
         pool_stride: between windows.
         pool_padding: positions around z that never pass.
     """
 
     weight: Tensor
     bias: Tensor
-    stride: int
-    padding: int
-    window: int
-    pool_stride: int
-    pool_padding: int
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    window: tuple[int, int]
+    pool_stride: tuple[int, int]
+    pool_padding: tuple[int, int]
 
     def outputs(self, images: Tensor) -> Tensor:
         """Return z."""
         return functional.conv2d(images, self.weight, self.bias, self.stride, self.padding)
 
-    def linear(self, images: Tensor) -> Tensor:
-        """Return z without the bias."""
-        return functional.conv2d(images, self.weight, None, self.stride, self.padding)
+    def linear(self, images: Tensor, weight: Tensor | None = None) -> Tensor:
+        """Return z without the bias, by these weights or others."""
+        weight = self.weight if weight is None else weight
+        return functional.conv2d(images, weight, None, self.stride, self.padding)
 
     def transposed(self, outputs: Tensor, images: Tensor, weight: Tensor | None = None) -> Tensor:
         """Return what a tensor shaped like z is in the input's space, by these weights or others."""
@@ -78,6 +92,10 @@ class PooledConvolution:
     def gradient(self, images: Tensor, signal: Tensor) -> Tensor:
         """Return dL/dW where `signal` flows back into z."""
         return conv2d_weight(images, self.weight.shape, signal, self.stride, self.padding)
+
+    def to(self, dtype: torch.dtype) -> PooledConvolution:
+        """Return the layer in another precision."""
+        return replace(self, weight=self.weight.to(dtype), bias=self.bias.to(dtype))
 
 
 @dataclass(frozen=True)
@@ -102,18 +120,22 @@ class AnnealingSettings:
     """How the search goes.
 
     Attributes:
-        roughness: typical difference of neighboring pixels in what all channels share, in the input's units.
+        roughness: scale of differences of neighboring pixels in what all channels share, in the input's units.
         color_roughness: of what sets the channels apart.
-        steps: of expectation and maximization.
+        steps: of Gauss and Newton, at most.
         decay: of sigma, a step.
+        final_decay: of sigma below `SMALL_SIGMA`, where most positions are decided.
         inner_iterations: of conjugate gradients a step.
+        precision: of the products; float32 is twice as fast.
     """
 
-    roughness: float = 0.08
-    color_roughness: float = 0.02
-    steps: int = 150
-    decay: float = 0.97
-    inner_iterations: int = 30
+    roughness: float = 0.1
+    color_roughness: float = 0.03
+    steps: int = 115
+    decay: float = 0.93
+    final_decay: float = 0.8
+    inner_iterations: int = 40
+    precision: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
@@ -139,6 +161,10 @@ class Candidates:
     def sums(self, values: Tensor) -> Tensor:
         """Return the sum of each group's candidates."""
         return values.new_zeros(self.groups, *values.shape[1:]).index_add_(0, self.group, values)
+
+    def placed(self, values: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor shaped like z with each candidate's value at its position."""
+        return values.new_zeros(like.numel()).index_add_(0, self.position, values).reshape(like.shape)
 
 
 def candidate_positions(layer: PooledConvolution, known: PooledObservation, outputs: torch.Size) -> Candidates:
@@ -201,67 +227,131 @@ def invert_pooled_convolution(
     images = start
     candidates = candidate_positions(layer, known, layer.outputs(images).shape)
     spread = float(known.pooled.std())
-    sigma, variance = FIRST_SIGMA * spread, known.gradient.square().mean((1, 2, 3)).mean().expand(len(layer.weight))
+    sigma = FIRST_SIGMA * spread
     for step in range(settings.steps):
-        probability = _probabilities(layer.outputs(images).flatten()[candidates.position], candidates, sigma)
-        if step:
-            variance = _variances(layer, known, candidates, images, probability)
-        system = _System(layer, known, candidates, settings, _Weighting(probability, sigma, variance), images)
-        images = images + system.solve(images, settings.inner_iterations)
-        z = layer.outputs(images).flatten()[candidates.position]
-        misfit = float(((z - candidates.target).abs() * probability).sum()) / max(1, candidates.groups)
-        if sigma > misfit / 2:
-            sigma = max(settings.decay * sigma, known.noise * spread)
+        system = _System(layer, known, candidates, settings, images, sigma, first=step == 0)
+        change = system.solve()
+        images = images + change
+        if sigma <= known.noise * spread and float(change.norm()) <= SMALL_CHANGE * float(images.norm()):
+            break
+        decay = settings.decay if sigma > SMALL_SIGMA * spread else settings.final_decay
+        sigma = max(decay * sigma, known.noise * spread)
     return images
 
 
-def _probabilities(z: Tensor, candidates: Candidates, sigma: float) -> Tensor:
-    """Return how likely each candidate is the one its group passed on, from z at the candidates: step E."""
+def measure_misfit(layer: PooledConvolution, known: PooledObservation, images: Tensor) -> float:
+    """Return what images leave of pooled outputs and gradient, the root mean square of both, relative.
+
+    Args:
+        layer: the convolution and its pooling.
+        known: what is known of it.
+        images: the layer's input, (B, I, H, W).
+    """
+    z = layer.outputs(images)
+    pooled, places = functional.max_pool2d(z, layer.window, layer.pool_stride, layer.pool_padding, return_indices=True)
+    passed = torch.zeros_like(z).flatten(2)
+    passed.scatter_add_(2, places.flatten(2), (known.signal * (pooled > 0)).flatten(2))
+    gradient = layer.gradient(images, passed.reshape(z.shape))
+    missed = float((pooled.relu() - known.pooled).norm() / known.pooled.norm())
+    return math.hypot(missed, float((gradient - known.gradient).norm() / known.gradient.norm())) / math.sqrt(2)
+
+
+def _probabilities(z: Tensor, candidates: Candidates, sigma: float) -> tuple[Tensor, Tensor]:
+    """Return how likely each candidate is the one its group passed on, from z at the candidates.
+
+    Also returned is the derivative of the logarithm by z, before it is made to sum to one.
+    """
     deviation = (candidates.target - z) / sigma
-    score = -deviation.square() / 2 - torch.special.log_ndtr(deviation)
+    log_below = torch.special.log_ndtr(deviation)
+    score = -deviation.square() / 2 - log_below
+    slope = (deviation + torch.exp(-deviation.square() / 2 - math.log(2 * math.pi) / 2 - log_below)) / sigma
     top = score.new_full((candidates.groups,), -torch.inf).scatter_reduce(0, candidates.group, score, "amax")
     weight = (score - top[candidates.group]).exp()
-    return weight / candidates.sums(weight)[candidates.group]
-
-
-def _signal(candidates: Candidates, probability: Tensor, like: Tensor) -> Tensor:
-    """Return what is expected to flow back into z, shaped like `like`."""
-    flat = like.new_zeros(like.numel()).index_add_(0, candidates.position, probability * candidates.signal)
-    return flat.reshape(like.shape)
-
-
-def _variances(
-    layer: PooledConvolution, known: PooledObservation, candidates: Candidates, images: Tensor, probability: Tensor
-) -> Tensor:
-    """Return the variance of each filter's gradient equations: what they miss, and what undecided groups scatter."""
-    shape = candidates.bound.shape
-    channels, size = shape[1], shape[2] * shape[3]
-    side = layer.weight.shape[-1]
-    patches = functional.unfold(images, side, padding=layer.padding, stride=layer.stride)  # (B, I k k, H W)
-    image, place = candidates.position // (channels * size), candidates.position % size
-    channel = candidates.position // size % channels
-    seen = patches[image, :, place]
-    mean = candidates.sums(probability[:, None] * seen)
-    scatter = probability * candidates.signal.square() * (seen - mean[candidates.group]).square().sum(1)
-    scatter = torch.zeros_like(layer.bias).index_add_(0, channel, scatter) / seen.shape[1]
-    missed = known.gradient - layer.gradient(images, _signal(candidates, probability, candidates.bound))
-    floor = 1e-14 * known.gradient.square().mean()
-    return (missed.square().mean((1, 2, 3)) + scatter).clamp_min(float(floor))
+    return weight / candidates.sums(weight)[candidates.group], slope
 
 
 @dataclass(frozen=True)
-class _Weighting:
-    """How much each equation of a step counts.
+class _Derivative:
+    """The derivative of z and of the expected gradient (2) by the input, at one point.
 
     Attributes:
+        layer: the convolution and its pooling.
+        candidates: of its groups.
         probability: of each candidate.
-        sigma: standard deviation of z.
-        variance: of each filter's gradient equations.
+        slope: of the logarithm of that by z.
+        signal: what is expected to flow back into z.
+        images: the point.
     """
 
+    layer: PooledConvolution
+    candidates: Candidates
     probability: Tensor
-    sigma: float
-    variance: Tensor
+    slope: Tensor
+    signal: Tensor
+    images: Tensor
+
+    def to(self, dtype: torch.dtype) -> _Derivative:
+        """Return it in another precision."""
+        candidates = replace(self.candidates, signal=self.candidates.signal.to(dtype))
+        parts = (t.to(dtype) for t in (self.probability, self.slope, self.signal, self.images))
+        return _Derivative(self.layer.to(dtype), candidates, *parts)
+
+    def push(self, direction: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how z and the expected gradient change."""
+        own = self.candidates
+        outputs = self.layer.linear(direction)
+        rate = self.slope * outputs.flatten()[own.position]
+        change = self.probability * (rate - own.sums(self.probability * rate)[own.group])
+        moved = own.placed(change * own.signal, outputs)
+        return outputs, self.layer.gradient(direction, self.signal) + self.layer.gradient(self.images, moved)
+
+    def pull(self, outputs: Tensor, gradient: Tensor) -> Tensor:
+        """Return the transpose's product with weights of z and of the gradient."""
+        own = self.candidates
+        seen = self.layer.linear(self.images, gradient).flatten()[own.position] * own.signal
+        change = self.slope * self.probability * (seen - own.sums(self.probability * seen)[own.group])
+        through_outputs = self.layer.transposed(outputs + own.placed(change, outputs), self.images)
+        return through_outputs + self.layer.transposed(self.signal, self.images, gradient)
+
+
+@dataclass(frozen=True)
+class _EdgePrior:
+    """Weighted squares of the differences of neighboring pixels.
+
+    Attributes:
+        precision: (I, I), of a difference's channels.
+        down: (B, 1, H - 1, W), the weight of each difference of rows.
+        right: (B, 1, H, W - 1), of columns.
+    """
+
+    precision: Tensor
+    down: Tensor
+    right: Tensor
+
+    @classmethod
+    def of(cls, images: Tensor, settings: AnnealingSettings) -> _EdgePrior:
+        """Return the prior that stands for Student's distribution at these images."""
+        number = images.shape[1]
+        shared = images.new_full((number, number), 1 / number)
+        apart = torch.eye(number, dtype=images.dtype, device=images.device) - shared
+        precision = shared / settings.roughness**2 + apart / settings.color_roughness**2
+
+        def weight(differences: Tensor) -> Tensor:
+            size = (torch.einsum("ij,bjhw->bihw", precision, differences) * differences).sum(1, keepdim=True) / number
+            return (EDGE_FREEDOM + 1) / (EDGE_FREEDOM + size)
+
+        return cls(precision, weight(images.diff(dim=2)), weight(images.diff(dim=3)))
+
+    def to(self, dtype: torch.dtype) -> _EdgePrior:
+        """Return it in another precision."""
+        return _EdgePrior(self.precision.to(dtype), self.down.to(dtype), self.right.to(dtype))
+
+    def apply(self, images: Tensor) -> Tensor:
+        """Return half the derivative of the weighted squares."""
+        down, right = self.down * images.diff(dim=2), self.right * images.diff(dim=3)
+        pad = functional.pad
+        total = pad(down, (0, 0, 1, 0)) - pad(down, (0, 0, 0, 1)) + pad(right, (1, 0)) - pad(right, (0, 1))
+        return torch.einsum("ij,bjhw->bihw", self.precision, total)
 
 
 class _System:
@@ -273,54 +363,50 @@ class _System:
         known: PooledObservation,
         candidates: Candidates,
         settings: AnnealingSettings,
-        weighting: _Weighting,
         images: Tensor,
+        sigma: float,
+        *,
+        first: bool,
     ) -> None:
-        probability, sigma, variance = weighting.probability, weighting.sigma, weighting.variance
         z = layer.outputs(images)
-        self.layer, self.variance = layer, variance[:, None, None, None]
-        passed = z.new_zeros(z.numel()).index_add_(0, candidates.position, probability).reshape(z.shape)
-        target = z.new_zeros(z.numel()).index_add_(0, candidates.position, probability * candidates.target)
-        above = (z > candidates.bound).to(z) * (1 - passed)
-        self.signal = _signal(candidates, probability, z)
-        self.weight = (passed + above) / sigma**2
-        wanted = target.reshape(z.shape) + above * candidates.bound.clamp(min=0, max=float(known.pooled.max()))
-        number = images.shape[1]
-        shared = images.new_full((number, number), 1 / number)
-        apart = torch.eye(number, dtype=images.dtype, device=images.device) - shared
-        self.precision = shared / settings.roughness**2 + apart / settings.color_roughness**2
-        missed = (known.gradient - layer.gradient(images, self.signal)) / self.variance
-        self.right = (
-            layer.transposed(wanted / sigma**2 - self.weight * z, images)
-            + layer.transposed(self.signal, images, missed)
-            - self._prior(images)
-        )
-
-    def _prior(self, images: Tensor) -> Tensor:
-        down, right = images.diff(dim=2), images.diff(dim=3)
-        pad = functional.pad
-        total = pad(down, (0, 0, 1, 0)) - pad(down, (0, 0, 0, 1)) + pad(right, (1, 0)) - pad(right, (0, 1))
-        return torch.einsum("ij,bjhw->bihw", self.precision, total)
+        probability, slope = _probabilities(z.flatten()[candidates.position], candidates, sigma)
+        signal = candidates.placed(probability * candidates.signal, z)
+        missed = known.gradient - layer.gradient(images, signal)
+        size = known.gradient.square().mean()
+        variance = missed.square().mean((1, 2, 3)).clamp_min(float(MIN_GRADIENT_MISS**2 * size))
+        variance = (size.expand_as(variance) if first else variance)[:, None, None, None]
+        passed = candidates.placed(probability, z)
+        above = (z > candidates.bound) * (1 - passed).clamp_min(0)
+        weight = (passed + above) / sigma**2
+        wanted = candidates.placed(probability * candidates.target, z)
+        wanted = wanted + above * candidates.bound.clamp(min=0, max=float(known.pooled.max()))
+        derivative = _Derivative(layer, candidates, probability, slope, signal, images)
+        prior = _EdgePrior.of(images, settings)
+        self.right = derivative.pull(wanted / sigma**2 - weight * z, missed / variance) - prior.apply(images)
+        self.settings, kind = settings, settings.precision
+        self.derivative, self.prior = derivative.to(kind), prior.to(kind)
+        self.weight, self.variance = weight.to(kind), variance.to(kind)
 
     def _apply(self, direction: Tensor) -> Tensor:
-        gradient = self.layer.gradient(direction, self.signal) / self.variance
-        return (
-            self.layer.transposed(self.weight * self.layer.linear(direction), direction)
-            + self.layer.transposed(self.signal, direction, gradient)
-            + self._prior(direction)
-        )
+        outputs, gradient = self.derivative.push(direction)
+        pulled = self.derivative.pull(self.weight * outputs, gradient / self.variance)
+        return pulled + self.prior.apply(direction)
 
-    def solve(self, images: Tensor, iterations: int) -> Tensor:
+    def solve(self) -> Tensor:
         """Return the step, by conjugate gradients."""
-        found, rest = torch.zeros_like(images), self.right
-        direction, size = rest, float(rest.square().sum())
-        first = size
-        for _ in range(iterations):
-            if size <= 1e-4 * first:
-                break
+        scale = self.right.norm().clamp_min(1e-300)
+        rest = (self.right / scale).to(self.settings.precision)
+        found, direction = torch.zeros_like(rest), rest
+        first = size = float(rest.square().sum())
+        for _ in range(self.settings.inner_iterations):
             product = self._apply(direction)
-            length = size / float((direction * product).sum())
+            curvature = float((direction * product).sum())
+            if not curvature > 0:
+                break
+            length = size / curvature
             found, rest = found + length * direction, rest - length * product
             following = float(rest.square().sum())
+            if following <= SMALL_STEP_LEFT * first:
+                break
             direction, size = rest + following / size * direction, following
-        return found
+        return found.to(self.right) * scale

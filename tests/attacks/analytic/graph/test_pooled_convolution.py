@@ -17,7 +17,7 @@ def layer_and_images() -> tuple[PooledConvolution, Tensor]:
     """A stem with stride 2 and 3x3 pooling with stride 2, and a smooth image in normalized units."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(40, 3, 5, 5, generator=generator, dtype=torch.float64) / 75**0.5
-    layer = PooledConvolution(weight, torch.zeros(40, dtype=torch.float64), 2, 2, 3, 2, 1)
+    layer = PooledConvolution(weight, torch.zeros(40, dtype=torch.float64), (2, 2), (2, 2), (3, 3), (2, 2), (1, 1))
     coarse = torch.rand(1, 3, 4, 4, generator=generator, dtype=torch.float64)
     images = functional.interpolate(coarse, size=(16, 16), mode="bicubic", align_corners=False)
     return layer, 4 * (images - 0.5)
