@@ -114,12 +114,14 @@ class Backsolve(Attack):
     def _is_explained(self, found: InvertedImages, images: Tensor, snapped: bool) -> bool:
         """Return whether the features are missed by no more than their noise, or all pixels came out at whole levels.
 
-        A residual that is small but above the noise may be that of a picture some levels off.
+        A residual that is small but above the noise may be that of a picture some levels off. Noise may be more than
+        `fits`: that all pixels come out at whole levels by chance is out of the question then, too.
         """
-        if not (snapped or bool(found.converged.all())):
+        converged = bool(found.converged.all())
+        if not (snapped or converged):
             return False
         within = bool((images > -PIXEL_MARGIN).all() and (images < 1 + PIXEL_MARGIN).all())
-        return within and bool((found.residual <= self.fits).all())
+        return within and ((snapped and converged) or bool((found.residual <= self.fits).all()))
 
 
 def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) -> NetworkGraph | NotApplicable:

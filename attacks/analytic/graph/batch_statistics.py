@@ -104,23 +104,6 @@ class BatchNormalization:
         return output_signal * _spread(sigma / self.gamma) + m + normalized * k
 
 
-def batch_moments(
-    before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor], momentum: float, count: int
-) -> tuple[Tensor, Tensor]:
-    """Return mean and biased variance of a batch from the running statistics before and after one step.
-
-    Args:
-        before: running mean and running variance, (C,) each.
-        after: the same after the step.
-        momentum: share of the batch in the new statistics, in (0, 1].
-        count: N; running variances are unbiased ones.
-    """
-    mean, variance = (
-        (new.double() - (1 - momentum) * old.double()) / momentum for old, new in zip(before, after, strict=True)
-    )
-    return mean, variance * (count - 1) / count
-
-
 @dataclass(frozen=True)
 class NormalizedConvolution:
     """A convolution without bias, padded by half its odd kernel, with batch normalization on top.

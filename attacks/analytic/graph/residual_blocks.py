@@ -24,6 +24,13 @@ Normalizations = Mapping[int, TracedNormalization]
 """By the operation of the convolution below."""
 
 
+NO_SHORTCUT = (
+    "is neither what they take, nor a normalized convolution of it, nor linear in it; blocks of three convolutions are "
+    "not solved in training mode"
+)
+"""What is the matter with a shortcut that leads elsewhere."""
+
+
 class NoBlockError(Exception):
     """What lies below an activation is no residual block that can be solved."""
 
@@ -206,9 +213,7 @@ class _Cutter:
         while at != start:
             flows = list(dict.fromkeys(self.network.flows_into(at.node))) if at.node > start.node else []
             if len(flows) != 1 or at.node in self.network.layers or not self.network.is_affine(at.node):
-                raise NoBlockError(
-                    f"{name} is neither what they take, nor a normalized convolution of it, nor linear in it"
-                )
+                raise NoBlockError(f"{name} {NO_SHORTCUT}")
             if self.network.consumers[at] != [nodes[-1]] if nodes else len(self.network.consumers[at]) != 1:
                 raise NoBlockError(f"{name} is used elsewhere, too")
             nodes.append(at.node)
