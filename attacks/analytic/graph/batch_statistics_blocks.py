@@ -25,13 +25,14 @@ from attacks.analytic.graph.batch_statistics import (
     solve_by_shifts,
     solve_inputs,
 )
-from attacks.analytic.graph.layer_solves import MIN_RATIO
 from attacks.analytic.graph.solver import UNSHIFTED
 
 SHIFT_SHARE = 0.8
 """Share of a convolution's channels up to which shifts find its positions: near one they are ill-conditioned."""
 ENOUGH = 1.5
 """Equations for each unknown of a block's input above which its open outputs need not tell any."""
+MIN_RATIO = 1.1
+"""Equations there must be for one unknown. Near it they are ill-conditioned, which the residual shows."""
 MAX_RESIDUAL = 1e-3
 """Share of the gradients that a solved input may leave: what leaves more is none."""
 ASKED_OF_STEPS = " (is it one plain step on so many images?)"
