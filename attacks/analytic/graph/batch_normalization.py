@@ -21,8 +21,10 @@ from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
 
-SMALL_PROBE = 1e-2
-"""Size of the second probe: where it is small, the number that is added to the variance shows."""
+PROBE_SIZES = 1.0, 0.1, 1e-2
+"""Sizes of the probes: where they are small, the number that is added to the variance shows."""
+MIN_GROWTH = 1.5
+"""How many times steeper the smallest probe must come out, at least: one in evaluation mode does not."""
 TOLERANCE = 1e-8
 """Relative error up to which what an operation makes of probes is a normalization of them."""
 STATISTICS_TOLERANCE = 1e-6
@@ -114,21 +116,24 @@ def _as_normalization(network: NetworkGraph, passage: _Passage) -> TracedNormali
     draw = torch.randn(like.shape, generator=stream(0, "normalization"), dtype=torch.float64).to(like)
     try:
         with torch.no_grad():
-            wide, small = (_fit_channels(size * draw, passage.run(size * draw)) for size in (1.0, SMALL_PROBE))
-            if wide is None or small is None:
+            fits = [_fit_channels(size * draw, passage.run(size * draw)) for size in PROBE_SIZES]
+            wide, middle, small = fits
+            if wide is None or middle is None or small is None:
                 return None
             one, other = wide.slope.square().reciprocal(), small.slope.square().reciprocal()  # (var + eps) / gamma^2
             gamma = ((wide.variance - small.variance) / (one - other)).sqrt() * wide.slope.sign()
-            eps = other * gamma.square() - small.variance
-            alike = bool(gamma.isfinite().all()) and float(eps.max() - eps.min()) <= TOLERANCE
-            alike = alike and float((wide.middle - small.middle).abs().max()) <= TOLERANCE * float(gamma.abs().max())
-            if not alike or float(eps.min()) < -TOLERANCE:
+            eps = (other * gamma.square() - small.variance).clamp_min(0)
+            told = gamma / (middle.variance + eps).sqrt()
+            grows = bool((small.slope.abs() > MIN_GROWTH * wide.slope.abs()).all())
+            if not grows or not _agree(told, middle.slope) or float(eps.max() - eps.min()) > TOLERANCE:
+                return None
+            if float((wide.middle - small.middle).abs().max()) > TOLERANCE * float(gamma.abs().max()):
                 return None
             names = _parameter_names(network, passage, draw)
     except MODEL_ERRORS:
         return None
     number = passage.taken.node
-    return TracedNormalization(number, passage.returned, gamma, wide.middle, max(float(eps.median()), 0.0), *names)
+    return TracedNormalization(number, passage.returned, gamma, wide.middle, float(eps.median()), *names)
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,12 @@ def test_other_normalizations_are_none_in_training_mode() -> None:
     assert not find_normalizations(traced(Network(lambda channels: nn.GroupNorm(2, channels)).train())[1])
 
 
+def test_one_channel_in_evaluation_mode_is_none_in_training_mode() -> None:
+    layers = nn.Conv2d(3, 1, 3), nn.BatchNorm2d(1), nn.ReLU(), nn.Flatten(), nn.Linear(36, 4)
+    assert not find_normalizations(traced(nn.Sequential(*layers).eval())[1])
+    assert find_normalizations(traced(nn.Sequential(*layers).train())[1])
+
+
 def test_a_normalization_by_plain_operations_is_told() -> None:
     _, network = traced(Network(HandwrittenNormalization).train())
     found = find_normalizations(network)
