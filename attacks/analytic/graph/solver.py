@@ -10,6 +10,7 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import KnownSignal, SolvedInput, count_shortfall, solve_input, solve_signal
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.output_equations import find_output_equations
+from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
@@ -88,6 +89,8 @@ class GraphSolver:
             self._solve_tensor(ref)
             if ref not in self.known.values:
                 self._begin_at(ref)
+            if ref not in self.known.values:
+                self._solve_below_pooling(ref)
             if ref in self.known.values:
                 self._find_signals()
 
@@ -119,6 +122,21 @@ class GraphSolver:
                 return
             signals, masks, self.scaled = before
             self.known.restore(signals, masks)
+
+    def _solve_below_pooling(self, ref: Ref) -> None:
+        """Solve for what convolutions take whose outputs are rectified and max pooled, of one image."""
+        if self.images > 1:
+            return
+        for number in self._users(ref):
+            found = find_pooled_signal(self.known, number)
+            if found is None:
+                continue
+            before = dict(self.known.signals), dict(self.known.masks)
+            self.known.set_signal(Ref(number), found.reshape(self.network.graph.value(Ref(number)).shape))
+            self._solve_tensor(ref)
+            if ref in self.known.values:
+                return
+            self.known.restore(*before)
 
     def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
         """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
@@ -272,14 +290,21 @@ class GraphSolver:
         if not self.scaled and (self._is_positive(ref) or (activation is not None and activation.slope >= 0)):
             values = values * _signs(values)
         if activation is not None:
-            threshold = 0.0
-            if activation.slope == 0:
-                threshold = max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
+            threshold = self._threshold(values) if activation.slope == 0 else 0.0
             mask = values > threshold
             self.known.set_mask(ref.node, mask)
             values = values * mask if activation.slope == 0 else values
+        elif self._is_positive(ref):  # as of pooled activations
+            values = values * (
+                values > max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
+            )
         self.known.set_value(ref, values)
         self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
+
+    @staticmethod
+    def _threshold(values: Tensor) -> float:
+        """Return up to which number an output of a ReLU is none but for rounding."""
+        return max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
 
     def _is_positive(self, ref: Ref) -> bool:
         """Return whether the trace has no negative number there, as where an activation was pooled."""

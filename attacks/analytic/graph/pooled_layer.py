@@ -1,0 +1,98 @@
+"""Finds what flows back into a convolution below a ReLU and a max pooling.
+
+Known are the pooled outputs, their signal and the convolution's gradient.
+
+Which position each window passed on is found by annealing (`maxpool.annealing`), together with the convolution's
+input. The input is solved for anew afterwards, by the equations of every other layer: a wrong position spoils those of
+its own output channel alone.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, solve_input
+from attacks.analytic.graph.pooling_structure import PooledActivation, follow_scalings, read_pooled_activation
+from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.analytic.maxpool.annealing import anneal, cooling_schedule
+from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
+from attacks.analytic.maxpool.equations import Equations
+from attacks.analytic.maxpool.refinement import evaluate, select_largest
+
+COOLING = cooling_schedule(30.0, 0.65)
+"""Temperatures of the annealing."""
+NEAR = 1e-3
+"""Share of outputs and gradient that may be left where the annealing ends early."""
+ROUNDS = 6
+"""Times that positions and input are found from each other afterwards."""
+GRADIENT_NOISE = 1e-6
+"""Relative error of gradients, by sums in float32."""
+TARGET_NOISE = 1e-6
+"""Of pooled outputs, relative to the largest."""
+
+
+def find_pooled_signal(known: Propagation, number: int) -> Tensor | None:
+    """Return what flows back into a convolution (1, C, h, w), or None where that cannot be found.
+
+    Nothing proves it: the layer's equations must hold with it.
+
+    Args:
+        known: values and signals, of one image; pooled outputs and their signal among them.
+        number: of the convolution.
+    """
+    network = known.network
+    layer = network.layers[number]
+    after = follow_scalings(network, number)
+    pooling = None if after is None else read_pooled_activation(network, after.end)
+    if after is None or pooling is None or layer.input_shape[0] != 1 or layer.groups != 1 or not _is_tiled(pooling):
+        return None
+    if layer.dilation != (1, 1) or count_shortfall([KnownSignal(layer, torch.zeros(layer.output_shape))]):
+        return None
+    try:
+        pooled, signal = known.value(pooling.end), known.signal(pooling.end)
+    except UnknownError:
+        return None
+    slope = after.slope.reshape(-1, 1, 1, 1)
+    shape = (layer.input_shape[1], layer.input_shape[2], layer.input_shape[3])
+    convolution = ConvPoolLayer(
+        layer.weight * slope, after.shift.flatten(), shape, layer.padding, layer.stride, pooling.window
+    )
+    target = pooled[0].flatten(1)
+    is_open = target > 0
+    equations = Equations(
+        convolution,
+        (layer.gradient / slope).flatten(1),
+        target,
+        signal[0].flatten(1) * is_open,
+        is_open,
+        torch.full_like(target, TARGET_NOISE * float(target.max())),
+        torch.ones_like(target),
+        gradient_noise=GRADIENT_NOISE,
+    )
+    x, _ = anneal(equations, COOLING, partial(_is_near, equations))
+    positions: Tensor | None = None
+    back = signal
+    for _ in range(ROUNDS):
+        before, positions = positions, select_largest(equations, x)
+        if before is not None and torch.equal(before, positions):
+            break
+        passed = convolution.scatter(positions * equations.signal[..., None])
+        back = (passed * after.slope.reshape(-1, 1)).reshape(layer.output_shape)
+        solved = solve_input([KnownSignal(layer, back)])
+        if solved is None:
+            return None
+        x = solved.values[0]
+    return back
+
+
+def _is_tiled(pooling: PooledActivation) -> bool:
+    """Return whether windows neither overlap nor reach beyond the rim."""
+    return pooling.window == pooling.stride and pooling.padding == (0, 0)
+
+
+def _is_near(equations: Equations, x: Tensor) -> bool:
+    fit = evaluate(equations, x)
+    return fit.gradient_error < NEAR and fit.output_error < NEAR
