@@ -12,6 +12,7 @@ from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction
 from fl.capture import from_batch, from_update
+from fl.models.resnet20 import ResNet20
 
 
 class Block(nn.Module):
@@ -85,6 +86,19 @@ def test_batch_normalization_in_training_mode_gives_batches_away_exactly(count: 
     assert found.labels is not None
     assert min(decibels(found.inputs, images)) > 80
     assert sorted(found.labels.tolist()) == sorted(labels.tolist())
+    assert found.verified is True
+
+
+def test_shortcuts_without_parameters_and_biases_are_no_trouble_in_training_mode() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        network = ResNet20(input_shape=(3, 16, 16), blocks=1, width=24)
+        model = nn.Sequential(network.body(), nn.Linear(96, 10)).train()
+    images, labels = pictures(2)
+    found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
     assert found.verified is True
 
 
