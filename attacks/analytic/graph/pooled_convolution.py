@@ -23,6 +23,9 @@ they make one *group*, whose position lies in all its windows. That leaves three
 - The prior is one of few edges: differences of neighboring pixels are Student-distributed, as weighted squares that
   are weighed anew at every step. It is weak for what all channels share and strong for what sets them apart.
 
+**Deeper layers.** The input may itself be made of a picture by further layers, as by VGG's first convolution
+(`InputMap`). Then the step is in the picture, by the chain rule.
+
 Products take float32, what is left of the equations float64 (iterative refinement).
 
 The counts decide how far it comes. At 64 pixels groups and (2) are half as many again as there are pixels, at 224
@@ -39,13 +42,16 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
+from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
+from attacks.network.operation_trace import MODEL_ERRORS
+
 FIRST_SIGMA = 0.3
 """First standard deviation of z, in standard deviations of t."""
 SMALL_SIGMA = 3e-3
 """Standard deviation of z, likewise, below which it falls faster."""
 SMALL_CHANGE = 1e-8
 """Share of the input that a step changes where the search ends."""
-EDGE_FREEDOM = 2.0
+EDGE_FREEDOM = 1.0
 """Degrees of freedom of the differences of neighboring pixels: few, so that edges cost little."""
 MIN_GRADIENT_MISS = 1e-7
 """Share of the gradient that each filter is taken to miss at least."""
@@ -113,6 +119,14 @@ class PooledObservation:
     signal: Tensor
     gradient: Tensor
     noise: float = 1e-6
+
+
+@dataclass(frozen=True)
+class InputMap:
+    """What makes the layer's input of pictures, in two precisions."""
+
+    forward: Forward
+    single_forward: Forward
 
 
 @dataclass(frozen=True)
@@ -212,24 +226,29 @@ def invert_pooled_convolution(
     known: PooledObservation,
     start: Tensor,
     settings: AnnealingSettings = AnnealingSettings(),
+    before: InputMap | None = None,
 ) -> Tensor:
-    """Find the layer's input.
+    """Find the layer's input, or the picture that it is made of.
 
     Args:
         layer: the convolution and its pooling.
         known: what is known of it.
         start: (B, I, H, W), such as gray.
         settings: of the search.
+        before: what makes the layer's input of the picture; None where it is the picture.
 
     Returns:
-        The input, (B, I, H, W). Nothing proves it: compare what the network makes of it.
+        The input or the picture, (B, I, H, W). Nothing proves it: compare what the network makes of it.
     """
     images = start
-    candidates = candidate_positions(layer, known, layer.outputs(images).shape)
+    inputs = _Inputs(before, start, settings.precision)
+    candidates = candidate_positions(layer, known, layer.outputs(inputs.at(images).value).shape)
+    if not candidates.groups:
+        return images
     spread = float(known.pooled.std())
     sigma = FIRST_SIGMA * spread
     for step in range(settings.steps):
-        system = _System(layer, known, candidates, settings, images, sigma, first=step == 0)
+        system = _System(layer, known, candidates, settings, images, inputs, sigma, first=step == 0)
         change = system.solve()
         images = images + change
         if sigma <= known.noise * spread and float(change.norm()) <= SMALL_CHANGE * float(images.norm()):
@@ -237,6 +256,42 @@ def invert_pooled_convolution(
         decay = settings.decay if sigma > SMALL_SIGMA * spread else settings.final_decay
         sigma = max(decay * sigma, known.noise * spread)
     return images
+
+
+class _InputAt:
+    """The layer's input at one point, and products with its derivative by the picture."""
+
+    def __init__(self, images: Tensor, forward: Forward | None, record: RecordedDerivative | None = None) -> None:
+        self._linear = None if forward is None else Linearization(forward, images, record)
+        self.value = images if self._linear is None else self._linear.values[0]
+
+    def push(self, direction: Tensor) -> Tensor:
+        return direction if self._linear is None else self._linear.push(direction)[0]
+
+    def pull(self, weights: Tensor) -> Tensor:
+        return weights if self._linear is None else self._linear.pull([weights])
+
+
+class _Inputs:
+    """The layer's input as a function of the picture."""
+
+    def __init__(self, before: InputMap | None, images: Tensor, precision: torch.dtype) -> None:
+        self.before, self.precision = before, precision
+        self.record: RecordedDerivative | None = None
+        if before is not None:
+            try:
+                self.record = RecordedDerivative(before.single_forward, images.to(precision))
+            except (*MODEL_ERRORS, NotImplementedError):
+                self.record = None  # products cost more without
+
+    def at(self, images: Tensor) -> _InputAt:
+        """Return it at a point, in full precision."""
+        return _InputAt(images, None if self.before is None else self.before.forward)
+
+    def roughly_at(self, images: Tensor) -> _InputAt:
+        """Return it at a point, in the precision of products."""
+        forward = None if self.before is None else self.before.single_forward
+        return _InputAt(images.to(self.precision), forward, self.record)
 
 
 def measure_misfit(layer: PooledConvolution, known: PooledObservation, images: Tensor) -> float:
@@ -364,14 +419,16 @@ class _System:
         candidates: Candidates,
         settings: AnnealingSettings,
         images: Tensor,
+        inputs: _Inputs,
         sigma: float,
         *,
         first: bool,
     ) -> None:
-        z = layer.outputs(images)
+        taken = inputs.at(images)
+        z = layer.outputs(taken.value)
         probability, slope = _probabilities(z.flatten()[candidates.position], candidates, sigma)
         signal = candidates.placed(probability * candidates.signal, z)
-        missed = known.gradient - layer.gradient(images, signal)
+        missed = known.gradient - layer.gradient(taken.value, signal)
         size = known.gradient.square().mean()
         variance = missed.square().mean((1, 2, 3)).clamp_min(float(MIN_GRADIENT_MISS**2 * size))
         variance = (size.expand_as(variance) if first else variance)[:, None, None, None]
@@ -380,17 +437,18 @@ class _System:
         weight = (passed + above) / sigma**2
         wanted = candidates.placed(probability * candidates.target, z)
         wanted = wanted + above * candidates.bound.clamp(min=0, max=float(known.pooled.max()))
-        derivative = _Derivative(layer, candidates, probability, slope, signal, images)
+        derivative = _Derivative(layer, candidates, probability, slope, signal, taken.value)
         prior = _EdgePrior.of(images, settings)
-        self.right = derivative.pull(wanted / sigma**2 - weight * z, missed / variance) - prior.apply(images)
+        pulled = derivative.pull(wanted / sigma**2 - weight * z, missed / variance)
+        self.right = taken.pull(pulled) - prior.apply(images)
         self.settings, kind = settings, settings.precision
-        self.derivative, self.prior = derivative.to(kind), prior.to(kind)
+        self.derivative, self.prior, self.inputs = derivative.to(kind), prior.to(kind), inputs.roughly_at(images)
         self.weight, self.variance = weight.to(kind), variance.to(kind)
 
     def _apply(self, direction: Tensor) -> Tensor:
-        outputs, gradient = self.derivative.push(direction)
+        outputs, gradient = self.derivative.push(self.inputs.push(direction))
         pulled = self.derivative.pull(self.weight * outputs, gradient / self.variance)
-        return pulled + self.prior.apply(direction)
+        return self.inputs.pull(pulled) + self.prior.apply(direction)
 
     def solve(self) -> Tensor:
         """Return the step, by conjugate gradients."""

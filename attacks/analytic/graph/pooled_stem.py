@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.feature_inversion import GRAY, InvertedImages
+from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.pooled_convolution import (
     AnnealingSettings,
+    InputMap,
     PooledConvolution,
     PooledObservation,
     invert_pooled_convolution,
@@ -24,7 +27,6 @@ from attacks.analytic.graph.pooling_structure import (
     compose_scalings,
     follow_scalings,
     read_pooled_activation,
-    sole_user,
 )
 from attacks.analytic.graph.propagation import UnknownError
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
@@ -35,7 +37,7 @@ MIN_NOISE = 1e-6
 MAX_MISFIT = 2e-5
 """Share of pooled outputs and gradient that a picture of whole levels may leave. A level of one pixel makes several
 times that, even at 224 pixels."""
-ROUGHNESS, COLOR_ROUGHNESS = 0.025, 0.0075
+ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
 """Scale of differences of neighboring pixels in what all channels share, and in what sets them apart."""
 
 
@@ -44,45 +46,38 @@ class PooledStem:
     """A stem with what is known of it.
 
     Attributes:
-        layer: from pixels to pooled outputs; its input are the pixels times `scale`, plus `shift`.
+        layer: a convolution with what stands behind it, up to pooled outputs.
         known: what was solved for.
-        scale: (1, I, 1, 1).
+        scale: (1, I, 1, 1), of the pixels, where these times `scale`, plus `shift`, are the convolution's input.
         shift: likewise.
+        before: what makes the convolution's input of the pixels otherwise.
         target: the pooled outputs as they were solved for.
-        name: of the convolution's weight.
     """
 
     layer: PooledConvolution
     known: PooledObservation
     scale: Tensor
     shift: Tensor
+    before: InputMap | None
     target: SolvedTensor
-    name: str
 
 
 def read_pooled_stem(solver: GraphSolver) -> PooledStem | None:
-    """Return the stem of a network whose pooled outputs and their signal are known, or None.
+    """Return the stem of a network whose pooled outputs and their signal are the lowest that is known, or None.
 
     Args:
         solver: after its run.
     """
-    network = solver.network
-    before = compose_scalings(network, Ref(IMAGE))
-    number = None if before is None else sole_user(network, before.end)
-    if before is None or number is None or number not in network.layers:
-        return None
-    layer = network.layers[number]
-    if layer.groups != 1 or layer.dilation != (1, 1):
-        return None
-    after = follow_scalings(network, number)
-    pooling = None if after is None else read_pooled_activation(network, after.end)
-    if after is None or pooling is None:
-        return None
-    target = next((solved for solved in solver.solved if solved.ref == pooling.end and solved.scaled), None)
-    if target is None:
+    network, target = solver.network, min(solver.solved, key=lambda solved: solved.ref.node)
+    for number, layer in network.layers.items():
+        after = follow_scalings(network, number) if layer.groups == 1 and layer.dilation == (1, 1) else None
+        pooling = None if after is None else read_pooled_activation(network, after.end)
+        if after is not None and pooling is not None and pooling.end == target.ref and target.scaled:
+            break
+    else:
         return None
     try:
-        signal = solver.known.signal(pooling.end)
+        signal = solver.known.signal(target.ref)
     except UnknownError:
         return None
     slope = after.slope.reshape(-1, 1, 1, 1)
@@ -97,7 +92,22 @@ def read_pooled_stem(solver: GraphSolver) -> PooledStem | None:
     )
     noise = max(target.misfit, MIN_NOISE)
     known = PooledObservation(target.values, signal, layer.gradient / slope, noise)
-    return PooledStem(convolution, known, before.slope, before.shift, target, layer.name)
+    pixels, taken = compose_scalings(network, Ref(IMAGE)), network.layer_input(number)
+    if pixels is not None and pixels.end == taken:
+        return PooledStem(convolution, known, pixels.slope, pixels.shift, None, target)
+    one = torch.ones_like(network.graph.image[:1, :, :1, :1])
+    return PooledStem(convolution, known, one, 0 * one, _input_map(network, taken), target)
+
+
+def _input_map(network: NetworkGraph, taken: Ref) -> InputMap:
+    """Return what makes a tensor of the network's image."""
+    nodes = network.operations_to([taken])
+
+    def forward(dtype: torch.dtype) -> Forward:
+        graph = network.graph_in_precision(dtype)
+        return lambda images: [graph.replay(nodes, taken, {Ref(IMAGE): images})]
+
+    return InputMap(forward(torch.float64), forward(torch.float32))
 
 
 def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages:
@@ -112,14 +122,21 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
     start = torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device)
-    found = invert_pooled_convolution(stem.layer, stem.known, stem.scale * start + stem.shift, settings)
+    found = invert_pooled_convolution(stem.layer, stem.known, stem.scale * start + stem.shift, settings, stem.before)
     images = (found - stem.shift) / stem.scale
     levels = (255 * images).round().clamp(0, 255) / 255
-    missed = measure_misfit(stem.layer, stem.known, found)
-    missed_by_levels = measure_misfit(stem.layer, stem.known, stem.scale * levels + stem.shift)
+    missed, missed_by_levels = (_measure(stem, pictures) for pictures in (images, levels))
     explained = missed_by_levels <= MAX_MISFIT
     if explained:
         images, missed = levels, missed_by_levels
     each = images.new_ones(len(images))
     steps = torch.full((len(images),), settings.steps, device=images.device)
     return InvertedImages(images, missed * each, (each > 0) & explained, steps, settings.steps)
+
+
+def _measure(stem: PooledStem, images: Tensor) -> float:
+    """Return what pictures leave of the equations."""
+    taken = stem.scale * images + stem.shift
+    with torch.no_grad():
+        taken = taken if stem.before is None else stem.before.forward(taken)[0]
+    return measure_misfit(stem.layer, stem.known, taken)

@@ -47,6 +47,33 @@ def picture() -> Tensor:
     return (255 * smooth).round() / 255
 
 
+class TwoConvolutions(nn.Module):
+    """Two convolutions before a max pooling, the second with fewer equations than its input has numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 32, 3, padding=1)
+        self.one, self.two = nn.Conv2d(32, 96, 3, padding=1), nn.Conv2d(96, 96, 3, 2, padding=1)
+        self.top, self.head = nn.Conv2d(96, 96, 3, padding=1), nn.Linear(96, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.max_pool2d(self.second(self.first(4 * x - 2).relu()), 2).relu()
+        x = functional.relu(self.two(functional.relu(self.one(x))))
+        return self.head(functional.relu(self.top(x)).mean((2, 3)))
+
+
+def test_a_picture_comes_back_through_two_convolutions_before_max_pooling() -> None:
+    images = picture()
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        view, _ = from_batch(TwoConvolutions().eval(), images, torch.tensor([3]))
+    result = attacks.build("backsolve")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert result.verified
+    assert bool(((result.inputs - images).abs() < 1e-4).all())
+
+
 @pytest.mark.parametrize("pool_first", [False, True])
 def test_a_picture_comes_back_through_max_pooling(*, pool_first: bool) -> None:
     images = picture()
