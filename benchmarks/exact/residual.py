@@ -64,18 +64,30 @@ def measure(case: Case, number: int, name: str, attack: Attack, most: float = ma
     """
     victim = observe(case, number)
     row: Row = {"case": case.name, "attack": name, "victim": number}
+    return row | attempt(lambda: attack(victim, number), victim.images, most)
+
+
+def attempt(attack: Callable[[], Result], images: Batch, most: float) -> Row:
+    """What an attack makes of these images, or why nothing, and what it took.
+
+    Args:
+        attack: of which everything is known but the images.
+        images: the truth.
+        most: CPU seconds after which it is stopped.
+    """
+    row: Row = {}
     began = time.process_time()
     try:
         with stopped_after(most):
-            result = attack(victim, number)
+            result = attack()
     except TooLongError:
         row["reason"] = f"not done after {most:g} CPU seconds, at which it was stopped"
     except Exception as error:
-        log.exception("%s, victim %d: %s failed", case.name, number, name)
+        log.exception("the attack failed")
         row["error"] = f"{type(error).__name__}: {error}"
     spent = time.process_time() - began
-    if not {"error", "reason"} & row.keys():
-        row |= scored(result, victim.images)
+    if not row:
+        row = scored(result, images)
     return {**row, "seconds": spent, "processor": machine()["processor"], "attacks": _version()}
 
 

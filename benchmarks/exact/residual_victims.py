@@ -27,6 +27,7 @@ from defenses import defenses
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.client import Client
 from fl.data.sources.npz_files import find_file, read_batch
+from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
@@ -238,11 +239,9 @@ def observe(case: Case, number: int) -> Victim:
     method = FedAvg(lr=case.step, steps=1, batch_size=None, train_mode=case.train_mode)
     if case.sent == "mean":
         return Victim(_aggregated(case, model, method, images), images, model, None)
-    mean, std = _statistics(model)
     if case.sent == "weights":
-        options = ClientSettings(method=method, mean=mean, std=std)
-        view, _ = from_batch(model, images.inputs, images.labels, num_classes=case.classes, options=options)
-        return Victim(view, images, model, None)
+        return observe_defended(case, number, None)
+    mean, std = _statistics(model)
     client = copy.deepcopy(model)  # training moves its buffers
     gradient = gradients(client, images)
     named = dict(zip((name for name, _ in model.named_parameters()), gradient, strict=True))
@@ -260,6 +259,16 @@ def observe(case: Case, number: int) -> Victim:
     shape = (3, case.side, case.side)
     view = from_update(model, named, input_shape=shape, num_classes=case.classes, options=known)
     return Victim(view, images, model, gradient)
+
+
+def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim:
+    """What a server sees of victim `number` that sends a difference of weights, behind a defense if there is one."""
+    images, model = pictures_of(case, number), case.network(number).train(case.train_mode)
+    mean, std = _statistics(model)
+    method = FedAvg(lr=case.step, steps=1, batch_size=None, train_mode=case.train_mode)
+    options = ClientSettings(method=method, defense=defense, mean=mean, std=std)
+    view, _ = from_batch(model, images.inputs, images.labels, num_classes=case.classes, seed=number, options=options)
+    return Victim(view, images, model, None)
 
 
 def _statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
