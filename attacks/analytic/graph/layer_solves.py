@@ -36,7 +36,7 @@ TOLERANCES = (1e-4, 1e-6, 1e-8)
 """Of solutions by iterations, one after the other: the first ones only tell which channels fit badly."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
-MIN_RATIO = 1.15
+MIN_RATIO = 1.1
 """Equations there must be for one unknown."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
@@ -101,6 +101,12 @@ def count_shortfall(signals: Sequence[KnownSignal], others: int = 0) -> str:
     names = " and ".join(layer.name for layer in layers)
     more = f" and {others // channels} of known outputs" if others else ""
     return f"{equations} equations of {names}{more} for {unknowns} numbers of each input channel"
+
+
+def have_redundancy(signals: Sequence[KnownSignal]) -> bool:
+    """Return whether gradients alone have equations to spare, by which wrong bits show."""
+    layers = [known.layer for known in signals]
+    return sum(layer.input_equations for layer in layers) >= MIN_REDUNDANCY * layers[0].unknown_inputs
 
 
 def solve_input(signals: Sequence[KnownSignal], others: LinearEquations | None = None) -> SolvedInput | None:

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.layer_solves import KnownSignal, SolvedInput, count_shortfall, solve_input, solve_signal
+from attacks.analytic.graph.layer_solves import (
+    KnownSignal,
+    SolvedInput,
+    count_shortfall,
+    have_redundancy,
+    solve_input,
+    solve_signal,
+)
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.pooled_layer import find_pooled_signal
@@ -18,6 +25,8 @@ from attacks.network.operation_trace import Ref
 
 MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
+MAX_MISFIT_RATIO = 30.0
+"""Times the largest misfit so far up to which an input that has few equations to spare is believed."""
 MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
 MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
@@ -228,22 +237,20 @@ class GraphSolver:
             self._note_values(ref, solved, tuple(known.layer.name for known in signals))
 
     def _solve_for_input(self, ref: Ref, users: list[int]) -> tuple[SolvedInput | None, list[KnownSignal]]:
-        """Return the input of layers, by known outputs too where gradients leave it open, and their signals.
+        """Return the input of layers, by known outputs too where gradients are few, and their signals.
 
         Where it is None, `ends` says why.
         """
         signals = [self.known.layer_signal(number) for number in users]
         name = " and ".join(known.layer.name for known in signals)
-        short = count_shortfall(signals)
-        solved = None if short else solve_input(signals)
-        if solved is None:
-            signals = [self.known.layer_signal(number) for number in users]  # bits were corrected in place
+        others = None
+        if not have_redundancy(signals):
             others = find_output_equations(self.known, ref, signals[0].layer.input_shape)
-            short = short if others is None else count_shortfall(signals, others.count)
-            solved = None if short or others is None else solve_input(signals, others)
+        short = count_shortfall(signals, others.count if others else 0)
+        solved = None if short else solve_input(signals, others)
         if solved is None:
             self.ends[name] = short or "its equations leave inputs open"
-        elif (reason := _doubt(solved)) is not None:
+        elif (reason := _doubt(solved) or self._stands_out(solved, signals)) is not None:
             self.ends[name] = reason
             return None, signals
         return (solved if solved is None else self._check_by_outputs(ref, solved, name)), signals
@@ -261,6 +268,13 @@ class GraphSolver:
             self.ends[name] = f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
             return None
         return replace(solved, misfit=max(solved.misfit, missed))
+
+    def _stands_out(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
+        """Return why an input with few equations to spare is not believed: a wrong bit goes into all of its numbers."""
+        usual = max((tensor.misfit for tensor in self.solved), default=solved.misfit)
+        if have_redundancy(signals) or solved.misfit <= MAX_MISFIT_RATIO * usual:
+            return None
+        return f"{solved.misfit:.1e} of its gradient is left, where above it was {usual:.1e} or less"
 
     def _askable_users(self, ref: Ref) -> list[int]:
         """Return the layers that take a tensor, as far as the signals at their outputs are known."""
