@@ -35,8 +35,8 @@ from torch import Tensor
 
 from fl.seeds import stream
 
-MAX_ITERATIONS = 300
-"""Of conjugate gradients."""
+MAX_ITERATIONS, LARGEST_GRADIENT = 200, 1e-3
+"""Of conjugate gradients, and what share of the gradient at zero may be left after them."""
 PROBES = 4
 """Random inputs of which the preconditioner is estimated."""
 MAX_TOLD_SHARE = 0.4
@@ -83,14 +83,15 @@ class GradientEquations:
 
 def solve_together(
     gradients: GradientEquations, others: LinearEquations, start: Tensor | None = None, tolerance: float = 1e-8
-) -> Tensor:
-    """Return x (n H W, K) that leaves least of both kinds of equations.
+) -> Tensor | None:
+    """Return x (n H W, K) that leaves least of both kinds of equations; None if they leave so much open as not to end.
 
     Args:
         gradients: A and G.
         others: F and t.
         start: x (n H W, K) to begin with.
-        tolerance: share of the gradient at zero, in the preconditioner's norm, at which it ends.
+        tolerance: share of the gradient at zero, in the preconditioner's norm, at which it ends. After `MAX_ITERATIONS`
+            it may be above, up to `LARGEST_GRADIENT`.
     """
     a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
     basis = _Eigenbasis.of(a.mT @ a)
@@ -117,7 +118,7 @@ def solve_together(
         step = precondition(rest)
         following = float((rest * step).sum())
         direction, gamma = step + following / gamma * direction, following
-    return basis.back(y)
+    return basis.back(y) if gamma <= max(tolerance, LARGEST_GRADIENT) ** 2 * whole else None
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ TOLERANCES = (1e-4, 1e-6, 1e-8)
 """Of solutions by iterations, one after the other: the first ones only tell which channels fit badly."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
-MIN_RATIO = 1.1
-"""Equations there must be for one unknown."""
+MIN_RATIO, MIN_JOINT_RATIO = 1.1, 1.25
+"""Equations there must be for one unknown: of gradients alone, and with others, some of which say the same."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
 MIN_GAIN = 0.1
@@ -96,7 +96,7 @@ def count_shortfall(signals: Sequence[KnownSignal], others: int = 0) -> str:
     layers = [known.layer for known in signals]
     equations, unknowns = sum(layer.input_equations for layer in layers), layers[0].unknown_inputs
     channels = layers[0].input_shape[1]
-    if equations + others / channels >= MIN_RATIO * unknowns:
+    if equations + others / channels >= (MIN_JOINT_RATIO if others else MIN_RATIO) * unknowns:
         return ""
     names = " and ".join(layer.name for layer in layers)
     more = f" and {others // channels} of known outputs" if others else ""

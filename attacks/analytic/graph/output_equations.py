@@ -7,13 +7,14 @@ the network computes by convolutions, scalings and sums, each is one linear equa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.network.operation_trace import Ref
+from fl.seeds import stream
 
 MIN_OPEN = 1e-4
 """Share of the largest output of an activation above which it was open for certain."""
@@ -56,11 +57,11 @@ class OutputEquations:
     shape: torch.Size
     outputs: list[_Output]
     constants: dict[Ref, Tensor]
-    _weights: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._weights = [
-            out.known / out.wanted[out.known].square().mean().sqrt().clamp_min(1e-300) for out in self.outputs
+            out.known / out.wanted[out.known].square().mean().sqrt().nan_to_num(1.0).clamp_min(1e-300)
+            for out in self.outputs
         ]
         point = self.known.network.graph.value(self.start).new_zeros(self.shape).requires_grad_()
         with torch.enable_grad():
@@ -95,6 +96,16 @@ class OutputEquations:
             w * out.wanted.where(out.known, 0.0) - at.detach()
             for out, w, at in zip(self.outputs, self._weights, self._offset, strict=True)
         ]
+
+    def hold_back(self, share: float) -> tuple[OutputEquations, OutputEquations]:
+        """Return most of the equations and a random share of them: what they tell alone must answer the others, too."""
+        draw = stream(0, "equations held back")
+        kept, held = [], []
+        for out in self.outputs:
+            chosen = torch.rand(out.known.shape, generator=draw).to(out.known.device) < share
+            kept.append(replace(out, known=out.known & ~chosen))
+            held.append(replace(out, known=out.known & chosen))
+        return replace(self, outputs=kept), replace(self, outputs=held)
 
     def misfit(self, x: Tensor) -> float:
         """Return the share of the right side that x leaves, without the worst equations, whose bits may be wrong."""

@@ -27,6 +27,8 @@ MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
 MAX_MISFIT_RATIO = 30.0
 """Times the largest misfit so far up to which an input that has few equations to spare is believed."""
+HELD_BACK = 0.05
+"""Share of known outputs by which an input that was solved for with the others is judged."""
 MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
 MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
@@ -243,31 +245,21 @@ class GraphSolver:
         """
         signals = [self.known.layer_signal(number) for number in users]
         name = " and ".join(known.layer.name for known in signals)
+        outputs = find_output_equations(self.known, ref, signals[0].layer.input_shape) if self.scaled else None
         others = None
-        if not have_redundancy(signals):
-            others = find_output_equations(self.known, ref, signals[0].layer.input_shape)
+        if outputs is not None and not have_redundancy(signals):
+            others, outputs = outputs.hold_back(HELD_BACK)
         short = count_shortfall(signals, others.count if others else 0)
         solved = None if short else solve_input(signals, others)
         if solved is None:
             self.ends[name] = short or "its equations leave inputs open"
-        elif (reason := _doubt(solved) or self._stands_out(solved, signals)) is not None:
+            return None, signals
+        # where equations are hardly more than unknowns, wrong inputs may explain them, but not others
+        missed = 0.0 if outputs is None else outputs.misfit(solved.values)
+        if (reason := _doubt(solved, missed) or self._stands_out(solved, signals)) is not None:
             self.ends[name] = reason
             return None, signals
-        return (solved if solved is None else self._check_by_outputs(ref, solved, name)), signals
-
-    def _check_by_outputs(self, ref: Ref, solved: SolvedInput, name: str) -> SolvedInput | None:
-        """Return an input with what it misses of known outputs above, None if that is too much.
-
-        Where equations of the gradient are hardly more than unknowns, an input may explain them and still be wrong.
-        """
-        if not self.scaled:
-            return solved
-        others = find_output_equations(self.known, ref, solved.values.shape)
-        missed = 0.0 if others is None else others.misfit(solved.values)
-        if missed > MAX_MISFIT:
-            self.ends[name] = f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
-            return None
-        return replace(solved, misfit=max(solved.misfit, missed))
+        return replace(solved, misfit=max(solved.misfit, missed)), signals
 
     def _stands_out(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input with few equations to spare is not believed: a wrong bit goes into all of its numbers."""
@@ -343,8 +335,10 @@ class GraphSolver:
                 self.known.set_signal(Ref(number), found[0].reshape(self.network.graph.value(Ref(number)).shape))
 
 
-def _doubt(solved: SolvedInput) -> str | None:
-    """Return why a solved input is not believed, or None."""
+def _doubt(solved: SolvedInput, missed: float) -> str | None:
+    """Return why a solved input that misses so much of known outputs is not believed, or None."""
+    if missed > MAX_MISFIT:
+        return f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
     if not solved.misfit < MAX_MISFIT:
         return f"no input explains its gradient: {solved.misfit:.1e} of it is left{ASKED_OF_UPDATES}"
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:

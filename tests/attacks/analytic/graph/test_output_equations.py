@@ -118,3 +118,19 @@ def test_a_wrong_tensor_misses_them_but_a_wrong_bit_alone_does_not_count() -> No
     outputs = world.outputs()
     assert outputs is not None
     assert outputs.misfit(world.true) < 1e-10
+
+
+def test_equations_held_back_are_missed_where_the_others_leave_the_tensor_open() -> None:
+    world = World(2)
+    outputs = world.outputs()
+    assert outputs is not None
+    kept, held = outputs.hold_back(0.2)
+    assert kept.count + held.count == outputs.count
+    assert 0.1 < held.count / outputs.count < 0.3
+    for one, other in zip(kept.outputs, held.outputs, strict=True):
+        assert not bool((one.known & other.known).any())
+    unseen = torch.zeros_like(world.true)
+    for _ in range(2000):  # gradient descent from zero: it answers those kept, by a tensor that is none of the batch
+        unseen = unseen + 0.01 * kept.pull([t - f for t, f in zip(kept.right_side(), kept.push(unseen), strict=True)])
+    assert kept.misfit(unseen) < 1e-2 < 0.3 < held.misfit(unseen)
+    assert held.misfit(world.true) < 1e-10
