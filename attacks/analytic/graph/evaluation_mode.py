@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
@@ -30,6 +31,9 @@ MAX_NOISE_RATIO = 10.0
 NEAR = 0.1
 """Share of what is known of a stem that a search through its max pooling may leave, or features alone are asked."""
 
+FEATURES_ALONE = 2.0
+"""Numbers above zero for one of the picture that a pooled tensor must hold for it to be enough by itself."""
+
 
 def solve_in_evaluation_mode(
     network: NetworkGraph, count: int, shape: Sequence[int], seed: int
@@ -50,11 +54,23 @@ def solve_in_evaluation_mode(
     if stem is not None:
         found = invert_pooled_stem(stem, (count, *shape))
         if bool((found.residual <= NEAR).all()):
+            found = _finish_by_features(network, stem.target, found, seed)
             return SolvedPictures(found, stem.target, _explain_end(solver))
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
     return SolvedPictures(found, targets[0], _explain_end(solver))
+
+
+def _finish_by_features(network: NetworkGraph, target: SolvedTensor, near: InvertedImages, seed: int) -> InvertedImages:
+    """Return pictures whose features are met, found from near ones; these where features are few or it does not end."""
+    enough = int((target.values > 0).sum()) >= FEATURES_ALONE * near.images.numel()
+    if bool(near.converged.all()) or not enough:
+        return near
+    forward, single_forward = (_features_of(network, [target], dtype) for dtype in (torch.float64, torch.float32))
+    wanted = [as_target(network, target)]
+    found = search_pictures(forward, single_forward, wanted, near.images.shape, seed, near.images)
+    return found if bool(found.converged.all()) else near
 
 
 def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor], dtype: torch.dtype) -> Forward:

@@ -104,8 +104,22 @@ def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
 
 
 def search_pictures(
-    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], shape: Sequence[int], seed: int
+    forward: Forward,
+    single_forward: Forward,
+    targets: Sequence[FeatureTarget],
+    shape: Sequence[int],
+    seed: int,
+    start: Tensor | None = None,
 ) -> InvertedImages:
-    """Return the pictures (B, C, H, W) of the features, in as much time as their size is given."""
+    """Return the pictures (B, C, H, W) of the features, in as much time as their size is given.
+
+    Args:
+        forward: from pictures to features.
+        single_forward: the same in single precision.
+        targets: the features.
+        shape: of the pictures.
+        seed: of the starts.
+        start: where to begin, if not at gray.
+    """
     settings = InversionSettings(seed=seed, seconds=MAX_SEARCH_SECONDS * max(1.0, math.prod(shape) / SMALL_PICTURE))
-    return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward)
+    return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
