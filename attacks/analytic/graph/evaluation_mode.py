@@ -55,7 +55,7 @@ def solve_in_evaluation_mode(
         found = invert_pooled_stem(stem, (count, *shape))
         if bool((found.residual <= NEAR).all()):
             found = _finish_by_features(network, stem.target, found, seed)
-            return SolvedPictures(found, stem.target, _explain_end(solver))
+            return SolvedPictures(found, stem.target, stem.explain_end())
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)

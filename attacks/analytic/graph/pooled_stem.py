@@ -52,6 +52,7 @@ class PooledStem:
         shift: likewise.
         before: what makes the convolution's input of the pixels otherwise.
         target: the pooled outputs as they were solved for.
+        name: of the convolution's weight.
     """
 
     layer: PooledConvolution
@@ -60,6 +61,13 @@ class PooledStem:
     shift: Tensor
     before: InputMap | None
     target: SolvedTensor
+    name: str
+
+    def explain_end(self) -> str:
+        """Say what is not known where pictures do not explain all, with counts."""
+        opened = int((self.known.pooled > 0).sum())
+        counts = f"{opened} pooled outputs above zero and {self.known.gradient.numel()} numbers of its gradient"
+        return f"{self.name}: not all positions that max pooling passed on were found, by {counts}"
 
 
 def read_pooled_stem(solver: GraphSolver) -> PooledStem | None:
@@ -94,9 +102,9 @@ def read_pooled_stem(solver: GraphSolver) -> PooledStem | None:
     known = PooledObservation(target.values, signal, layer.gradient / slope, noise)
     pixels, taken = compose_scalings(network, Ref(IMAGE)), network.layer_input(number)
     if pixels is not None and pixels.end == taken:
-        return PooledStem(convolution, known, pixels.slope, pixels.shift, None, target)
+        return PooledStem(convolution, known, pixels.slope, pixels.shift, None, target, layer.name)
     one = torch.ones_like(network.graph.image[:1, :, :1, :1])
-    return PooledStem(convolution, known, one, 0 * one, _input_map(network, taken), target)
+    return PooledStem(convolution, known, one, 0 * one, _input_map(network, taken), target, layer.name)
 
 
 def _input_map(network: NetworkGraph, taken: Ref) -> InputMap:
