@@ -1,7 +1,9 @@
-"""Finds pictures through a stem: a convolution, what is affine behind it, a ReLU and a max pooling, in either order.
+"""Finds pictures through the lowest max pooling of a network, of which pooled outputs and their signal are known.
 
-ImageNet's ResNets begin like that. Features below such a stem say too little by themselves: of nine positions one is
-passed on. The gradient of the stem's own weight says more, and both are solved together (`pooled_convolution`).
+Below it stand a ReLU, which may also come behind it, what is affine, a convolution, and above the picture nothing more
+(ImageNet's ResNets) or further layers (VGG). Features below such a pooling say too little by themselves: of nine
+positions one is passed on. The gradient of the convolution says more, and both are solved together
+(`pooled_convolution`).
 """
 
 from __future__ import annotations
