@@ -45,10 +45,8 @@ from torch.nn.grad import conv2d_input, conv2d_weight
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
 from attacks.network.operation_trace import MODEL_ERRORS
 
-FIRST_SIGMA = 0.3
-"""First standard deviation of z, in standard deviations of t."""
 SMALL_SIGMA = 3e-3
-"""Standard deviation of z, likewise, below which it falls faster."""
+"""Standard deviation of z, in standard deviations of t, below which it falls faster."""
 SMALL_CHANGE = 1e-8
 """Share of the input that a step changes where the search ends."""
 EDGE_FREEDOM = 1.0
@@ -136,6 +134,7 @@ class AnnealingSettings:
     Attributes:
         roughness: scale of differences of neighboring pixels in what all channels share, in the input's units.
         color_roughness: of what sets the channels apart.
+        first_sigma: first standard deviation of z, in standard deviations of t.
         steps: of Gauss and Newton, at most.
         decay: of sigma, a step.
         final_decay: of sigma below `SMALL_SIGMA`, where most positions are decided.
@@ -145,6 +144,7 @@ class AnnealingSettings:
 
     roughness: float = 0.1
     color_roughness: float = 0.03
+    first_sigma: float = 0.3
     steps: int = 115
     decay: float = 0.93
     final_decay: float = 0.8
@@ -246,7 +246,7 @@ def invert_pooled_convolution(
     if not candidates.groups:
         return images
     spread = float(known.pooled.std())
-    sigma = FIRST_SIGMA * spread
+    sigma = settings.first_sigma * spread
     for step in range(settings.steps):
         system = _System(layer, known, candidates, settings, images, inputs, sigma, first=step == 0)
         change = system.solve()

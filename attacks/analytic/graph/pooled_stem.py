@@ -9,7 +9,7 @@ positions one is passed on. The gradient of the convolution says more, and both 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ MIN_NOISE = 1e-6
 MAX_MISFIT = 2e-5
 """Share of pooled outputs and gradient that a picture of whole levels may leave. A level of one pixel makes several
 times that, even at 224 pixels."""
+LEVELS_SIGMA = 3e-3
+"""First standard deviation of outputs, relative to theirs, where a search goes on from whole levels."""
 ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
 """Scale of differences of neighboring pixels in what all channels share, and in what sets them apart."""
 
@@ -131,17 +133,29 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     """
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
-    start = torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device)
-    found = invert_pooled_convolution(stem.layer, stem.known, stem.scale * start + stem.shift, settings, stem.before)
-    images = (found - stem.shift) / stem.scale
-    levels = (255 * images).round().clamp(0, 255) / 255
-    missed, missed_by_levels = (_measure(stem, pictures) for pictures in (images, levels))
+    images = _search(stem, torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device), settings)
+    levels, missed = _to_levels(images), _measure(stem, images)
+    if _measure(stem, levels) > MAX_MISFIT:  # most pixels may be at the right level: what is wrong follows from them
+        again = _search(stem, levels, replace(settings, first_sigma=LEVELS_SIGMA))
+        if _measure(stem, again) < missed:
+            images, missed = again, _measure(stem, again)
+            levels = _to_levels(images)
+    missed_by_levels = _measure(stem, levels)
     explained = missed_by_levels <= MAX_MISFIT
     if explained:
         images, missed = levels, missed_by_levels
     each = images.new_ones(len(images))
     steps = torch.full((len(images),), settings.steps, device=images.device)
     return InvertedImages(images, missed * each, (each > 0) & explained, steps, settings.steps)
+
+
+def _search(stem: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:
+    taken = stem.scale * start + stem.shift
+    return (invert_pooled_convolution(stem.layer, stem.known, taken, settings, stem.before) - stem.shift) / stem.scale
+
+
+def _to_levels(images: Tensor) -> Tensor:
+    return (255 * images).round().clamp(0, 255) / 255
 
 
 def _measure(stem: PooledStem, images: Tensor) -> float:
