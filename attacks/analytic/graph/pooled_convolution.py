@@ -247,8 +247,9 @@ def invert_pooled_convolution(
         return images
     spread = float(known.pooled.std())
     sigma = settings.first_sigma * spread
+    problem = _Problem(layer, known, candidates, settings, inputs)
     for step in range(settings.steps):
-        system = _System(layer, known, candidates, settings, images, inputs, sigma, first=step == 0)
+        system = _System(problem, images, sigma, first=step == 0)
         change = system.solve()
         images = images + change
         if sigma <= known.noise * spread and float(change.norm()) <= SMALL_CHANGE * float(images.norm()):
@@ -409,21 +410,31 @@ class _EdgePrior:
         return torch.einsum("ij,bjhw->bihw", self.precision, total)
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """What stays the same over all steps.
+
+    Attributes:
+        layer: the convolution and its pooling.
+        known: what is known of it.
+        candidates: positions that may have been passed on.
+        settings: of the search.
+        inputs: the layer's input as a function of the picture.
+    """
+
+    layer: PooledConvolution
+    known: PooledObservation
+    candidates: Candidates
+    settings: AnnealingSettings
+    inputs: _Inputs
+
+
 class _System:
     """The normal equations of one step, linear in the images."""
 
-    def __init__(
-        self,
-        layer: PooledConvolution,
-        known: PooledObservation,
-        candidates: Candidates,
-        settings: AnnealingSettings,
-        images: Tensor,
-        inputs: _Inputs,
-        sigma: float,
-        *,
-        first: bool,
-    ) -> None:
+    def __init__(self, problem: _Problem, images: Tensor, sigma: float, *, first: bool) -> None:
+        layer, known, candidates = problem.layer, problem.known, problem.candidates
+        settings, inputs = problem.settings, problem.inputs
         taken = inputs.at(images)
         z = layer.outputs(taken.value)
         probability, slope = _probabilities(z.flatten()[candidates.position], candidates, sigma)
