@@ -32,9 +32,11 @@ SHIFT_SHARE = 0.8
 ENOUGH = 1.5
 """Equations for each unknown of a block's input above which its open outputs need not tell any."""
 MIN_RATIO = 1.1
-"""Equations there must be for one unknown. Near it they are ill-conditioned, which the residual shows."""
-MAX_RESIDUAL = 1e-3
-"""Share of the gradients that a solved input may leave: what leaves more is none."""
+"""Equations there must be for one unknown."""
+MAX_RESIDUAL, MAX_TIGHT_RESIDUAL = 1e-3, 5e-5
+"""Share of the gradients that a solved input may leave: what leaves more is none. Less where there are fewer equations
+than `ENOUGH`: these are ill-conditioned, and a wrong input leaves little, too (one that was off by a quarter left
+6e-4, right ones 5e-7 to 4e-5)."""
 ASKED_OF_STEPS = " (is it one plain step on so many images?)"
 """What may be wrong where a layer's equations contradict each other."""
 
@@ -220,21 +222,22 @@ def _solve(branches: Sequence[KnownSignal], entries: KnownInputs | None = None) 
     """
     layers = [branch.layer for branch in branches]
     names = " and ".join(layer.name for layer in layers)
-    if short := _count_shortfall(layers, entries):
+    if short := _count_shortfall(layers, entries, MIN_RATIO):
         raise UnsolvedError(f"{names}: {short}")
+    most = MAX_TIGHT_RESIDUAL if _count_shortfall(layers, entries, ENOUGH) else MAX_RESIDUAL
     try:
         found = solve_inputs(branches, entries)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         raise UnsolvedError(f"{names}: its equations leave inputs open") from None
-    if not found.residual <= MAX_RESIDUAL:
+    if not found.residual <= most:
         raise UnsolvedError(
             f"{names}: no input explains its gradient: {found.residual:.1e} of it is left{ASKED_OF_STEPS}"
         )
     return found
 
 
-def _count_shortfall(layers: Sequence[NormalizedConvolution], entries: KnownInputs | None) -> str:
-    """Say how few equations there are for the numbers of an input channel, in counts; empty where they suffice.
+def _count_shortfall(layers: Sequence[NormalizedConvolution], entries: KnownInputs | None, ratio: float) -> str:
+    """Say how few equations there are for the numbers of an input channel; empty where they are `ratio` times as many.
 
     With a stride rows and columns are seen by different taps of the kernel, so that each kind is counted by itself.
     """
@@ -247,7 +250,7 @@ def _count_shortfall(layers: Sequence[NormalizedConvolution], entries: KnownInpu
             if entries is not None:
                 unknowns = int((~entries.known).sum((0, 2, 3)).max())
             equations = sum(len(layer.weight) * _count_taps(layer, places) for layer in layers)
-            if equations < MIN_RATIO * unknowns:
+            if equations < ratio * unknowns:
                 part = "" if first.stride == 1 else f" in one of {first.stride} rows and columns"
                 return f"{equations} equations for {unknowns} numbers of each input channel{part}"
     return ""

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.analytic.graph import batch_statistics_blocks
 from attacks.analytic.graph.batch_statistics import (
     BatchNormalization,
     KnownSignal,
     NormalizedConvolution,
+    SolvedInputs,
     correct_mask,
     find_centered_columns,
     set_zeros,
@@ -18,7 +20,7 @@ from attacks.analytic.graph.batch_statistics import (
     solve_inputs,
     unmix_by_zeros,
 )
-from attacks.analytic.graph.batch_statistics_blocks import NormalizedBlock, descend_blocks
+from attacks.analytic.graph.batch_statistics_blocks import NormalizedBlock, UnsolvedError, descend_blocks
 
 
 class Block(nn.Module):
@@ -282,3 +284,18 @@ def test_the_descent_ends_where_equations_are_too_few_and_counts_them() -> None:
     found = descend_blocks([block])
     assert not found.features
     assert "20 directions for 32 positions of 2 images" in found.end
+
+
+@pytest.mark.parametrize(("width", "accepted"), [(80, True), (4, False)])
+def test_few_equations_must_be_explained_better(monkeypatch: pytest.MonkeyPatch, width: int, accepted: bool) -> None:
+    victim = Victim(2, width=width)
+    layer = victim.layer("blocks.1.conv1", "blocks.1.bn1")  # 9 width equations for 32 numbers
+    signal, hidden = victim.signals["blocks.1.bn1"], victim.inputs["blocks.1.conv2"]
+    known = KnownSignal(layer, signal, layer.norm.unscale(hidden), hidden > 0)
+    left = SolvedInputs(victim.inputs["blocks.1.conv1"], (signal,), 6e-4, 0, 0, 1)
+    monkeypatch.setattr(batch_statistics_blocks, "solve_inputs", lambda *_: left)
+    if accepted:
+        assert batch_statistics_blocks._solve([known]) is left
+    else:
+        with pytest.raises(UnsolvedError, match=r"6.0e-04 of it is left"):
+            batch_statistics_blocks._solve([known])
