@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from attacks.analytic.graph.batch_normalization import find_normalizations
-from attacks.analytic.graph.evaluation_mode import solve_in_evaluation_mode
+from attacks.analytic.graph.evaluation_mode import FewerImages, solve_in_evaluation_mode
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.assignment import assign_labels
+from attacks.labels.assignment import assign_labels, count_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.update.overflow_safe_scaling import rescale_to_unit
@@ -86,15 +86,42 @@ class Backsolve(Attack):
         if norms := find_normalizations(network):
             solved = solve_in_training_mode(view, network, norms, seed)
         else:
-            solved = solve_in_evaluation_mode(network, count, view.task.input_shape, seed)
+            solved = self._solve_distinct(view, gradient, network, count, seed)
         return solved if isinstance(solved, NotApplicable) else self._report(view, gradient, solved)
+
+    def _solve_distinct(
+        self, view: ServerView, gradient: Mapping[str, object], network: NetworkGraph, count: int, seed: int
+    ) -> SolvedPictures | NotApplicable:
+        """Return the pictures of a batch, in which one may be there several times.
+
+        Equal images are one to the equations. What they leave in the classifier says how many each stands for.
+        """
+        solved = solve_in_evaluation_mode(network, count, view.task.input_shape, seed)
+        if not isinstance(solved, FewerImages):
+            return solved
+        distinct = solved.count
+        fewer = _read_network(view, gradient, distinct)
+        if isinstance(fewer, NotApplicable):
+            return fewer
+        solved = solve_in_evaluation_mode(fewer, distinct, view.task.input_shape, seed)
+        if isinstance(solved, FewerImages):
+            return NotApplicable(f"the batch looks as of {distinct} distinct images, and these as of {solved.count}")
+        if isinstance(solved, NotApplicable):
+            return replace(solved, reason=f"as of {distinct} distinct images: {solved.reason}")
+        labels = count_labels(view, gradient, _snap(solved.found.images)[0], count)
+        if labels is None:
+            uncounted = f"{count} images look as of {distinct} distinct ones, and nothing tells how often each is there"
+            return NotApplicable(uncounted, limit=True)
+        return solved.repeat(labels)
 
     def _report(self, view: ServerView, gradient: Mapping[str, object], solved: SolvedPictures) -> Reconstruction:
         """Return the pictures with what is told of them."""
         found = solved.found
         images, snapped = _snap(found.images)
         verified = self._is_explained(found, images, snapped)
-        labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
+        labels, note = solved.labels, ""
+        if labels is None:
+            labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
         shown = bool((found.residual <= MAX_MISSED).any())
         missed = (
             f"of {len(images)} pictures {int((found.residual > MAX_MISSED).sum())} were not found, only their features"

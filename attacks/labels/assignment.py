@@ -16,6 +16,8 @@ from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
 
+MAX_COUNT_ERROR = 0.1
+"""How far from whole numbers counts of labels may come out."""
 MAX_DIRECTION_DISTANCE = 0.1
 """Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""
 
@@ -33,6 +35,48 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
         gradient: of the step, up to one factor.
         images: found in one order or another, in [0, 1] (N, C, H, W).
     """
+    read = _read_classifier(view, gradient, images)
+    if read is None:
+        return None
+    columns, predictions = read
+    labels = columns.argmin(1)
+    wanted = predictions - nn.functional.one_hot(labels, columns.shape[1])
+    unit = nn.functional.normalize
+    far = (unit(columns, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
+    return labels.to(view.device) if bool((far <= MAX_DIRECTION_DISTANCE).all()) else None
+
+
+def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, count: int) -> Tensor | None:
+    """Return how often each image is in a batch with each label (N, K) int64, or None where nothing tells.
+
+    Image i, m_i times in the batch, c_i of them with each label, leaves a multiple k of `m_i p_i - c_i` in the
+    classifier. Over p_i that is largest, `k m_i`, at labels it does not have. All m_i together are the batch, which
+    gives k. What comes out has to be whole numbers.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        images: distinct ones, in [0, 1] (N, C, H, W).
+        count: of the batch's images.
+    """
+    read = _read_classifier(view, gradient, images)
+    if read is None:
+        return None
+    columns, predictions = read
+    shares = (columns / predictions).amax(1)  # k m_i
+    factor = float(shares.sum()) / count
+    if not bool((shares > 0).all()) or not factor > 0:
+        return None
+    copies = shares / factor
+    labels = copies.round()[:, None] * predictions - columns / factor
+    found = labels.round().to(torch.int64)
+    near = all(float((part - part.round()).abs().max()) < MAX_COUNT_ERROR for part in (copies, labels))
+    whole = bool((found >= 0).all()) and torch.equal(found.sum(1), copies.round().to(torch.int64))
+    return found.to(view.device) if near and whole and int(found.sum()) == count else None
+
+
+def _read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return what each image left in the classifier's gradient over its features (N, K), and its predictions (N, K)."""
     weight = classifier_names(view, view.update)[0]
     if weight is None or weight not in gradient or not view.method.uses_labels:
         return None
@@ -40,12 +84,8 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):
         return None
     features, outputs = seen
-    columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)  # (K, N)
-    labels = columns.argmin(0)
-    wanted = torch.softmax(outputs, -1) - nn.functional.one_hot(labels, len(columns))
-    unit = nn.functional.normalize
-    far = (unit(columns.mT, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
-    return labels.to(view.device) if bool((far <= MAX_DIRECTION_DISTANCE).all()) else None
+    columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)
+    return columns.mT, torch.softmax(outputs, -1)
 
 
 def order_matters(view: ServerView) -> bool:

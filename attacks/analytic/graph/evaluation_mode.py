@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -35,9 +36,20 @@ FEATURES_ALONE = 2.0
 """Numbers above zero for one of the picture that a pooled tensor must hold for it to be enough by itself."""
 
 
+@dataclass(frozen=True)
+class FewerImages:
+    """A batch has equal images, so that the network has to be traced with the distinct ones.
+
+    Attributes:
+        count: of distinct images.
+    """
+
+    count: int
+
+
 def solve_in_evaluation_mode(
     network: NetworkGraph, count: int, shape: Sequence[int], seed: int
-) -> SolvedPictures | NotApplicable:
+) -> SolvedPictures | FewerImages | NotApplicable:
     """Return the pictures whose features the network's equations give, or why they give none.
 
     Args:
@@ -48,6 +60,8 @@ def solve_in_evaluation_mode(
     """
     solver = GraphSolver(network, count, Propagation(network))
     solver.run()
+    if not solver.solved and solver.distinct is not None:
+        return FewerImages(solver.distinct)
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
     stem = read_pooled_stem(solver)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -31,11 +31,32 @@ class SolvedPictures:
         found: the pictures of the features.
         lowest: the solved features nearest to the picture.
         end: where the equations end, and why.
+        labels: of the pictures, where counting equal ones told them.
     """
 
     found: InvertedImages
     lowest: SolvedTensor
     end: str
+    labels: Tensor | None = None
+
+    def repeat(self, counts: Tensor) -> SolvedPictures:
+        """Return each picture as often as it is there.
+
+        Args:
+            counts: of each picture with each label (N, K).
+        """
+        image, label = counts.nonzero().T
+        times = counts[image, label]
+        at = image.repeat_interleave(times)
+        found = replace(
+            self.found,
+            images=self.found.images[at],
+            residual=self.found.residual[at],
+            converged=self.found.converged[at],
+            steps=self.found.steps[at],
+        )
+        lowest = replace(self.lowest, values=self.lowest.values[at])
+        return replace(self, found=found, lowest=lowest, labels=label.repeat_interleave(times))
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     KnownSignal,
     SolvedInput,
@@ -81,6 +82,7 @@ class GraphSolver:
         waiting: which signal was missing, of layers that were never asked for lack of one above.
         anchor: weight of the convolution whose shifts gave the first signals; empty before.
         scaled: whether the signals found last have the images' sizes, rather than a factor for each.
+        distinct: images that the first gradient with shifts is of, where these are fewer; or None.
     """
 
     network: NetworkGraph
@@ -91,6 +93,7 @@ class GraphSolver:
     waiting: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
     scaled: bool = False
+    distinct: int | None = None
 
     def run(self) -> None:
         """Solve for all that can be solved for, from the last layer down."""
@@ -164,13 +167,12 @@ class GraphSolver:
         channels, inputs = layer.weight.shape[:2]
         if rank > channels or rank > 3 * inputs:
             equations = f"{min(channels, 3 * inputs)} directions for {rank} positions of {self.images} images"
-            self.ends[layer.name] = f"too few channels to tell positions apart: {equations}"
+            self.ends[layer.name] = f"too few channels to tell positions apart: {equations}{self._count_equal(layer)}"
             return None
         found = find_signal_columns(layer.gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
         if not found.weakest > MIN_DIRECTION:
-            distinct = count_images(layer.gradient, positions, self.images)
-            looks = f", as of {distinct} distinct images" if distinct is not None and distinct < self.images else ""
-            self.ends[layer.name] = f"what flows back has fewer than {rank} independent directions{looks}"
+            few = f"what flows back has fewer than {rank} independent directions"
+            self.ends[layer.name] = few + self._count_equal(layer)
             return None
         # what is not confirmed is believed if it looks right, as the equations below would contradict it
         two_valued = unmix_two_valued(found.columns, rounds=MIN_ROUNDS + self.images)
@@ -186,6 +188,15 @@ class GraphSolver:
         told = max(int(kind.confirmed.sum()) for kind in (two_valued, sparse))
         self.ends[layer.name] = f"the signals of {told} of {self.images} images could be told apart"
         return None
+
+    def _count_equal(self, layer: LayerEquations) -> str:
+        """Note how many distinct images a layer's gradient is of, where these are fewer, and say so."""
+        positions = layer.output_shape[2] * layer.output_shape[3]
+        distinct = count_images(layer.gradient, positions, self.images)
+        if distinct is None or distinct >= self.images:
+            return ""
+        self.distinct = self.distinct or distinct
+        return f", as of {distinct} distinct images"
 
     def _set_anchor(self, number: int, columns: Tensor, two_valued: bool) -> None:
         """Note what flows back into a convolution, with the images' factors where a bias tells them."""

@@ -191,12 +191,31 @@ def test_instance_normalization_of_a_batch_is_refused() -> None:
     assert "other operations" in found.reason
 
 
-def test_equal_pictures_are_counted_where_they_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("order", "labels"),
+    [([0, 0], [1, 1]), ([0, 0], [1, 2]), ([0, 0, 1], [4, 4, 2]), ([0, 0, 1, 1], [1, 3, 5, 5])],
+)
+def test_pictures_that_are_there_several_times_come_back_as_often(order: list[int], labels: list[int]) -> None:
+    images = pictures(2)[0][order]
+    view, _ = from_batch(victim(), images, torch.tensor(labels))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction), found
+    assert found.inputs is not None
+    assert found.labels is not None
+    assert found.inputs.shape == images.shape
+    nearest = torch.cdist(found.inputs.flatten(1), pictures(2)[0].flatten(1)).argmin(1)
+    assert sorted(zip(nearest.tolist(), found.labels.tolist(), strict=True)) == sorted(zip(order, labels, strict=True))
+    assert float((found.inputs - pictures(2)[0][nearest]).abs().max()) < 1e-4
+    assert found.verified is True
+
+
+def test_equal_pictures_are_refused_where_nothing_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     images, _ = pictures(1)
     view, _ = from_batch(victim(), images.repeat(2, 1, 1, 1), torch.tensor([1, 2]))
+    monkeypatch.setattr("attacks.analytic.backsolve.count_labels", lambda *_: None)
     found = attacks.build("backsolve")(view)
     assert isinstance(found, NotApplicable)
-    assert "as of 1 distinct images" in found.reason
+    assert "2 images look as of 1 distinct ones" in found.reason
 
 
 def test_a_layer_that_cannot_be_begun_with_is_named() -> None:
