@@ -6,6 +6,7 @@ What hypothesis makes up is the same in every run and takes what it takes; `--hy
 nightly`) makes up new examples, and many more.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 torch.set_num_threads(1)
+gc.set_threshold(50_000, 20, 100)  # ten thousand collected tests are looked through at every full collection
 settings.register_profile("default", derandomize=True, deadline=None)
 settings.register_profile(
     "nightly",
@@ -57,6 +59,14 @@ def _workers_are_forked() -> Iterator[None]:
     """Start worker processes from one that has imported the packages."""
     with pytest.MonkeyPatch.context() as patch:
         use_forkserver(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_waits_for_the_disk() -> Iterator[None]:
+    """Leave it to the system when files reach the disk: no test cuts the power, and thousands of files are written."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 

@@ -257,8 +257,8 @@ def test_features_below_which_the_image_reaches_the_end_by_another_way_are_not_a
 
 
 def test_none_of_a_sample_of_rules_is_confirmed_wrongly() -> None:
-    """Thirty of the updates of `benchmarks.reliability.confirmed`."""
-    cases = [case for case in confirmed.cases(50) if case.net != "CNN, max pooling"][:30]
+    """Twelve of the updates of `benchmarks.reliability.confirmed`."""
+    cases = [case for case in confirmed.cases(50) if case.net != "CNN, max pooling"][:30:2][:12]
     found, _ = confirmed.figures([(case, confirmed.answers(case)) for case in cases])
     assert [figure.found.split()[0] for figure in found[:3]] == ["0", "0", "0"]
     assert found[3].met

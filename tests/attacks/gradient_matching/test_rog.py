@@ -135,7 +135,7 @@ def test_clamped_codes_find_more_of_black_and_white() -> None:
     views, truths = zip(*(one_step(task, Batch(image[None], torch.tensor([2]))) for image in drawn()), strict=True)
     scores = {}
     for clamped in (False, True):
-        attack = attacks.build({"name": "rog", "iterations": 200, "tv_weight": 0.0, "clamp_upsampled": clamped})
+        attack = attacks.build({"name": "rog", "iterations": 120, "tv_weight": 0.0, "clamp_upsampled": clamped})
         found = attack.run(views, [0, 1, 2])
         images = torch.cat([each.inputs for each in found if isinstance(each, Reconstruction)])  # type: ignore[misc]
         scores[clamped] = psnr(images, torch.cat([truth.inputs for truth in truths]))
@@ -171,8 +171,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A decoder and an enhancer of smooth images, trained for moments."""
     folder, images = tmp_path_factory.mktemp("trained"), smooth(256, 8).float()
     paths = {}
-    for kind in ("decoder", "enhancer"):
-        network = image_networks.train(kind, images, factor=2, steps=80)
+    for kind, steps in (("decoder", 80), ("enhancer", 5)):
+        network = image_networks.train(kind, images, factor=2, steps=steps)
         image_networks.save(network, folder / f"{kind}.npz", "smooth images")
         paths[kind] = str(folder / f"{kind}.npz")
     return paths

@@ -86,7 +86,9 @@ def test_a_network_that_takes_no_single_image_is_refused(attack: str) -> None:
         assert "does not run on one image by itself" in said
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize(
+    "style", [pytest.param(style, marks=pytest.mark.slow if style == "gated" else ()) for style in STYLES]
+)  # a gated network has a thousand operations; a recurrent one is met beside it
 def test_no_style_of_writing_ends_an_attack_with_an_error(style: str) -> None:
     view = seen(written(style, 1, 3, nn.ReLU()).eval())
     for name in ("analytic", "rconv", "cascade", "spear", "headless", "rgap", {"name": "ig", "iterations": 1}):

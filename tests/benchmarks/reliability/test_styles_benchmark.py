@@ -5,7 +5,9 @@ import pytest
 from benchmarks.reliability.styles import Case, audited, figures
 
 
-@pytest.mark.parametrize("number", [0, 2, 17, 21])
+@pytest.mark.parametrize(
+    "number", [0, pytest.param(2, marks=pytest.mark.slow), 17, pytest.param(21, marks=pytest.mark.slow)]
+)
 def test_an_audit_of_an_odd_model_does_not_end_as_if_all_was_tried(number):
     answer = audited(Case.drawn(number))
     assert not answer.wrong, answer

@@ -151,7 +151,7 @@ def test_two_workers_give_the_same_bytes(mine, monkeypatch, tmp_path):
 
 def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     """Killed after one attack and in the middle of the next, it computes only what is left, to the same bytes."""
-    first, second = SEARCH % 40, "{name: ig, iterations: 60, max_parallel_trials: 1, restarts: 3}"
+    first, second = SEARCH % 10, "{name: ig, iterations: 30, max_parallel_trials: 1, restarts: 3}"
     words = [f"{mine}:build", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
     told = script("killed_audit.py", tmp_path, *words)
     assert told["finished"] == told["kept"] == 1

@@ -31,6 +31,17 @@ def loaded(path: Path) -> Experiment:
     return yaml_config.load(path)
 
 
+_ENTRIES: dict[tuple[int, int, int], Experiment] = {}
+
+
+def entry_of(found: Experiment, method: Entry, attack: Entry | None) -> Experiment:
+    """The experiment of one entry of a committed config, made once."""
+    key = (id(found), id(method), id(attack))  # what is loaded stays
+    if key not in _ENTRIES:
+        _ENTRIES[key] = sweep.experiment_of(found, method, attack)
+    return _ENTRIES[key]
+
+
 def called(label: str, entry: Entry) -> bool:
     """Whether a label is an entry's, or that of what a sweep made the entry of."""
     return label in {entry.label, entry.label.partition("@")[0]}
@@ -45,13 +56,13 @@ def test_it_is_read_and_its_entries_fit_the_rest(path):
     found = loaded(path)
     assert found.title
     for method in found.method:
-        own = sweep.experiment_of(found, method, None)
+        own = entry_of(found, method, None)
         assert own.federation.fine_tune_epochs or not asked(found, method, "tuned")
         assert own.federation.held_out_clients or not asked(found, method, "unseen")
         assert own.federation.global_test or not asked(found, method, "global")
         for attack in found.attack:
             if not attack.against or method.label in attack.against:
-                sweep.experiment_of(found, method, attack)
+                entry_of(found, method, attack)
 
 
 def asked(found: Experiment, method: Entry, kind: str) -> bool:
@@ -102,7 +113,7 @@ def test_what_is_published_of_rounds_can_be_had(path):
     found = loaded(path)
     for figures in found.published:
         (method, *_) = [entry for entry in found.method if called(figures.method, entry)]
-        own = sweep.experiment_of(found, method, None).federation
+        own = entry_of(found, method, None).federation
         if figures.rounds_to_accuracy:
             assert own.evaluate_every == 1, "an accuracy is reached in rounds that are scored"
             assert set(figures.rounds_to_accuracy) <= set(found.score.target_accuracies)

@@ -415,13 +415,11 @@ def test_every_value_on_file_is_in_a_chart(folder):
 
 
 def test_figures_for_papers_are_written_on_request(folder):
+    (folder / "figures").mkdir()
+    (folder / "figures" / "old.pdf").write_bytes(b"")
+    (folder / "figures" / "mine.txt").write_bytes(b"")
     paths = write_figures(folder, "pdf")
     names = {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
     assert {path.name for path in paths} == {f"{name}{suffix}.pdf" for name in names for suffix in ("", "-column")}
-    assert set((folder / "figures").iterdir()) == set(paths)
-    before = {path: path.read_bytes() for path in paths}
-    (folder / "figures" / "old.pdf").write_bytes(b"")
-    (folder / "figures" / "mine.txt").write_bytes(b"")
-    write_figures(folder, "pdf")
-    assert {path: path.read_bytes() for path in (folder / "figures").glob("*.pdf")} == before
-    assert (folder / "figures" / "mine.txt").exists()
+    assert set((folder / "figures").iterdir()) == {*paths, folder / "figures" / "mine.txt"}
+    assert all(path.read_bytes().startswith(b"%PDF-") for path in paths)

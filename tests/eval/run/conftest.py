@@ -1,8 +1,19 @@
 """What tests of runs share."""
 
+from collections.abc import Iterator
+
 import pytest
 
+from eval.metrics.identification import draw_distractors
 from fl.federation import Federation
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_candidates() -> Iterator[None]:
+    """Replay the client on eight candidates an image, where a run takes fifty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(draw_distractors.__kwdefaults__, "count", 7)
+        yield
 
 
 @pytest.fixture

@@ -43,7 +43,7 @@ def test_what_is_called_rdp_is_the_rdp_accountants_value(sigma: float, rate: flo
     accountant.history = [(sigma, rate, steps)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        theirs = accountant.get_epsilon(delta=1e-5, alphas=[1 + x / 100 for x in range(1, 10_000)])
+        theirs = accountant.get_epsilon(delta=1e-5, alphas=[1 + x / 20 for x in range(1, 2000)])
     ours = compute_epsilon([Charge(sigma, rate, steps)], 1e-5, "rdp")
     assert ours == pytest.approx(theirs, rel=5e-3)
     assert ours > compute_epsilon([Charge(sigma, rate, steps)], 1e-5, "prv")
@@ -85,7 +85,7 @@ def test_the_numerical_accountant_is_opacus_own_to_the_bit() -> None:
 
 def test_rdp_is_above_prv_and_prv_above_monte_carlo() -> None:
     draw = np.random.default_rng(0)
-    for trial in range(50):
+    for trial in range(20):
         sigma, rate = float(draw.uniform(0.6, 3)), float(10 ** draw.uniform(-1.5, -0.3))
         charges = [Charge(sigma, rate, int(draw.integers(1, 30)))]
         prv, rdp = compute_epsilon(charges, 1e-3), compute_epsilon(charges, 1e-3, "rdp")
