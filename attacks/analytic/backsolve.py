@@ -55,7 +55,8 @@ class Backsolve(Attack):
 
     `verified` says that features and pictures explain their equations up to rounding and that the pictures make the
     update (`attacks.verification`). Under a known defense no update is made again, and it rests on the former alone. A
-    picture whose residual is above the noise of its features counts only if all its pixels are at whole levels.
+    picture whose residual is above the noise of its features counts only if all its pixels are at whole levels, and
+    none of which a pixel moves nothing that was solved for.
     `private` holds the lowest features under `features/layer`; `note` says where the solution ended, with the counts of
     equations and unknowns.
 
@@ -118,7 +119,10 @@ class Backsolve(Attack):
         """Return the pictures with what is told of them."""
         found = solved.found
         images, snapped = _snap(found.images)
-        verified = self._is_explained(found, images, snapped)
+        explained = self._is_explained(found, images, snapped)
+        verified = explained and not solved.unseen
+        unseen = f"{solved.unseen} numbers of the pictures move nothing that was solved for, so that they may be any"
+        end = f"the equations end at {solved.end}" if not explained else unseen if solved.unseen else ""
         labels, note = solved.labels, ""
         if labels is None:
             labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
@@ -126,7 +130,6 @@ class Backsolve(Attack):
         missed = (
             f"of {len(images)} pictures {int((found.residual > MAX_MISSED).sum())} were not found, only their features"
         )
-        end = "" if verified else f"the equations end at {solved.end}"
         return Reconstruction(
             inputs=images.clamp(0, 1).to(view.device, view.dtype) if shown else None,
             labels=labels if shown or len(images) == 1 else None,

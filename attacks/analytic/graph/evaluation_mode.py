@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import InvertedImages
+from attacks.analytic.graph.feature_inversion import InvertedImages, count_unseen_numbers
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
@@ -69,11 +69,17 @@ def solve_in_evaluation_mode(
         found = invert_pooled_stem(stem, (count, *shape))
         if bool((found.residual <= NEAR).all()):
             found = _finish_by_features(network, stem.target, found, seed)
-            return SolvedPictures(found, stem.target, stem.explain_end())
+            return SolvedPictures(found, stem.target, stem.explain_end(), _count_unseen(network, [stem.target], found))
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
-    return SolvedPictures(found, targets[0], _explain_end(solver))
+    return SolvedPictures(found, targets[0], _explain_end(solver), _count_unseen(network, targets, found))
+
+
+def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages) -> int:
+    """Return how many numbers of the pictures move none of the targets."""
+    forward = _features_of(network, targets, torch.float64)
+    return count_unseen_numbers(forward, [as_target(network, t) for t in targets], found.images)
 
 
 def _finish_by_features(network: NetworkGraph, target: SolvedTensor, near: InvertedImages, seed: int) -> InvertedImages:

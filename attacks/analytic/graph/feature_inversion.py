@@ -63,6 +63,8 @@ MIN_INNER = 5
 """Conjugate gradient iterations a step takes at least."""
 SHORTEST = 2.0**-6
 """The shortest share of a step that the line search tries."""
+UNSEEN = 1e-10
+"""Share of the largest derivative up to which one is none but for rounding."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +189,26 @@ def invert_features(
         settled[waiting] = near[waiting] & back
         best = _better(best, again, waiting)
     return best
+
+
+def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:
+    """Return how many numbers of the images move none of the known features.
+
+    Whatever these are, the images meet their targets: a pixel between the strides of a kernel, or below activations
+    that are all closed.
+
+    Args:
+        forward: from images (B, C, H, W) to one tensor for each target, as in `invert_features`.
+        targets: the known features.
+        images: near which numbers are moved.
+    """
+    at = images.detach().to(targets[0].value.dtype).requires_grad_()
+    with torch.enable_grad():
+        missed = _Problem(forward, forward, tuple(targets)).residuals(tuple(forward(at)))
+        generator = stream(0, "unseen numbers")
+        weights = [torch.randn(r.shape, generator=generator).to(r) for r in missed]
+        (moved,) = torch.autograd.grad(missed, at, weights)
+    return int((moved.abs() <= UNSEEN * moved.abs().max()).sum())
 
 
 def _over(flags: Tensor, images: Tensor) -> Tensor:

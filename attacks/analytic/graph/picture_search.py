@@ -31,12 +31,14 @@ class SolvedPictures:
         found: the pictures of the features.
         lowest: the solved features nearest to the picture.
         end: where the equations end, and why.
+        unseen: numbers of the pictures that move none of the features, so that they may be any.
         labels: of the pictures, where counting equal ones told them.
     """
 
     found: InvertedImages
     lowest: SolvedTensor
     end: str
+    unseen: int
     labels: Tensor | None = None
 
     def repeat(self, counts: Tensor) -> SolvedPictures:

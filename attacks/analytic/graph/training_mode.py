@@ -18,7 +18,7 @@ from attacks.analytic.graph.batch_normalization import (
     read_statistics,
 )
 from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_blocks
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages, count_unseen_numbers
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures, as_target, paths_around_activations, search_pictures
@@ -69,8 +69,8 @@ def solve_in_training_mode(
     if not solved:
         return NotApplicable(end, limit=True)
     targets = solved[-MAX_TARGETS:][::-1]
-    found = _find_pictures(network, norms, statistics, targets, seed)
-    return SolvedPictures(found, targets[0], end)
+    found, unseen = _find_pictures(network, norms, statistics, targets, seed)
+    return SolvedPictures(found, targets[0], end, unseen)
 
 
 def _solved_tensors(chain: BlockChain, descent: Descent) -> list[SolvedTensor]:
@@ -93,8 +93,11 @@ def _find_pictures(
     statistics: BatchStatistics,
     targets: Sequence[SolvedTensor],
     seed: int,
-) -> InvertedImages:
-    """Return the pictures of features and statistics, which are one problem: a picture of as many times the colors."""
+) -> tuple[InvertedImages, int]:
+    """Return the pictures of features and statistics, and how many of their numbers move neither.
+
+    They are one problem: a picture of as many times the colors.
+    """
     shape = network.graph.image.shape
     paths = paths_around_activations(network, targets)
     nodes = network.operations_to([path.start for path in paths])
@@ -127,14 +130,16 @@ def _find_pictures(
 
     whole = (1, shape[0] * shape[1], *shape[2:])
     found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed)
+    unseen = count_unseen_numbers(forward_in(torch.float64), joint, found.images)
     count = shape[0]
-    return InvertedImages(
+    each = InvertedImages(
         found.images.reshape(shape),
         found.residual.expand(count),
         found.converged.expand(count),
         found.steps.expand(count),
         found.iterations,
     )
+    return each, unseen
 
 
 def _scaled(mean: Tensor, variance: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:

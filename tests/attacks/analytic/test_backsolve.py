@@ -243,3 +243,26 @@ def test_cascade_hands_residual_networks_over() -> None:
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert min(decibels(found.inputs, images)) > 80
+
+
+class Cropped(nn.Module):
+    """A network that does not look at the last column of a picture."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x[..., :-1])
+
+
+@pytest.mark.parametrize("train", [False, True])
+def test_pixels_that_move_nothing_are_not_verified(*, train: bool) -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(Cropped(victim()).train(train), images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert float((found.inputs - images)[..., :-1].abs().max()) < 1e-4
+    assert found.verified is not True
+    assert "48 numbers of the pictures move nothing" in found.note
