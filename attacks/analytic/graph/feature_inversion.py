@@ -31,14 +31,13 @@ biases, where all activations change at once. So the start is noise around gray.
 searched for again: from where it is and a little noise if that is near, or from a new start. The best is kept. A near
 image that comes back to the same residual is at the minimum that its features have, and is left alone.
 
-The images of a batch do not interact: each has its own inner products, step lengths and end. Only residuals that the
-caller adds for all images together (`coupled_residual`) make them one problem.
+The images of a batch do not interact: each has its own inner products, step lengths and end.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -138,7 +137,6 @@ def invert_features(
     *,
     settings: InversionSettings = InversionSettings(),
     single_forward: Forward | None = None,
-    coupled_residual: Callable[[Tensor], Tensor] | None = None,
     start: Tensor | None = None,
 ) -> InvertedImages:
     """Find the images whose features these are.
@@ -150,9 +148,6 @@ def invert_features(
         shape: (B, C, H, W) of the images.
         settings: bounds of the search.
         single_forward: the same network in float32, for all products with its Jacobian: three to six times as fast.
-        coupled_residual: from all images (B, C, H, W) to further residuals of any shape, of the size of relative
-            errors, that are to be small as well, such as the mismatch of weight gradients. It must compute in the
-            type of its input. No attack passes any so far.
         start: (B, C, H, W), where the first search starts; otherwise around gray.
 
     Returns:
@@ -164,7 +159,7 @@ def invert_features(
     for target in targets:
         if len(target.value) != shape[0]:
             raise ValueError(f"A target of {len(target.value)} images for {shape[0]} images to find.")
-    problem = _Problem(forward, single_forward or forward, tuple(targets), coupled_residual)
+    problem = _Problem(forward, single_forward or forward, tuple(targets))
     value = targets[0].value
     generator = stream(settings.seed, "feature inversion")
 
@@ -180,8 +175,6 @@ def invert_features(
         waiting = ~best.converged & ~settled
         if late or not bool(waiting.any()):
             break
-        if coupled_residual is not None:
-            waiting = torch.ones_like(waiting)
         near, draw = best.residual < NEAR * problem.noise, noise()
         origin = torch.where(_over(near, draw), best.images + NUDGE * draw, GRAY + settings.start_noise * draw)
         again = _Search(problem.select(waiting), settings, origin[waiting], began).run()
@@ -237,7 +230,6 @@ class _Problem:
     forward: Forward
     single_forward: Forward
     targets: tuple[FeatureTarget, ...]
-    coupled: Callable[[Tensor], Tensor] | None = None
 
     @property
     def size(self) -> float:
@@ -270,8 +262,7 @@ class _Problem:
         """Return all residuals at the images, without a graph."""
         forward = self.single_forward if single else self.forward
         with torch.no_grad():
-            found = self.residuals(tuple(forward(images)))
-            return found if self.coupled is None else (*found, self.coupled(images))
+            return self.residuals(tuple(forward(images)))
 
 
 def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
@@ -303,24 +294,16 @@ class _Jacobian:
             Linearization(lambda f, t=t: (_residual(f, t),), f)  # type: ignore[misc]
             for f, t in zip(self._features.values, problem.targets, strict=True)
         ]
-        self._coupled = None
-        if problem.coupled is not None:
-            coupled = problem.coupled
-            self._coupled = Linearization(lambda z: (coupled(z),), images)
 
     def push(self, direction: Tensor) -> tuple[Tensor, ...]:
         """Return J v."""
         features = self._features.push(direction)
         pushed = tuple(r.push(f)[0] for r, f in zip(self._residuals, features, strict=True))
-        if self._coupled is not None:
-            pushed = (*pushed, *self._coupled.push(direction))
         return pushed if self._smoothness is None else (*pushed, *_differences(direction, self._smoothness))
 
     def pull(self, weights: Sequence[Tensor]) -> Tensor:
         """Return J^T w."""
         pulled = self._features.pull([r.pull([w]) for r, w in zip(self._residuals, weights, strict=False)])
-        if self._coupled is not None:
-            pulled = pulled + self._coupled.pull([weights[len(self._residuals)]])
         if self._smoothness is not None:
             pulled = pulled + _transposed_differences(weights[-2], weights[-1], self._smoothness)
         return pulled
@@ -345,7 +328,7 @@ class _Search:
         self.settings = settings
         self.problem = problem
         self.images = images
-        self.count = 1 if problem.coupled is not None else len(images)
+        self.count = len(images)
         self.began = began
         self.iterations = 0
         self.records: dict[tuple[int, ...], RecordedDerivative | None] = {}
@@ -366,7 +349,7 @@ class _Search:
                 break
             state.step(diagonal)
             steps[active] += 1
-            found[active], residual[active] = state.images, self._each(state.relative)
+            found[active], residual[active] = state.images, state.relative
             done = state.done()
             if bool(done.all()):
                 break
@@ -376,9 +359,6 @@ class _Search:
                 self.count = int(keep.sum())
                 state.select(keep)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
-
-    def _each(self, values: Tensor) -> Tensor:
-        return values if self.problem.coupled is None else values.expand(len(self.images))
 
     def record(self, images: Tensor) -> RecordedDerivative | None:
         """Return the record for this number of images, made when it is first asked for."""
@@ -478,7 +458,7 @@ class _State:
         count = self.search.count
 
         def spread(scalars: Tensor, like: Tensor) -> Tensor:
-            return scalars.reshape(count, *[1] * (like.ndim - 1)) if len(like) == count else scalars
+            return scalars.reshape(count, *[1] * (like.ndim - 1))
 
         def dot(u: Tensor, v: Tensor) -> Tensor:
             return (u * v).reshape(count, -1).sum(1)
@@ -520,7 +500,7 @@ class _State:
     def _move(self, direction: Tensor) -> None:
         """Go along a direction as far as the residual falls, each problem for itself."""
         count = self.search.count
-        like = (count, *[1] * (direction.ndim - 1)) if len(direction) == count else (1,) * direction.ndim
+        like = (count, *[1] * (direction.ndim - 1))
         objective = self._objective(self.images, self.relative)
         share = torch.ones(count, dtype=direction.dtype, device=direction.device)
         while True:

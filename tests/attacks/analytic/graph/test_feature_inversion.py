@@ -90,29 +90,6 @@ def test_entries_that_are_not_known_do_not_count() -> None:
     assert min(decibels(result.images, images)) > 100
 
 
-def test_residuals_of_all_images_together_fix_what_features_leave_open() -> None:
-    """Features of ten channels are too few; the sum of the batch's images adds equations."""
-    layers, images = network(), pictures((2, 3, 8, 8))
-
-    def forward(z: Tensor) -> list[Tensor]:
-        return [layers(z)[:, :10]]
-
-    def products(z: Tensor) -> Tensor:
-        hidden = layers(z)[:, 10:]
-        return torch.cat([hidden.sum(0), (hidden * torch.arange(1, 3).reshape(2, 1, 1, 1)).sum(0)])
-
-    target = products(images)
-    alone = invert_features(forward, [FeatureTarget(forward(images)[0], noise=1e-8)], (2, 3, 8, 8))
-    result = invert_features(
-        forward,
-        [FeatureTarget(forward(images)[0], noise=1e-8)],
-        (2, 3, 8, 8),
-        coupled_residual=lambda z: (products(z) - target) / target.norm(),
-    )
-    assert max(decibels(alone.images, images)) < 40
-    assert min(decibels(result.images, images)) > 100
-
-
 def test_a_target_that_is_zero_for_an_image_does_no_harm() -> None:
     layers, images = network(), pictures()
     features = layers(images).relu()
