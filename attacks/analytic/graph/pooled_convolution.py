@@ -303,13 +303,24 @@ def measure_misfit(layer: PooledConvolution, known: PooledObservation, images: T
         known: what is known of it.
         images: the layer's input, (B, I, H, W).
     """
+    return math.hypot(*(float(missed.norm()) for missed in relative_misses(layer, known, images)))
+
+
+def relative_misses(layer: PooledConvolution, known: PooledObservation, images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what images leave of pooled outputs and of the gradient, so that `measure_misfit` is the norm of both.
+
+    Args:
+        layer: the convolution and its pooling.
+        known: what is known of it.
+        images: the layer's input, (B, I, H, W).
+    """
     z = layer.outputs(images)
     pooled, places = functional.max_pool2d(z, layer.window, layer.pool_stride, layer.pool_padding, return_indices=True)
     passed = torch.zeros_like(z).flatten(2)
     passed.scatter_add_(2, places.flatten(2), (known.signal * (pooled > 0)).flatten(2))
     gradient = layer.gradient(images, passed.reshape(z.shape))
-    missed = float((pooled.relu() - known.pooled).norm() / known.pooled.norm())
-    return math.hypot(missed, float((gradient - known.gradient).norm() / known.gradient.norm())) / math.sqrt(2)
+    sizes = (math.sqrt(2) * known.pooled.norm(), math.sqrt(2) * known.gradient.norm())
+    return (pooled.relu() - known.pooled) / sizes[0], (gradient - known.gradient) / sizes[1]
 
 
 def _probabilities(z: Tensor, candidates: Candidates, sigma: float) -> tuple[Tensor, Tensor]:

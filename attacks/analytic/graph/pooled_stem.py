@@ -24,6 +24,7 @@ from attacks.analytic.graph.pooled_convolution import (
     PooledObservation,
     invert_pooled_convolution,
     measure_misfit,
+    relative_misses,
 )
 from attacks.analytic.graph.pooling_structure import (
     compose_scalings,
@@ -33,12 +34,17 @@ from attacks.analytic.graph.pooling_structure import (
 from attacks.analytic.graph.propagation import UnknownError
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
+from fl.seeds import stream
 
 MIN_NOISE = 1e-6
 """Relative error of pooled outputs, at least, by sums in float32."""
 MAX_MISFIT = 2e-5
-"""Share of pooled outputs and gradient that a picture of whole levels may leave. A level of one pixel makes several
-times that, even at 224 pixels."""
+"""Share of pooled outputs and gradient that a picture of whole levels may leave, at most."""
+LEVEL_SHARE = 0.5
+"""Share of what one level of the least telling pixel makes of these that a picture of whole levels may leave. In large
+pictures that is less than `MAX_MISFIT`."""
+PROBES = 16
+"""Random signs by which it is estimated what pixels tell."""
 LEVELS_SIGMA = 3e-3
 """First standard deviation of outputs, relative to theirs, where a search goes on from whole levels."""
 ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
@@ -141,7 +147,7 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
             images, missed = again, _measure(stem, again)
             levels = _to_levels(images)
     missed_by_levels = _measure(stem, levels)
-    explained = missed_by_levels <= MAX_MISFIT
+    explained = missed_by_levels <= MAX_MISFIT and missed_by_levels <= LEVEL_SHARE * _least_change(stem, levels)
     if explained:
         images, missed = levels, missed_by_levels
     each = images.new_ones(len(images))
@@ -160,7 +166,26 @@ def _to_levels(images: Tensor) -> Tensor:
 
 def _measure(stem: PooledStem, images: Tensor) -> float:
     """Return what pictures leave of the equations."""
-    taken = stem.scale * images + stem.shift
     with torch.no_grad():
-        taken = taken if stem.before is None else stem.before.forward(taken)[0]
-    return measure_misfit(stem.layer, stem.known, taken)
+        return measure_misfit(stem.layer, stem.known, _layer_input(stem, images))
+
+
+def _least_change(stem: PooledStem, images: Tensor) -> float:
+    """Return how far one level of 8 bits moves the equations, of the number of the pictures that moves them least.
+
+    The squares of the columns of their derivative are estimated by random signs (Hutchinson).
+    """
+    at = images.detach().requires_grad_()
+    with torch.enable_grad():
+        missed = relative_misses(stem.layer, stem.known, _layer_input(stem, at))
+    generator = stream(0, "what pixels tell")
+    squares = torch.zeros_like(images)
+    for _ in range(PROBES):
+        signs = [(2 * torch.randint(0, 2, m.shape, generator=generator) - 1).to(m) for m in missed]
+        squares += torch.autograd.grad(missed, at, signs, retain_graph=True)[0].square()
+    return float((squares.min() / PROBES).sqrt()) / 255
+
+
+def _layer_input(stem: PooledStem, images: Tensor) -> Tensor:
+    taken = stem.scale * images + stem.shift
+    return taken if stem.before is None else stem.before.forward(taken)[0]

@@ -6,7 +6,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attacks
+from attacks.analytic.graph import pooled_stem
+from attacks.analytic.graph.pooled_convolution import PooledConvolution, PooledObservation
+from attacks.analytic.graph.pooled_stem import PooledStem, invert_pooled_stem
+from attacks.analytic.graph.solver import SolvedTensor
 from attacks.base import Reconstruction
+from attacks.network.operation_trace import Ref
 from fl.capture import from_batch
 
 
@@ -83,3 +88,34 @@ def test_a_picture_comes_back_through_max_pooling(*, pool_first: bool) -> None:
     assert result.inputs is not None
     assert result.verified
     assert bool(((result.inputs - images).abs() < 1e-4).all())
+
+
+def wide_stem(images: Tensor) -> PooledStem:
+    """Return ImageNet's stem with few filters, and what is known of it where it takes these images."""
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(16, 3, 7, 7, generator=draw, dtype=torch.float64) / 10
+    layer = PooledConvolution(weight, torch.zeros(16).double(), (2, 2), (3, 3), (3, 3), (2, 2), (1, 1))
+    pooled, places = functional.max_pool2d(layer.outputs(images), 3, 2, 1, return_indices=True)
+    signal = torch.randn(1, 16, 1, 1, generator=draw, dtype=torch.float64) * (pooled > 0)
+    passed = torch.zeros_like(layer.outputs(images)).flatten(2)
+    passed.scatter_add_(2, places.flatten(2), signal.flatten(2))
+    gradient = layer.gradient(images, passed.reshape(layer.outputs(images).shape))
+    known = PooledObservation(pooled.relu(), signal, gradient)
+    one = torch.ones(1, 3, 1, 1, dtype=torch.float64)
+    target = SolvedTensor(Ref(2), known.pooled, 1e-6, True, ("top.weight",))
+    return PooledStem(layer, known, one, 0 * one, None, target, "stem.weight")
+
+
+@pytest.mark.parametrize("off", [False, True])
+def test_one_wrong_level_of_a_large_picture_does_not_count_as_explained(
+    monkeypatch: pytest.MonkeyPatch, *, off: bool
+) -> None:
+    noise = torch.randn(1, 3, 176, 176, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    images = functional.interpolate(picture().double(), size=176, mode="bicubic") + 0.1 * noise
+    images = (255 * images.clamp(0, 1)).round() / 255
+    stem, wrong = wide_stem(images), images.clone()
+    wrong[0, 0, 0, 175] += (1 if float(wrong[0, 0, 0, 175]) < 0.5 else -1) / 255
+    assert 0 < pooled_stem._measure(stem, wrong) < pooled_stem.MAX_MISFIT
+    monkeypatch.setattr(pooled_stem, "_search", lambda *_: wrong if off else images)
+    found = invert_pooled_stem(stem, images.shape)
+    assert bool(found.converged.all()) is not off
