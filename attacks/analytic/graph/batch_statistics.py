@@ -303,7 +303,10 @@ def solve_by_shifts(layer: NormalizedConvolution, like: Tensor | None = None) ->
         like: s (B, C, h, w) as it is known from elsewhere: images are returned in that order. It fails where two of
             these are nearest to the same image.
     """
-    columns = find_centered_columns(layer.gradient, layer.output_size, layer.images)
+    try:
+        columns = find_centered_columns(layer.gradient, layer.output_size, layer.images)
+    except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
+        return None  # nothing flows back, or equal positions take the same
     unmixing = unmix_by_zeros(columns.inputs.transpose(1, 2).flatten(0, 1))
     if unmixing is None:
         return None

@@ -25,7 +25,7 @@ from attacks.analytic.graph.batch_statistics import (
     solve_by_shifts,
     solve_inputs,
 )
-from attacks.analytic.graph.solver import UNSHIFTED
+from attacks.analytic.graph.solver import MIN_DIRECTION, UNSHIFTED
 
 SHIFT_SHARE = 0.8
 """Share of a convolution's channels up to which shifts find its positions: near one they are ill-conditioned."""
@@ -176,11 +176,29 @@ def _solve_top(layer: NormalizedConvolution) -> SolvedConvolution:
         counts = f"{min(channels + 1, inputs)} directions for {positions} positions of {layer.images} images"
         raise UnsolvedError(f"{layer.name}: too few channels to tell positions apart: {counts}")
     top = solve_by_shifts(layer)
+    if top is not None and top.misfit <= MAX_RESIDUAL:
+        return top
+    if reason := _explain_few_directions(layer, positions):
+        raise UnsolvedError(f"{layer.name}: {reason}")
     if top is None:
         raise UnsolvedError(f"{layer.name}: the zeros of its input do not tell {layer.images} images apart")
-    if not top.misfit <= MAX_RESIDUAL:
-        raise UnsolvedError(f"{layer.name}: {top.misfit:.1e} of the batch's means is left{ASKED_OF_STEPS}")
-    return top
+    raise UnsolvedError(f"{layer.name}: {top.misfit:.1e} of the batch's means is left{ASKED_OF_STEPS}")
+
+
+def _explain_few_directions(layer: NormalizedConvolution, positions: int) -> str:
+    """Say what a convolution's equations by shifts lack; empty where they lack nothing."""
+    if not bool(layer.gradient.any()):
+        return "its gradient is zero"
+    if not bool(layer.norm.mean.any()):
+        return "the batch's means are zero: are the buffers those that came back after the step?"
+    channels, inputs = layer.weight.shape[:2]
+    signals = torch.linalg.svdvals(layer.gradient.reshape(channels, -1))
+    if positions > 1 and not signals[positions - 2] > MIN_DIRECTION * signals[0]:
+        return f"what flows back has fewer than {positions - 1} independent directions"
+    values = torch.linalg.svdvals(layer.gradient.transpose(0, 1).reshape(inputs, -1))
+    if not values[positions - 1] > MIN_DIRECTION * values[0]:
+        return f"what it takes has fewer than {positions} independent directions"
+    return ""
 
 
 def _solve_first(

@@ -266,3 +266,36 @@ def test_pixels_that_move_nothing_are_not_verified(*, train: bool) -> None:
     assert float((found.inputs - images)[..., :-1].abs().max()) < 1e-4
     assert found.verified is not True
     assert "48 numbers of the pictures move nothing" in found.note
+
+
+def test_a_top_block_that_passes_nothing_on_is_named_in_training_mode() -> None:
+    model = victim().train()
+    with torch.no_grad():
+        model.get_parameter("blocks.2.bn1.bias").fill_(-100)
+    found = attacks.build("backsolve")(from_batch(model, *pictures(1))[0])
+    assert isinstance(found, NotApplicable)
+    assert found.reason == "blocks.2.conv2.weight: its gradient is zero"
+
+
+def test_equal_pictures_in_training_mode_are_refused_for_what_they_lack() -> None:
+    images, _ = pictures(1)
+    view, _ = from_batch(victim().train(), images.repeat(2, 1, 1, 1), torch.tensor([1, 2]))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "what flows back has fewer than 31 independent directions" in found.reason
+
+
+def test_a_top_block_with_few_open_channels_is_named_in_training_mode() -> None:
+    model = victim().train()
+    with torch.no_grad():
+        model.get_parameter("blocks.2.bn1.bias")[10:] = -100
+    found = attacks.build("backsolve")(from_batch(model, *pictures(1))[0])
+    assert isinstance(found, NotApplicable)
+    assert "what it takes has fewer than 16 independent directions" in found.reason
+
+
+def test_buffers_that_did_not_move_are_named() -> None:
+    view, _ = from_batch(victim().train(), *pictures(1))
+    found = attacks.build("backsolve")(replace(view, buffers_after=view.buffers))
+    assert isinstance(found, NotApplicable)
+    assert "are the buffers those that came back after the step?" in found.reason
