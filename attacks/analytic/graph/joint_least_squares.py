@@ -43,6 +43,8 @@ MAX_TOLD_SHARE = 0.4
 """Directions that are left to F, as a share of its equations for one channel."""
 LEAST_WEIGHT = 1e-3
 """Weight of F's equations, at least."""
+UNHEARD = 1e-12
+"""Share of the largest eigenvalue below which equations do not hear a direction."""
 LEAST_HEARD = 1e-3
 """Share of the largest number of the preconditioner that each is taken to have at least."""
 
@@ -84,7 +86,9 @@ class GradientEquations:
 def solve_together(
     gradients: GradientEquations, others: LinearEquations, start: Tensor | None = None, tolerance: float = 1e-8
 ) -> Tensor | None:
-    """Return x (n H W, K) that leaves least of both kinds of equations; None if they leave so much open as not to end.
+    """Return x (n H W, K) that leaves least of both kinds of equations; None if they leave numbers open.
+
+    They do where a direction is in neither kind, or where they leave so much open that iterations do not end.
 
     Args:
         gradients: A and G.
@@ -95,7 +99,10 @@ def solve_together(
     """
     a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
     basis = _Eigenbasis.of(a.mT @ a)
-    precondition, weight = _Preconditioner.of(basis, gradients, others)
+    estimate = _Preconditioner.of(basis, gradients, others)
+    if estimate is None:
+        return None
+    precondition, weight = estimate
     right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
 
     def product(y: Tensor) -> Tensor:
@@ -175,8 +182,11 @@ class _Preconditioner:
     @classmethod
     def of(
         cls, basis: _Eigenbasis, gradients: GradientEquations, others: LinearEquations
-    ) -> tuple[_Preconditioner, float]:
-        """Return it, with p and m estimated from random signs, and the weight w of F's equations."""
+    ) -> tuple[_Preconditioner, float] | None:
+        """Return it, with p and m estimated from random signs, and the weight w of F's equations.
+
+        It is None where a direction is in neither A nor F: iterations would leave it at zero, as if that were known.
+        """
         n, k = len(basis.values), gradients.right.shape[1]
         draw = stream(0, "probes of output equations")
         heard, mixed = basis.values.new_zeros(n), basis.values.new_zeros(k, k)
@@ -186,6 +196,11 @@ class _Preconditioner:
             heard += (probe * answer).sum(1) / (k * PROBES)
             mixed += probe.mT @ answer / (n * PROBES)
         values, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
+        unheard = basis.values <= UNHEARD * float(basis.values.max())
+        if bool((unheard & (heard <= UNHEARD * float(heard.max()))).any()):
+            return None
+        if bool(unheard.any()) and float(values.min()) <= UNHEARD * float(values.max()):
+            return None
         values = values.clamp_min(LEAST_HEARD * float(values.max()))
         heard = heard.clamp_min(LEAST_HEARD * float(heard.max())) / heard.mean()
         told = min(int(MAX_TOLD_SHARE * others.count / k), n - 1)

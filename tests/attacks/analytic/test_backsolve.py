@@ -299,3 +299,16 @@ def test_buffers_that_did_not_move_are_named() -> None:
     found = attacks.build("backsolve")(replace(view, buffers_after=view.buffers))
     assert isinstance(found, NotApplicable)
     assert "are the buffers those that came back after the step?" in found.reason
+
+
+def test_pixels_that_no_kernel_reaches_are_not_solved_for_by_known_outputs() -> None:
+    convolutions = nn.Conv2d(3, 96, 1, 2), nn.ReLU(), nn.Conv2d(96, 96, 3, padding=1), nn.ReLU()
+    top = nn.Conv2d(96, 96, 3, 2, 1), nn.ReLU(), nn.Conv2d(96, 96, 3, padding=1), nn.ReLU()
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(*convolutions, *top, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(96, 10)).eval()
+    images, labels = pictures(1, seed=2)
+    found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
+    assert isinstance(found, Reconstruction)
+    assert found.verified is not True
+    assert "0.weight: its equations leave inputs open" in found.note

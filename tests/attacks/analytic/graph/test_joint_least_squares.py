@@ -1,6 +1,7 @@
 """Two kinds of equations are solved together as by the whole matrix."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,7 +62,18 @@ def test_what_neither_kind_tells_alone_follows_from_both(equations: int) -> None
     found = solve_together(gradients, mixing, tolerance=1e-12)
     assert torch.allclose(found, true, atol=1e-6)
     few = problem(equations, 10)
-    assert torch.allclose(solve_together(few[0], few[1], tolerance=1e-12), few[2], atol=1e-6) == (equations == 40)
+    short = solve_together(few[0], few[1], tolerance=1e-12)
+    assert (short is not None and torch.allclose(short, few[2], atol=1e-6)) == (equations == 40)
+
+
+def test_directions_in_neither_kind_of_equations_are_left_open_and_not_set_to_zero() -> None:
+    gradients, mixing, true = problem(24, 52)
+    gradients.matrix[:, 3] = 0
+    gradients = replace(gradients, right=gradients.matrix @ true)
+    assert solve_together(gradients, mixing) is not None
+    mixing.matrix.view(-1, CHANNELS, POSITIONS // IMAGES)[:, :, 3] = 0
+    mixing.wanted = mixing.push(as_images(true))
+    assert solve_together(gradients, mixing) is None
 
 
 def test_of_contradicting_equations_the_weighted_misfit_is_least() -> None:
