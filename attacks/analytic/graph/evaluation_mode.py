@@ -68,8 +68,10 @@ def solve_in_evaluation_mode(
     if stem is not None:
         found = invert_pooled_stem(stem, (count, *shape))
         if bool((found.residual <= NEAR).all()):
+            explained = bool(found.converged.all())  # by the gradient, too, which may see what features do not
             found = _finish_by_features(network, stem.target, found, seed)
-            return SolvedPictures(found, stem.target, stem.explain_end(), _count_unseen(network, [stem.target], found))
+            unseen = 0 if explained else _count_unseen(network, [stem.target], found)
+            return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)

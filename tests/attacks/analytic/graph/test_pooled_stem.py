@@ -90,6 +90,17 @@ def test_a_picture_comes_back_through_max_pooling(*, pool_first: bool) -> None:
     assert bool(((result.inputs - images).abs() < 1e-4).all())
 
 
+def test_a_color_that_only_the_gradient_shows_is_verified() -> None:
+    model, images = victim(pool_first=False), picture()
+    with torch.no_grad():
+        model.get_parameter("stem.weight")[:, 2] = 0
+    result = attacks.build("backsolve")(from_batch(model, images, torch.tensor([3]))[0])
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert bool(((result.inputs - images).abs() < 1e-4).all())
+    assert result.verified
+
+
 def wide_stem(images: Tensor) -> PooledStem:
     """Return ImageNet's stem with few filters, and what is known of it where it takes these images."""
     draw = torch.Generator().manual_seed(0)
