@@ -1,13 +1,15 @@
 """Solves for the pictures of a network whose batch normalization is in training mode.
 
 Its residual blocks are solved from the top down (`batch_statistics_blocks`). Then the pictures with the lowest solved
-features are searched for, all of a batch as one problem: the batch's statistics tie them. Means and variances of the
-batch came back with the buffers, and are targets like any other. Without them the scale of a picture would be free.
+features are searched for. Means and variances of the batch came back with the buffers. By these each picture is
+searched for by itself first, as in evaluation mode. From there on all pictures of a batch are one problem: its
+statistics tie them, and are targets like any other. Without them the scale of a picture would be free.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,7 +23,13 @@ from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_bloc
 from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages, count_unseen_numbers
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.picture_search import SolvedPictures, as_target, paths_around_activations, search_pictures
+from attacks.analytic.graph.picture_search import (
+    FeaturePath,
+    SolvedPictures,
+    as_target,
+    paths_around_activations,
+    search_pictures,
+)
 from attacks.analytic.graph.residual_blocks import BlockChain, cut_into_blocks
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
@@ -129,8 +137,16 @@ def _find_pictures(
         return forward
 
     whole = (1, shape[0] * shape[1], *shape[2:])
-    found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed)
+    fixed = _FixedStatistics.of(network, nodes, norms, known) if shape[0] > 1 else None
+    alone = None
+    if fixed is not None:
+        double, single = (fixed.features(paths, dtype) for dtype in (torch.float64, torch.float32))
+        alone = search_pictures(double, single, wanted, shape, seed)
+    start = None if alone is None else alone.images.reshape(whole)
+    found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed, start)
     unseen = count_unseen_numbers(forward_in(torch.float64), joint, found.images)
+    if alone is not None and not bool(found.converged.all()):
+        return alone, unseen  # one picture that was not found spoils all where they are one problem
     count = shape[0]
     each = InvertedImages(
         found.images.reshape(shape),
@@ -140,6 +156,61 @@ def _find_pictures(
         found.iterations,
     )
     return each, unseen
+
+
+@dataclass(frozen=True)
+class _FixedStatistics:
+    """The network with normalizations by statistics that are known, so that images do not interact.
+
+    Attributes:
+        network: the graph.
+        parts: operations from one normalization to the next, in order, each with the normalization that follows.
+        known: mean and variance by what a convolution returns.
+    """
+
+    network: NetworkGraph
+    parts: tuple[tuple[tuple[int, ...], TracedNormalization | None], ...]
+    known: Mapping[Ref, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        network: NetworkGraph,
+        nodes: Sequence[int],
+        norms: Mapping[int, TracedNormalization],
+        known: Mapping[Ref, tuple[Tensor, Tensor]],
+    ) -> _FixedStatistics | None:
+        """Return the operations `nodes` so, or None where the statistics of a normalization are unknown."""
+        used = [norm for number, norm in norms.items() if number in nodes]
+        if not all(Ref(norm.convolution) in known for norm in used):
+            return None
+        behind = network.graph.operations_behind
+        inside = {n for norm in used for n in set(behind(norm.returned)) - set(behind(Ref(norm.convolution)))}
+        parts, part = [], list[int]()
+        for number in (n for n in nodes if n not in inside):
+            part.append(number)
+            if number in norms:
+                parts.append((tuple(part), norms[number]))
+                part = []
+        return cls(network, (*parts, (tuple(part), None)), known)
+
+    def features(self, paths: Sequence[FeaturePath], dtype: torch.dtype) -> Forward:
+        """Return the function from images to what targets are compared with."""
+        graph = self.network.graph_in_precision(dtype)
+
+        def forward(images: Tensor) -> list[Tensor]:
+            values = {Ref(IMAGE): images}
+            for nodes, norm in self.parts:
+                values |= graph.replay_values(nodes, values)
+                if norm is not None:
+                    at = Ref(norm.convolution)
+                    mean, variance = self.known[at]
+                    slope = norm.gamma / (variance + norm.eps).sqrt()
+                    slope, offset = (t.to(dtype)[:, None, None] for t in (slope, norm.beta - slope * mean))
+                    values[norm.returned] = slope * values[at] + offset
+            return [path.follow(graph, values) for path in paths]
+
+        return forward
 
 
 def _scaled(mean: Tensor, variance: Tensor, known: tuple[Tensor, Tensor]) -> Tensor:
