@@ -56,7 +56,7 @@ class Backsolve(Attack):
     `verified` says that features and pictures explain their equations up to rounding and that the pictures make the
     update (`attacks.verification`). Under a known defense no update is made again, and it rests on the former alone. A
     picture whose residual is above the noise of its features counts only if all its pixels are at whole levels, and
-    none of which a pixel moves nothing that was solved for.
+    none of which pixels are not told by what was solved for.
     `private` holds the lowest features under `features/layer`; `note` says where the solution ended, with the counts of
     equations and unknowns.
 
@@ -121,7 +121,7 @@ class Backsolve(Attack):
         images, snapped = _snap(found.images)
         explained = self._is_explained(found, images, snapped)
         verified = explained and not solved.unseen
-        unseen = f"{solved.unseen} numbers of the pictures move nothing that was solved for, so that they may be any"
+        unseen = f"{solved.unseen} numbers of the pictures are not told by what was solved for"
         end = f"the equations end at {solved.end}" if not explained else unseen if solved.unseen else ""
         labels, note = solved.labels, ""
         if labels is None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import InvertedImages, count_unseen_numbers
+from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
     SolvedPictures,
     as_target,
+    count_open_numbers,
     feature_noise,
     paths_around_activations,
     search_pictures,
@@ -70,18 +71,18 @@ def solve_in_evaluation_mode(
         if bool((found.residual <= NEAR).all()):
             explained = bool(found.converged.all())  # by the gradient, too, which may see what features do not
             found = _finish_by_features(network, stem.target, found, seed)
-            unseen = 0 if explained else _count_unseen(network, [stem.target], found)
+            unseen = 0 if explained else _count_unseen(network, [stem.target], found, seed)
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
-    return SolvedPictures(found, targets[0], _explain_end(solver), _count_unseen(network, targets, found))
+    return SolvedPictures(found, targets[0], _explain_end(solver), _count_unseen(network, targets, found, seed))
 
 
-def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages) -> int:
+def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages, seed: int) -> int:
     """Return how many numbers of the pictures move none of the targets."""
-    forward = _features_of(network, targets, torch.float64)
-    return count_unseen_numbers(forward, [as_target(network, t) for t in targets], found.images)
+    forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
+    return count_open_numbers(forward, single_forward, [as_target(network, t) for t in targets], found, seed)
 
 
 def _finish_by_features(network: NetworkGraph, target: SolvedTensor, near: InvertedImages, seed: int) -> InvertedImages:

@@ -6,18 +6,29 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, InvertedImages, invert_features
+from attacks.analytic.graph.feature_inversion import (
+    NUDGE,
+    FeatureTarget,
+    InversionSettings,
+    InvertedImages,
+    count_unseen_numbers,
+    invert_features,
+)
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.network.operation_trace import Graph, Ref
+from fl.seeds import stream
 
 MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
 MAX_SEARCH_SECONDS, SMALL_PICTURE = 30.0, 3072
 """CPU seconds after which no search for pictures goes on, for each one of so many numbers (32 by 32 pixels)."""
+MAX_LEVEL_DISTANCE = 0.2
+"""Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
 DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
 """Share of the largest feature, and multiple of the features' noise, below which one that is not zero may be a closed
 activation's, and is not compared."""
@@ -126,6 +137,39 @@ def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
     )
 
 
+def count_open_numbers(
+    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], found: InvertedImages, seed: int
+) -> int:
+    """Return how many numbers of found pictures may be others, as they move no feature or only together do not.
+
+    Of pictures that meet their features away from whole levels, those are numbers that come out otherwise where a
+    search begins beside them.
+
+    Args:
+        forward: from pictures to features.
+        single_forward: the same in single precision.
+        targets: the features.
+        found: the pictures.
+        seed: of what moves them.
+    """
+    unseen = count_unseen_numbers(forward, targets, found.images)
+    off = (255 * found.images - (255 * found.images).round()).abs()
+    if unseen or not bool(found.converged.all()) or bool((off < MAX_LEVEL_DISTANCE).all()):
+        return unseen
+    draw = torch.randn(found.images.shape, generator=stream(seed, "open numbers"), dtype=torch.float64)
+    shape = found.images.shape
+    settings = InversionSettings(seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0)
+    start = found.images + NUDGE * draw.to(found.images)
+    again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
+    if not bool(again.converged.all()):
+        return 0
+    return int(((again.images - found.images).abs() > 0.5 / 255).sum())
+
+
+def _search_seconds(shape: Sequence[int]) -> float:
+    return MAX_SEARCH_SECONDS * max(1.0, math.prod(shape) / SMALL_PICTURE)
+
+
 def search_pictures(
     forward: Forward,
     single_forward: Forward,
@@ -144,5 +188,5 @@ def search_pictures(
         seed: of the starts.
         start: where to begin, if not at gray.
     """
-    settings = InversionSettings(seed=seed, seconds=MAX_SEARCH_SECONDS * max(1.0, math.prod(shape) / SMALL_PICTURE))
+    settings = InversionSettings(seed=seed, seconds=_search_seconds(shape))
     return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)

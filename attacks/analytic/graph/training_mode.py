@@ -20,13 +20,14 @@ from attacks.analytic.graph.batch_normalization import (
     read_statistics,
 )
 from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_blocks
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages, count_unseen_numbers
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
     FeaturePath,
     SolvedPictures,
     as_target,
+    count_open_numbers,
     paths_around_activations,
     search_pictures,
 )
@@ -144,7 +145,7 @@ def _find_pictures(
         alone = search_pictures(double, single, wanted, shape, seed)
     start = None if alone is None else alone.images.reshape(whole)
     found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed, start)
-    unseen = count_unseen_numbers(forward_in(torch.float64), joint, found.images)
+    unseen = count_open_numbers(forward_in(torch.float64), forward_in(torch.float32), joint, found, seed)
     if alone is not None and not bool(found.converged.all()):
         return alone, unseen  # one picture that was not found spoils all where they are one problem
     count = shape[0]
