@@ -186,7 +186,8 @@ class GraphSolver:
         if int(sparse.confirmed.sum()) == self.images:
             return found.columns @ sparse.directions, False
         told = max(int(kind.confirmed.sum()) for kind in (two_valued, sparse))
-        self.ends[layer.name] = f"the signals of {told} of {self.images} images could be told apart"
+        few = f"the signals of {told} of {self.images} images could be told apart"
+        self.ends[layer.name] = few + self._count_equal(layer)  # rounding may have hidden it from the directions above
         return None
 
     def _count_equal(self, layer: LayerEquations) -> str:
