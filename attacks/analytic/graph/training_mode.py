@@ -139,15 +139,16 @@ def _find_pictures(
 
     whole = (1, shape[0] * shape[1], *shape[2:])
     fixed = _FixedStatistics.of(network, nodes, norms, known) if shape[0] > 1 else None
-    alone = None
+    alone, start = None, None
     if fixed is not None:
         double, single = (fixed.features(paths, dtype) for dtype in (torch.float64, torch.float32))
         alone = search_pictures(double, single, wanted, shape, seed)
-    start = None if alone is None else alone.images.reshape(whole)
+        start = alone.images.reshape(whole)
     found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed, start)
-    unseen = count_open_numbers(forward_in(torch.float64), forward_in(torch.float32), joint, found, seed)
     if alone is not None and not bool(found.converged.all()):
-        return alone, unseen  # one picture that was not found spoils all where they are one problem
+        # one picture that was not found spoils all where they are one problem
+        return alone, count_open_numbers(double, single, wanted, alone, seed)
+    unseen = count_open_numbers(forward_in(torch.float64), forward_in(torch.float32), joint, found, seed)
     count = shape[0]
     each = InvertedImages(
         found.images.reshape(shape),
