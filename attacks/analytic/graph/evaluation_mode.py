@@ -126,7 +126,11 @@ NO_LAYER = "no convolution's weight was sent as it is used: there is no layer to
 
 
 def _explain_end(solver: GraphSolver) -> str:
-    """Say at which layer the solution ended and why."""
-    lowest = solver.solved[-1].by[0] if solver.solved else ""
+    """Say at which layer the solution ended and why: the first one below what was solved for."""
+    layers = solver.network.layers.items()
+    places = {layer.name: solver.network.layer_input(number).node for number, layer in layers}
+    lowest = min((solved.ref.node for solved in solver.solved), default=len(solver.network.graph.nodes))
     reasons = [*solver.ends.items(), *solver.waiting.items()]
-    return next((f"{name}: {reason}" for name, reason in reasons if name != lowest), NO_LAYER)
+    below = [(names, reason) for names, reason in reasons if places[names.split(" and ")[0]] < lowest]
+    last = f"{solver.solved[-1].by[0]}: there is no layer below" if solver.solved else NO_LAYER
+    return next((f"{names}: {reason}" for names, reason in below), last)
