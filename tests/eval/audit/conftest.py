@@ -7,7 +7,7 @@ import pytest
 from eval.metrics.identification import draw_distractors
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _few_candidates() -> Iterator[None]:
     """Replay the client on eight candidates an image, where a run takes fifty."""
     with pytest.MonkeyPatch.context() as patch:
