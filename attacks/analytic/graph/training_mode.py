@@ -105,7 +105,7 @@ def _find_pictures(
 ) -> tuple[InvertedImages, int]:
     """Return the pictures of features and statistics, and how many of their numbers move neither.
 
-    They are one problem: a picture of as many times the colors.
+    Together they are one problem: a picture of as many times the colors. It begins where each ended by itself.
     """
     shape = network.graph.image.shape
     paths = paths_around_activations(network, targets)
