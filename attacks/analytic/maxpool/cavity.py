@@ -76,8 +76,14 @@ class CavityState:
     variance: Tensor
 
 
-def cavity_states(equations: Equations, rounds: int = MAX_ROUNDS) -> Iterator[CavityState]:
-    """Yield one state after the other, `rounds` at most."""
+def cavity_states(equations: Equations, rounds: int = MAX_ROUNDS, damping: float = DAMPING) -> Iterator[CavityState]:
+    """Yield one state after the other.
+
+    Args:
+        equations: of the layer.
+        rounds: states at most.
+        damping: share of the new probabilities that enters.
+    """
     prior = feature_prior(equations)
     precision = prior.pixels * prior.channels[0, 0]
     variance = equations.gradient_scale.square().maximum(equations.noise_floor**2)
@@ -88,7 +94,7 @@ def cavity_states(equations: Equations, rounds: int = MAX_ROUNDS) -> Iterator[Ca
         others = LeaveOneFilterOut.of(equations, state, precision, geometry)
         if others is None:
             return
-        selection = state.selection.lerp(others.update_selection(state.selection), DAMPING)
+        selection = state.selection.lerp(others.update_selection(state.selection), damping)
         state = CavityState(others.x, selection, others.gradient_variance(selection))
         yield state
 
