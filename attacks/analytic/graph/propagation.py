@@ -70,6 +70,13 @@ class Propagation:
         self.signals, self.masks = dict(signals), dict(masks)
         self._backward.clear()
 
+    def rescale(self, factors: Tensor) -> None:
+        """Multiply the signals of each image by its factor (B,), and divide its values by the size of that."""
+        self.signals = {ref: signal * _for_images(factors, signal) for ref, signal in self.signals.items()}
+        self.values = {ref: value / _for_images(factors.abs(), value) for ref, value in self.values.items()}
+        self._forward.clear()
+        self._backward.clear()
+
     def _forget_signals(self, below: int) -> None:
         """Forget worked out signals at what operations before `below` made, and why others could not be worked out.
 
@@ -196,3 +203,8 @@ class Propagation:
 
     def _place(self, ref: Ref) -> str:
         return "the image" if ref.node < 0 else str(self.network.graph.nodes[ref.node])
+
+
+def _for_images(factors: Tensor, like: Tensor) -> Tensor:
+    """Return factors (B,) in a shape that multiplies the images (B, ...)."""
+    return factors.reshape(-1, *[1] * (like.ndim - 1))

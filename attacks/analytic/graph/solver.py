@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.image_factors import find_factors_by_shifts, find_image_factors
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     KnownSignal,
@@ -106,6 +107,7 @@ class GraphSolver:
             if ref not in self.known.values:
                 self._solve_below_pooling(ref)
             if ref in self.known.values:
+                self._find_sizes()
                 self._find_signals()
 
     def _inputs(self) -> list[Ref]:
@@ -175,11 +177,12 @@ class GraphSolver:
             self.ends[layer.name] = few + self._count_equal(layer)
             return None
         # what is not confirmed is believed if it looks right, as the equations below would contradict it
-        two_valued = unmix_two_valued(found.columns, rounds=MIN_ROUNDS + self.images)
+        slope = self._slope_above(number)
+        two_valued = unmix_two_valued(found.columns, slope=slope, rounds=MIN_ROUNDS + self.images)
         if two_valued.directions.shape[1] == self.images:
             single = found.columns @ two_valued.directions
-            if bool(two_valued.confirmed.all()) or _look_two_valued(single):
-                return single, True
+            if bool(two_valued.confirmed.all()) or _look_two_valued(single, slope):
+                return single, slope == 0  # of a leaky ReLU signals of one value may be of either
         if self.images == 1:
             return found.columns, False
         sparse = unmix_sparse(found.columns.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
@@ -189,6 +192,11 @@ class GraphSolver:
         few = f"the signals of {told} of {self.images} images could be told apart"
         self.ends[layer.name] = few + self._count_equal(layer)  # rounding may have hidden it from the directions above
         return None
+
+    def _slope_above(self, number: int) -> float:
+        """Return the slope below zero of the activation that takes a layer's output; 0 where there is none."""
+        gate = self.network.gate(Ref(number))
+        return 0.0 if gate is None else self.network.activations[gate[0]].slope
 
     def _count_equal(self, layer: LayerEquations) -> str:
         """Note how many distinct images a layer's gradient is of, where these are fewer, and say so."""
@@ -204,7 +212,7 @@ class GraphSolver:
         layer, out = self.network.layers[number], Ref(number)
         signal = columns.permute(2, 0, 1).reshape(layer.output_shape)
         signal, bits = _two_values(signal) if two_valued else (signal, torch.ones_like(signal, dtype=torch.bool))
-        factors = self._image_factors(number, signal * bits)
+        factors = find_image_factors(self.network, number, signal * bits)
         self.scaled = factors is not None
         signal = signal if factors is None else signal * factors[:, None, None, None]
         gate = self.network.gate(out)
@@ -215,30 +223,14 @@ class GraphSolver:
         else:
             self.known.set_signal(out, (signal * bits).reshape(self.network.graph.value(out).shape))
 
-    def _image_factors(self, number: int, signal: Tensor) -> Tensor | None:
-        """Return by what each image's signal must be multiplied, from gradients of biases above the layer; or None."""
-        made, sent = [], []
-        ref = Ref(number)
-        signal = signal.reshape(self.network.graph.value(ref).shape)
-        while True:
-            for parameter, name in self.network.bias_like_parameters(ref.node):
-                parts = []
-                for image in range(self.images):
-                    one = torch.zeros_like(signal)
-                    one[image] = signal[image]
-                    parts.append(self.network.pull_back(ref.node, one, parameter).flatten())
-                made.append(torch.stack(parts, 1))
-                sent.append(self.network.gradient[name].flatten())
-            above = self.network.sole_scaling(ref)
-            if above is None:
-                break
-            ref, signal = Ref(above[0]), signal / above[1]
-        if not made:
-            return None
-        equations, right = torch.cat(made), torch.cat(sent)
-        factors = torch.linalg.lstsq(equations, right[:, None]).solution[:, 0]
-        off = float((equations @ factors - right).norm() / right.norm())
-        return factors if off < MAX_MISFIT and bool((factors != 0).all()) else None
+    def _find_sizes(self) -> None:
+        """Bring values and signals to the images' sizes, where tensors that were solved for tell them."""
+        factors = None if self.scaled else find_factors_by_shifts(self.known)
+        if factors is None:
+            return
+        self.known.rescale(factors)
+        self.scaled = True
+        self.solved = [replace(tensor, values=self.known.values[tensor.ref], scaled=True) for tensor in self.solved]
 
     def _solve_tensor(self, ref: Ref) -> None:
         """Solve for what layers take, if the signals at their outputs are known and the equations are enough."""
@@ -306,7 +298,9 @@ class GraphSolver:
         values = solved.values.reshape(self.network.graph.value(ref).shape)
         activation = self.network.activations.get(ref.node)
         if not self.scaled and (self._is_positive(ref) or (activation is not None and activation.slope >= 0)):
-            values = values * _signs(values)
+            signs = _signs(values)
+            values = values * signs
+            self.known.rescale(signs.flatten())  # signals turn with them: only products are known
         if activation is not None:
             threshold = self._threshold(values) if activation.slope == 0 else 0.0
             mask = values > threshold
@@ -358,13 +352,13 @@ def _doubt(solved: SolvedInput, missed: float) -> str | None:
     return None
 
 
-def _look_two_valued(columns: Tensor) -> bool:
-    """Return whether in nearly all channels that are heard each image (C, P, B) has one number or none."""
+def _look_two_valued(columns: Tensor, slope: float) -> bool:
+    """Return whether in nearly all channels that are heard each image (C, P, B) has one number or `slope` times it."""
     for image in columns.unbind(2):
         largest = image.gather(1, image.abs().argmax(1, keepdim=True))
         heard = largest.abs()[:, 0] > MIN_HEARD * largest.abs().max()
         share = (image / largest)[heard]
-        off = torch.minimum(share.abs(), (share - 1).abs()).amax(1)
+        off = torch.minimum((share - slope).abs(), (share - 1).abs()).amax(1)
         if float(off.quantile(0.9)) > MAX_TWO_VALUE_ERROR:
             return False
     return True

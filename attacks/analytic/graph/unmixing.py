@@ -8,9 +8,10 @@ algebra on a gradient (`shift_structure`) gives the columns
 with one unknown invertible A (B, B). Sought are the columns v_b of A^-1, up to order and factors: y_cp . v_b = m_cpb.
 
 **Two values** (`unmix_two_valued`). Where global average pooling follows a ReLU, an image sends one number g_cb back to
-all positions of a channel that the ReLU let pass, and nothing to the others:
+all positions of a channel that the ReLU let pass, and nothing to the others. Of a leaky ReLU of slope a < 1, it sends
+a g_cb to these:
 
-    m_cpb = g_cb s_cpb,   s_cpb in {0, 1}.                                                      (2)
+    m_cpb = g_cb t_cpb,   t_cpb = 1 where s_cpb = 1, a where s_cpb = 0.                          (2)
 
 1. The differences y_cp - y_cq of a channel's positions are sparse in the images' directions, as s_cpb - s_cqb is 0 more
    often than not. They are whitened such that all count alike whatever their size (Tyler's estimator), which makes the
@@ -21,7 +22,7 @@ all positions of a channel that the ReLU let pass, and nothing to the others:
 3. Each is then refined for itself, without orthogonality. Given v, each channel has its best level g_c and pattern s_c
    (a threshold on the sorted values). Given these, v minimizes the weighted sum of squares of
 
-       r_cp(v) = (y_cp - s_cp mean{y_cq: s_cq = 1}) . v,                                        (3)
+       r_cp(v) = (y_cp - t_cp sum_q t_cq y_cq / sum_q t_cq^2) . v,                              (3)
 
    as an eigenvector. Weights are 1 / (r^2 + epsilon^2) with falling epsilon (iteratively reweighted least squares).
 4. Missing images are looked for again where those found are not: in the orthogonal complement, from other rows, and
@@ -58,6 +59,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -131,21 +133,22 @@ class Unmixing:
         return int(self.confirmed.sum()) == len(self.directions)
 
 
-def unmix_two_valued(columns: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
-    """Return the directions in which each channel sends one number, or nothing, at every position.
+def unmix_two_valued(columns: Tensor, *, slope: float = 0.0, rounds: int = 8, seed: int = 0) -> Unmixing:
+    """Return the directions in which each channel sends one number, or `slope` times it, at every position.
 
     Args:
         columns: (C, P, B), B the number of *distinct* images, as the rank of the convolution's gradient over P tells
             (`shift_structure.count_images`). Equal pictures have equal patterns and proportional signals if they have
             one label: they are one column, and the direction found has the sum of their signals. Different pictures
             with the same label are no trouble.
+        slope: of the activation below zero, a; 0 of a ReLU.
         rounds: the search ends after so many rounds that found no further image.
         seed: of the draws.
 
     Returns:
         What was found. Fewer than B directions are confirmed where noise, counts or rounds did not allow more.
     """
-    return _unmix(_TwoValued, columns, rounds, stream(seed, "unmix", "two-valued"))
+    return _unmix(partial(_TwoValued, slope), columns, rounds, stream(seed, "unmix", "two-valued"))
 
 
 def unmix_sparse(rows: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
@@ -332,7 +335,8 @@ def _weakest(equations: Tensor) -> Tensor:
 class _TwoValued(_Problem):
     """Columns (C, P, B) of signals with two values in each channel."""
 
-    def __init__(self, columns: Tensor, draw: torch.Generator) -> None:
+    def __init__(self, slope: float, columns: Tensor, draw: torch.Generator) -> None:
+        self.slope = slope
         self.images = columns.shape[2]
         self.columns = columns
         self.whitening = torch.eye(self.images, dtype=columns.dtype, device=columns.device)
@@ -361,14 +365,14 @@ class _TwoValued(_Problem):
 
     def _reweigh(self, direction: Tensor) -> Tensor:
         for number in range(REFINEMENTS):
-            fit = _fit_levels(self.scaled @ direction)
+            fit = _fit_levels(self.scaled @ direction, self.slope)
             falling = FIRST_EPSILON * EPSILON_STEP**number
             epsilon = max(falling, LAST_EPSILON, fit.noise)
             last = direction
             weights = 1 / (fit.residual.pow(2) + epsilon**2)
-            inside = weights * fit.pattern
-            mean = (inside[:, None] @ self.scaled) / inside.sum(1)[:, None, None]
-            equations = (self.scaled - fit.pattern[..., None] * mean) * weights.sqrt()[..., None]
+            inside = weights * fit.shape
+            mean = (inside[:, None] @ self.scaled) / (inside * fit.shape).sum(1)[:, None, None]
+            equations = (self.scaled - fit.shape[..., None] * mean) * weights.sqrt()[..., None]
             direction = _weakest(equations.flatten(0, 1))
             if falling < epsilon and 1 - abs(float(direction @ last)) < CONVERGED:
                 break
@@ -377,7 +381,7 @@ class _TwoValued(_Problem):
     def _fit_channels(self, direction: Tensor) -> Tensor:
         """Return the direction after least squares on the channels that nearly fit it."""
         for off in NEAR_FITS:
-            fit = _fit_levels(self.scaled @ direction)
+            fit = _fit_levels(self.scaled @ direction, self.slope)
             fits = fit.residual.amax(1) <= off * fit.level.abs() + NOISE_DEVIATIONS * fit.noise
             if int(fits.sum()) * self.scaled.shape[1] <= 2 * self.images:
                 break
@@ -388,10 +392,11 @@ class _TwoValued(_Problem):
         """Return sums of a rejected direction and images found, the best first: up to two of like levels, or any."""
         if not len(rejected) or not len(found):
             return rejected[:0]
-        levels = torch.stack([_fit_levels(self.scaled @ v).level.abs() for v in found]).clamp_min(1e-300)  # (m, C)
+        levels = torch.stack([_fit_levels(self.scaled @ v, self.slope).level.abs() for v in found])  # (m, C)
+        levels = levels.clamp_min(1e-300)
         starts = []
         for direction in rejected:
-            ratios = _fit_levels(self.scaled @ direction).level.abs() / levels
+            ratios = _fit_levels(self.scaled @ direction, self.slope).level.abs() / levels
             factors = ratios.quantile(LARGE_LEVEL, dim=1, keepdim=True)
             ratios = ratios / factors  # 1 where the two differ and 0 elsewhere, if one holds something of the other
             alike = ((ratios - 1).abs() < SAME_RATIO).sum(1) > ALIKE * (ratios > 0.5).sum(1)
@@ -408,13 +413,13 @@ class _TwoValued(_Problem):
         corrected = torch.stack(starts)
         corrected = corrected[corrected.norm(dim=1) > SAME]
         corrected = corrected / corrected.norm(dim=1, keepdim=True)
-        misfits = torch.stack([_fit_levels(self.scaled @ v).misfit() for v in corrected])
+        misfits = torch.stack([_fit_levels(self.scaled @ v, self.slope).misfit() for v in corrected])
         return corrected[misfits.argsort()]
 
     def judge_one(self, direction: Tensor) -> tuple[bool, float, float]:
         """Return whether the direction is an image's, its error and the logarithm of (4)."""
         positions = self.columns.shape[1]
-        fit = _fit_levels(self.columns @ direction)
+        fit = _fit_levels(self.columns @ direction, self.slope)
         within = NOISE_DEVIATIONS * fit.noise + ROUNDING * self.columns.norm(dim=2).amax(1)  # (C,)
         told = fit.level.abs() > CLEAR_LEVEL * within
         fits = told & (fit.residual.amax(1) <= within)
@@ -435,10 +440,11 @@ class _TwoValued(_Problem):
 
 @dataclass(frozen=True)
 class _LevelFit:
-    """The best two levels of each channel, zero and one of its own.
+    """The best two levels of each channel, one of its own and a share of it.
 
     Attributes:
-        pattern: s (C, P), 1.0 at the level and 0.0 at zero.
+        pattern: s (C, P), 1.0 at the level and 0.0 at its share.
+        shape: t (C, P).
         inside: (C,) how many positions are at the level.
         level: g (C,).
         residual: (C, P), absolute.
@@ -446,6 +452,7 @@ class _LevelFit:
     """
 
     pattern: Tensor
+    shape: Tensor
     inside: Tensor
     level: Tensor
     residual: Tensor
@@ -453,23 +460,24 @@ class _LevelFit:
 
     def equations(self, columns: Tensor) -> Tensor:
         """Return (3) for columns (C, P, B): the rows (C, P, B) that a direction with this pattern is orthogonal to."""
-        mean = (self.pattern[:, None] @ columns) / self.inside[:, None, None]
-        return columns - self.pattern[..., None] * mean
+        mean = (self.shape[:, None] @ columns) / self.shape.square().sum(1)[:, None, None]
+        return columns - self.shape[..., None] * mean
 
     def misfit(self) -> Tensor:
         """Return how far channels are off, relative to their levels and at most 1 each, in the mean."""
         return (self.residual.amax(1) / self.level.abs().clamp_min(1e-300)).clamp(max=1).mean()
 
 
-def _fit_levels(values: Tensor) -> _LevelFit:
+def _fit_levels(values: Tensor, slope: float) -> _LevelFit:
     """Return the levels of values (C, P) that are best for least squares."""
-    pattern = _two_levels(values).to(values.dtype)
+    pattern = _two_levels(values, slope).to(values.dtype)
+    shape = pattern + slope * (1 - pattern)
     inside = pattern.sum(1)
-    level = (values * pattern).sum(1) / inside
-    residual = (values - level[:, None] * pattern).abs()
+    level = (values * shape).sum(1) / shape.square().sum(1)
+    residual = (values - level[:, None] * shape).abs()
     free = (pattern == 0) | (inside[:, None] >= 3)  # a level of one or two positions leaves little
     noise = 1.4826 * float(residual[free].median()) if bool(free.any()) else 0.0
-    return _LevelFit(pattern, inside, level, residual, noise)
+    return _LevelFit(pattern, shape, inside, level, residual, noise)
 
 
 def _least_squares_error(equations: Tensor, rows: Tensor, direction: Tensor) -> tuple[float, Tensor]:
@@ -491,19 +499,26 @@ def _least_squares_error(equations: Tensor, rows: Tensor, direction: Tensor) -> 
     return float(error), rest @ vectors[:, 0]
 
 
-def _two_levels(values: Tensor) -> Tensor:
-    """Return which of values (C, P) are at the level g and which at zero (bool), best for least squares."""
+def _two_levels(values: Tensor, slope: float) -> Tensor:
+    """Return which of values (C, P) are at the level g, the others at `slope` g (bool), best for least squares."""
     count = values.shape[1]
     numbers = torch.arange(1, count + 1, dtype=values.dtype, device=values.device)
+    squares = numbers + slope**2 * (count - numbers)
     order = values.argsort(1, descending=True)
     ordered = values.gather(1, order)
-    above = (ordered.cumsum(1).clamp_min(0) ** 2 / numbers).max(1)
-    below = (ordered.flip(1).cumsum(1).clamp_max(0) ** 2 / numbers).max(1)
+    above = (_sums(ordered, slope).clamp_min(0) ** 2 / squares).max(1)
+    below = (_sums(ordered.flip(1), slope).clamp_max(0) ** 2 / squares).max(1)
     positive = above.values >= below.values
     size = torch.where(positive, above.indices, below.indices) + 1
     rank = torch.empty_like(order).scatter_(1, order, torch.arange(count, device=values.device).expand_as(order))
     rank = torch.where(positive[:, None], rank, count - 1 - rank)
     return rank < size[:, None]
+
+
+def _sums(ordered: Tensor, slope: float) -> Tensor:
+    """Return sum_p t_p v_p of ordered values v (C, P), with the first one at the level, the first two, and so on."""
+    first = ordered.cumsum(1)
+    return first + slope * (first[:, -1:] - first)
 
 
 class _Sparse(_Problem):

@@ -1,6 +1,7 @@
 """Residual networks are inverted exactly from one gradient."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -119,6 +120,73 @@ def test_wrong_statistics_of_the_batch_are_not_verified() -> None:
     wrong = {n: v * 1.05 if n.endswith("running_mean") else v for n, v in view.buffers_after.items()}
     found = attacks.build("backsolve")(replace(view, buffers_after=wrong))
     assert isinstance(found, NotApplicable) or found.verified is not True
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("hidden", [False, True])
+def test_sizes_follow_from_the_classifier_where_normalizations_are_frozen(count: int, hidden: bool) -> None:
+    """Frozen ones send no gradient, and no bias below the classifier says how much of an image's signal there is."""
+    images, labels = pictures(count)
+    labels = torch.tensor([7, 3])[:count]
+    model = freeze_normalizations(victim())
+    if hidden:
+        with torch.random.fork_rng():
+            torch.random.default_generator.manual_seed(1)
+            model.head = nn.Sequential(nn.Linear(96, 24), nn.ReLU(), nn.Linear(24, 10))
+    view, _ = from_batch(model, images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert found.verified is True
+
+
+def freeze_normalizations(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.requires_grad_(False)
+    return model
+
+
+def test_sizes_follow_from_shifts_where_frozen_normalizations_have_statistics() -> None:
+    """Images of one label send the same into the classifier's bias."""
+    images, _ = pictures(2)
+    model = victim().train()
+    with torch.no_grad():
+        for _ in range(20):
+            model(pictures(8, seed=5)[0])
+    view, _ = from_batch(freeze_normalizations(model.eval()), images, torch.tensor([7, 7]))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert found.verified is True
+
+
+class Leaky(ResNet):
+    """The same with leaky ReLUs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.forward = partial(self._run, block)
+
+    @staticmethod
+    def _run(block: Block, x: Tensor) -> Tensor:
+        inner = functional.leaky_relu(block.bn1(block.conv1(x)), 0.1)
+        return functional.leaky_relu(block.bn2(block.conv2(inner)) + block.shortcut(x), 0.1)
+
+
+def test_leaky_networks_give_batches_away() -> None:
+    images, labels = pictures(2)
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = Leaky().eval()
+    view, _ = from_batch(model, images, labels)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
 
 
 def test_repeated_labels_are_no_trouble() -> None:

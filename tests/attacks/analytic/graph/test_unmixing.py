@@ -14,7 +14,9 @@ def randn(*shape: int, key: object) -> Tensor:
     return torch.randn(shape, generator=stream(0, "unmixing", str(key)), dtype=torch.float64)
 
 
-def two_valued(labels: list[int], *, channels: int = 256, positions: int = 16, key: object = 0) -> Tensor:
+def two_valued(
+    labels: list[int], *, channels: int = 256, positions: int = 16, slope: float = 0.0, key: object = 0
+) -> Tensor:
     """Signals (C, P, B) below global average pooling: images with one label send almost the same numbers."""
     count = len(labels)
     gradients = torch.nn.functional.one_hot(torch.tensor(labels), 10).double() - 0.1
@@ -22,7 +24,7 @@ def two_valued(labels: list[int], *, channels: int = 256, positions: int = 16, k
     gains = randn(channels, 10, key=(key, "head")) @ gradients.mT
     common = randn(channels, 1, 1, key=(key, "channel")) + 0.5 * randn(channels, positions, 1, key=(key, "place")) + 0.5
     open_ = common + randn(channels, positions, count, key=(key, "image")) > 0
-    return gains[:, None] * open_
+    return gains[:, None] * torch.where(open_, 1.0, slope)
 
 
 def sparse(rows: int, images: int, *, kind: str, key: object = 0) -> Tensor:
@@ -58,6 +60,17 @@ def test_two_valued_signals_are_unmixed_whatever_the_labels(labels: list[int]) -
     assert sorted(which) == list(range(len(labels)))
     assert max(off) < 1e-9
     assert float(found.errors.max()) < 1e-6
+
+
+@pytest.mark.parametrize("slope", [0.01, 0.1, 0.3])
+def test_signals_of_a_leaky_relu_are_unmixed_by_its_slope(slope: float) -> None:
+    signals = two_valued([0, 1, 2, 2, 5], slope=slope)
+    columns = mixed(signals)
+    found = unmix_two_valued(columns, slope=slope)
+    assert found.complete
+    which, off = relative_errors(columns @ found.unmixing, signals)
+    assert sorted(which) == list(range(5))
+    assert max(off) < 1e-7
 
 
 @pytest.mark.parametrize(("noise", "error"), [(1e-6, 1e-4), (1e-5, 1e-3), (1e-4, 1e-2)])
