@@ -11,7 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from attacks.analytic.graph.layer_equations import LayerEquations
-from attacks.network.operation_recognition import has_trained_weight, parameters_behind, product_operands, recognize
+from attacks.network.operation_recognition import (
+    MonotoneActivation,
+    has_trained_weight,
+    parameters_behind,
+    product_operands,
+    recognize,
+)
 from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref, Segment
 from fl.seeds import stream
 
@@ -79,6 +85,15 @@ class NetworkGraph:
     @cached_property
     def activations(self) -> dict[int, Activation]:
         """Activations that are linear on either side of zero, by operation."""
+        return {number: act for number, act in self._all_activations.items() if isinstance(act, Activation)}
+
+    @cached_property
+    def curved_activations(self) -> dict[int, MonotoneActivation]:
+        """Other activations that never fall, by operation, such as ELU or ReLU6."""
+        return {number: act for number, act in self._all_activations.items() if isinstance(act, MonotoneActivation)}
+
+    @cached_property
+    def _all_activations(self) -> dict[int, Activation | MonotoneActivation]:
         found = {}
         for number in self.used:
             flows = self.flows_into(number)
@@ -177,7 +192,7 @@ class NetworkGraph:
         expected = 2 * (first - none) - 3 * (second - none)
         return bool((both - none - expected).norm() <= AFFINE_TOLERANCE * (expected.norm() + both.norm()))
 
-    def _read_activation(self, number: int, taken: Ref) -> Activation | None:
+    def _read_activation(self, number: int, taken: Ref) -> Activation | MonotoneActivation | None:
         node = self.single.nodes[number]
         if len(node.outputs) != 1 or node.outputs[0].shape != self.single.value(taken).shape:
             return None
@@ -186,7 +201,7 @@ class NetworkGraph:
             return Activation(0.0)
         if isinstance(found, nn.LeakyReLU):
             return Activation(float(found.negative_slope))
-        return None
+        return found if isinstance(found, MonotoneActivation) else None
 
     def _read_layer(self, number: int) -> LayerEquations | None:
         node = self.graph.nodes[number]

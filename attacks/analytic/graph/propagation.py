@@ -192,6 +192,10 @@ class Propagation:
         if number in self.network.activations:
             slope = self.network.activations[number].slope
             return torch.where(self._mask(number), signal, slope * signal)
+        curved, out = self.network.curved_activations.get(number), self.values.get(Ref(number))
+        if curved is not None and out is not None:
+            taken, told = curved.inverse(out)
+            return signal * curved.derivatives(taken)[0] * told  # at its level ends it lets nothing flow back
         given = {ref: self.value(ref) for ref in self.network.flows_into(number)}
         return self.network.pull_back(number, signal, to, given)
 
