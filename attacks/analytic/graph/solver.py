@@ -185,10 +185,12 @@ class GraphSolver:
                 return single, slope == 0  # of a leaky ReLU signals of one value may be of either
         if self.images == 1:
             return found.columns, False
-        sparse = unmix_sparse(found.columns.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
-        if int(sparse.confirmed.sum()) == self.images:
-            return found.columns @ sparse.directions, False
-        told = max(int(kind.confirmed.sum()) for kind in (two_valued, sparse))
+        told = int(two_valued.confirmed.sum())
+        for rows in (found.columns, _neighbor_differences(found.columns)):
+            sparse = unmix_sparse(rows.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
+            if int(sparse.confirmed.sum()) == self.images:
+                return found.columns @ sparse.directions, False
+            told = max(told, int(sparse.confirmed.sum()))
         few = f"the signals of {told} of {self.images} images could be told apart"
         self.ends[layer.name] = few + self._count_equal(layer)  # rounding may have hidden it from the directions above
         return None
@@ -350,6 +352,15 @@ def _doubt(solved: SolvedInput, missed: float) -> str | None:
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:
         return f"{solved.bad_channels} of {solved.channels} channels do not fit{ASKED_OF_UPDATES}"
     return None
+
+
+def _neighbor_differences(columns: Tensor) -> Tensor:
+    """Return differences of disjoint pairs of positions (C, P / 2, B) of signals (C, P, B).
+
+    An image's are zero where a curved activation, such as ELU, was above zero at both: its slope is 1 there.
+    """
+    even = columns[:, : columns.shape[1] // 2 * 2]
+    return even[:, ::2] - even[:, 1::2]
 
 
 def _look_two_valued(columns: Tensor, slope: float) -> bool:
