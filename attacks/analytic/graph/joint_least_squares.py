@@ -1,22 +1,38 @@
-r"""Least squares of two kinds of equations for what layers take, where their gradients alone are too few.
+r"""Least squares of what is known of what layers take, where their gradients alone are too few.
 
 Of layers that share an input x (n, K, H, W) are known
 
     (1) A x_k = G_k    for every input channel k: their gradients, with one matrix A for all channels
     (2) F x = t        what else is linear in x, such as outputs of the layers that were solved for
+    (3) x_e = v_e      for some entries e, such as what a skip connection carries to an activation that is open
 
 A mixes the positions of all images, each channel for itself. F mixes channels, each image for itself. A has no more
 rows with more images, F has as many for each. So a batch that is too large for (1) leaves some directions open, or A
-ill-conditioned, and (2) says how much of each is in x.
+ill-conditioned, and (2) and (3) say how much of each is in x.
 
-Both are weighed by their rounding, and solved by conjugate gradients on the normal equations, in coordinates in which
-A^T A is diagonal:
+(3) is not weighed against the others: these entries are put in, and the rest, x_U, is solved for. (1) and (2) are
+weighed by their rounding, and solved by conjugate gradients on the normal equations of x_U,
 
-    (S + w V^T F^T F V) y = V^T (A^T G + w F^T t),    A^T A = V S V^T,    x = V y.
+    P N P x_U = P (A^T G + w F^T t - N v),    N = A^T A + w F^T F,
 
-Positions that no equation of A ties together, such as those that a stride keeps apart, make blocks of V. With C the
-eigenvectors of the channels' part of F^T F, the preconditioner divides by S_i + w p_i m_j in the coordinates V and C.
-m_j is an eigenvalue of that part, averaged over positions, and p_i how much F hears of direction i, relative to others.
+where P sets the entries of (3) to zero.
+
+**Signs.** Where a ReLU made x, no number of it is below zero. An activation above that is closed bounds the number
+that a skip connection brings it, x_e <= u_e. With half of x zero, equations of three quarters of the unknowns are
+enough then (Donoho and Tanner, 2010). So x is first the minimum of
+
+    |A x - G|^2 + w |F x - t|^2 + rho |min(x, 0)|^2 + rho |max(x - u, 0)|^2.
+
+All four are zero at the true x, so rho biases nothing. The function is quadratic wherever the same numbers are out of
+their bounds, and Newton's method goes from one such piece to the next. After that the zeros of x are put in as known,
+and what is left has more equations than unknowns. Numbers that come out below zero there become zeros, and zeros that
+pull upwards become free.
+
+**Preconditioner.** Let A^T A = V S V^T. Positions that no equation of A ties together, such as those that a stride
+keeps apart, make blocks of V. With C the eigenvectors of the channels' part of F^T F, it divides by S_i + w p_i m_j
+in the coordinates V and C. m_j is an eigenvalue of that part, averaged over positions, and p_i how much F hears of
+direction i, relative to others. Where entries are known, A^T A and the diagonal of w F^T F are inverted instead, for
+every channel at its own unknown entries. That needs small blocks.
 
 The weight w is 1 by rounding alone. Where A hears many directions a little, F cannot tell all of them, and the system
 is ill-conditioned: there w is less, so that A counts more in all directions but as many as F can tell.
@@ -25,12 +41,10 @@ is ill-conditioned: there w is less, so that A counts more in all directions but
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fl.seeds import stream
@@ -47,6 +61,20 @@ UNHEARD = 1e-12
 """Share of the largest eigenvalue below which equations do not hear a direction."""
 LEAST_HEARD = 1e-3
 """Share of the largest number of the preconditioner that each is taken to have at least."""
+RIDGE = 1e-13
+"""Share of the largest number on the diagonal that keeps a channel's block invertible."""
+MAX_BLOCK_NUMBERS = 2**26
+"""Numbers of the blocks of all channels, at most, to be inverted for each channel."""
+ENTRY_WEIGHT = 0.03
+"""Weight of F's equations where entries are known, in which directions that A does not hear are most of all."""
+MIN_CHANNEL_RATIO = 1.25
+"""Equations of a channel's gradient for one unknown by which it is solved for by itself."""
+SIGN_TOLERANCES, SETTLED_SHARES = (1e-5, 1e-7), (5e-2, 2e-2)
+"""Of conjugate gradients while numbers leave their bounds, and the share that may still do so after each."""
+MAX_SIGN_ROUNDS, MAX_ZERO_ROUNDS = 30, 8
+"""Steps of Newton, and solutions with other zeros."""
+NEGLIGIBLE, MAX_CHANGED_ZEROS = 1e-5, 1e-3
+"""Share of the largest number up to which one is zero, and share of zeros that may still change."""
 
 
 class LinearEquations(Protocol):
@@ -67,6 +95,27 @@ class LinearEquations(Protocol):
 
 
 @dataclass(frozen=True)
+class KnownEntries:
+    """What is known of single numbers of x.
+
+    Attributes:
+        known: (n, K, H, W) bool, where x is known outright.
+        values: (n, K, H, W), x there, 0 elsewhere.
+        nonnegative: whether no number of x is below zero.
+        upper: (n, K, H, W), what numbers are not above; None where nothing is known of that.
+    """
+
+    known: Tensor
+    values: Tensor
+    nonnegative: bool = False
+    upper: Tensor | None = None
+
+    def unknown_counts(self, zero: Tensor | None = None) -> Tensor:
+        """Return how many numbers of each channel (K,) are unknown, without those that turned out to be zero."""
+        return (~self.known if zero is None else ~(self.known | zero)).sum((0, 2, 3))
+
+
+@dataclass(frozen=True)
 class GradientEquations:
     """A x_k = G_k for every channel k.
 
@@ -83,36 +132,237 @@ class GradientEquations:
     as_rows: Callable[[Tensor], Tensor]
 
 
-def solve_together(
-    gradients: GradientEquations, others: LinearEquations, start: Tensor | None = None, tolerance: float = 1e-8
-) -> Tensor | None:
-    """Return x (n H W, K) that leaves least of both kinds of equations; None if they leave numbers open.
+@dataclass
+class JointSolver:
+    """Solves systems that are alike, as by other weights of the same equations, one after the other.
 
-    They do where a direction is in neither kind, or where they leave so much open that iterations do not end.
+    Attributes:
+        others: F and t; None where there are only gradients.
+        entries: what is known of single numbers; None where nothing is.
+        zero: where x (n, K, H, W) turned out to be zero; None before it is solved for, or where it may be negative.
+    """
+
+    others: LinearEquations | None
+    entries: KnownEntries | None = None
+    zero: Tensor | None = field(default=None, init=False)
+    _parts: list[Tensor] | None = field(default=None, init=False)
+
+    def solve(
+        self, gradients: GradientEquations, start: Tensor | None = None, tolerance: float = 1e-8
+    ) -> Tensor | None:
+        """Return x (n H W, K) that leaves least of all equations; None if they leave numbers open.
+
+        They do where a direction is in none of them, or where they leave so much open that iterations do not end.
+
+        Args:
+            gradients: A and G.
+            start: x (n H W, K) to begin with.
+            tolerance: share of the gradient at zero, in the preconditioner's norm, at which it ends. After
+                `MAX_ITERATIONS` it may be above, up to `LARGEST_GRADIENT`.
+        """
+        if self._parts is None:
+            self._parts = _find_parts(gradients.matrix)
+        gram = _BlockMatrix.gram(gradients.matrix, self._parts)
+        if self.entries is not None:
+            return self._solve_with_entries(gradients, gram, self.entries, start, tolerance)
+        assert self.others is not None
+        preconditioner = _Preconditioner.of(gram, gradients, self.others)
+        if preconditioner is None:
+            return None
+        product, right = _normal_equations(gradients, gram, self.others, preconditioner.weight)
+        return _conjugate_gradients(product, right, preconditioner, start, tolerance)
+
+    def _solve_with_entries(
+        self,
+        gradients: GradientEquations,
+        gram: _BlockMatrix,
+        entries: KnownEntries,
+        start: Tensor | None,
+        tolerance: float,
+    ) -> Tensor | None:
+        if gram.numbers * gradients.right.shape[1] > MAX_BLOCK_NUMBERS:
+            return None
+        product, right = _normal_equations(gradients, gram, self.others, ENTRY_WEIGHT)
+        own = _diagonal_of_others(gradients, self.others, ENTRY_WEIGHT)
+        unknown = gradients.as_rows(~entries.known)
+        fixed = gradients.as_rows(entries.values) * ~unknown
+        system = _Restricted(product, right - product(fixed), gram, own)
+        if not entries.nonnegative:
+            found = system.solve(unknown, start, tolerance)
+            return None if found is None else found + fixed
+        if self.zero is None:
+            upper = None if entries.upper is None else gradients.as_rows(entries.upper)
+            start = _settle(system, gradients, fixed, unknown, upper)
+            zero = start <= _negligible(start)
+        else:
+            zero = gradients.as_rows(self.zero)
+        settled = _solve_with_zeros(system, unknown, zero, start, tolerance)
+        if settled is None:
+            return None
+        self.zero = gradients.as_images(settled[1])
+        return settled[0] + fixed
+
+
+def _normal_equations(
+    gradients: GradientEquations, gram: _BlockMatrix, others: LinearEquations | None, weight: float
+) -> tuple[Callable[[Tensor], Tensor], Tensor]:
+    """Return x -> N x, and the right side of N x = A^T G + w F^T t."""
+    right = gradients.matrix.mT @ gradients.right
+    if others is None:
+        return gram.__matmul__, right
+
+    def product(x: Tensor) -> Tensor:
+        return gram @ x + weight * gradients.as_rows(others.pull(others.push(gradients.as_images(x))))
+
+    return product, right + weight * gradients.as_rows(others.pull(others.right_side()))
+
+
+def _diagonal_of_others(gradients: GradientEquations, others: LinearEquations | None, weight: float) -> Tensor:
+    """Return w times the diagonal of F^T F, averaged over the positions of each channel (K,)."""
+    found = gradients.right.new_zeros(gradients.right.shape[1])
+    if others is None:
+        return found
+    draw = stream(0, "probes of output equations")
+    like = torch.Size((gradients.matrix.shape[1], len(found)))
+    for _ in range(PROBES):
+        probe = (2.0 * torch.randint(0, 2, like, generator=draw) - 1).to(found)
+        answer = gradients.as_rows(others.pull(others.push(gradients.as_images(probe))))
+        found += weight * (probe * answer).mean(0) / PROBES
+    return found.clamp_min(0)
+
+
+@dataclass(frozen=True)
+class _Restricted:
+    """N x = b for some numbers of x, while the others are zero.
+
+    Attributes:
+        product: returns N x.
+        right: b.
+        gram: A^T A.
+        own: what else there is of N's diagonal (K,).
+    """
+
+    product: Callable[[Tensor], Tensor]
+    right: Tensor
+    gram: _BlockMatrix
+    own: Tensor
+
+    @property
+    def diagonal(self) -> Tensor:
+        """Return the diagonal of N (n, K)."""
+        return self.own + self.gram.diagonal()[:, None]
+
+    def solve(
+        self,
+        free: Tensor,
+        start: Tensor | None,
+        tolerance: float,
+        bent: Tensor | None = None,
+        shift: Tensor | None = None,
+    ) -> Tensor | None:
+        """Return the solution of (N + D) x = b + d at numbers that are free, with 0 elsewhere; None as above.
+
+        Args:
+            free: bool (n H W, K).
+            start: where to begin.
+            tolerance: of conjugate gradients.
+            bent: the diagonal of D; none if left out.
+            shift: d.
+        """
+        right = self.right if shift is None else self.right + shift
+        precondition = self.gram.invert_restricted(free, self.own if bent is None else self.own + bent)
+
+        def product(x: Tensor) -> Tensor:
+            made = self.product(x)
+            return (made if bent is None else made + bent * x) * free
+
+        return _conjugate_gradients(
+            product, right * free, precondition, None if start is None else start * free, tolerance
+        )
+
+
+def _settle(
+    system: _Restricted, gradients: GradientEquations, fixed: Tensor, unknown: Tensor, upper: Tensor | None
+) -> Tensor:
+    """Return x without what is known, next to no number of which is below zero.
+
+    Channels of few unknowns are solved for first, by their own gradient.
 
     Args:
+        system: all equations.
         gradients: A and G.
-        others: F and t.
-        start: x (n H W, K) to begin with.
-        tolerance: share of the gradient at zero, in the preconditioner's norm, at which it ends. After `MAX_ITERATIONS`
-            it may be above, up to `LARGEST_GRADIENT`.
+        fixed: x (n H W, K) where it is known, 0 elsewhere.
+        unknown: where it is not.
+        upper: what numbers are not above.
     """
-    a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
-    basis = _Eigenbasis.of(a.mT @ a)
-    estimate = _Preconditioner.of(basis, gradients, others)
-    if estimate is None:
-        return None
-    precondition, weight = estimate
-    right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
+    equations = int((gradients.matrix != 0).any(1).sum())
+    few = MIN_CHANNEL_RATIO * unknown.sum(0) <= equations
+    right = gradients.matrix.mT @ gradients.right - system.gram @ fixed
+    alone = _Restricted(system.gram.__matmul__, right, system.gram, torch.zeros_like(system.own))
+    near = alone.solve(unknown & few, None, SIGN_TOLERANCES[-1])
+    if near is None or bool(few.all()):
+        return _settle_signs(system, unknown, upper) if near is None else near
+    rest = replace(system, right=system.right - system.product(near))
+    return near + _settle_signs(rest, unknown & ~few, upper)
 
-    def product(y: Tensor) -> Tensor:
-        heard = as_rows(others.pull(others.push(as_images(basis.back(y)))))
-        return basis.values[:, None] * y + weight * basis.to(heard)
 
+def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None) -> Tensor:
+    """Return x of which next to no number is below zero or above its bound, by Newton's method."""
+    stage, before = 0, torch.zeros_like(unknown)
+    rho = float(system.diagonal.median())
+    x = system.solve(unknown, None, SIGN_TOLERANCES[0])
+    x = torch.zeros_like(system.right) if x is None else x
+    for turn in range(MAX_SIGN_ROUNDS):
+        high = torch.zeros_like(unknown) if upper is None else (x > upper) & unknown
+        outside = (x < 0) & unknown | high
+        if turn and int((outside ^ before).sum()) <= SETTLED_SHARES[stage] * int(unknown.sum()):
+            stage += 1
+            if stage == len(SIGN_TOLERANCES):
+                break
+        shift = None if upper is None else rho * torch.where(high, upper, 0.0)
+        found = system.solve(unknown, x, SIGN_TOLERANCES[stage], rho * outside, shift)
+        if found is None:
+            break
+        x, before = found, outside
+    return x
+
+
+def _solve_with_zeros(
+    system: _Restricted, unknown: Tensor, zero: Tensor, start: Tensor | None, tolerance: float
+) -> tuple[Tensor, Tensor] | None:
+    """Return x that is zero in some places, and these, set right; None if equations leave numbers open."""
+    found = torch.zeros_like(system.right)
+    for _ in range(MAX_ZERO_ROUNDS):
+        now = system.solve(unknown & ~zero, start, tolerance)
+        if now is None:
+            return None
+        found = now
+        missing = (system.right - system.product(found)) / system.diagonal
+        least = _negligible(found)
+        changed = unknown & torch.where(zero, missing > least, found < -least)
+        if int(changed.sum()) <= MAX_CHANGED_ZEROS * int(unknown.sum()):
+            break
+        zero, start = zero ^ changed, found
+    return found, zero & unknown
+
+
+def _negligible(x: Tensor) -> float:
+    """Return up to which number one of x counts as zero."""
+    return NEGLIGIBLE * float(x.max())
+
+
+def _conjugate_gradients(
+    product: Callable[[Tensor], Tensor],
+    right: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    start: Tensor | None,
+    tolerance: float,
+) -> Tensor | None:
+    """Return the solution of a positive definite system; None where iterations do not come near it."""
     step = precondition(right)
     whole = float((right * step).sum())
-    y = step if start is None else basis.to(start)
-    rest = right - product(y)
+    x = step if start is None else start
+    rest = right - product(x)
     direction = precondition(rest)
     gamma = float((rest * direction).sum())
     for _ in range(MAX_ITERATIONS):
@@ -120,51 +370,115 @@ def solve_together(
             break
         made = product(direction)
         length = gamma / float((direction * made).sum())
-        y = y + length * direction
+        x = x + length * direction
         rest = rest - length * made
         step = precondition(rest)
         following = float((rest * step).sum())
         direction, gamma = step + following / gamma * direction, following
-    return basis.back(y) if gamma <= max(tolerance, LARGEST_GRADIENT) ** 2 * whole else None
+    return x if gamma <= max(tolerance, LARGEST_GRADIENT) ** 2 * whole else None
+
+
+def _find_parts(matrix: Tensor) -> list[Tensor]:
+    """Return the columns of a matrix in parts that no row ties together; those of zeros are one part."""
+    there = matrix != 0
+    part = torch.zeros(matrix.shape[1], dtype=torch.long, device=matrix.device)
+    open_ = there.any(0)
+    count = 0
+    while bool(open_.any()):
+        count += 1
+        columns = torch.zeros_like(open_)
+        columns[int(open_.nonzero()[0])] = True
+        size = 0
+        while int(columns.sum()) > size:
+            size = int(columns.sum())
+            columns = there[there[:, columns].any(1)].any(0)
+        part[columns] = count
+        open_ &= ~columns
+    return [places for k in range(count + 1) if len(places := (part == k).nonzero()[:, 0])]
 
 
 @dataclass(frozen=True)
-class _Eigenbasis:
-    """Eigenvectors of a symmetric matrix, block by block.
+class _BlockMatrix:
+    """A square matrix of blocks.
 
     Attributes:
-        values: eigenvalues (n,), block after block.
-        blocks: places (m, size) and eigenvectors (m, size, size) of the blocks of each size.
+        blocks: places (m, size) and matrices (m, size, size) of the blocks of each size.
     """
 
-    values: Tensor
     blocks: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def of(cls, matrix: Tensor) -> _Eigenbasis:
-        """Return the eigenvectors of a matrix, of which what its zeros keep apart is looked at apart."""
-        count, part = connected_components(csr_array((matrix != 0).cpu().numpy()), directed=False)
-        order = torch.from_numpy(part).to(matrix.device).argsort(stable=True)
-        sizes = torch.bincount(torch.from_numpy(part), minlength=count).tolist()
-        values, blocks = [], []
-        parts = order.split(sizes)
-        for size in sorted(set(sizes)):
-            places = torch.stack([places for places in parts if len(places) == size])
-            found, vectors = torch.linalg.eigh(matrix[places[:, :, None], places[:, None]])
-            values.append(found.clamp_min(0).flatten())
+    def gram(cls, a: Tensor, parts: Sequence[Tensor]) -> _BlockMatrix:
+        """Return A^T A, of whose columns no row of A ties parts together."""
+        by_size: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        for places in parts:
+            columns = a[:, places]
+            columns = columns[(columns != 0).any(1)]
+            by_size.setdefault(len(places), []).append((places, columns.mT @ columns))
+        return cls(
+            [(torch.stack(p), torch.stack(m)) for p, m in (zip(*pairs, strict=True) for pairs in by_size.values())]
+        )
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        """Return the product with x (n, K)."""
+        out = torch.empty_like(x)
+        for places, matrices in self.blocks:
+            out[places] = matrices @ x[places]
+        return out
+
+    @property
+    def numbers(self) -> int:
+        """Return how many numbers the blocks hold."""
+        return sum(matrices.numel() for _, matrices in self.blocks)
+
+    def diagonal(self) -> Tensor:
+        """Return the diagonal (n,)."""
+        found = self.blocks[0][1].new_empty(sum(places.numel() for places, _ in self.blocks))
+        for places, matrices in self.blocks:
+            found[places] = matrices.diagonal(dim1=1, dim2=2)
+        return found
+
+    def invert_restricted(self, free: Tensor, added: Tensor) -> Callable[[Tensor], Tensor]:
+        """Return x -> P (P M P + D)^-1 P x for every channel by itself, where M is this matrix.
+
+        Args:
+            free: where the diagonals of P are 1 and not 0 (n, K).
+            added: the diagonals of D (n, K), or (K,).
+        """
+        used = free.any(0)  # channels of no free number need no inverse
+        free, added = free[:, used].to(added), added.expand_as(free)[:, used]
+        inverses = []
+        for places, matrices in self.blocks:
+            p, d = (part[places].permute(2, 0, 1) for part in (free, added))  # (channels, m, size)
+            whole = matrices * p[..., :, None] * p[..., None, :]
+            least = RIDGE * matrices.diagonal(dim1=1, dim2=2).max()
+            whole.diagonal(dim1=2, dim2=3).add_(torch.where(p > 0, d + least, 1.0))
+            inverses.append((places, torch.cholesky_inverse(torch.linalg.cholesky_ex(whole)[0])))
+
+        def invert(x: Tensor) -> Tensor:
+            out, rest = torch.zeros_like(x), x[:, used] * free
+            some = torch.empty_like(rest)
+            for places, inverse in inverses:
+                some[places] = (inverse @ rest[places].permute(2, 0, 1)[..., None])[..., 0].permute(1, 2, 0)
+            out[:, used] = some * free
+            return out
+
+        return invert
+
+    def eigenvectors(self) -> tuple[Tensor, _BlockMatrix]:
+        """Return the eigenvalues (n,), in the places of their blocks, and the eigenvectors, of a symmetric matrix."""
+        values = self.blocks[0][1].new_empty(sum(places.numel() for places, _ in self.blocks))
+        blocks = []
+        for places, matrices in self.blocks:
+            found, vectors = torch.linalg.eigh(matrices)
+            values[places] = found.clamp_min(0)
             blocks.append((places, vectors))
-        return cls(torch.cat(values), blocks)
+        return values, _BlockMatrix(blocks)
 
-    def to(self, x: Tensor) -> Tensor:
-        """Return rows x (n, K) in coordinates of the eigenvectors, block after block."""
-        return torch.cat([(vectors.mT @ x[places]).flatten(0, 1) for places, vectors in self.blocks])
-
-    def back(self, y: Tensor) -> Tensor:
-        """Return rows x of their coordinates y (n, K)."""
-        x = torch.empty_like(y)
-        for (places, vectors), part in zip(self.blocks, y.split([p.numel() for p, _ in self.blocks]), strict=True):
-            x[places] = vectors @ part.view(*places.shape, -1)
-        return x
+    @property
+    def mT(self) -> _BlockMatrix:  # noqa: N802 - as tensors have it
+        """Return the transpose."""
+        return _BlockMatrix([(places, matrices.mT) for places, matrices in self.blocks])
 
 
 @dataclass(frozen=True)
@@ -172,42 +486,46 @@ class _Preconditioner:
     """Divides by S_i + w p_i m_j.
 
     Attributes:
+        vectors: V.
         channels: C (K, K).
         divisors: (n, K).
+        weight: w.
     """
 
+    vectors: _BlockMatrix
     channels: Tensor
     divisors: Tensor
+    weight: float
 
     @classmethod
-    def of(
-        cls, basis: _Eigenbasis, gradients: GradientEquations, others: LinearEquations
-    ) -> tuple[_Preconditioner, float] | None:
-        """Return it, with p and m estimated from random signs, and the weight w of F's equations.
+    def of(cls, gram: _BlockMatrix, gradients: GradientEquations, others: LinearEquations) -> _Preconditioner | None:
+        """Return it, with p and m estimated from random signs.
 
         It is None where a direction is in neither A nor F: iterations would leave it at zero, as if that were known.
         """
-        n, k = len(basis.values), gradients.right.shape[1]
+        values, vectors = gram.eigenvectors()
+        n, k = len(values), gradients.right.shape[1]
         draw = stream(0, "probes of output equations")
-        heard, mixed = basis.values.new_zeros(n), basis.values.new_zeros(k, k)
+        heard, mixed = values.new_zeros(n), values.new_zeros(k, k)
         for _ in range(PROBES):
-            probe = (2.0 * torch.randint(0, 2, (n, k), generator=draw) - 1).to(basis.values)
-            answer = basis.to(gradients.as_rows(others.pull(others.push(gradients.as_images(basis.back(probe))))))
+            probe = (2.0 * torch.randint(0, 2, (n, k), generator=draw) - 1).to(values)
+            answer = vectors.mT @ gradients.as_rows(others.pull(others.push(gradients.as_images(vectors @ probe))))
             heard += (probe * answer).sum(1) / (k * PROBES)
             mixed += probe.mT @ answer / (n * PROBES)
-        values, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
-        unheard = basis.values <= UNHEARD * float(basis.values.max())
+        sizes, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
+        unheard = values <= UNHEARD * float(values.max())
         if bool((unheard & (heard <= UNHEARD * float(heard.max()))).any()):
             return None
-        if bool(unheard.any()) and float(values.min()) <= UNHEARD * float(values.max()):
+        if bool(unheard.any()) and float(sizes.min()) <= UNHEARD * float(sizes.max()):
             return None
-        values = values.clamp_min(LEAST_HEARD * float(values.max()))
+        sizes = sizes.clamp_min(LEAST_HEARD * float(sizes.max()))
         heard = heard.clamp_min(LEAST_HEARD * float(heard.max())) / heard.mean()
         told = min(int(MAX_TOLD_SHARE * others.count / k), n - 1)
-        level = float(basis.values.sort().values[told]) / float(values.mean())
+        level = float(values.sort().values[told]) / float(sizes.mean())
         weight = min(1.0, max(level, LEAST_WEIGHT))
-        return cls(channels, basis.values[:, None] + weight * heard[:, None] * values), weight
+        return cls(vectors, channels, values[:, None] + weight * heard[:, None] * sizes, weight)
 
-    def __call__(self, y: Tensor) -> Tensor:
-        """Return what y (n, K) is divided to."""
-        return ((y @ self.channels) / self.divisors) @ self.channels.mT
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return what x (n, K) is divided to."""
+        y = self.vectors.mT @ x
+        return self.vectors @ (((y @ self.channels) / self.divisors) @ self.channels.mT)

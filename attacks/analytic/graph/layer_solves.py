@@ -15,7 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import GradientEquations, LinearEquations, solve_together
+from attacks.analytic.graph.joint_least_squares import (
+    GradientEquations,
+    JointSolver,
+    KnownEntries,
+    LinearEquations,
+)
 from attacks.analytic.graph.layer_equations import LayerEquations
 
 MAX_ROUNDS = 8
@@ -38,6 +43,8 @@ EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
 MIN_RATIO, MIN_JOINT_RATIO = 1.1, 1.25
 """Equations there must be for one unknown: of gradients alone, and with others, some of which say the same."""
+MIN_SIGNED_RATIO = 0.8
+"""Likewise where no unknown is below zero: about half of them will turn out to be zero."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
 MIN_GAIN = 0.1
@@ -86,21 +93,35 @@ class SolvedInput:
     channels: int
 
 
-def count_shortfall(signals: Sequence[KnownSignal], others: int = 0) -> str:
+def count_shortfall(signals: Sequence[KnownSignal], others: int = 0, entries: KnownEntries | None = None) -> str:
     """Say how few equations there are for the input of layers, in counts; empty where they suffice.
 
     Args:
         signals: of the layers.
         others: number of equations beside those of the layers' gradients, for all channels together.
+        entries: numbers of the input that are known outright, which are none of its unknowns.
     """
-    layers = [known.layer for known in signals]
-    equations, unknowns = sum(layer.input_equations for layer in layers), layers[0].unknown_inputs
-    channels = layers[0].input_shape[1]
-    if equations + others / channels >= (MIN_JOINT_RATIO if others else MIN_RATIO) * unknowns:
+    channels, unknowns = signals[0].layer.input_shape[1], signals[0].layer.unknown_inputs
+    ratio = MIN_JOINT_RATIO if others or entries else MIN_RATIO
+    if entries is not None and entries.nonnegative:
+        ratio = MIN_SIGNED_RATIO
+    counts = torch.full((channels,), unknowns) if entries is None else entries.unknown_counts()
+    equations = sum(known.layer.input_equations for known in signals)
+    if _count_missing(counts, equations, ratio) <= others:
         return ""
-    names = " and ".join(layer.name for layer in layers)
+    names = " and ".join(known.layer.name for known in signals)
     more = f" and {others // channels} of known outputs" if others else ""
-    return f"{equations} equations of {names}{more} for {unknowns} numbers of each input channel"
+    which = "" if entries is None else f" (of {unknowns}; the others are known outright)"
+    numbers = round(float(counts.double().mean()))
+    return f"{equations} equations of {names}{more} for {numbers} numbers{which} of each input channel"
+
+
+def _count_missing(counts: Tensor, equations: int, ratio: float) -> float:
+    """Return how many equations channels of so many unknowns (K,) lack, which have so many each.
+
+    What channels have to spare is of use to none but themselves.
+    """
+    return float((ratio * counts - equations).clamp_min(0).sum())
 
 
 def have_redundancy(signals: Sequence[KnownSignal]) -> bool:
@@ -109,22 +130,26 @@ def have_redundancy(signals: Sequence[KnownSignal]) -> bool:
     return sum(layer.input_equations for layer in layers) >= MIN_REDUNDANCY * layers[0].unknown_inputs
 
 
-def solve_input(signals: Sequence[KnownSignal], others: LinearEquations | None = None) -> SolvedInput | None:
+def solve_input(
+    signals: Sequence[KnownSignal], others: LinearEquations | None = None, entries: KnownEntries | None = None
+) -> SolvedInput | None:
     """Return the input that the layers have in common, correcting bits of `signals` in place; None if undetermined.
 
     Args:
         signals: one for each layer that takes the input; layers of one group of channels.
         others: equations for the input beside those of the layers' gradients.
+        entries: numbers of the input that are known outright.
     """
     layers = [known.layer for known in signals]
     right = [layer.right_side() for layer in layers]
     size = [_channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
     good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
-    last, floor = None, 0.0
+    joint, last, floor = None, None, 0.0
     for turn in range(MAX_ROUNDS):
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
-        solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, others), good, last)
-        if solved is None:
+        joint = None if others is None and entries is None else JointSolver(others, entries)
+        solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, joint), good, last)
+        if solved is None or (joint is not None and _are_few(joint, signals)):
             return last  # too few channels fit
         x, misfits = solved
         left = [g - m @ x for g, m in zip(right, matrices, strict=True)]
@@ -132,7 +157,7 @@ def solve_input(signals: Sequence[KnownSignal], others: LinearEquations | None =
         floor = typical / 2 if turn == 0 else floor
         typical = max(typical, floor)  # what is left of few channels may fit by chance
         bad = [m > MISFIT_FACTOR * typical for m in misfits]
-        values = layers[0].as_images(x.mT, layers[0].input_shape)
+        values = layers[0].as_images(x.mT.contiguous(), layers[0].input_shape)  # batch norm's backward mixes up others
         found = sum(int((m > MAX_CHANNEL_MISFIT).sum()) for m in misfits)
         last = SolvedInput(values, typical, found, sum(map(len, right)))
         if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
@@ -168,6 +193,16 @@ def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] 
     return layer.as_images(found.mT, layer.output_shape), misfit
 
 
+def _are_few(joint: JointSolver, signals: Sequence[KnownSignal]) -> bool:
+    """Return whether equations are few for what turned out to be other than zero."""
+    if joint.entries is None or joint.zero is None:
+        return False
+    counts = joint.entries.unknown_counts(joint.zero)
+    equations = sum(known.layer.input_equations for known in signals)
+    others = 0 if joint.others is None else joint.others.count
+    return _count_missing(counts, equations, MIN_JOINT_RATIO) > others
+
+
 def _channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
     """Return how large the gradient of each output channel (C,) should be by its signal, which its rounding goes by.
 
@@ -194,14 +229,14 @@ class _Systems:
         matrices: A (C, kh kw, n H W) of each.
         right: G (C, kh kw, K) of each.
         size: of each layer's channels (C,).
-        others: further equations.
+        joint: solves them together with what else is known; None where nothing is.
     """
 
     layer: LayerEquations
     matrices: Sequence[Tensor]
     right: Sequence[Tensor]
     size: Sequence[Tensor]
-    others: LinearEquations | None
+    joint: JointSolver | None
 
     def solve(self, weights: Sequence[Tensor], start: Tensor | None, tolerance: float) -> Tensor | None:
         """Return the weighted solution (n H W, K); None if it leaves numbers open.
@@ -216,19 +251,16 @@ class _Systems:
             torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(sides, weights, used, strict=True)])
             for sides in (self.matrices, self.right)
         )
-        if self.others is None:
+        if self.joint is None:
             return _least_squares(a, b)
-        layer, share = (
-            self.layer,
-            b.shape[1] ** 0.5,
-        )  # so that the error of each equation is about the same share of one
-        joint = GradientEquations(
+        layer, share = self.layer, b.shape[1] ** 0.5  # the error of each equation is then about the same share of one
+        gradients = GradientEquations(
             share * a,
             share * b,
             lambda rows: layer.as_images(rows.mT, layer.input_shape),
             lambda images: layer.as_channels(images).mT,
         )
-        return solve_together(joint, self.others, start, tolerance)
+        return self.joint.solve(gradients, start, tolerance)
 
 
 def _robust_least_squares(
@@ -253,7 +285,7 @@ def _robust_least_squares(
         sides = zip(systems.right, systems.matrices, size, strict=True)
         misfits = [_row_norms(g - m @ solved) / n for g, m, n in sides]
         usual = _usual_misfit(misfits, [w > 0 for w in weights])
-        final = systems.others is None or tolerance == TOLERANCES[-1]
+        final = systems.joint is None or tolerance == TOLERANCES[-1]
         uneven = float(torch.cat(misfits).max()) > EVEN_MISFITS * usual
         if final and (turn == ROBUST_ROUNDS - 1 or not uneven):
             break

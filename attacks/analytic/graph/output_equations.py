@@ -1,17 +1,20 @@
 """Equations for what a layer takes by what activations above it returned: they let on what went into them.
 
 Where an activation's output was solved for and is open, what went into it is known as well. From a tensor below, that
-the network computes by convolutions, scalings and sums, each is one linear equation for that tensor.
+the network computes by convolutions, scalings and sums, each is one linear equation for that tensor. Where a skip
+connection or a scaling carries the tensor there, such an equation has one number of it alone, which is known outright.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.joint_least_squares import KnownEntries
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.network.operation_trace import Ref
 from fl.seeds import stream
@@ -74,12 +77,12 @@ class OutputEquations:
         return sum(int(out.known.sum()) for out in self.outputs)
 
     def _run(self, x: Tensor) -> list[Tensor]:
+        return [w * self._follow(out, x) for out, w in zip(self.outputs, self._weights, strict=True)]
+
+    def _follow(self, out: _Output, x: Tensor) -> Tensor:
         graph = self.known.network.graph
-        like = graph.value(self.start).shape
-        return [
-            w * graph.replay(out.nodes, out.ref, {**self.constants, self.start: x.reshape(like)})
-            for out, w in zip(self.outputs, self._weights, strict=True)
-        ]
+        x = x.reshape(graph.value(self.start).shape)
+        return graph.replay(out.nodes, out.ref, {**self.constants, self.start: x})
 
     def push(self, x: Tensor) -> list[Tensor]:
         """Return F x for x (n, K, H, W)."""
@@ -106,6 +109,45 @@ class OutputEquations:
             kept.append(replace(out, known=out.known & ~chosen))
             held.append(replace(out, known=out.known & chosen))
         return replace(self, outputs=kept), replace(self, outputs=held)
+
+    def split_entries(self, nonnegative: bool) -> tuple[KnownEntries | None, OutputEquations]:
+        """Return what equations with one number of x tell of these, if there are any, and the other equations.
+
+        Args:
+            nonnegative: whether no number of x is below zero.
+        """
+        mixed, known = [], torch.zeros(self.shape, dtype=torch.bool, device=self._point.device)
+        values = self._point.detach().clone()
+        upper = torch.full_like(values, math.inf)
+        for out in self.outputs:
+            scaling = self._find_scaling(out)
+            if scaling is None:
+                mixed.append(out)
+                continue
+            slope, offset = (part.reshape(self.shape) for part in scaling)
+            heard = slope != 0
+            found = (out.wanted.reshape(self.shape) - offset) / torch.where(heard, slope, 1.0)
+            told = out.known.reshape(self.shape) & heard
+            known, values = known | told, torch.where(told, found, values)
+            bounded = (out.wanted.reshape(self.shape) == 0) & (slope > 0)
+            upper = torch.where(bounded, torch.minimum(upper, found), upper)
+        some = nonnegative or bool(known.any())
+        return KnownEntries(known, values, nonnegative, upper) if some else None, replace(self, outputs=mixed)
+
+    def _find_scaling(self, out: _Output) -> tuple[Tensor, Tensor] | None:
+        """Return by what each number of x is multiplied, and what is added to it, where an output has no other."""
+        if out.wanted.numel() != self.shape.numel():
+            return None
+        point = self._point.detach()
+        with torch.no_grad():
+            offset = self._follow(out, point)
+            slope = self._follow(out, point + 1) - offset
+            draw = torch.randn(self.shape, generator=stream(0, "scaling"), dtype=torch.float64).to(point)
+            scaled = self._follow(out, draw) - offset
+        alone = torch.allclose(
+            scaled, slope * draw.reshape(slope.shape), rtol=1e-9, atol=1e-9 * float(slope.abs().max())
+        )
+        return (slope, offset) if alone else None
 
     def misfit(self, x: Tensor) -> float:
         """Return the share of the right side that x leaves, without the worst equations, whose bits may be wrong."""

@@ -247,16 +247,23 @@ class GraphSolver:
     def _solve_for_input(self, ref: Ref, users: list[int]) -> tuple[SolvedInput | None, list[KnownSignal]]:
         """Return the input of layers, by known outputs too where gradients are few, and their signals.
 
-        Where it is None, `ends` says why.
+        Single numbers that are known outright, and signs, are asked where equations are too few without. Where it is
+        None, `ends` says why.
         """
         signals = [self.known.layer_signal(number) for number in users]
         name = " and ".join(known.layer.name for known in signals)
         outputs = find_output_equations(self.known, ref, signals[0].layer.input_shape) if self.scaled else None
-        others = None
+        others, entries, told = None, None, None
         if outputs is not None and not have_redundancy(signals):
-            others, outputs = outputs.hold_back(HELD_BACK)
+            told, outputs = outputs.hold_back(HELD_BACK)
+            others = told
         short = count_shortfall(signals, others.count if others else 0)
-        solved = None if short else solve_input(signals, others)
+        if short and told is not None:
+            entries, mixed = told.split_entries(self._is_rectified(ref))
+            if entries is not None:
+                others = mixed if mixed.count else None
+                short = count_shortfall(signals, mixed.count, entries)
+        solved = None if short else solve_input(signals, others, entries)
         if solved is None:
             self.ends[name] = short or "its equations leave inputs open"
             return None, signals
@@ -266,6 +273,11 @@ class GraphSolver:
             self.ends[name] = reason
             return None, signals
         return replace(solved, misfit=max(solved.misfit, missed)), signals
+
+    def _is_rectified(self, ref: Ref) -> bool:
+        """Return whether a ReLU made a tensor."""
+        activation = self.network.activations.get(ref.node)
+        return activation is not None and activation.slope == 0
 
     def _stands_out(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input with few equations to spare is not believed: a wrong bit goes into all of its numbers."""

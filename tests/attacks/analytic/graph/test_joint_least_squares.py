@@ -1,5 +1,6 @@
 """Two kinds of equations are solved together as by the whole matrix."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import GradientEquations, solve_together
+from attacks.analytic.graph.joint_least_squares import GradientEquations, JointSolver, KnownEntries
 from fl.seeds import stream
 
 IMAGES, CHANNELS, SIDE = 2, 3, 4
@@ -59,10 +60,10 @@ def problem(equations: int, others: int, off: float = 0.0) -> tuple[GradientEqua
 def test_what_neither_kind_tells_alone_follows_from_both(equations: int) -> None:
     gradients, mixing, true = problem(equations, 52)
     assert torch.linalg.matrix_rank(gradients.matrix) <= min(equations, POSITIONS)
-    found = solve_together(gradients, mixing, tolerance=1e-12)
+    found = JointSolver(mixing).solve(gradients, tolerance=1e-12)
     assert torch.allclose(found, true, atol=1e-6)
     few = problem(equations, 10)
-    short = solve_together(few[0], few[1], tolerance=1e-12)
+    short = JointSolver(few[1]).solve(few[0], tolerance=1e-12)
     assert (short is not None and torch.allclose(short, few[2], atol=1e-6)) == (equations == 40)
 
 
@@ -70,16 +71,16 @@ def test_directions_in_neither_kind_of_equations_are_left_open_and_not_set_to_ze
     gradients, mixing, true = problem(24, 52)
     gradients.matrix[:, 3] = 0
     gradients = replace(gradients, right=gradients.matrix @ true)
-    assert solve_together(gradients, mixing) is not None
+    assert JointSolver(mixing).solve(gradients) is not None
     mixing.matrix.view(-1, CHANNELS, POSITIONS // IMAGES)[:, :, 3] = 0
     mixing.wanted = mixing.push(as_images(true))
-    assert solve_together(gradients, mixing) is None
+    assert JointSolver(mixing).solve(gradients) is None
 
 
 def test_of_contradicting_equations_the_weighted_misfit_is_least() -> None:
     """Its derivative is zero: what gradients leave pulls against what the others leave, by a weight of 1 or less."""
     gradients, mixing, true = problem(30, 52, off=0.1)
-    found = solve_together(gradients, mixing, tolerance=1e-13)
+    found = JointSolver(mixing).solve(gradients, tolerance=1e-13)
     assert float((found - true).norm()) > 1e-3
     by_gradient = gradients.matrix.mT @ (gradients.right - gradients.matrix @ found)
     left = [t - f for t, f in zip(mixing.right_side(), mixing.push(as_images(found)), strict=True)]
@@ -91,8 +92,58 @@ def test_of_contradicting_equations_the_weighted_misfit_is_least() -> None:
 
 def test_it_goes_on_from_a_start_and_ends_at_its_tolerance() -> None:
     gradients, mixing, true = problem(30, 52)
-    rough = solve_together(gradients, mixing, tolerance=1e-1)
-    fine = solve_together(gradients, mixing, rough, 1e-12)
+    rough = JointSolver(mixing).solve(gradients, tolerance=1e-1)
+    fine = JointSolver(mixing).solve(gradients, rough, 1e-12)
     assert torch.allclose(fine, true, atol=1e-6)
     assert not torch.allclose(rough, true, atol=1e-6)
-    assert torch.equal(solve_together(gradients, mixing, true, 1e-6), solve_together(gradients, mixing, true, 1e-3))
+    ends = [JointSolver(mixing).solve(gradients, true, tolerance) for tolerance in (1e-6, 1e-3)]
+    assert torch.equal(*ends)
+
+
+def rectified(equations: int) -> tuple[GradientEquations, Tensor]:
+    """Equations of a gradient alone, and x, half of which is zero."""
+    true = noise(POSITIONS, CHANNELS).clamp_min(0)
+    matrix = noise(equations, POSITIONS)
+    return GradientEquations(matrix, matrix @ true, as_images, as_rows), true
+
+
+def nothing_known(nonnegative: bool) -> KnownEntries:
+    shape = IMAGES, CHANNELS, SIDE, SIDE
+    return KnownEntries(torch.zeros(shape, dtype=torch.bool), torch.zeros(shape, dtype=torch.float64), nonnegative)
+
+
+def test_numbers_known_outright_leave_few_equations_enough() -> None:
+    """20 equations of a channel for 32 numbers, of which 16 are known."""
+    true = noise(POSITIONS, CHANNELS)
+    matrix = noise(20, POSITIONS)
+    gradients = GradientEquations(matrix, matrix @ true, as_images, as_rows)
+    images = as_images(true)
+    known = torch.arange(SIDE * SIDE).view(SIDE, SIDE).expand_as(images) % 2 == 0
+    entries = KnownEntries(known, images * known)
+    assert entries.unknown_counts().tolist() == CHANNELS * [POSITIONS // 2]
+    found = JointSolver(None, entries).solve(gradients, tolerance=1e-12)
+    assert found is not None
+    assert torch.allclose(found, true, atol=1e-8)
+    wrong = JointSolver(None, nothing_known(False)).solve(gradients, tolerance=1e-12)
+    assert wrong is None or not torch.allclose(wrong, true, atol=0.1)
+
+
+def test_numbers_not_below_zero_follow_from_fewer_equations_than_there_are() -> None:
+    """28 equations for 32 numbers, of which half are zero: without the signs any of many would do."""
+    gradients, true = rectified(28)
+    signed = JointSolver(None, nothing_known(True))
+    found = signed.solve(gradients, tolerance=1e-12)
+    assert found is not None
+    assert torch.allclose(found, true, atol=1e-8)
+    assert signed.zero is not None
+    assert torch.equal(as_rows(signed.zero), true == 0)
+    wrong = JointSolver(None, nothing_known(False)).solve(gradients, tolerance=1e-12)
+    assert wrong is None or not torch.allclose(wrong, true, atol=0.1)
+
+
+def test_bounds_from_above_count_as_well() -> None:
+    gradients, true = rectified(22)
+    loose, tight = nothing_known(True), replace(nothing_known(True), upper=1.5 * as_images(true))
+    found = [JointSolver(None, entries).solve(gradients, tolerance=1e-12) for entries in (loose, tight)]
+    off = [math.inf if x is None else float((x - true).norm() / true.norm()) for x in found]
+    assert off[1] < 1e-6 < 0.1 < off[0]

@@ -1,10 +1,13 @@
 """What activations above returned are linear equations for a tensor below."""
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.graph.layer_solves import KnownSignal, solve_input
+from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, solve_input
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.output_equations import OutputEquations, find_output_equations
 from attacks.analytic.graph.propagation import Propagation
@@ -31,10 +34,10 @@ class Block(nn.Module):
 class World:
     """A batch's step on the block: what is known of it, and its tensors."""
 
-    def __init__(self, count: int, slope: float = 0.0) -> None:
+    def __init__(self, count: int, slope: float = 0.0, kind: Callable[[], nn.Module] | None = None) -> None:
         with torch.random.fork_rng():
             torch.random.default_generator.manual_seed(0)
-            model = Block(slope).double().eval()
+            model = (Block(slope) if kind is None else kind()).double().eval()
         self.images = torch.rand(count, 2, 8, 8, generator=stream(0, "block"), dtype=torch.float64)
         graphs = [trace_operations(model, x) for x in (self.images, self.images[:1])]
         assert all(isinstance(graph, Graph) for graph in graphs)
@@ -134,3 +137,50 @@ def test_equations_held_back_are_missed_where_the_others_leave_the_tensor_open()
         unseen = unseen + 0.01 * kept.pull([t - f for t, f in zip(kept.right_side(), kept.push(unseen), strict=True)])
     assert kept.misfit(unseen) < 1e-2 < 0.3 < held.misfit(unseen)
     assert held.misfit(world.true) < 1e-10
+
+
+class Identity(nn.Module):
+    """A bottleneck block with an identity for its shortcut, behind one convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(2, 32, 3, padding=1)
+        self.one, self.two, self.three = nn.Conv2d(32, 16, 1), nn.Conv2d(16, 16, 3, padding=1), nn.Conv2d(16, 32, 1)
+        self.head = nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.stem(x))
+        inner = torch.relu(self.two(torch.relu(self.one(x))))
+        return self.head(torch.relu(self.three(inner) + x).mean((2, 3)))
+
+
+def test_a_skip_connection_tells_single_numbers_outright_and_bounds_the_others() -> None:
+    world = World(1, kind=Identity)
+    outputs = world.outputs()
+    assert outputs is not None
+    entries, mixed = outputs.split_entries(nonnegative=True)
+    assert entries is not None
+    assert entries.upper is not None
+    inner, _, upper = (world.whole.value(Ref(n)) for n in world.network.activations if n > world.start.node)
+    assert torch.equal(entries.known, upper > 1e-4 * upper.max())
+    assert torch.allclose(entries.values[entries.known], world.true[entries.known], atol=1e-10)
+    assert bool((world.true <= entries.upper + 1e-10).all())
+    assert mixed.count == int((inner > 1e-4 * inner.max()).sum())
+
+
+def test_a_bottleneck_comes_back_by_signs_and_by_what_its_skip_connection_carries() -> None:
+    """16 equations of a channel for 64 numbers, of which two thirds are carried to open activations."""
+    world = World(1, kind=Identity)
+    signals = [world.known.layer_signal(world.layers["one.weight"])]
+    outputs = world.outputs()
+    assert outputs is not None
+    assert "for 64 numbers" in count_shortfall(signals, outputs.count)
+    entries, mixed = outputs.split_entries(nonnegative=True)
+    assert entries is not None
+    assert not count_shortfall(signals, mixed.count, entries)
+    solved = solve_input(signals, mixed, entries)
+    assert solved is not None
+    assert float((solved.values - world.true).norm() / world.true.norm()) < 1e-4
+    few = replace(entries, known=entries.known & (torch.arange(8) < 4))
+    assert "the others are known outright" in count_shortfall(signals, mixed.count, few)
+    assert solve_input(signals, None, few) is None
