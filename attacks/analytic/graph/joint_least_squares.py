@@ -63,7 +63,7 @@ LEAST_HEARD = 1e-3
 """Share of the largest number of the preconditioner that each is taken to have at least."""
 RIDGE = 1e-13
 """Share of the largest number on the diagonal that keeps a channel's block invertible."""
-MAX_BLOCK_NUMBERS = 2**26
+MAX_BLOCK_NUMBERS = 2**25
 """Numbers of the blocks of all channels, at most, to be inverted for each channel."""
 ENTRY_WEIGHT = 0.03
 """Weight of F's equations where entries are known, in which directions that A does not hear are most of all."""

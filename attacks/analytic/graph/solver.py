@@ -257,7 +257,7 @@ class GraphSolver:
         if outputs is not None and not have_redundancy(signals):
             told, outputs = outputs.hold_back(HELD_BACK)
             others = told
-        short = count_shortfall(signals, others.count if others else 0)
+        plain = short = count_shortfall(signals, others.count if others else 0)
         if short and told is not None:
             entries, mixed = told.split_entries(self._is_rectified(ref))
             if entries is not None:
@@ -265,7 +265,7 @@ class GraphSolver:
                 short = count_shortfall(signals, mixed.count, entries)
         solved = None if short else solve_input(signals, others, entries)
         if solved is None:
-            self.ends[name] = short or "its equations leave inputs open"
+            self.ends[name] = short or plain or "its equations leave inputs open"
             return None, signals
         # where equations are hardly more than unknowns, wrong inputs may explain them, but not others
         missed = 0.0 if outputs is None else outputs.misfit(solved.values)
