@@ -10,7 +10,9 @@ Both are linear in x once it is known which position each open window (t > 0) pa
 
 **Which positions it can be.** Every z_q is at most u_q, the smallest t of the windows that cover q. So only positions
 with u_q = t can be the maximum of a window. Windows that overlap and show the same number passed on the same position:
-they make one *group*, whose position lies in all its windows. That leaves three or four candidates of nine.
+they make one *group*, whose position lies in all its windows. That leaves three or four candidates of nine. Windows
+apart that show the same number, as some do by chance, are groups of their own, and so are those of a flat area, which
+have no position in common.
 
 **Search** by annealing, under a falling standard deviation sigma of z:
 
@@ -110,7 +112,8 @@ class PooledObservation:
         pooled: t, (B, C, P, P).
         signal: dL/dt, likewise.
         gradient: dL/dW, (C, I, k, k), the sum over the batch.
-        noise: error of `pooled`, relative to its largest entry; numbers nearer than twice that are the same.
+        noise: error of `pooled`, relative to its largest entry; overlapping windows whose numbers are nearer than four
+            times that show the same.
     """
 
     pooled: Tensor
@@ -192,7 +195,7 @@ def candidate_positions(layer: PooledConvolution, known: PooledObservation, outp
     pooled, (batch, channels, height, width) = known.pooled, outputs
     rows, size = batch * channels, height * width
     t, s = pooled.reshape(rows, -1), known.signal.reshape(rows, -1)
-    tolerance = 2 * known.noise * float(t.max())
+    tolerance = 4 * known.noise * float(t.max())
     grid = torch.arange(1, size + 1, device=t.device, dtype=torch.float64).reshape(1, 1, height, width)
     windows = functional.unfold(grid, layer.window, padding=layer.pool_padding, stride=layer.pool_stride)[0].long() - 1
     inside = windows >= 0  # (window^2, windows)
@@ -201,24 +204,52 @@ def candidate_positions(layer: PooledConvolution, known: PooledObservation, outp
     bound = t.new_full((rows, size), float("inf"))
     bound.scatter_reduce_(1, covered.expand(rows, -1), t[:, which], "amin")
 
-    order = t.argsort(1)
-    ascending = t.gather(1, order)
-    new = torch.cat([torch.ones_like(order[:, :1]), (ascending.diff(dim=1) > tolerance).long()], 1)
-    group = torch.empty_like(order).scatter_(1, order, (new.flatten().cumsum(0) - 1).reshape(new.shape))
-    number = int(new.sum())
-    members = torch.bincount(group.flatten(), minlength=number)
-    signal = s.new_zeros(number).index_add_(0, group.flatten(), s.flatten())
-    value = t.new_zeros(number).index_copy_(0, group.flatten(), t.flatten())
-
-    fits = (t[:, which] > tolerance) & (t[:, which] <= bound[:, covered] + tolerance)
+    overlapping = _overlapping_windows(windows, inside)
+    fits = (t[:, which] > 0) & (t[:, which] <= bound[:, covered] + tolerance)
     row, entry = torch.nonzero(fits, as_tuple=True)
-    pairs = group[row, which[entry]] * (rows * size) + row * size + covered[entry]
-    pairs, counts = torch.unique(pairs, return_counts=True)
+    window, position = row * t.shape[1] + which[entry], row * size + covered[entry]
+    group = _groups(t, overlapping, tolerance)
+    shared = _at_common_positions(group, window, position, rows * size)
+    # windows that seem to share a position and have none in common: the same number by chance, or a flat area
+    left = torch.zeros_like(group, dtype=torch.bool)
+    left[window] = True
+    left &= ~torch.isin(group, group[window[shared]])
+    group = torch.where(left, torch.arange(len(group), device=t.device), group)
+    shared = _at_common_positions(group, window, position, rows * size)
+    pairs = torch.unique(group[window[shared]] * (rows * size) + position[shared])
     found, position = pairs // (rows * size), pairs % (rows * size)
-    everywhere = counts == members[found]
-    found, position = found[everywhere], position[everywhere]
+    total = s.new_zeros(len(group)).index_add_(0, group, s.flatten())
     kept, compact = torch.unique(found, return_inverse=True)
-    return Candidates(compact, position, value[found], signal[found], bound.reshape(outputs), len(kept))
+    return Candidates(compact, position, t.flatten()[found], total[found], bound.reshape(outputs), len(kept))
+
+
+def _overlapping_windows(windows: Tensor, inside: Tensor) -> Tensor:
+    """Return pairs of windows (2, n) that have a position in common, from their positions (window^2, windows)."""
+    number = int(windows.max()) + 1
+    covers = torch.zeros(windows.shape[1], number, dtype=torch.float32, device=windows.device)
+    which = torch.arange(windows.shape[1], device=windows.device).expand_as(windows)
+    covers[which[inside], windows[inside]] = 1
+    return torch.nonzero((covers @ covers.mT).triu(1) > 0).mT
+
+
+def _groups(t: Tensor, pairs: Tensor, tolerance: float) -> Tensor:
+    """Return of every window, counted over rows of t, the first of those that overlap and show the same number."""
+    row, pair = torch.nonzero((t[:, pairs[0]] - t[:, pairs[1]]).abs() <= tolerance, as_tuple=True)
+    one, other = (row * t.shape[1] + side[pair] for side in pairs)
+    group = torch.arange(t.numel(), device=t.device)
+    while True:
+        lowest = torch.minimum(group[one], group[other])
+        following = group.scatter_reduce(0, one, lowest, "amin").scatter_reduce(0, other, lowest, "amin")
+        if torch.equal(following, group):
+            return group
+        group = following
+
+
+def _at_common_positions(group: Tensor, window: Tensor, position: Tensor, positions: int) -> Tensor:
+    """Return which pairs of a window and a position in it are at positions of all windows of its group."""
+    _, which, counts = torch.unique(group[window] * positions + position, return_inverse=True, return_counts=True)
+    members = torch.bincount(group, minlength=len(group))
+    return counts[which] == members[group[window]]
 
 
 def invert_pooled_convolution(

@@ -54,6 +54,17 @@ def test_candidates_hold_the_true_positions_and_few_others() -> None:
     assert bool((z <= found.bound.flatten() + 1e-5).all())
 
 
+def test_windows_apart_with_the_same_number_keep_their_positions() -> None:
+    one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
+    layer = PooledConvolution(one, torch.zeros(1).double(), (1, 1), (0, 0), (3, 3), (2, 2), (1, 1))
+    images = torch.zeros(1, 1, 8, 8, dtype=torch.float64)
+    images[0, 0, 1, 1] = images[0, 0, 6, 6] = 1.0  # by chance
+    pooled = functional.max_pool2d(images, 3, 2, 1)
+    found = candidate_positions(layer, PooledObservation(pooled, torch.ones_like(pooled), one), images.shape)
+    assert {9, 54} <= set(found.position.tolist())
+    assert float(found.signal[found.position == 9]) == float((pooled[..., :2, :2] == 1).sum())
+
+
 def test_images_come_back_through_an_overlapping_pooling() -> None:
     layer, images = layer_and_images()
     known, _ = observe(layer, images)
