@@ -15,9 +15,7 @@ them cheap:
 
 - J v and J^T w come from a record of the derivative (`linearization`), in float32 where the caller has the network in
   float32, too; the last residuals are taken in float64 (iterative refinement).
-- A diagonal preconditioner. In front of strides and poolings pixels differ by tens in how much they say, most of all by
-  their position modulo the stride. The diagonal of J^T J is estimated by random signs (Hutchinson) and averaged over
-  images: it belongs to the network.
+- A preconditioner that is diagonal over pixels and over their frequencies (`pixel_curvature`).
 - The iterations of a step end where the model falls by little more (Nash and Sofer, 1990): far from the solution the
   pieces are wrong, and an exact step is wasted.
 
@@ -28,8 +26,10 @@ left once the residual has gone.
 
 **Several starts.** A flat gray picture stands on kinks: of poolings, and of a network that normalizes pixels and has no
 biases, where all activations change at once. So the start is noise around gray. An image whose search got stuck is
-searched for again: from where it is and a little noise if that is near, or from a new start. The best is kept. A near
-image that comes back to the same residual is at the minimum that its features have, and is left alone.
+searched for again: from where it is and a little noise if that is near, or from a new start by annealing and descent
+(`gradient_descent`), which jump over the kinks of deep networks. The first search has a quarter of the time. Where it
+was cut short, descent goes on from there. The best is kept. A near image that comes back to the same residual is at
+the minimum that its features have, and is left alone.
 
 The images of a batch do not interact: each has its own inner products, step lengths and end.
 """
@@ -37,14 +37,16 @@ The images of a batch do not interact: each has its own inner products, step len
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from attacks.analytic.graph.gradient_descent import anneal, descend
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
+from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
 from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 
@@ -54,6 +56,10 @@ NEAR, NUDGE = 30.0, 0.02
 """Multiple of the noise below which an image that got stuck is near, and the standard deviation of what moves it."""
 SETTLED = 0.01
 """Share by which a near image's residual changes, at most, where it has come back to the same minimum."""
+FIRST_SHARE = 0.25
+"""Share of the time that the first search may take: where it is slow, others follow."""
+ANNEALING_STEPS, MAX_DESCENT_STEPS = 200, 2000
+"""Steps of the first annealing, and of a descent at most."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
@@ -167,17 +173,28 @@ def invert_features(
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
 
     began = time.process_time()
+
+    def late() -> bool:
+        return settings.seconds is not None and time.process_time() - began > settings.seconds
+
+    def slow() -> bool:
+        return settings.seconds is not None and time.process_time() - began > FIRST_SHARE * settings.seconds
+
     drawn = GRAY + settings.start_noise * noise()
-    best = _Search(problem, settings, drawn if start is None else start.to(value), began).run()
-    settled = torch.zeros_like(best.converged)
-    for _ in range(settings.restarts):
-        late = settings.seconds is not None and time.process_time() - began > settings.seconds
+    first = drawn if start is None else start.to(value)
+    best = _Search(problem, settings, first, slow if settings.restarts else late).run()
+    settled, cut_short = torch.zeros_like(best.converged), slow()
+    for restart in range(settings.restarts):
         waiting = ~best.converged & ~settled
-        if late or not bool(waiting.any()):
+        if late() or not bool(waiting.any()):
             break
         near, draw = best.residual < NEAR * problem.noise, noise()
-        origin = torch.where(_over(near, draw), best.images + NUDGE * draw, GRAY + settings.start_noise * draw)
-        again = _Search(problem.select(waiting), settings, origin[waiting], began).run()
+        nudged, drawn = best.images + NUDGE * draw, GRAY + settings.start_noise * draw
+        some = _Search(problem.select(waiting), settings, nudged[waiting], late)
+        some.begin_elsewhere(
+            near[waiting], best.images[waiting] if cut_short and not restart else None, drawn[waiting], restart
+        )
+        again = some.run()
         back = again.residual > (1 - SETTLED) * best.residual[waiting]
         settled[waiting] = near[waiting] & back
         best = _better(best, again, waiting)
@@ -324,12 +341,14 @@ def _transposed_differences(down: Tensor, right: Tensor, scale: Tensor) -> Tenso
 class _Search:
     """Gauss-Newton steps for all images that are not done yet."""
 
-    def __init__(self, problem: _Problem, settings: InversionSettings, images: Tensor, began: float) -> None:
+    def __init__(
+        self, problem: _Problem, settings: InversionSettings, images: Tensor, late: Callable[[], bool]
+    ) -> None:
         self.settings = settings
         self.problem = problem
         self.images = images
         self.count = len(images)
-        self.began = began
+        self.late = late
         self.iterations = 0
         self.records: dict[tuple[int, ...], RecordedDerivative | None] = {}
         self.work_type = torch.float32 if problem.single_forward is not problem.forward else images.dtype
@@ -342,12 +361,12 @@ class _Search:
         residual = torch.full((number,), float("inf"), dtype=self.images.dtype, device=device)
         steps = torch.zeros(number, dtype=torch.long, device=device)
         active = torch.arange(number, device=device)
-        diagonal = self._diagonal()
+        curvature = self._curvature()
         state = _State(self, self.images)
         for _ in range(self.settings.max_steps):
-            if self.settings.seconds is not None and time.process_time() - self.began > self.settings.seconds:
+            if self.late():
                 break
-            state.step(diagonal)
+            state.step(curvature)
             steps[active] += 1
             found[active], residual[active] = state.images, state.relative
             done = state.done()
@@ -360,6 +379,34 @@ class _Search:
                 state.select(keep)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
 
+    def begin_elsewhere(self, near: Tensor, falling: Tensor | None, drawn: Tensor, restart: int) -> None:
+        """Choose where images that are not near begin: from a new start by annealing, or from where they are.
+
+        Args:
+            near: which images begin where they are now.
+            falling: images whose search was still on its way, if these are to go on.
+            drawn: a new start.
+            restart: how many restarts there were before; annealing takes twice as long each time.
+        """
+        if bool(near.all()):
+            return
+        far = ~near
+        problem = self.single_problem.select(far)
+
+        def misfit(images: Tensor) -> Tensor:
+            residuals = problem.residuals(tuple(problem.single_forward(images)))
+            total = sum(r.reshape(len(images), -1).square().sum(1) for r in residuals)
+            assert isinstance(total, Tensor)
+            return total / problem.size**2
+
+        if falling is None:
+            begin = anneal(misfit, drawn[far].to(self.work_type), ANNEALING_STEPS * 2**restart, self.late)
+        else:
+            begin = falling[far].to(self.work_type)
+        found = descend(misfit, begin, self._curvature(), MAX_DESCENT_STEPS, SINGLE_FLOOR**2, self.late)
+        self.images = self.images.clone()
+        self.images[far] = found.to(self.images.dtype)
+
     def record(self, images: Tensor) -> RecordedDerivative | None:
         """Return the record for this number of images, made when it is first asked for."""
         shape = tuple(images.shape)
@@ -370,20 +417,17 @@ class _Search:
                 self.records[shape] = None
         return self.records[shape]
 
-    def _diagonal(self) -> Tensor:
-        """Return the diagonal of J^T J, (1, C, H, W), as a product of channel and position, averaged over images."""
+    def _curvature(self) -> PixelCurvature:
+        """Return a model of J^T J, averaged over images."""
         images = self.images.to(self.work_type)
         jacobian = _Jacobian(self.single_problem, images, self.record(images))
         generator = stream(self.settings.seed, "probes of the diagonal")
         residuals = self.single_problem.evaluate(images, single=True)
-        total = torch.zeros_like(images)
+        pulled = []
         for _ in range(PROBES):
             signs = [(2 * torch.randint(0, 2, r.shape, generator=generator) - 1).to(r) for r in residuals]
-            total += jacobian.pull(signs).square()
-        mean = total.mean(0, keepdim=True)
-        position, channel = mean.mean(1, keepdim=True), mean.mean((2, 3), keepdim=True)
-        product = position * channel / mean.mean().clamp_min(1e-30)
-        return product.clamp_min(1e-4 * float(product.max()))
+            pulled.append(jacobian.pull(signs))
+        return estimate_curvature(pulled)
 
 
 class _State:
@@ -415,7 +459,7 @@ class _State:
         at_noise = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & (gain > 0.8))
         return at_noise | (self.stalled >= 5)
 
-    def step(self, diagonal: Tensor) -> None:
+    def step(self, curvature: PixelCurvature) -> None:
         """Take one Gauss-Newton step."""
         if not self.precise and float(self.relative.min()) < SINGLE_FLOOR:
             self.precise = True
@@ -424,7 +468,7 @@ class _State:
         work = self.images.to(self.search.work_type)
         self._set_smoothness()
         jacobian = _Jacobian(self.single, work, self.search.record(work), self.smoothness)
-        direction = self._solve(jacobian, diagonal).nan_to_num(0.0, 0.0, 0.0)  # a step that is no number is none
+        direction = self._solve(jacobian, curvature).nan_to_num(0.0, 0.0, 0.0)  # a step that is no number is none
         self._move(direction.to(self.images.dtype))
 
     def _set_smoothness(self) -> None:
@@ -453,7 +497,7 @@ class _State:
         assert isinstance(norm, Tensor)
         return tuple(r.to(self.search.work_type) for r in residuals), norm.sqrt().to(images.dtype) / self.problem.size
 
-    def _solve(self, jacobian: _Jacobian, diagonal: Tensor) -> Tensor:
+    def _solve(self, jacobian: _Jacobian, curvature: PixelCurvature) -> Tensor:
         """Return d that makes |r + J d|^2 + damping |d|^2 small, by preconditioned conjugate gradients."""
         count = self.search.count
 
@@ -472,21 +516,21 @@ class _State:
         rest = [-r / spread(scale, r) for r in residuals]
         gradient = jacobian.pull(rest)
         found = torch.zeros_like(gradient)
-        preconditioned = gradient / diagonal
+        preconditioned = curvature.divide(gradient)
         direction = preconditioned
         gamma = dot(gradient, preconditioned)
-        damping = spread(self.damping, gradient) * diagonal
+        damping = spread(self.damping, gradient)
         fall = torch.zeros_like(gamma)
         for k in range(self.search.settings.max_inner_iterations):
             pushed = jacobian.push(direction)
-            curvature = dot(direction, damping * direction)
+            square = dot(direction, damping * curvature.multiply(direction))
             for p in pushed:
-                curvature = curvature + dot(p, p)
-            length = torch.where(curvature > 0, gamma / curvature, torch.zeros_like(gamma))
+                square = square + dot(p, p)
+            length = torch.where(square > 0, gamma / square, torch.zeros_like(gamma))
             found = found + spread(length, found) * direction
             rest = [r - spread(length, r) * p for r, p in zip(rest, pushed, strict=True)]
-            gradient = jacobian.pull(rest) - damping * found
-            preconditioned = gradient / diagonal
+            gradient = jacobian.pull(rest) - damping * curvature.multiply(found)
+            preconditioned = curvature.divide(gradient)
             following = dot(gradient, preconditioned)
             gain = length * gamma
             fall = fall + gain

@@ -25,8 +25,9 @@ from fl.seeds import stream
 
 MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
-MAX_SEARCH_SECONDS, SMALL_PICTURE = 30.0, 3072
-"""CPU seconds after which no search for pictures goes on, for each one of so many numbers (32 by 32 pixels)."""
+MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 120.0, 30.0, 3072
+"""CPU seconds after which no search for pictures goes on: of all together, and if that is more, for each one of so many
+numbers (32 by 32 pixels)."""
 MAX_LEVEL_DISTANCE = 0.2
 """Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
 DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
@@ -167,7 +168,7 @@ def count_open_numbers(
 
 
 def _search_seconds(shape: Sequence[int]) -> float:
-    return MAX_SEARCH_SECONDS * max(1.0, math.prod(shape) / SMALL_PICTURE)
+    return max(MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS * math.prod(shape) / SMALL_PICTURE)
 
 
 def search_pictures(

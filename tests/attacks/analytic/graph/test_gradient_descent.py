@@ -1,0 +1,77 @@
+"""Searches over pixels by gradients alone."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.gradient_descent import anneal, descend
+from attacks.analytic.graph.pixel_curvature import PixelCurvature
+
+SHAPE = (2, 3, 6, 6)
+
+
+def never() -> bool:
+    """Time is never up."""
+    return False
+
+
+def pictures() -> Tensor:
+    return torch.rand(SHAPE, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def even() -> PixelCurvature:
+    """A model of the curvature that knows nothing."""
+    ones = torch.ones((1, *SHAPE[1:]), dtype=torch.float64)
+    return PixelCurvature(ones, ones)
+
+
+def test_annealing_passes_minima_in_which_descent_gets_stuck() -> None:
+    true = pictures()
+
+    def misfit(images: Tensor) -> Tensor:
+        off = images - true
+        return (off.square() + 0.01 * (1 - torch.cos(16 * math.pi * off))).flatten(1).sum(1)
+
+    start = torch.full(SHAPE, 0.5, dtype=torch.float64)
+    annealed = descend(misfit, anneal(misfit, start, 200, never), even(), 200, 1e-20, never)
+    stuck = descend(misfit, start, even(), 200, 1e-20, never)
+    assert bool((misfit(annealed) < 0.5 * misfit(stuck)).all())
+
+
+def test_annealing_stays_in_range_and_returns_the_best_that_it_met() -> None:
+    true = 3 * pictures() - 1
+    seen: list[Tensor] = []
+
+    def misfit(images: Tensor) -> Tensor:
+        assert bool(((images >= 0) & (images <= 1)).all())
+        value = (images - true).square().flatten(1).sum(1)
+        seen.append(value.detach())
+        return value
+
+    found = anneal(misfit, torch.full(SHAPE, 0.5, dtype=torch.float64), 60, never)
+    assert torch.allclose(misfit(found), torch.stack(seen).amin(0))
+
+
+def test_descent_reaches_each_image_of_a_batch_by_its_own_steps() -> None:
+    """Two problems of which one is a thousand times as large, with curvatures from 1 to 1000."""
+    true = pictures()
+    weights = torch.logspace(0, 1.5, true[0].numel(), dtype=torch.float64).reshape(SHAPE[1:])
+    sizes = torch.tensor([1.0, 1000.0], dtype=torch.float64)[:, None, None, None]
+
+    def misfit(images: Tensor) -> Tensor:
+        return (sizes * weights * (images - true)).square().flatten(1).sum(1)
+
+    found = descend(misfit, torch.full(SHAPE, 0.5, dtype=torch.float64), even(), 300, 1e-20, never)
+    assert float((found - true).abs().max()) < 1e-9
+    assert torch.allclose(descend(misfit, true, even(), 300, 1e-20, never), true)
+
+
+def test_nothing_moves_once_time_is_up() -> None:
+    start = pictures()
+
+    def misfit(images: Tensor) -> Tensor:
+        return images.square().flatten(1).sum(1)
+
+    assert torch.equal(anneal(misfit, start, 10, lambda: True), start)
+    assert torch.allclose(descend(misfit, start, even(), 10, 0.0, lambda: True), start)
