@@ -1,9 +1,8 @@
 """Searches over pixels by gradients alone."""
 
-import math
-
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from attacks.analytic.graph.gradient_descent import anneal, descend
 from attacks.analytic.graph.pixel_curvature import PixelCurvature
@@ -26,16 +25,25 @@ def even() -> PixelCurvature:
     return PixelCurvature(ones, ones)
 
 
-def test_annealing_passes_minima_in_which_descent_gets_stuck() -> None:
-    true = pictures()
+def test_annealing_passes_kinks_of_a_deep_network_in_which_descent_gets_stuck() -> None:
+    generator, true = torch.Generator().manual_seed(3), pictures()
+    first = torch.randn(16, 3, 3, 3, generator=generator, dtype=torch.float64) / 5
+    blocks = [torch.randn(16, 16, 3, 3, generator=generator, dtype=torch.float64) / 12 for _ in range(20)]
+
+    def features(images: Tensor) -> Tensor:
+        flow = functional.conv2d((images - 0.5) / 0.25, first, padding=1)
+        for block in blocks:
+            flow = flow + functional.conv2d(flow.relu(), block, padding=1)
+        return flow.relu()
+
+    wanted = features(true)
 
     def misfit(images: Tensor) -> Tensor:
-        off = images - true
-        return (off.square() + 0.01 * (1 - torch.cos(16 * math.pi * off))).flatten(1).sum(1)
+        return ((features(images) - wanted) / wanted.norm()).square().flatten(1).sum(1)
 
-    start = torch.full(SHAPE, 0.5, dtype=torch.float64)
-    annealed = descend(misfit, anneal(misfit, start, 200, never), even(), 200, 1e-20, never)
-    stuck = descend(misfit, start, even(), 200, 1e-20, never)
+    start = 0.5 + 0.1 * torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    annealed = descend(misfit, anneal(misfit, start, 200, never), even(), 100, 1e-12, never)
+    stuck = descend(misfit, start, even(), 100, 1e-12, never)
     assert bool((misfit(annealed) < 0.5 * misfit(stuck)).all())
 
 
