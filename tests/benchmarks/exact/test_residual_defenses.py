@@ -55,5 +55,27 @@ def test_results_are_kept_one_by_one(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_what_was_refused_counts_as_nothing() -> None:
     refused = {"defense": "signsgd", "victim": 1, "reason": "only signs", "moved": 3.0, "seconds": 1.0}
     lines = document([{**SOLVED, "defense": "signsgd", "victim": 0, "moved": 1.0}, refused])
-    assert "| signsgd | - | 2 | 1 of 2 | 50 (0) | 1 | 0 | 2 | 5.0 |" in lines
+    assert "| signsgd | - | 2 | 1 of 2 | 50 (0) | 1 | 0 | 2 | - | 5.0 |" in lines
     assert "- signsgd: `only signs`" in lines
+
+
+def test_accuracy_under_defenses_is_kept_beside_the_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for module in (residual_defenses, common):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(residual_defenses, "measure", lambda s, n: {"defense": s.key, "victim": n, **SOLVED})
+    monkeypatch.setattr(residual_defenses, "STRENGTHS", [s for s in STRENGTHS if s.name in {"none", "signsgd", "clip"}])
+    monkeypatch.setattr(
+        residual_defenses,
+        "TRAINING",
+        {
+            "task": {"dataset": "faces", "model": "hyperfl-grey"},
+            "federation": {"partition": {"name": "iid", "clients": 2}, "rounds": 1},
+            "method": [{"name": "fedavg", "lr": 0.05, "steps": 1}],
+        },
+    )
+    residual_defenses.main(["--accuracy", str(tmp_path / "run")])
+    residual_defenses.main(["--victims", "1", "--only", "clip"])
+    kept = json.loads((tmp_path / "residual_defenses.json").read_text())
+    assert kept["accuracy"].keys() == {"none", "signsgd"}
+    assert all(0 <= share <= 1 for share in kept["accuracy"].values())
+    assert [row["defense"] for row in kept["rows"]] == [s.key for s in STRENGTHS if s.name == "clip"]
