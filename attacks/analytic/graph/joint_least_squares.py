@@ -45,6 +45,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
 from fl.seeds import stream
@@ -160,26 +162,21 @@ class JointSolver:
             tolerance: share of the gradient at zero, in the preconditioner's norm, at which it ends. After
                 `MAX_ITERATIONS` it may be above, up to `LARGEST_GRADIENT`.
         """
-        if self._parts is None:
-            self._parts = _find_parts(gradients.matrix)
-        gram = _BlockMatrix.gram(gradients.matrix, self._parts)
         if self.entries is not None:
-            return self._solve_with_entries(gradients, gram, self.entries, start, tolerance)
+            return self._solve_with_entries(gradients, self.entries, start, tolerance)
         assert self.others is not None
-        preconditioner = _Preconditioner.of(gram, gradients, self.others)
-        if preconditioner is None:
-            return None
-        product, right = _normal_equations(gradients, gram, self.others, preconditioner.weight)
-        return _conjugate_gradients(product, right, preconditioner, start, tolerance)
+        return _solve_for_all(gradients, self.others, start, tolerance)
 
     def _solve_with_entries(
         self,
         gradients: GradientEquations,
-        gram: _BlockMatrix,
         entries: KnownEntries,
         start: Tensor | None,
         tolerance: float,
     ) -> Tensor | None:
+        if self._parts is None:
+            self._parts = _find_parts(gradients.matrix)
+        gram = _BlockMatrix.gram(gradients.matrix, self._parts)
         if gram.numbers * gradients.right.shape[1] > MAX_BLOCK_NUMBERS:
             return None
         product, right = _normal_equations(gradients, gram, self.others, ENTRY_WEIGHT)
@@ -189,7 +186,7 @@ class JointSolver:
         system = _Restricted(product, right - product(fixed), gram, own)
         if not entries.nonnegative:
             found = system.solve(unknown, start, tolerance)
-            return None if found is None else found + fixed
+            return None if found is None else _by_channels(found + fixed)
         if self.zero is None:
             upper = None if entries.upper is None else gradients.as_rows(entries.upper)
             start = _settle(system, gradients, fixed, unknown, upper)
@@ -200,7 +197,32 @@ class JointSolver:
         if settled is None:
             return None
         self.zero = gradients.as_images(settled[1])
-        return settled[0] + fixed
+        return _by_channels(settled[0] + fixed)
+
+
+def _by_channels(x: Tensor) -> Tensor:
+    """Return x (n H W, K) that lies in memory channel by channel: strides of others put batch norm's backward off."""
+    return x.mT.contiguous().mT
+
+
+def _solve_for_all(
+    gradients: GradientEquations, others: LinearEquations, start: Tensor | None, tolerance: float
+) -> Tensor | None:
+    """Return x as `JointSolver` does, where nothing is known of single numbers."""
+    a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
+    basis = _Eigenbasis.of(a.mT @ a)
+    estimate = _Preconditioner.of(basis, gradients, others)
+    if estimate is None:
+        return None
+    precondition, weight = estimate
+    right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
+
+    def product(y: Tensor) -> Tensor:
+        heard = as_rows(others.pull(others.push(as_images(basis.back(y)))))
+        return basis.values[:, None] * y + weight * basis.to(heard)
+
+    y = _conjugate_gradients(product, right, precondition, None if start is None else basis.to(start), tolerance)
+    return None if y is None else basis.back(y)
 
 
 def _normal_equations(
@@ -465,67 +487,87 @@ class _BlockMatrix:
 
         return invert
 
-    def eigenvectors(self) -> tuple[Tensor, _BlockMatrix]:
-        """Return the eigenvalues (n,), in the places of their blocks, and the eigenvectors, of a symmetric matrix."""
-        values = self.blocks[0][1].new_empty(sum(places.numel() for places, _ in self.blocks))
-        blocks = []
-        for places, matrices in self.blocks:
-            found, vectors = torch.linalg.eigh(matrices)
-            values[places] = found.clamp_min(0)
-            blocks.append((places, vectors))
-        return values, _BlockMatrix(blocks)
 
-    @property
-    def mT(self) -> _BlockMatrix:  # noqa: N802 - as tensors have it
-        """Return the transpose."""
-        return _BlockMatrix([(places, matrices.mT) for places, matrices in self.blocks])
+@dataclass(frozen=True)
+class _Eigenbasis:
+    """Eigenvectors of a symmetric matrix, block by block.
+
+    Attributes:
+        values: eigenvalues (n,), block after block.
+        blocks: places (m, size) and eigenvectors (m, size, size) of the blocks of each size.
+    """
+
+    values: Tensor
+    blocks: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, matrix: Tensor) -> _Eigenbasis:
+        """Return the eigenvectors of a matrix, of which what its zeros keep apart is looked at apart."""
+        count, part = connected_components(csr_array((matrix != 0).cpu().numpy()), directed=False)
+        order = torch.from_numpy(part).to(matrix.device).argsort(stable=True)
+        sizes = torch.bincount(torch.from_numpy(part), minlength=count).tolist()
+        values, blocks = [], []
+        parts = order.split(sizes)
+        for size in sorted(set(sizes)):
+            places = torch.stack([places for places in parts if len(places) == size])
+            found, vectors = torch.linalg.eigh(matrix[places[:, :, None], places[:, None]])
+            values.append(found.clamp_min(0).flatten())
+            blocks.append((places, vectors))
+        return cls(torch.cat(values), blocks)
+
+    def to(self, x: Tensor) -> Tensor:
+        """Return rows x (n, K) in coordinates of the eigenvectors, block after block."""
+        return torch.cat([(vectors.mT @ x[places]).flatten(0, 1) for places, vectors in self.blocks])
+
+    def back(self, y: Tensor) -> Tensor:
+        """Return rows x of their coordinates y (n, K)."""
+        x = torch.empty_like(y)
+        for (places, vectors), part in zip(self.blocks, y.split([p.numel() for p, _ in self.blocks]), strict=True):
+            x[places] = vectors @ part.view(*places.shape, -1)
+        return x
 
 
 @dataclass(frozen=True)
 class _Preconditioner:
-    """Divides by S_i + w p_i m_j.
+    """Divides by S_i + w p_i m_j in coordinates of eigenvectors.
 
     Attributes:
-        vectors: V.
         channels: C (K, K).
         divisors: (n, K).
-        weight: w.
     """
 
-    vectors: _BlockMatrix
     channels: Tensor
     divisors: Tensor
-    weight: float
 
     @classmethod
-    def of(cls, gram: _BlockMatrix, gradients: GradientEquations, others: LinearEquations) -> _Preconditioner | None:
-        """Return it, with p and m estimated from random signs.
+    def of(
+        cls, basis: _Eigenbasis, gradients: GradientEquations, others: LinearEquations
+    ) -> tuple[_Preconditioner, float] | None:
+        """Return it, with p and m estimated from random signs, and the weight w of F's equations.
 
         It is None where a direction is in neither A nor F: iterations would leave it at zero, as if that were known.
         """
-        values, vectors = gram.eigenvectors()
-        n, k = len(values), gradients.right.shape[1]
+        n, k = len(basis.values), gradients.right.shape[1]
         draw = stream(0, "probes of output equations")
-        heard, mixed = values.new_zeros(n), values.new_zeros(k, k)
+        heard, mixed = basis.values.new_zeros(n), basis.values.new_zeros(k, k)
         for _ in range(PROBES):
-            probe = (2.0 * torch.randint(0, 2, (n, k), generator=draw) - 1).to(values)
-            answer = vectors.mT @ gradients.as_rows(others.pull(others.push(gradients.as_images(vectors @ probe))))
+            probe = (2.0 * torch.randint(0, 2, (n, k), generator=draw) - 1).to(basis.values)
+            answer = basis.to(gradients.as_rows(others.pull(others.push(gradients.as_images(basis.back(probe))))))
             heard += (probe * answer).sum(1) / (k * PROBES)
             mixed += probe.mT @ answer / (n * PROBES)
-        sizes, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
-        unheard = values <= UNHEARD * float(values.max())
+        values, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
+        unheard = basis.values <= UNHEARD * float(basis.values.max())
         if bool((unheard & (heard <= UNHEARD * float(heard.max()))).any()):
             return None
-        if bool(unheard.any()) and float(sizes.min()) <= UNHEARD * float(sizes.max()):
+        if bool(unheard.any()) and float(values.min()) <= UNHEARD * float(values.max()):
             return None
-        sizes = sizes.clamp_min(LEAST_HEARD * float(sizes.max()))
+        values = values.clamp_min(LEAST_HEARD * float(values.max()))
         heard = heard.clamp_min(LEAST_HEARD * float(heard.max())) / heard.mean()
         told = min(int(MAX_TOLD_SHARE * others.count / k), n - 1)
-        level = float(values.sort().values[told]) / float(sizes.mean())
+        level = float(basis.values.sort().values[told]) / float(values.mean())
         weight = min(1.0, max(level, LEAST_WEIGHT))
-        return cls(vectors, channels, values[:, None] + weight * heard[:, None] * sizes, weight)
+        return cls(channels, basis.values[:, None] + weight * heard[:, None] * values), weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return what x (n, K) is divided to."""
-        y = self.vectors.mT @ x
-        return self.vectors @ (((y @ self.channels) / self.divisors) @ self.channels.mT)
+    def __call__(self, y: Tensor) -> Tensor:
+        """Return what y (n, K) is divided to."""
+        return ((y @ self.channels) / self.divisors) @ self.channels.mT

@@ -157,7 +157,7 @@ def solve_input(
         floor = typical / 2 if turn == 0 else floor
         typical = max(typical, floor)  # what is left of few channels may fit by chance
         bad = [m > MISFIT_FACTOR * typical for m in misfits]
-        values = layers[0].as_images(x.mT.contiguous(), layers[0].input_shape)  # batch norm's backward mixes up others
+        values = layers[0].as_images(x.mT, layers[0].input_shape)
         found = sum(int((m > MAX_CHANNEL_MISFIT).sum()) for m in misfits)
         last = SolvedInput(values, typical, found, sum(map(len, right)))
         if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
