@@ -8,6 +8,7 @@ positions one is passed on. The gradient of the convolution says more, and both 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -49,6 +50,11 @@ LEVELS_SIGMA = 3e-3
 """First standard deviation of outputs, relative to theirs, where a search goes on from whole levels."""
 ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
 """Scale of differences of neighboring pixels in what all channels share, and in what sets them apart."""
+ROUGHER = (3.0, 6.0)
+"""Multiples of these scales for further searches, where the first one leaves equations unexplained: smooth pictures
+come out best by the first, rough ones by the last."""
+SEARCH_SECONDS = 60.0
+"""CPU seconds after which no further such search begins."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +145,7 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     """
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
-    images = _search(stem, torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device), settings)
+    images = _search_from_gray(stem, shape, settings)
     levels, missed = _to_levels(images), _measure(stem, images)
     if _measure(stem, levels) > MAX_MISFIT:  # most pixels may be at the right level: what is wrong follows from them
         again = _search(stem, levels, replace(settings, first_sigma=LEVELS_SIGMA))
@@ -153,6 +159,24 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     each = images.new_ones(len(images))
     steps = torch.full((len(images),), settings.steps, device=images.device)
     return InvertedImages(images, missed * each, (each > 0) & explained, steps, settings.steps)
+
+
+def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: AnnealingSettings) -> Tensor:
+    """Return the pictures that leave least of the equations, of searches that take pictures to be smooth or rough."""
+    gray = torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device)
+    began = time.process_time()
+    images = _search(stem, gray, settings)
+    for factor in ROUGHER:
+        late = time.process_time() - began > SEARCH_SECONDS
+        if late or _measure(stem, _to_levels(images)) <= MAX_MISFIT:
+            break
+        rough = replace(
+            settings, roughness=factor * settings.roughness, color_roughness=factor * settings.color_roughness
+        )
+        other = _search(stem, gray, rough)
+        if _measure(stem, other) < _measure(stem, images):
+            images = other
+    return images
 
 
 def _search(stem: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:

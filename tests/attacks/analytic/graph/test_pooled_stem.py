@@ -7,7 +7,7 @@ from torch.nn import functional
 
 import attacks
 from attacks.analytic.graph import pooled_stem
-from attacks.analytic.graph.pooled_convolution import PooledConvolution, PooledObservation
+from attacks.analytic.graph.pooled_convolution import AnnealingSettings, PooledConvolution, PooledObservation
 from attacks.analytic.graph.pooled_stem import PooledStem, invert_pooled_stem
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.base import Reconstruction
@@ -130,3 +130,19 @@ def test_one_wrong_level_of_a_large_picture_does_not_count_as_explained(
     monkeypatch.setattr(pooled_stem, "_search", lambda *_: wrong if off else images)
     found = invert_pooled_stem(stem, images.shape)
     assert bool(found.converged.all()) is not off
+
+
+def test_a_search_that_leaves_equations_is_followed_by_ones_for_rougher_pictures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    images = picture().double()
+    stem, asked = wide_stem(images), []
+
+    def search(_: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:
+        asked.append(settings.roughness)
+        return images if len(asked) == 2 else (start + 0.1).clamp(max=1)
+
+    monkeypatch.setattr(pooled_stem, "_search", search)
+    found = pooled_stem._search_from_gray(stem, images.shape, AnnealingSettings(0.1, 0.1))
+    assert torch.equal(found, images)
+    assert asked == [0.1, pytest.approx(0.3)]
