@@ -29,6 +29,8 @@ MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
 MAX_MISFIT_RATIO = 30.0
 """Times the largest misfit so far up to which an input that has few equations to spare is believed."""
+MAX_SIGNED_MISFIT = 1e-4
+"""Misfit of what is known above, at most, for a search by signs: what is less precise hides which numbers are zero."""
 HELD_BACK = 0.05
 """Share of known outputs by which an input that was solved for with the others is judged."""
 MAX_BAD_CHANNELS = 0.25
@@ -258,7 +260,7 @@ class GraphSolver:
             told, outputs = outputs.hold_back(HELD_BACK)
             others = told
         plain = short = count_shortfall(signals, others.count if others else 0)
-        if short and told is not None:
+        if short and told is not None and self._is_precise():
             entries, mixed = told.split_entries(self._is_rectified(ref))
             if entries is not None:
                 others = mixed if mixed.count else None
@@ -273,6 +275,10 @@ class GraphSolver:
             self.ends[name] = reason
             return None, signals
         return replace(solved, misfit=max(solved.misfit, missed)), signals
+
+    def _is_precise(self) -> bool:
+        """Return whether what was solved for last is so precise that zeros below it can be told from small numbers."""
+        return bool(self.solved) and self.solved[-1].misfit < MAX_SIGNED_MISFIT
 
     def _is_rectified(self, ref: Ref) -> bool:
         """Return whether a ReLU made a tensor."""
