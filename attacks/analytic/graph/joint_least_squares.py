@@ -40,6 +40,7 @@ is ill-conditioned: there w is less, so that A counts more in all directions but
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -75,6 +76,8 @@ SIGN_TOLERANCES, SETTLED_SHARES = (1e-5, 1e-7), (5e-2, 2e-2)
 """Of conjugate gradients while numbers leave their bounds, and the share that may still do so after each."""
 MAX_SIGN_ROUNDS, MAX_ZERO_ROUNDS = 30, 8
 """Steps of Newton, and solutions with other zeros."""
+MAX_SECONDS = 120.0
+"""CPU seconds after which no further system with known entries is solved for one input."""
 NEGLIGIBLE, MAX_CHANGED_ZEROS = 1e-5, 1e-3
 """Share of the largest number up to which one is zero, and share of zeros that may still change."""
 
@@ -147,6 +150,7 @@ class JointSolver:
     others: LinearEquations | None
     entries: KnownEntries | None = None
     zero: Tensor | None = field(default=None, init=False)
+    _began: float = field(default_factory=time.process_time, init=False)
     _parts: list[Tensor] | None = field(default=None, init=False)
 
     def solve(
@@ -174,6 +178,8 @@ class JointSolver:
         start: Tensor | None,
         tolerance: float,
     ) -> Tensor | None:
+        if self._is_late():
+            return None
         if self._parts is None:
             self._parts = _find_parts(gradients.matrix)
         gram = _BlockMatrix.gram(gradients.matrix, self._parts)
@@ -189,15 +195,18 @@ class JointSolver:
             return None if found is None else _by_channels(found + fixed)
         if self.zero is None:
             upper = None if entries.upper is None else gradients.as_rows(entries.upper)
-            start = _settle(system, gradients, fixed, unknown, upper)
+            start = _settle(system, gradients, fixed, unknown, upper, self._is_late)
             zero = start <= _negligible(start)
         else:
             zero = gradients.as_rows(self.zero)
-        settled = _solve_with_zeros(system, unknown, zero, start, tolerance)
+        settled = _solve_with_zeros(system, unknown, zero, start, tolerance, self._is_late)
         if settled is None:
             return None
         self.zero = gradients.as_images(settled[1])
         return _by_channels(settled[0] + fixed)
+
+    def _is_late(self) -> bool:
+        return time.process_time() - self._began > MAX_SECONDS
 
 
 def _by_channels(x: Tensor) -> Tensor:
@@ -304,7 +313,12 @@ class _Restricted:
 
 
 def _settle(
-    system: _Restricted, gradients: GradientEquations, fixed: Tensor, unknown: Tensor, upper: Tensor | None
+    system: _Restricted,
+    gradients: GradientEquations,
+    fixed: Tensor,
+    unknown: Tensor,
+    upper: Tensor | None,
+    is_late: Callable[[], bool],
 ) -> Tensor:
     """Return x without what is known, next to no number of which is below zero.
 
@@ -316,6 +330,7 @@ def _settle(
         fixed: x (n H W, K) where it is known, 0 elsewhere.
         unknown: where it is not.
         upper: what numbers are not above.
+        is_late: whether no further system is to be solved.
     """
     equations = int((gradients.matrix != 0).any(1).sum())
     few = MIN_CHANNEL_RATIO * unknown.sum(0) <= equations
@@ -323,12 +338,12 @@ def _settle(
     alone = _Restricted(system.gram.__matmul__, right, system.gram, torch.zeros_like(system.own))
     near = alone.solve(unknown & few, None, SIGN_TOLERANCES[-1])
     if near is None or bool(few.all()):
-        return _settle_signs(system, unknown, upper) if near is None else near
+        return _settle_signs(system, unknown, upper, is_late) if near is None else near
     rest = replace(system, right=system.right - system.product(near))
-    return near + _settle_signs(rest, unknown & ~few, upper)
+    return near + _settle_signs(rest, unknown & ~few, upper, is_late)
 
 
-def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None) -> Tensor:
+def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None, is_late: Callable[[], bool]) -> Tensor:
     """Return x of which next to no number is below zero or above its bound, by Newton's method."""
     stage, before = 0, torch.zeros_like(unknown)
     rho = float(system.diagonal.median())
@@ -339,8 +354,8 @@ def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None) ->
         outside = (x < 0) & unknown | high
         if turn and int((outside ^ before).sum()) <= SETTLED_SHARES[stage] * int(unknown.sum()):
             stage += 1
-            if stage == len(SIGN_TOLERANCES):
-                break
+        if stage == len(SIGN_TOLERANCES) or is_late():
+            break
         shift = None if upper is None else rho * torch.where(high, upper, 0.0)
         found = system.solve(unknown, x, SIGN_TOLERANCES[stage], rho * outside, shift)
         if found is None:
@@ -350,11 +365,18 @@ def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None) ->
 
 
 def _solve_with_zeros(
-    system: _Restricted, unknown: Tensor, zero: Tensor, start: Tensor | None, tolerance: float
+    system: _Restricted,
+    unknown: Tensor,
+    zero: Tensor,
+    start: Tensor | None,
+    tolerance: float,
+    is_late: Callable[[], bool],
 ) -> tuple[Tensor, Tensor] | None:
     """Return x that is zero in some places, and these, set right; None if equations leave numbers open."""
     found = torch.zeros_like(system.right)
     for _ in range(MAX_ZERO_ROUNDS):
+        if is_late():
+            return None
         now = system.solve(unknown & ~zero, start, tolerance)
         if now is None:
             return None
