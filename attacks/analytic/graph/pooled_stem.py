@@ -53,7 +53,10 @@ ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
 ROUGHER = (3.0, 6.0)
 """Multiples of these scales for further searches, where the first one leaves equations unexplained: smooth pictures
 come out best by the first, rough ones by the last."""
-SEARCH_SECONDS = 60.0
+REHEATING_SIGMAS, REHEATING_ROUGHNESS = (0.1, 0.05, 0.025), 3.0
+"""First standard deviations with which searches go on from the best pictures, one after the other while they help, and
+the multiple of the scales then."""
+SEARCH_SECONDS = 120.0
 """CPU seconds after which no further such search begins."""
 
 
@@ -166,17 +169,29 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
     gray = torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device)
     began = time.process_time()
     images = _search(stem, gray, settings)
-    for factor in ROUGHER:
+
+    def is_done() -> bool:
         late = time.process_time() - began > SEARCH_SECONDS
-        if late or _measure(stem, _to_levels(images)) <= MAX_MISFIT:
-            break
-        rough = replace(
-            settings, roughness=factor * settings.roughness, color_roughness=factor * settings.color_roughness
-        )
-        other = _search(stem, gray, rough)
+        return late or _measure(stem, _to_levels(images)) <= MAX_MISFIT
+
+    for factor in ROUGHER:
+        if is_done():
+            return images
+        other = _search(stem, gray, _rougher(settings, factor))
         if _measure(stem, other) < _measure(stem, images):
             images = other
+    for sigma in REHEATING_SIGMAS:
+        if is_done():
+            return images
+        other = _search(stem, images, replace(_rougher(settings, REHEATING_ROUGHNESS), first_sigma=sigma))
+        if not _measure(stem, other) < _measure(stem, images):
+            return images
+        images = other
     return images
+
+
+def _rougher(settings: AnnealingSettings, factor: float) -> AnnealingSettings:
+    return replace(settings, roughness=factor * settings.roughness, color_roughness=factor * settings.color_roughness)
 
 
 def _search(stem: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:
