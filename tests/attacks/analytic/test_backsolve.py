@@ -12,7 +12,7 @@ from torch.nn import functional
 import attacks
 from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.graph.feature_inversion import InvertedImages
-from attacks.base import NotApplicable, Reconstruction
+from attacks.base import NotApplicable, Reconstruction, Result
 from fl.capture import from_batch, from_update
 from fl.models.resnet20 import ResNet20
 
@@ -63,6 +63,13 @@ def pictures(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
 def decibels(found: Tensor, true: Tensor) -> list[float]:
     errors = (found[None].double() - true[:, None].double()).square().mean((2, 3, 4)).amin(1).clamp_min(1e-14)
     return [-10 * float(error.log10()) for error in errors]
+
+
+def assert_exact(found: Result, images: Tensor) -> None:
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert found.verified is True
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -135,11 +142,7 @@ def test_sizes_follow_from_the_classifier_where_normalizations_are_frozen(count:
             torch.random.default_generator.manual_seed(1)
             model.head = nn.Sequential(nn.Linear(96, 24), nn.ReLU(), nn.Linear(24, 10))
     view, _ = from_batch(model, images, labels)
-    found = attacks.build("backsolve")(view)
-    assert isinstance(found, Reconstruction)
-    assert found.inputs is not None
-    assert min(decibels(found.inputs, images)) > 80
-    assert found.verified is True
+    assert_exact(attacks.build("backsolve")(view), images)
 
 
 def freeze_normalizations(model: nn.Module) -> nn.Module:
@@ -157,11 +160,7 @@ def test_sizes_follow_from_shifts_where_frozen_normalizations_have_statistics() 
         for _ in range(20):
             model(pictures(8, seed=5)[0])
     view, _ = from_batch(freeze_normalizations(model.eval()), images, torch.tensor([7, 7]))
-    found = attacks.build("backsolve")(view)
-    assert isinstance(found, Reconstruction)
-    assert found.inputs is not None
-    assert min(decibels(found.inputs, images)) > 80
-    assert found.verified is True
+    assert_exact(attacks.build("backsolve")(view), images)
 
 
 class Activated(ResNet):
@@ -190,11 +189,7 @@ def test_images_are_told_apart_by_other_activations(activation: Callable[[Tensor
             model(pictures(8, seed=5)[0])
     model.eval()
     view, _ = from_batch(model, images, labels)
-    found = attacks.build("backsolve")(view)
-    assert isinstance(found, Reconstruction)
-    assert found.inputs is not None
-    assert min(decibels(found.inputs, images)) > 80
-    assert found.verified is True
+    assert_exact(attacks.build("backsolve")(view), images)
 
 
 def test_repeated_labels_are_no_trouble() -> None:

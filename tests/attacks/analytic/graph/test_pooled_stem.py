@@ -146,3 +146,22 @@ def test_a_search_that_leaves_equations_is_followed_by_ones_for_rougher_pictures
     found = pooled_stem._search_from_gray(stem, images.shape, AnnealingSettings(0.1, 0.1))
     assert torch.equal(found, images)
     assert asked == [0.1, pytest.approx(0.3)]
+
+
+def test_searches_go_on_from_the_best_pictures_while_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, asked = picture().double(), []
+    stem = wide_stem(images)
+    gaps = iter([0.5, 0.4, 0.45, 0.3, 0.35])  # of three from gray the second is best; going on helps once
+
+    def search(_: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:
+        gap = next(gaps)
+        asked.append((gap, settings.first_sigma, start))
+        return images + gap
+
+    monkeypatch.setattr(pooled_stem, "_search", search)
+    monkeypatch.setattr(pooled_stem, "_measure", lambda _, at: float((at - images).abs().max()))
+    found = pooled_stem._search_from_gray(stem, images.shape, AnnealingSettings(0.1, 0.1))
+    assert torch.allclose(found, images + 0.3)
+    assert [sigma for _, sigma, _ in asked[3:]] == [0.1, 0.05]
+    assert torch.allclose(asked[3][2], images + 0.4)
+    assert torch.allclose(asked[4][2], images + 0.3)
