@@ -4,8 +4,8 @@ Needs HYPERLEAK_DATA. Each defense is measured at several strengths, on the vict
 `benchmarks.exact.residual`. The attacker knows the defense. A victim is written to the results as soon as it is done,
 and the same call goes on where it was stopped (`--victims`, `--only`, `--again`, `--rewrite`).
 
-`--accuracy FOLDER` trains a ResNet-20 under each defense (four CPU minutes each, kept in that folder) and puts what it
-classifies right into the table.
+`--accuracy FOLDER` trains a ResNet-20 under defenses that stop the attack (four CPU minutes each, kept in that folder)
+and puts what it classifies right into the table.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ UNTRAINED = {
     *(f"noise, std {std:g} of each tensor" for std in (1e-6, 1e-5, 1e-4)),
     *("quantize, 16 bits", "quantize, float16", "prune, smallest 1% not sent", "prune, smallest 10% not sent"),
 }
-"""Defenses, or strengths of one, that do not stop the attack, or not with batch normalization in the network."""
+"""Defenses, or strengths of one, that do not stop the attack, or can't be used with this network: `dp-sgd` not with
+batch normalization."""
 MAX_SECONDS = 300.0
 """CPU seconds of a victim, after which nothing was found."""
 Row = dict[str, Any]

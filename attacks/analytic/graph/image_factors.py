@@ -177,7 +177,7 @@ def find_factors_by_shifts(known: Propagation) -> Tensor | None:
         shift, left = shift * is_open, (y - proportional) * is_open
         factors = (shift * left).sum(1) / shift.square().sum(1).clamp_min(1e-300)
         made = factors[:, None] * shift
-        large = made.norm(dim=1) > MIN_SHIFT * (y * is_open).norm(dim=1)
+        large = (factors > 0) & (made.norm(dim=1) > MIN_SHIFT * (y * is_open).norm(dim=1))
         fits = (left - made).norm(dim=1) < MAX_SHIFT_MISFIT * made.norm(dim=1)
         if bool((large & fits).all()):
             return factors

@@ -144,13 +144,14 @@ class JointSolver:
     Attributes:
         others: F and t; None where there are only gradients.
         entries: what is known of single numbers; None where nothing is.
+        began: the process time from which `MAX_SECONDS` count.
         zero: where x (n, K, H, W) turned out to be zero; None before it is solved for, or where it may be negative.
     """
 
     others: LinearEquations | None
     entries: KnownEntries | None = None
+    began: float = field(default_factory=time.process_time)
     zero: Tensor | None = field(default=None, init=False)
-    _began: float = field(default_factory=time.process_time, init=False)
     _parts: list[Tensor] | None = field(default=None, init=False)
 
     def solve(
@@ -206,7 +207,7 @@ class JointSolver:
         return _by_channels(settled[0] + fixed)
 
     def _is_late(self) -> bool:
-        return time.process_time() - self._began > MAX_SECONDS
+        return time.process_time() - self.began > MAX_SECONDS
 
 
 def _by_channels(x: Tensor) -> Tensor:
@@ -373,7 +374,7 @@ def _solve_with_zeros(
     is_late: Callable[[], bool],
 ) -> tuple[Tensor, Tensor] | None:
     """Return x that is zero in some places, and these, set right; None if equations leave numbers open."""
-    found = torch.zeros_like(system.right)
+    found, before = torch.zeros_like(system.right), unknown.numel()
     for _ in range(MAX_ZERO_ROUNDS):
         if is_late():
             return None
@@ -384,9 +385,10 @@ def _solve_with_zeros(
         missing = (system.right - system.product(found)) / system.diagonal
         least = _negligible(found)
         changed = unknown & torch.where(zero, missing > least, found < -least)
-        if int(changed.sum()) <= MAX_CHANGED_ZEROS * int(unknown.sum()):
+        count = int(changed.sum())
+        if count <= MAX_CHANGED_ZEROS * int(unknown.sum()) or count >= before:
             break
-        zero, start = zero ^ changed, found
+        zero, start, before = zero ^ changed, found, count
     return found, zero & unknown
 
 

@@ -9,6 +9,7 @@ s_c / q_c is near 1 or near the slope.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -111,7 +112,9 @@ def count_shortfall(signals: Sequence[KnownSignal], others: int = 0, entries: Kn
         return ""
     names = " and ".join(known.layer.name for known in signals)
     more = f" and {others // channels} of known outputs" if others else ""
-    which = "" if entries is None else f" (of {unknowns}; the others are known outright)"
+    which = (
+        "" if entries is None or not bool(entries.known.any()) else f" (of {unknowns}; the others are known outright)"
+    )
     numbers = round(float(counts.double().mean()))
     return f"{equations} equations of {names}{more} for {numbers} numbers{which} of each input channel"
 
@@ -144,10 +147,10 @@ def solve_input(
     right = [layer.right_side() for layer in layers]
     size = [_channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
     good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
-    joint, last, floor = None, None, 0.0
+    joint, last, floor, began = None, None, 0.0, time.process_time()
     for turn in range(MAX_ROUNDS):
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
-        joint = None if others is None and entries is None else JointSolver(others, entries)
+        joint = None if others is None and entries is None else JointSolver(others, entries, began)
         solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, joint), good, last)
         if solved is None or (joint is not None and _are_few(joint, signals)):
             return last  # too few channels fit

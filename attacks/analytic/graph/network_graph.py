@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from attacks.network.operation_recognition import (
     parameters_behind,
     product_operands,
     recognize,
+    replay_segment,
 )
 from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref, Segment
 from fl.seeds import stream
@@ -196,11 +197,14 @@ class NetworkGraph:
         node = self.single.nodes[number]
         if len(node.outputs) != 1 or node.outputs[0].shape != self.single.value(taken).shape:
             return None
-        found = recognize(self.single, Segment((number,), taken, Ref(number)))
+        segment = Segment((number,), taken, Ref(number))
+        found = recognize(self.single, segment)
         if isinstance(found, nn.ReLU):
             return Activation(0.0)
         if isinstance(found, nn.LeakyReLU):
             return Activation(float(found.negative_slope))
+        if isinstance(found, (nn.Tanh, nn.Sigmoid)):
+            return MonotoneActivation(partial(replay_segment, self.single, segment), node.outputs[0].shape[1:])
         return found if isinstance(found, MonotoneActivation) else None
 
     def _read_layer(self, number: int) -> LayerEquations | None:

@@ -22,6 +22,9 @@ from fl.seeds import stream
 MIN_OPEN = 1e-4
 """Share of the largest output of an activation above which it was open for certain."""
 
+MIN_SLOPE = 1e-3
+"""Share of the largest slope of a scaling above which it tells what it took: what is left of less is rounding."""
+
 MAX_WRONG = 0.01
 """Share of equations that are left out of a misfit."""
 
@@ -125,7 +128,7 @@ class OutputEquations:
                 mixed.append(out)
                 continue
             slope, offset = (part.reshape(self.shape) for part in scaling)
-            heard = slope != 0
+            heard = slope.abs() > MIN_SLOPE * slope.abs().max()
             found = (out.wanted.reshape(self.shape) - offset) / torch.where(heard, slope, 1.0)
             told = out.known.reshape(self.shape) & heard
             known, values = known | told, torch.where(told, found, values)

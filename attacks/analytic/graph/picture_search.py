@@ -144,7 +144,7 @@ def count_open_numbers(
     """Return how many numbers of found pictures may be others, as they move no feature or only together do not.
 
     Of pictures that meet their features away from whole levels, those are numbers that come out otherwise where a
-    search begins beside them.
+    search begins beside them. Where features are known up to a factor, those are all.
 
     Args:
         forward: from pictures to features.
@@ -157,6 +157,8 @@ def count_open_numbers(
     off = (255 * found.images - (255 * found.images).round()).abs()
     if unseen or not bool(found.converged.all()) or bool((off < MAX_LEVEL_DISTANCE).all()):
         return unseen
+    if any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
+        return found.images.numel()
     draw = torch.randn(found.images.shape, generator=stream(seed, "open numbers"), dtype=torch.float64)
     shape = found.images.shape
     settings = InversionSettings(seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0)

@@ -184,7 +184,8 @@ class GraphSolver:
         if two_valued.directions.shape[1] == self.images:
             single = found.columns @ two_valued.directions
             if bool(two_valued.confirmed.all()) or _look_two_valued(single, slope):
-                return single, slope == 0  # of a leaky ReLU signals of one value may be of either
+                # of a leaky ReLU signals of one value may be of either, and of a curved activation they are not two
+                return single, slope == 0 and self.network.gate(Ref(number)) is not None
         if self.images == 1:
             return found.columns, False
         told = int(two_valued.confirmed.sum())

@@ -13,6 +13,7 @@ import attacks
 from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction, Result
+from defenses import defenses
 from fl.capture import from_batch, from_update
 from fl.models.resnet20 import ResNet20
 
@@ -161,6 +162,24 @@ def test_sizes_follow_from_shifts_where_frozen_normalizations_have_statistics() 
             model(pictures(8, seed=5)[0])
     view, _ = from_batch(freeze_normalizations(model.eval()), images, torch.tensor([7, 7]))
     assert_exact(attacks.build("backsolve")(view), images)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_pictures_of_unknown_brightness_are_not_verified(count: int) -> None:
+    """Without shifts, biases or differing labels a darker picture has the same features, up to a factor.
+
+    Under a defense that changes sizes alone no update is made again that would tell.
+    """
+    images, _ = pictures(count)
+    model = freeze_normalizations(victim())
+    model.head.bias.requires_grad_(count > 1)
+    clip = defenses.build({"name": "clip", "max_norm": 0.01})
+    view, _ = from_batch(model, images, torch.tensor([7, 7])[:count], defense=clip)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) < 40
+    assert not found.verified
 
 
 class Activated(ResNet):
