@@ -6,9 +6,9 @@ so many that steps which lower it get stuck between them, however they are found
 - **Annealing** takes steps of Adam (Kingma and Ba, 2015), whose size hangs on no slope, and clips to the pixels' range
   [0, 1]. Steps are larger than the range at first, so pixels jump from one end to the other and kinks are jumped over;
   they shrink to nothing in a straight line.
-- **Descent** is L-BFGS (Liu and Nocedal, 1989) in the coordinates u of x = S^-1 C^T D^-1/2 u, in which the misfit's
-  curvature is about the same in all directions (`pixel_curvature`). It follows the pieces at every step, where a step
-  of Gauss and Newton takes tens of products with the Jacobian of pieces that are wrong at its end.
+- **Descent** is L-BFGS (Liu and Nocedal, 1989) in the coordinates u of x = x_0 + S^-1 C^T D^-1/2 u, in which the
+  misfit's curvature is about the same in all directions (`pixel_curvature`). It follows the pieces at every step, where
+  a step of Gauss and Newton takes tens of products with the Jacobian of pieces that are wrong at its end.
 
 Images do not interact: each has its own inner products, step lengths and history.
 """
@@ -78,10 +78,10 @@ def descend(misfit: Misfit, images: Tensor, curvature: PixelCurvature, steps: in
         floor: of the squared misfit, below which an image is done.
         late: after which no further step begins.
     """
-    at = curvature.whiten(images)
+    at = torch.zeros_like(images)
 
     def of(point: Tensor) -> Tensor:
-        return misfit(curvature.color(point))
+        return misfit(images + curvature.color(point))
 
     memory: deque[tuple[Tensor, Tensor, Tensor]] = deque(maxlen=HISTORY)
     value, slope = _evaluate(of, at)
@@ -107,7 +107,7 @@ def descend(misfit: Misfit, images: Tensor, curvature: PixelCurvature, steps: in
         values.append(value)
         if len(values) > LOOK_BACK and not bool((value < (1 - LEAST_FALL) ** 2 * values[-1 - LOOK_BACK]).any()):
             break
-    return curvature.color(at)
+    return images + curvature.color(at)
 
 
 def _quasi_newton_direction(slope: Tensor, memory: deque[tuple[Tensor, Tensor, Tensor]]) -> Tensor:

@@ -25,6 +25,8 @@ from torch.nn import functional
 
 LEAST = 1e-4
 """Share of the largest entry that each entry of a diagonal has, at least."""
+SILENT = 1e-12
+"""Share of the largest entry of J^T J's diagonal up to which a pixel says nothing."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +34,32 @@ class PixelCurvature:
     """The model S C^T D C S.
 
     Attributes:
-        scale: S, (1, C, H, W).
+        scale: S, (1, C, H, W); zero where pixels say nothing.
         frequencies: D, (1, C, H, W).
+        silent: what stands on the diagonal for pixels that say nothing, which only a prior moves.
     """
 
     scale: Tensor
     frequencies: Tensor
+    silent: float = 1.0
 
     def multiply(self, images: Tensor) -> Tensor:
         """Return the model's product with images (B, C, H, W)."""
-        return self.scale * self._back(self.frequencies * self._transform(self.scale * images))
+        heard = self.scale * self._back(self.frequencies * self._transform(self.scale * images))
+        return torch.where(self.scale > 0, heard, self.silent * images)
 
     def divide(self, images: Tensor) -> Tensor:
         """Return the inverse model's product with images (B, C, H, W)."""
-        return self._back(self._transform(images / self.scale) / self.frequencies) / self.scale
-
-    def whiten(self, images: Tensor) -> Tensor:
-        """Return coordinates of images (B, C, H, W) in which the model is one."""
-        return self.frequencies.sqrt() * self._transform(self.scale * images)
+        heard = self._inverse_scale * self._back(self._transform(self._inverse_scale * images) / self.frequencies)
+        return torch.where(self.scale > 0, heard, images / self.silent)
 
     def color(self, coordinates: Tensor) -> Tensor:
-        """Return the images with these coordinates."""
-        return self._back(coordinates / self.frequencies.sqrt()) / self.scale
+        """Return S^-1 C^T D^-1/2 u: moves of images (B, C, H, W) of which the model is |u|^2."""
+        return self._inverse_scale * self._back(coordinates / self.frequencies.sqrt())
+
+    @cached_property
+    def _inverse_scale(self) -> Tensor:
+        return torch.where(self.scale > 0, 1 / self.scale, torch.zeros_like(self.scale))
 
     @cached_property
     def _cosines(self) -> tuple[Tensor, Tensor]:
@@ -83,12 +89,15 @@ def estimate_curvature(pulled: Sequence[Tensor]) -> PixelCurvature:
     Args:
         pulled: these products, each (B, C, H, W).
     """
-    scale = _product(sum_of_squares(pulled)).sqrt()
-    scale = scale / scale.mean().clamp_min(1e-30)
+    squares = sum_of_squares(pulled) / len(pulled)
+    seen = squares > SILENT * squares.max()
+    product = _product(squares)
+    scale, silent = product.sqrt(), LEAST * float(product.max())
+    scale = torch.where(seen, scale / scale.mean().clamp_min(1e-30), torch.zeros_like(scale))
     even = PixelCurvature(scale, torch.ones_like(scale))
-    spectra = _product(sum_of_squares([even._transform(one / scale) for one in pulled]) / len(pulled))
+    spectra = _product(sum_of_squares([even._transform(even._inverse_scale * one) for one in pulled]) / len(pulled))
     smooth = functional.avg_pool2d(functional.pad(spectra, (1, 1, 1, 1), mode="replicate"), 3, 1)
-    return PixelCurvature(scale, smooth)
+    return PixelCurvature(scale, smooth, silent)
 
 
 def sum_of_squares(pulled: Sequence[Tensor]) -> Tensor:

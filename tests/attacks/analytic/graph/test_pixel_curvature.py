@@ -22,13 +22,30 @@ def test_cosine_transform_is_orthonormal_and_has_the_mean_first() -> None:
     assert torch.allclose(matrix[0], torch.full((7,), 7**-0.5, dtype=torch.float64))
 
 
-def test_dividing_undoes_multiplying_and_coordinates_lead_back_to_images() -> None:
-    draw = torch.Generator().manual_seed(1)
-    curvature, images = model(), torch.randn(2, *SHAPE[1:], generator=draw, dtype=torch.float64)
+def draw(seed: int) -> torch.Tensor:
+    """Noise of two images' size."""
+    return torch.randn((2, *SHAPE[1:]), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_dividing_undoes_multiplying_and_coordinates_have_the_model_as_their_square() -> None:
+    curvature, images, coordinates = model(), draw(0), draw(1)
     assert torch.allclose(curvature.divide(curvature.multiply(images)), images)
-    assert torch.allclose(curvature.color(curvature.whiten(images)), images)
-    square = (images * curvature.multiply(images)).sum()
-    assert torch.allclose(curvature.whiten(images).square().sum(), square)
+    moved = curvature.color(coordinates)
+    assert torch.allclose((moved * curvature.multiply(moved)).sum(), coordinates.square().sum())
+
+
+def test_pixels_that_say_nothing_have_a_diagonal_of_their_own() -> None:
+    pulled = [draw(seed) for seed in range(8)]
+    for one in pulled:
+        one[..., -1] = 0
+    curvature, images = estimate_curvature(pulled), draw(9)
+    assert torch.allclose(curvature.divide(images)[..., -1], images[..., -1] / curvature.silent)
+    heard = images.clone()
+    heard[..., -1] = 5
+    assert torch.equal(curvature.divide(heard)[..., :-1], curvature.divide(images)[..., :-1])
+    moved = curvature.color(images)
+    assert not bool(moved[..., -1].any())
+    assert bool((moved[..., :-1] != 0).all())
 
 
 def test_estimate_tells_positions_and_frequencies_that_matter_more() -> None:
