@@ -150,7 +150,7 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
         "",
         "Accuracy is of a ResNet-20 on CIFAR-10, trained under the defense: by five clients of 1,000 pictures, over "
         "rounds of an epoch. There is one seed and no search for a step size. It is the share of test images that the "
-        "model gets right after twelve rounds (- where none was trained). Differences of a point or two may be chance.",
+        "model gets right after twelve rounds (- where none was trained). Differences of a few points may be chance.",
         "",
         *table([*head, "update moved by", "accuracy", "median seconds"], [line for line in lines if line]),
         "",
