@@ -14,6 +14,9 @@ which that bias is added, e_b, follows from
 
 J the map from the activation's output to that output of one image, and the bias has sum_b f_b P e_b = d.
 
+Biases below the layer are asked where none above can be, as where its output goes into a concatenation: once its input
+is solved for, what flows back into these follows up to the same factor.
+
 Images of one label may send nearly the same into all biases, and frozen parameters have no gradient. Then two tensors
 that were solved for tell, one below the other. With signals too small by f_b, both came out too large by f_b: y_b above
 and A_b + t of the one below, A_b what is proportional to it and t the shifts on the way, such as those of batch
@@ -148,6 +151,29 @@ def _bias_equations(network: NetworkGraph, number: int, signal: Tensor) -> Itera
             one[image] = signal[image]
             parts.append(network.pull_back(number, one, parameter).flatten())
         yield torch.stack(parts, 1), network.gradient[name].flatten()
+
+
+def find_factors_by_biases(known: Propagation) -> Tensor | None:
+    """Return the factors (B,) that biases tell whose signal is known from what was solved for; None where they do not.
+
+    Args:
+        known: values and signals, of each image up to a factor.
+    """
+    equations: list[tuple[Tensor, Tensor]] = []
+    for number in known.network.used:
+        if known.network.bias_like_parameters(number):
+            try:
+                signal = known.signal(Ref(number))
+            except UnknownError:
+                continue
+            equations += _bias_equations(known.network, number, signal)
+    if not equations:
+        return None
+    made, sent = (torch.cat(parts) for parts in zip(*equations, strict=True))
+    if len(sent) <= made.shape[1] or float(torch.linalg.cond(made)) > MAX_CONDITION:
+        return None
+    factors = _solve_robustly(made, sent)
+    return factors if factors is not None and bool((factors != 0).all()) else None
 
 
 def find_factors_by_shifts(known: Propagation) -> Tensor | None:

@@ -70,12 +70,35 @@ class Propagation:
         self.signals, self.masks = dict(signals), dict(masks)
         self._backward.clear()
 
-    def rescale(self, factors: Tensor) -> None:
-        """Multiply the signals of each image by its factor (B,), and divide its values by the size of that."""
-        self.signals = {ref: signal * _for_images(factors, signal) for ref, signal in self.signals.items()}
-        self.values = {ref: value / _for_images(factors.abs(), value) for ref, value in self.values.items()}
+    def rescale(self, factors: Tensor, beside: Propagation | None = None) -> None:
+        """Multiply the signals of each image by its factor (B,), and divide its values by the size of that.
+
+        Args:
+            factors: of the images.
+            beside: what has its size already; None where nothing has.
+        """
+        values, signals = ({}, {}) if beside is None else (beside.values, beside.signals)
+        for ref, signal in self.signals.items():
+            if ref not in signals:
+                self.signals[ref] = signal * _for_images(factors, signal)
+        for ref, value in self.values.items():
+            if ref not in values:
+                self.values[ref] = value / _for_images(factors.abs(), value)
         self._forward.clear()
         self._backward.clear()
+
+    def snapshot(self) -> Propagation:
+        """Return what is known now."""
+        return Propagation(self.network, dict(self.values), dict(self.signals), dict(self.masks))
+
+    def since(self, before: Propagation) -> Propagation:
+        """Return what is known that was not known before; of masks all, which have no size."""
+        return Propagation(
+            self.network,
+            {ref: value for ref, value in self.values.items() if ref not in before.values},
+            {ref: signal for ref, signal in self.signals.items() if ref not in before.signals},
+            dict(self.masks),
+        )
 
     def _forget_signals(self, below: int) -> None:
         """Forget worked out signals at what operations before `below` made, and why others could not be worked out.

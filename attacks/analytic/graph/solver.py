@@ -7,7 +7,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.image_factors import find_factors_by_shifts, find_image_factors
+from attacks.analytic.graph.image_factors import (
+    find_factors_by_biases,
+    find_factors_by_shifts,
+    find_image_factors,
+)
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     KnownSignal,
@@ -85,6 +89,7 @@ class GraphSolver:
         waiting: which signal was missing, of layers that were never asked for lack of one above.
         anchor: weight of the convolution whose shifts gave the first signals; empty before.
         scaled: whether the signals found last have the images' sizes, rather than a factor for each.
+        before_anchor: what was known before the convolution that gave the signals found last.
         distinct: images that the first gradient with shifts is of, where these are fewer; or None.
     """
 
@@ -97,6 +102,10 @@ class GraphSolver:
     anchor: str = ""
     scaled: bool = False
     distinct: int | None = None
+    before_anchor: Propagation = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.before_anchor = self.known.snapshot()
 
     def run(self) -> None:
         """Solve for all that can be solved for, from the last layer down."""
@@ -132,14 +141,15 @@ class GraphSolver:
             found = self._find_anchor(number)
             if found is None:
                 continue
-            before = dict(self.known.signals), dict(self.known.masks), self.scaled
+            before, scaled, before_anchor = self.known.snapshot(), self.scaled, self.before_anchor
+            self.before_anchor = before
             self._set_anchor(number, *found)
             self._solve_tensor(ref)
             if ref in self.known.values:
                 self.anchor = self.anchor or layer.name
                 return
-            signals, masks, self.scaled = before
-            self.known.restore(signals, masks)
+            self.scaled, self.before_anchor = scaled, before_anchor
+            self.known.restore(before.signals, before.masks)
 
     def _solve_below_pooling(self, ref: Ref) -> None:
         """Solve for what convolutions take whose outputs are rectified and max pooled, of one image."""
@@ -230,12 +240,19 @@ class GraphSolver:
 
     def _find_sizes(self) -> None:
         """Bring values and signals to the images' sizes, where tensors that were solved for tell them."""
-        factors = None if self.scaled else find_factors_by_shifts(self.known)
+        if self.scaled:
+            return
+        own = self.known.since(self.before_anchor)
+        factors = find_factors_by_shifts(own)
+        factors = find_factors_by_biases(own) if factors is None else factors
         if factors is None:
             return
-        self.known.rescale(factors)
+        self.known.rescale(factors, self.before_anchor)
         self.scaled = True
-        self.solved = [replace(tensor, values=self.known.values[tensor.ref], scaled=True) for tensor in self.solved]
+        self.solved = [
+            replace(tensor, values=self.known.values[tensor.ref], scaled=True) if tensor.ref in own.values else tensor
+            for tensor in self.solved
+        ]
 
     def _solve_tensor(self, ref: Ref) -> None:
         """Solve for what layers take, if the signals at their outputs are known and the equations are enough."""
@@ -321,7 +338,7 @@ class GraphSolver:
         if not self.scaled and (self._is_positive(ref) or (activation is not None and activation.slope >= 0)):
             signs = _signs(values)
             values = values * signs
-            self.known.rescale(signs.flatten())  # signals turn with them: only products are known
+            self.known.rescale(signs.flatten(), self.before_anchor)  # signals turn with them: only products are known
         if activation is not None:
             threshold = self._threshold(values) if activation.slope == 0 else 0.0
             mask = values > threshold
