@@ -424,3 +424,8 @@ def __getattr__(name: str) -> Any:
     now = _FORMER[name]
     warnings.warn(f"{__name__}.{name} is now {__name__}.{now}", DeprecationWarning, stacklevel=2)
     return globals()[now]
+
+
+def per_image(numbers: Tensor, like: Tensor) -> Tensor:
+    """Return one number for each image (B,) in a shape that goes with the images' (B, ...)."""
+    return numbers.reshape(-1, *[1] * (like.ndim - 1))

@@ -46,7 +46,7 @@ TRAINING: dict[str, Any] = {
     ],
 }
 """The federation in which accuracy is measured, but for the defense."""
-UNTRAINED = {
+WITHOUT_ACCURACY = {
     *("soteria", "clip", "dp-sgd", "precode"),
     *(f"noise, std {std:g} of each tensor" for std in (1e-6, 1e-5, 1e-4)),
     *("quantize, 16 bits", "quantize, float16", "prune, smallest 1% not sent", "prune, smallest 10% not sent"),
@@ -116,7 +116,7 @@ def _distance(sent: Tensors, plain: Tensors) -> float | None:
 
 def train(folder: Path) -> dict[str, float]:
     """Return the accuracy that the federation reaches under each defense, training those that the folder lacks."""
-    trained = [strength for strength in STRENGTHS if not {strength.name, strength.key} & UNTRAINED]
+    trained = [strength for strength in STRENGTHS if not {strength.name, strength.key} & WITHOUT_ACCURACY]
     chosen = [{"name": s.name, "as": _label(s), **s.settings} for s in trained]
     rounds = hyperleak.run({**TRAINING, "defense": chosen}, folder, workers=1).rows("rounds")
     reached = {row["defense"]: row["accuracy"] for row in rounds if row["round"] == TRAINING["federation"]["rounds"]}
@@ -136,6 +136,7 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
     ]
     head = ["defense", "strength", "victims", "exact", "median dB (least)", "verified", "false"]
     reasons = [(row["defense"], row.get("reason") or row.get("error") or row["note"]) for row in reversed(rows)]
+    states = ", ".join(sorted({f"`{row['attacks'][:7]}`" for row in rows if "attacks" in row}))
     notes = {defense: reason for defense, reason in reasons if reason}
     told = [f"- {key}: `{notes[key]}`" for key in (s.key for s in STRENGTHS) if key in notes]
     return [
@@ -146,7 +147,8 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
         "of [the benchmark of deep networks](residual.md), and send weights before minus after at a step of 1.",
         "",
         "Exact: every pixel to 8 bits. No picture counts as 0 dB. PSNR ends at 100 dB. The update moved by: the "
-        "distance between what is sent and what would be sent without the defense, relative to the latter.",
+        "distance between what is sent and what would be sent without the defense, relative to the latter. "
+        f"The attacks' code was of state {states or '-'} (as `git rev-parse --short HEAD:attacks` names it).",
         "",
         "Accuracy is of a ResNet-20 on CIFAR-10, trained under the defense: by five clients of 1,000 pictures, over "
         "rounds of an epoch. There is one seed and no search for a step size. It is the share of test images that the "

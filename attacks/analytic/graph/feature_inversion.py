@@ -221,11 +221,6 @@ def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], ima
     return int((moved.abs() <= UNSEEN * moved.abs().max()).sum())
 
 
-def _over(flags: Tensor, images: Tensor) -> Tensor:
-    """Return one flag for each image in a shape that goes with the images."""
-    return flags.reshape(-1, *[1] * (images.ndim - 1))
-
-
 def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:
     """Return the better of two searches for each image, the second of which was for some."""
     images, residual, converged, steps = (

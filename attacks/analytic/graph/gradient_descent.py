@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.pixel_curvature import PixelCurvature
+from fl.tensors import per_image
 
 Misfit = Callable[[Tensor], Tensor]
 """From images (b, C, H, W) to the squared misfit of each (b,), differentiable."""
@@ -59,7 +60,7 @@ def anneal(misfit: Misfit, images: Tensor, steps: int, late: Late) -> Tensor:
             break
         value, slope = _evaluate(misfit, at)
         lower = value < least
-        best, least = torch.where(_over(lower, at), at, best), torch.where(lower, value, least)
+        best, least = torch.where(per_image(lower, at), at, best), torch.where(lower, value, least)
         mean = MEAN_DECAY * mean + (1 - MEAN_DECAY) * slope
         square = SQUARE_DECAY * square + (1 - SQUARE_DECAY) * slope.square()
         unit = mean / (1 - MEAN_DECAY ** (k + 1)) / (square / (1 - SQUARE_DECAY ** (k + 1))).sqrt().clamp_min(1e-30)
@@ -91,7 +92,7 @@ def descend(misfit: Misfit, images: Tensor, curvature: PixelCurvature, steps: in
         along = _dot(direction, slope)
         share = torch.where(value > floor, torch.ones_like(value), torch.zeros_like(value))
         while True:
-            trial = at + _over(share, at) * direction
+            trial = at + per_image(share, at) * direction
             found, steeper = _evaluate(of, trial)
             worse = ~(found <= value + SUFFICIENT * share * along) & (share > 0)
             if not bool(worse.any()):
@@ -115,13 +116,13 @@ def _quasi_newton_direction(slope: Tensor, memory: deque[tuple[Tensor, Tensor, T
     direction, factors = -slope, []
     for step, bend, inverse in reversed(memory):
         factors.append(inverse * _dot(step, direction))
-        direction = direction - _over(factors[-1], bend) * bend
+        direction = direction - per_image(factors[-1], bend) * bend
     scale = torch.full_like(_dot(slope, slope), 0.5)
     for _, bend, inverse in memory:  # the last that is kept counts
         scale = torch.where(inverse > 0, 1 / (inverse * _dot(bend, bend)).clamp_min(1e-30), scale)
-    direction = _over(scale, direction) * direction
+    direction = per_image(scale, direction) * direction
     for (step, bend, inverse), factor in zip(memory, reversed(factors), strict=True):
-        direction = direction + _over(factor - inverse * _dot(bend, direction), step) * step
+        direction = direction + per_image(factor - inverse * _dot(bend, direction), step) * step
     return direction
 
 
@@ -136,8 +137,3 @@ def _evaluate(misfit: Misfit, images: Tensor) -> tuple[Tensor, Tensor]:
 
 def _dot(one: Tensor, other: Tensor) -> Tensor:
     return (one * other).flatten(1).sum(1)
-
-
-def _over(numbers: Tensor, images: Tensor) -> Tensor:
-    """Return one number for each image in a shape that goes with the images."""
-    return numbers.reshape(-1, *[1] * (images.ndim - 1))

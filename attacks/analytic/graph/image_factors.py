@@ -27,7 +27,7 @@ normalization,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -70,12 +70,18 @@ def find_image_factors(network: NetworkGraph, number: int, signal: Tensor) -> Te
     equations = behind or [*_next_biases(network, ref, signal)]
     if not equations:
         return None
-    made, sent = (torch.cat(parts) for parts in zip(*equations, strict=True))
+    made, sent = _join(equations)
     if not behind and float(torch.linalg.cond(made)) > MAX_CONDITION:
         return None
     factors = torch.linalg.lstsq(made, sent[:, None]).solution[:, 0]
     off = float((made @ factors - sent).norm() / sent.norm())
     return factors if off < MAX_MISFIT and bool((factors != 0).all()) else None
+
+
+def _join(equations: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Return equations (n, B) and (n,) of several biases as one system."""
+    made, sent = zip(*equations, strict=True)
+    return torch.cat(made), torch.cat(sent)
 
 
 def _biases_behind(network: NetworkGraph, ref: Ref, signal: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -169,7 +175,7 @@ def find_factors_by_biases(known: Propagation) -> Tensor | None:
             equations += _bias_equations(known.network, number, signal)
     if not equations:
         return None
-    made, sent = (torch.cat(parts) for parts in zip(*equations, strict=True))
+    made, sent = _join(equations)
     if len(sent) <= made.shape[1] or float(torch.linalg.cond(made)) > MAX_CONDITION:
         return None
     factors = _solve_robustly(made, sent)

@@ -89,21 +89,20 @@ def estimate_curvature(pulled: Sequence[Tensor]) -> PixelCurvature:
     Args:
         pulled: these products, each (B, C, H, W).
     """
-    squares = sum_of_squares(pulled) / len(pulled)
+    squares = _mean_square(pulled)
     seen = squares > SILENT * squares.max()
     product = _product(squares)
     scale, silent = product.sqrt(), LEAST * float(product.max())
     scale = torch.where(seen, scale / scale.mean().clamp_min(1e-30), torch.zeros_like(scale))
     even = PixelCurvature(scale, torch.ones_like(scale))
-    spectra = _product(sum_of_squares([even._transform(even._inverse_scale * one) for one in pulled]) / len(pulled))
+    spectra = _product(_mean_square([even._transform(even._inverse_scale * one) for one in pulled]))
     smooth = functional.avg_pool2d(functional.pad(spectra, (1, 1, 1, 1), mode="replicate"), 3, 1)
     return PixelCurvature(scale, smooth, silent)
 
 
-def sum_of_squares(pulled: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares, averaged over images, (1, C, H, W)."""
-    total = torch.stack([one.square().mean(0, keepdim=True) for one in pulled])
-    return total.sum(0)
+def _mean_square(pulled: Sequence[Tensor]) -> Tensor:
+    """Return the mean square over products and images, (1, C, H, W)."""
+    return torch.stack([one.square().mean(0, keepdim=True) for one in pulled]).mean(0)
 
 
 def _product(squares: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.network.operation_trace import IMAGE, Ref
+from fl.tensors import per_image
 
 MAX_DOUBTFUL_VALUE = 1e-2
 """Share of the largest output of an activation below which rounding may have made its bit wrong."""
@@ -70,20 +71,19 @@ class Propagation:
         self.signals, self.masks = dict(signals), dict(masks)
         self._backward.clear()
 
-    def rescale(self, factors: Tensor, beside: Propagation | None = None) -> None:
+    def rescale(self, factors: Tensor, beside: Propagation) -> None:
         """Multiply the signals of each image by its factor (B,), and divide its values by the size of that.
 
         Args:
             factors: of the images.
-            beside: what has its size already; None where nothing has.
+            beside: what has its size already.
         """
-        values, signals = ({}, {}) if beside is None else (beside.values, beside.signals)
         for ref, signal in self.signals.items():
-            if ref not in signals:
-                self.signals[ref] = signal * _for_images(factors, signal)
+            if ref not in beside.signals:
+                self.signals[ref] = signal * per_image(factors, signal)
         for ref, value in self.values.items():
-            if ref not in values:
-                self.values[ref] = value / _for_images(factors.abs(), value)
+            if ref not in beside.values:
+                self.values[ref] = value / per_image(factors.abs(), value)
         self._forward.clear()
         self._backward.clear()
 
@@ -230,8 +230,3 @@ class Propagation:
 
     def _place(self, ref: Ref) -> str:
         return "the image" if ref.node < 0 else str(self.network.graph.nodes[ref.node])
-
-
-def _for_images(factors: Tensor, like: Tensor) -> Tensor:
-    """Return factors (B,) in a shape that multiplies the images (B, ...)."""
-    return factors.reshape(-1, *[1] * (like.ndim - 1))

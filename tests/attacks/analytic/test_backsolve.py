@@ -196,7 +196,9 @@ class Activated(ResNet):
         return activation(block.bn2(block.conv2(inner)) + block.shortcut(x))
 
 
-@pytest.mark.parametrize("activation", [partial(functional.leaky_relu, negative_slope=0.1), functional.elu])
+@pytest.mark.parametrize(
+    "activation", [partial(functional.leaky_relu, negative_slope=0.1), functional.elu, functional.relu6]
+)
 def test_images_are_told_apart_by_other_activations(activation: Callable[[Tensor], Tensor]) -> None:
     """Below a leaky ReLU signals have two values, and below an ELU neighbors have one where both were above zero."""
     images, labels = pictures(2)[0], torch.tensor([7, 3])
