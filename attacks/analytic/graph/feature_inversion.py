@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -169,36 +169,90 @@ def invert_features(
     value = targets[0].value
     generator = stream(settings.seed, "feature inversion")
 
-    def noise() -> Tensor:
+    def draw_noise() -> Tensor:
         return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(value)
 
-    began = time.process_time()
-
-    def late() -> bool:
-        return settings.seconds is not None and time.process_time() - began > settings.seconds
-
-    def slow() -> bool:
-        return settings.seconds is not None and time.process_time() - began > FIRST_SHARE * settings.seconds
-
-    drawn = GRAY + settings.start_noise * noise()
-    first = drawn if start is None else start.to(value)
-    best = _Search(problem, settings, first, slow if settings.restarts else late).run()
-    settled, cut_short = torch.zeros_like(best.converged), slow()
+    time_limit = _TimeLimit(settings.seconds)
+    around_gray = GRAY + settings.start_noise * draw_noise()
+    first = around_gray if start is None else start.to(value)
+    best = _Search(
+        problem, settings, first, time_limit.first_is_over if settings.restarts else time_limit.is_over
+    ).run()
+    settled, cut_short = torch.zeros_like(best.converged), time_limit.first_is_over()
     for restart in range(settings.restarts):
         waiting = ~best.converged & ~settled
-        if late() or not bool(waiting.any()):
+        if time_limit.is_over() or not bool(waiting.any()):
             break
-        near, draw = best.residual < NEAR * problem.noise, noise()
-        nudged, drawn = best.images + NUDGE * draw, GRAY + settings.start_noise * draw
-        some = _Search(problem.select(waiting), settings, nudged[waiting], late)
-        some.begin_elsewhere(
-            near[waiting], best.images[waiting] if cut_short and not restart else None, drawn[waiting], restart
+        goes_on = cut_short and restart == 0
+        again = _search_again(
+            problem, settings, best, waiting, _Restart(restart, draw_noise(), goes_on), time_limit.is_over
         )
-        again = some.run()
-        back = again.residual > (1 - SETTLED) * best.residual[waiting]
-        settled[waiting] = near[waiting] & back
+        settled[waiting] = _came_back(best, again, waiting, problem.noise)
         best = _better(best, again, waiting)
     return best
+
+
+@dataclass
+class _TimeLimit:
+    """The CPU seconds that all searches may take together; they count from when it is made.
+
+    Attributes:
+        seconds: None for no limit.
+        began: process time.
+    """
+
+    seconds: float | None
+    began: float = field(default_factory=time.process_time)
+
+    def is_over(self) -> bool:
+        """Return whether no further step may begin."""
+        return self.seconds is not None and time.process_time() - self.began > self.seconds
+
+    def first_is_over(self) -> bool:
+        """Return whether no further step of the first search may begin, where others are to follow."""
+        return self.seconds is not None and time.process_time() - self.began > FIRST_SHARE * self.seconds
+
+
+@dataclass(frozen=True)
+class _Restart:
+    """How images that got stuck are searched for again.
+
+    Attributes:
+        number: restarts there were before.
+        noise: (B, C, H, W), by which near images are moved and of which a new start is made.
+        goes_on: whether images that are not near go on from where they are, not from a new start.
+    """
+
+    number: int
+    noise: Tensor
+    goes_on: bool
+
+
+def _search_again(
+    problem: _Problem,
+    settings: InversionSettings,
+    best: InvertedImages,
+    waiting: Tensor,
+    restart: _Restart,
+    late: Callable[[], bool],
+) -> InvertedImages:
+    """Return what a new search finds of the waiting images: near ones from beside where they are, others from afar."""
+    nudged, new_start = best.images + NUDGE * restart.noise, GRAY + settings.start_noise * restart.noise
+    search = _Search(problem.select(waiting), settings, nudged[waiting], late)
+    falling = best.images[waiting] if restart.goes_on else None
+    search.begin_elsewhere(_are_near(best, problem.noise)[waiting], falling, new_start[waiting], restart.number)
+    return search.run()
+
+
+def _are_near(found: InvertedImages, noise: float) -> Tensor:
+    """Return which images (B,) miss their features by not much more than noise."""
+    return found.residual < NEAR * noise
+
+
+def _came_back(before: InvertedImages, again: InvertedImages, which: Tensor, noise: float) -> Tensor:
+    """Return which images were near and have ended at the same residual again: at the minimum of their features."""
+    same = again.residual > (1 - SETTLED) * before.residual[which]
+    return _are_near(before, noise)[which] & same
 
 
 def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:

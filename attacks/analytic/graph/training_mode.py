@@ -108,56 +108,101 @@ def _find_pictures(
     Together they are one problem: a picture of as many times the colors. It begins where each ended by itself.
     """
     shape = network.graph.image.shape
-    paths = paths_around_activations(network, targets)
-    nodes = network.operations_to([path.start for path in paths])
-    known = {
-        Ref(number): moments
-        for number in norms
-        if number in nodes and (moments := statistics.moments(network.graph.value(Ref(number)))) is not None
-    }
+    joint = _JointPicture.of(network, norms, statistics, targets)
     wanted = [as_target(network, target) for target in targets]
-    joint = [
-        FeatureTarget(t.value[None], None if t.known is None else t.known[None], noise=t.noise, rectified=t.rectified)
-        for t in wanted
-    ]
-    scaled = torch.cat([_scaled(*moments, moments) for moments in known.values()])
-    joint.append(FeatureTarget(scaled[None], weight=STATISTICS_WEIGHT, noise=STATISTICS_NOISE))
-
-    def forward_in(dtype: torch.dtype) -> Forward:
-        graph = network.graph_in_precision(dtype)
-        sizes = {ref: (moments[0].to(dtype), moments[1].to(dtype)) for ref, moments in known.items()}
-
-        def forward(images: Tensor) -> list[Tensor]:
-            values = graph.replay_values(nodes, {Ref(IMAGE): images.reshape(shape)})
-            moments = [
-                _scaled(values[ref].mean((0, 2, 3)), values[ref].var((0, 2, 3), unbiased=False), sizes[ref])
-                for ref in known
-            ]
-            return [*(path.follow(graph, values)[None] for path in paths), torch.cat(moments)[None]]
-
-        return forward
-
-    whole = (1, shape[0] * shape[1], *shape[2:])
-    fixed = _FixedStatistics.of(network, nodes, norms, known) if shape[0] > 1 else None
+    fixed = _FixedStatistics.of(network, joint.nodes, norms, joint.known) if shape[0] > 1 else None
     alone, start = None, None
     if fixed is not None:
-        double, single = (fixed.features(paths, dtype) for dtype in (torch.float64, torch.float32))
+        double, single = (fixed.features(joint.paths, dtype) for dtype in (torch.float64, torch.float32))
         alone = search_pictures(double, single, wanted, shape, seed)
-        start = alone.images.reshape(whole)
-    found = search_pictures(forward_in(torch.float64), forward_in(torch.float32), joint, whole, seed, start)
+        start = alone.images.reshape(joint.shape)
+    whole, whole_single = joint.features(torch.float64), joint.features(torch.float32)
+    tied = joint.targets(wanted)
+    found = search_pictures(whole, whole_single, tied, joint.shape, seed, start)
     if alone is not None and not bool(found.converged.all()):
         # one picture that was not found spoils all where they are one problem
         return alone, count_open_numbers(double, single, wanted, alone, seed)
-    unseen = count_open_numbers(forward_in(torch.float64), forward_in(torch.float32), joint, found, seed)
+    unseen = count_open_numbers(whole, whole_single, tied, found, seed)
+    return _split(found, shape), unseen
+
+
+def _split(found: InvertedImages, shape: torch.Size) -> InvertedImages:
+    """Return the pictures (B, C, H, W) of a batch that were found as one."""
     count = shape[0]
-    each = InvertedImages(
+    return InvertedImages(
         found.images.reshape(shape),
         found.residual.expand(count),
         found.converged.expand(count),
         found.steps.expand(count),
         found.iterations,
     )
-    return each, unseen
+
+
+@dataclass(frozen=True)
+class _JointPicture:
+    """All pictures of a batch as one of as many times the colors, as its statistics tie them.
+
+    Attributes:
+        network: the graph.
+        paths: to what targets are compared with.
+        nodes: operations on the way there.
+        known: mean and variance of the batch by what a convolution returns, where they came back.
+    """
+
+    network: NetworkGraph
+    paths: Sequence[FeaturePath]
+    nodes: Sequence[int]
+    known: Mapping[Ref, tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        network: NetworkGraph,
+        norms: Mapping[int, TracedNormalization],
+        statistics: BatchStatistics,
+        targets: Sequence[SolvedTensor],
+    ) -> _JointPicture:
+        """Return the batch of a network as one picture, to be compared with these targets."""
+        paths = paths_around_activations(network, targets)
+        nodes = network.operations_to([path.start for path in paths])
+        known = {
+            Ref(number): moments
+            for number in norms
+            if number in nodes and (moments := statistics.moments(network.graph.value(Ref(number)))) is not None
+        }
+        return cls(network, paths, nodes, known)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the one picture, (1, B C, H, W)."""
+        count, channels, *sides = self.network.graph.image.shape
+        return (1, count * channels, *sides)
+
+    def targets(self, wanted: Sequence[FeatureTarget]) -> list[FeatureTarget]:
+        """Return the targets of single pictures as those of one, and the batch's statistics as the last."""
+        joint = [
+            FeatureTarget(
+                t.value[None], None if t.known is None else t.known[None], noise=t.noise, rectified=t.rectified
+            )
+            for t in wanted
+        ]
+        scaled = torch.cat([_scaled(*moments, moments) for moments in self.known.values()])
+        return [*joint, FeatureTarget(scaled[None], weight=STATISTICS_WEIGHT, noise=STATISTICS_NOISE)]
+
+    def features(self, dtype: torch.dtype) -> Forward:
+        """Return the function from the one picture to what its targets are compared with."""
+        graph, shape = self.network.graph_in_precision(dtype), self.network.graph.image.shape
+        sizes = {ref: (moments[0].to(dtype), moments[1].to(dtype)) for ref, moments in self.known.items()}
+
+        def forward(images: Tensor) -> list[Tensor]:
+            values = graph.replay_values(self.nodes, {Ref(IMAGE): images.reshape(shape)})
+            moments = [
+                _scaled(values[ref].mean((0, 2, 3)), values[ref].var((0, 2, 3), unbiased=False), sizes[ref])
+                for ref in self.known
+            ]
+            return [*(path.follow(graph, values)[None] for path in self.paths), torch.cat(moments)[None]]
+
+        return forward
 
 
 @dataclass(frozen=True)
