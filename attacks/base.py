@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from attacks.network.autograd_support import autograd_obstacle
+from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
 from attacks.verification import can_replay, confirm
@@ -243,8 +243,8 @@ def run_checked(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             results = runner(attack, control)(views, seeds)
-        except (RuntimeError, NotImplementedError):
-            found = autograd_obstacle(views[0])  # one method's views have the network in common
+        except AUTOGRAD_ERRORS as error:
+            found = autograd_obstacle(views[0], error)  # one method's views have the network in common
             if found is None:
                 raise
             results = [NotApplicable(found, limit=True) for _ in views]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import traceback
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,15 +14,28 @@ from fl.seeds import stream
 from fl.view import ServerView
 
 AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError)
+"""What torch raises of operations that it can't differentiate or evaluate in batches."""
+ATTACKS = Path(__file__).resolve().parents[1]
+"""Where the attacks' own code lies."""
 
 
-def autograd_obstacle(view: ServerView) -> str | None:
-    """Say what torch can't do with the view's network that attacks need, or return None where it can.
+def autograd_obstacle(view: ServerView, error: Exception) -> str | None:
+    """Say what torch can't do with the view's network that attacks need, or return None where that is not the error.
 
     Args:
         view: whose network is tried, on noise and as its client trains it.
+        error: with which the attack ended. One that the attack's own code raised, or a lack of memory, is no fault of
+            the network, whatever else torch can't do with it.
     """
+    if isinstance(error, torch.OutOfMemoryError) or _arose_in_attacks(error):
+        return None
     return _double_backward_obstacle(view) or _vmap_obstacle(view)
+
+
+def _arose_in_attacks(error: Exception) -> bool:
+    """Return whether the code that raised an error is an attack's, and not torch's or the network's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and ATTACKS in Path(frames[-1].filename).resolve().parents
 
 
 def _vmap_obstacle(view: ServerView) -> str | None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import NotApplicable, Reconstruction, attacks, build
+from attacks.gradient_matching.engine.regularizers import total_variation
+from attacks.network.autograd_support import autograd_obstacle
 from benchmarks.reliability.odd_models import STYLES, written
 from fl.capture import from_batch, from_update
 from fl.seeds import stream
@@ -103,6 +105,25 @@ def test_a_layer_without_a_second_derivative_is_named() -> None:
         assert isinstance(result, NotApplicable)
         assert result.limit
         assert "torch can't: derivative for aten::hardsigmoid_backward is not implemented" in result.reason
+
+
+def test_faults_of_an_attack_are_not_laid_on_a_layer_without_a_second_derivative(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    view = seen(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardsigmoid(), nn.Flatten(), nn.Linear(72, 3)))
+
+    def fail(pixels: Tensor, std: Tensor) -> Tensor:
+        return total_variation(pixels.repeat(1, 2, 1, 1), std.new_ones(3))
+
+    monkeypatch.setattr("attacks.gradient_matching.engine.problem.total_variation", fail)
+    with pytest.raises(RuntimeError, match="must match the size"):
+        build({"name": "ig", "tv_weight": 0.1})(view)
+
+
+def test_a_lack_of_memory_is_not_laid_on_a_layer_without_a_second_derivative() -> None:
+    view = seen(nn.Sequential(nn.Conv2d(1, 2, 3), nn.Hardsigmoid(), nn.Flatten(), nn.Linear(72, 3)))
+    assert autograd_obstacle(view, RuntimeError("derivative")) is not None
+    assert autograd_obstacle(view, torch.OutOfMemoryError("out of memory")) is None
 
 
 @pytest.mark.parametrize("style", ["gated", "own_gradient"])
