@@ -45,9 +45,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.graph.gradient_descent import anneal, descend
-from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
+from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
 from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
-from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 
 GRAY = 0.5
@@ -462,7 +461,7 @@ class _Search:
         if shape not in self.records:
             try:
                 self.records[shape] = RecordedDerivative(self.problem.single_forward, images)
-            except (*MODEL_ERRORS, NotImplementedError):  # what cannot be recorded is differentiated twice instead
+            except UnrecordableError:  # what cannot be recorded is differentiated twice instead
                 self.records[shape] = None
         return self.records[shape]
 

@@ -82,6 +82,10 @@ NEGLIGIBLE, MAX_CHANGED_ZEROS = 1e-5, 1e-3
 """Share of the largest number up to which one is zero, and share of zeros that may still change."""
 
 
+class OutOfTimeError(Exception):
+    """A search ended for lack of time, not of equations."""
+
+
 class LinearEquations(Protocol):
     """F x = t, weighed so that the error of each is about the same share of one."""
 
@@ -145,12 +149,14 @@ class JointSolver:
         others: F and t; None where there are only gradients.
         entries: what is known of single numbers; None where nothing is.
         began: the process time from which `MAX_SECONDS` count.
+        ran_out: whether a system was left unsolved as these were over.
         zero: where x (n, K, H, W) turned out to be zero; None before it is solved for, or where it may be negative.
     """
 
     others: LinearEquations | None
     entries: KnownEntries | None = None
     began: float = field(default_factory=time.process_time)
+    ran_out: bool = field(default=False, init=False)
     zero: Tensor | None = field(default=None, init=False)
     _parts: list[Tensor] | None = field(default=None, init=False)
 
@@ -207,7 +213,13 @@ class JointSolver:
         return _by_channels(settled[0] + fixed)
 
     def _is_late(self) -> bool:
-        return time.process_time() - self.began > MAX_SECONDS
+        """Return whether no further system is to be solved, and note that."""
+        self.ran_out = self.ran_out or time.process_time() - self.began > MAX_SECONDS
+        return self.ran_out
+
+    def explain_time(self) -> str:
+        """Say that the search ran out of time."""
+        return f"the search by numbers that are known and by signs ran out of its {MAX_SECONDS:.0f} CPU seconds"
 
 
 def _by_channels(x: Tensor) -> Tensor:

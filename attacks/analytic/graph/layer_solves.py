@@ -21,6 +21,7 @@ from attacks.analytic.graph.joint_least_squares import (
     JointSolver,
     KnownEntries,
     LinearEquations,
+    OutOfTimeError,
 )
 from attacks.analytic.graph.layer_equations import LayerEquations
 
@@ -142,6 +143,9 @@ def solve_input(
         signals: one for each layer that takes the input; layers of one group of channels.
         others: equations for the input beside those of the layers' gradients.
         entries: numbers of the input that are known outright.
+
+    Raises:
+        OutOfTimeError: the time for searches was over before any solution.
     """
     layers = [known.layer for known in signals]
     right = [layer.right_side() for layer in layers]
@@ -152,6 +156,8 @@ def solve_input(
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
         joint = None if others is None and entries is None else JointSolver(others, entries, began)
         solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, joint), good, last)
+        if solved is None and last is None and joint is not None and joint.ran_out:
+            raise OutOfTimeError(joint.explain_time())
         if solved is None or (joint is not None and _are_few(joint, signals)):
             return last  # too few channels fit
         x, misfits = solved

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from attacks.network.operation_trace import MODEL_ERRORS
+
 Forward = Callable[[Tensor], Sequence[Tensor]]
 """From images (B, ...) to feature tensors (B, ...)."""
 
@@ -29,6 +31,10 @@ _KEEP_ZERO = (
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default)
 
 
+class UnrecordableError(Exception):
+    """torch cannot record a function's derivative."""
+
+
 class RecordedDerivative:
     """The record of one function for images of one shape."""
 
@@ -40,7 +46,7 @@ class RecordedDerivative:
             images: (B, ...), whose shape, type and device the record is for.
 
         Raises:
-            Exception: whatever the recording raises where `forward` cannot be recorded.
+            UnrecordableError: torch cannot record `forward` and its derivative.
         """
 
         def both(point: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
@@ -49,7 +55,10 @@ class RecordedDerivative:
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of its own use of deprecated functions
-            module = make_fx(both)(images.detach(), torch.zeros_like(images))
+            try:
+                module = make_fx(both)(images.detach(), torch.zeros_like(images))
+            except MODEL_ERRORS as error:  # a fault of `forward` itself shows where it is evaluated without a record
+                raise UnrecordableError(str(error)) from error
         _remove_zero_terms(module.graph)
         self.point_part, self.direction_part = _split(module)
 

@@ -44,8 +44,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative
-from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
 
 SMALL_SIGMA = 3e-3
 """Standard deviation of z, in standard deviations of t, below which it falls faster."""
@@ -313,7 +312,7 @@ class _Inputs:
         if before is not None:
             try:
                 self.record = RecordedDerivative(before.single_forward, images.to(precision))
-            except (*MODEL_ERRORS, NotImplementedError):
+            except UnrecordableError:
                 self.record = None  # products cost more without
 
     def at(self, images: Tensor) -> _InputAt:

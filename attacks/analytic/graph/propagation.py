@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.network.operation_recognition import MonotoneActivation
 from attacks.network.operation_trace import IMAGE, Ref
 from fl.tensors import per_image
 
@@ -43,6 +44,7 @@ class Propagation:
     masks: dict[int, Tensor] = field(default_factory=dict)
     _forward: dict[Ref, Tensor | str] = field(default_factory=dict)  # worked out, or why it could not be
     _backward: dict[Ref, Tensor | str] = field(default_factory=dict)
+    _slopes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # of curved activations, by their outputs
 
     def set_value(self, ref: Ref, value: Tensor) -> None:
         """Note a value that was solved for."""
@@ -217,10 +219,17 @@ class Propagation:
             return torch.where(self._mask(number), signal, slope * signal)
         curved, out = self.network.curved_activations.get(number), self.values.get(Ref(number))
         if curved is not None and out is not None:
-            taken, told = curved.inverse(out)
-            return signal * curved.derivatives(taken)[0] * told  # at its level ends it lets nothing flow back
+            return signal * self._curved_slope(number, curved, out)
         given = {ref: self.value(ref) for ref in self.network.flows_into(number)}
         return self.network.pull_back(number, signal, to, given)
+
+    def _curved_slope(self, number: int, curved: MonotoneActivation, out: Tensor) -> Tensor:
+        """Return the derivative of an activation where it returned `out`; 0 at its level ends, which pass no signal."""
+        kept = self._slopes.get(number)
+        if kept is None or kept[0] is not out:
+            taken, told = curved.inverse(out)
+            kept = self._slopes[number] = (out, curved.derivatives(taken)[0] * told)
+        return kept[1]
 
     def _mask(self, activation: int) -> Tensor:
         if activation not in self.masks:

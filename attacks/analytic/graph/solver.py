@@ -12,6 +12,7 @@ from attacks.analytic.graph.image_factors import (
     find_factors_by_shifts,
     find_image_factors,
 )
+from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     KnownSignal,
@@ -283,7 +284,11 @@ class GraphSolver:
             if entries is not None:
                 others = mixed if mixed.count else None
                 short = count_shortfall(signals, mixed.count, entries)
-        solved = None if short else solve_input(signals, others, entries)
+        try:
+            solved = None if short else solve_input(signals, others, entries)
+        except OutOfTimeError as error:
+            self.ends[name] = str(error)
+            return None, signals
         if solved is None:
             self.ends[name] = short or plain or "its equations leave inputs open"
             return None, signals

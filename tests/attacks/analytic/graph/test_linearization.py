@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.graph.linearization import Linearization, RecordedDerivative
+from attacks.analytic.graph.feature_inversion import FeatureTarget, invert_features
+from attacks.analytic.graph.linearization import Linearization, RecordedDerivative, UnrecordableError
 
 
 def network(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -64,3 +65,19 @@ def test_an_output_that_does_not_depend_on_the_images_has_derivative_zero() -> N
     first, second = linear.push(images)
     torch.testing.assert_close(first, 2 * images)
     assert not bool(second.any())
+
+
+def test_a_function_that_hangs_on_numbers_cannot_be_recorded() -> None:
+    with pytest.raises(UnrecordableError):
+        RecordedDerivative(lambda z: [z if float(z.sum()) > 0 else 2 * z], torch.ones(1, 3))
+
+
+def test_a_fault_of_the_record_is_not_taken_for_a_function_that_cannot_be_recorded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(_: object) -> None:
+        raise TypeError("a fault")
+
+    monkeypatch.setattr("attacks.analytic.graph.linearization._split", fail)
+    with pytest.raises(TypeError, match="a fault"):
+        invert_features(lambda z: [2 * z], [FeatureTarget(torch.ones(1, 1, 2, 2))], (1, 1, 2, 2))

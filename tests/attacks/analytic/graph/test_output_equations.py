@@ -11,6 +11,7 @@ from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, so
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.output_equations import OutputEquations, find_output_equations
 from attacks.analytic.graph.propagation import Propagation
+from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Graph, Ref, trace_operations
 from fl.seeds import stream
 
@@ -184,3 +185,15 @@ def test_a_bottleneck_comes_back_by_signs_and_by_what_its_skip_connection_carrie
     few = replace(entries, known=entries.known & (torch.arange(8) < 4))
     assert "the others are known outright" in count_shortfall(signals, mixed.count, few)
     assert solve_input(signals, None, few) is None
+
+
+def test_a_search_that_runs_out_of_time_says_so_instead_of_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(1, kind=Identity)
+    above = [SolvedTensor(ref, values, 1e-7, True, ()) for ref, values in world.known.values.items()]
+    solvers = [GraphSolver(world.network, 1, world.known.snapshot(), above[:], scaled=True) for _ in range(2)]
+    solvers[0]._solve_tensor(world.start)
+    assert world.start in solvers[0].known.values
+    monkeypatch.setattr("attacks.analytic.graph.joint_least_squares.MAX_SECONDS", 0.0)
+    solvers[1]._solve_tensor(world.start)
+    assert world.start not in solvers[1].known.values
+    assert solvers[1].ends["one.weight"].endswith("ran out of its 0 CPU seconds")

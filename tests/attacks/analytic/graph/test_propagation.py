@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.network.operation_recognition import MonotoneActivation
 from attacks.network.operation_trace import IMAGE, Graph, Ref, trace_operations
 from fl.seeds import stream
 
@@ -70,6 +71,36 @@ def test_a_mask_changes_what_lies_below_it_alone() -> None:
     assert not known.signal(Ref(IMAGE)).any()
     assert before.any()
     assert known.signal(Ref(upper)) is above
+
+
+def test_what_a_curved_activation_took_is_worked_out_once_for_what_it_returned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 4, 3, padding=1), nn.ELU(), nn.Flatten(), nn.Linear(100, 3)).double()
+    images = torch.rand(1, 2, 5, 5, generator=stream(0, "propagation"), dtype=torch.float64)
+    graph = trace_operations(model, images)
+    assert isinstance(graph, Graph)
+    network = NetworkGraph(graph, graph, {name: torch.ones_like(value) for name, value in model.named_parameters()})
+    (activation,) = network.curved_activations
+    inverted: list[Tensor] = []
+    inverse = MonotoneActivation.inverse
+
+    def count(self: MonotoneActivation, values: Tensor) -> tuple[Tensor, Tensor]:
+        inverted.append(values)
+        return inverse(self, values)
+
+    monkeypatch.setattr(MonotoneActivation, "inverse", count)
+    known, out = Propagation(network), model[:2](images).detach()
+    assert graph.returned is not None
+    known.set_signal(graph.returned, torch.ones(1, 3, dtype=torch.float64))
+    for value, times in ((out, 1), (out, 1), (out / 2, 2)):
+        known.set_value(Ref(activation), value)
+        known.restore(known.signals, known.masks)  # forgets what followed from signals
+        at = value.clone().requires_grad_()
+        (upper,) = torch.autograd.grad(model[2:](at).sum(), at)
+        slope = torch.where(value > 0, 1.0, value + 1)  # of an ELU, by what it returned
+        assert torch.allclose(known.signal(network.flows_into(activation)[0]), slope * upper, atol=1e-7)
+        assert len(inverted) == times
 
 
 def test_a_signal_goes_up_through_scalings_and_sums() -> None:
