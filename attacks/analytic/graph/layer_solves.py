@@ -33,6 +33,8 @@ MISFIT_FACTOR = 30.0
 """A channel fits if its misfit is no more than so many times the median; a wrong bit of any weight makes it more."""
 MAX_CHANNEL_MISFIT = 1e-2
 """Share of a channel's gradient that may stay unexplained: rounding of what is the difference of larger numbers."""
+UNIFORM_ROUNDING = 4.0
+"""How many times what is left of the median channel may be left of one by rounding."""
 MIN_CHANNEL_SIZE = 1e-3
 """Size of a channel, relative to the median, that it is taken to have at least."""
 RIDGE = 1e-13
@@ -167,7 +169,7 @@ def solve_input(
         typical = max(typical, floor)  # what is left of few channels may fit by chance
         bad = [m > MISFIT_FACTOR * typical for m in misfits]
         values = layers[0].as_images(x.mT, layers[0].input_shape)
-        found = sum(int((m > MAX_CHANNEL_MISFIT).sum()) for m in misfits)
+        found = sum(_count_misfits(m, n) for m, n in zip(misfits, size, strict=True))
         last = SolvedInput(values, typical, found, sum(map(len, right)))
         if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
             break
@@ -223,6 +225,15 @@ def _channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
         return torch.ones_like(sent)
     usual = (_row_norms(right)[there] / sent[there]).median()
     return (sent * usual).clamp_min(MIN_CHANNEL_SIZE * float((sent[there] * usual).median()) + 1e-300)
+
+
+def _count_misfits(misfits: Tensor, size: Tensor) -> int:
+    """Return how many channels miss more of their gradient than rounding may leave.
+
+    What is left of most channels, in absolute size, is rounding of the update, and may be all that a quiet one has.
+    """
+    left = misfits * size
+    return int(((misfits > MAX_CHANNEL_MISFIT) & (left > UNIFORM_ROUNDING * left.median())).sum())
 
 
 def _row_norms(values: Tensor) -> Tensor:

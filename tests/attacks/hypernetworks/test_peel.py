@@ -368,3 +368,36 @@ def test_what_is_drowned_in_rounding_is_not_taken_for_an_extractor(chain: Attack
     found = chain(replace(view, update=tiny))
     assert isinstance(found, NotApplicable)
     assert "no gradient reached the hypernetwork" in found.reason
+
+
+class Residual(torch.nn.Module):
+    """Four residual blocks without normalization for pictures of 32 by 32 pixels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = torch.nn.Conv2d(3, 32, 3, padding=1)
+        pairs = ((32, 32), (32, 64), (64, 128), (128, 256))
+        self.inner = torch.nn.ModuleList(torch.nn.Conv2d(i, o, 3, o // i, 1) for i, o in pairs)
+        self.outer = torch.nn.ModuleList(torch.nn.Conv2d(o, o, 3, padding=1) for _, o in pairs)
+        self.shortcut = torch.nn.ModuleList(torch.nn.Conv2d(i, o, 1, o // i) for i, o in pairs)
+        self.head = torch.nn.Linear(256, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x).relu()
+        for inner, outer, shortcut in zip(self.inner, self.outer, self.shortcut, strict=True):
+            x = (outer(inner(x).relu()) + shortcut(x)).relu()
+        return self.head(x.mean((2, 3)))
+
+
+def test_the_picture_of_a_residual_extractor_comes_back_without_its_classifier() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        task = Task(Residual().eval(), (3, 32, 32), 10)
+    coarse = torch.rand(1, 3, 8, 8, generator=stream(0, "images"))
+    image = torch.nn.functional.interpolate(coarse, size=32, mode="bicubic").clamp(0, 1)
+    data = Batch(image, torch.tensor([3]))
+    view, _ = Federation(Client(task, STEP), [ClientData(data, data)]).observe(0)
+    found = build("peel+backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert float((found.inputs - image).square().mean()) < 1e-4

@@ -69,6 +69,18 @@ def test_wrong_bits_of_the_activation_are_turned(slope: float) -> None:
     assert torch.equal(told.bits, bits)
 
 
+def test_rounding_in_silent_channels_is_no_misfit() -> None:
+    equations, given, full = layer()
+    full[:, :8] = 0
+    out = functional.conv2d(given, equations.weight.requires_grad_(), None, 1, 1)
+    (gradient,) = torch.autograd.grad(out, equations.weight, full)
+    rounded = gradient + 1e-5 * gradient.abs().max() * noise(*gradient.shape)
+    solved = solve_input([KnownSignal(replace(equations, weight=equations.weight.detach(), gradient=rounded), full)])
+    assert solved is not None
+    assert torch.allclose(solved.values, given, atol=1e-2)
+    assert solved.bad_channels == 0
+
+
 def test_bits_that_are_beyond_doubt_are_left() -> None:
     equations, _, full = layer()
     bits = torch.ones_like(full, dtype=torch.bool)
