@@ -27,6 +27,7 @@ normalization,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,9 +74,13 @@ def find_image_factors(network: NetworkGraph, number: int, signal: Tensor) -> Te
     made, sent = _join(equations)
     if not behind and float(torch.linalg.cond(made)) > MAX_CONDITION:
         return None
-    factors = torch.linalg.lstsq(made, sent[:, None]).solution[:, 0]
-    off = float((made @ factors - sent).norm() / sent.norm())
-    return factors if off < MAX_MISFIT and bool((factors != 0).all()) else None
+    return _solve_for_factors(made, sent)
+
+
+def _solve_for_factors(made: Tensor, sent: Tensor) -> Tensor | None:
+    """Return the factors that most equations (n, B) and (n,) agree on, none of them zero; None where they do not."""
+    factors = _solve_robustly(made, sent, MAX_MISFIT)
+    return factors if factors is not None and bool((factors != 0).all()) else None
 
 
 def _join(equations: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -109,22 +114,28 @@ def _next_biases(network: NetworkGraph, ref: Ref, signal: Tensor) -> Iterator[tu
     for image, heard in enumerate(u != 0):
         if int(heard.sum()) <= back.shape[1]:
             return
-        found = _solve_robustly(back[heard], u[image, heard])
+        found = _solve_robustly(back[heard], u[image, heard], MAX_SIGNAL_MISFIT)
         if found is None:
             return
         e[image] = found
     yield from _bias_equations(network, end.node, e.reshape(network.graph.value(end).shape))
 
 
-def _solve_robustly(matrix: Tensor, right: Tensor) -> Tensor | None:
-    """Return the least squares solution of most equations, of which a few are wrong; None where most do not agree."""
+def _solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
+    """Return the least squares solution of most equations, of which a few are wrong; None where most do not agree.
+
+    Args:
+        matrix: (n, m).
+        right: (n,).
+        tolerance: share of the right sides that most equations may leave.
+    """
     weights = torch.ones_like(right)
     for _ in range(REWEIGHTINGS):
         solution = torch.linalg.lstsq(matrix * weights[:, None], (right * weights)[:, None]).solution[:, 0]
         left = (matrix @ solution - right).abs()
         weights = 1 / (left + LEAST_MISS * right.abs().max()).sqrt()
-    best = left.argsort()[: int((1 - MAX_WRONG) * len(left))]
-    return solution if float(left[best].norm()) <= MAX_SIGNAL_MISFIT * float(right[best].norm()) else None
+    best = left.argsort()[: math.ceil((1 - MAX_WRONG) * len(left))]
+    return solution if float(left[best].norm()) <= tolerance * float(right[best].norm()) else None
 
 
 def _path_to_next_bias(network: NetworkGraph, start: Ref) -> tuple[Ref | None, list[int]]:
@@ -178,8 +189,7 @@ def find_factors_by_biases(known: Propagation) -> Tensor | None:
     made, sent = _join(equations)
     if len(sent) <= made.shape[1] or float(torch.linalg.cond(made)) > MAX_CONDITION:
         return None
-    factors = _solve_robustly(made, sent)
-    return factors if factors is not None and bool((factors != 0).all()) else None
+    return _solve_for_factors(made, sent)
 
 
 def find_factors_by_shifts(known: Propagation) -> Tensor | None:
