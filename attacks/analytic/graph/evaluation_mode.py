@@ -63,6 +63,8 @@ def solve_in_evaluation_mode(
     solver.run()
     if not solver.solved and solver.distinct is not None:
         return FewerImages(solver.distinct)
+    if not solver.solved and count == 1:
+        solver.begin_at_linear_layers()
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
     stem = read_pooled_stem(solver)

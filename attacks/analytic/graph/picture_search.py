@@ -159,6 +159,8 @@ def count_open_numbers(
         return unseen
     if any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
         return found.images.numel()
+    if (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
+        return few
     draw = torch.randn(found.images.shape, generator=stream(seed, "open numbers"), dtype=torch.float64)
     shape = found.images.shape
     settings = InversionSettings(seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0)
@@ -167,6 +169,12 @@ def count_open_numbers(
     if not bool(again.converged.all()):
         return 0
     return int(((again.images - found.images).abs() > 0.5 / 255).sum())
+
+
+def _count_equations(target: FeatureTarget) -> int:
+    """Return how many features are compared; those that a ReLU closed are bounds alone."""
+    counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known
+    return int((counts & ((target.value != 0) | (not target.rectified))).sum())
 
 
 def _search_seconds(shape: Sequence[int]) -> float:

@@ -211,7 +211,7 @@ class Propagation:
         layer = self.network.layers.get(number)
         like = self.network.graph.value(to).shape
         if layer is not None:
-            return layer.pull_back(signal.reshape(layer.output_shape)).reshape(like)
+            return layer.pull_back(signal.reshape(layer.output_shape)).detach().reshape(like)
         if self.network.is_affine(number):
             return self.network.pull_back(number, signal, to)
         if number in self.network.activations:

@@ -28,7 +28,7 @@ from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
-from attacks.network.operation_trace import Ref
+from attacks.network.operation_trace import IMAGE, Ref
 
 MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
@@ -121,6 +121,21 @@ class GraphSolver:
             if ref in self.known.values:
                 self._find_sizes()
                 self._find_signals()
+
+    def begin_at_linear_layers(self) -> None:
+        """Solve from the linear layers with a bias down, of one image: its gradient is what flows back into each."""
+        for number, layer in self.network.layers.items():
+            biases = self.network.bias_like_parameters(number)
+            if self.network.graph.nodes[number].operation != "addmm" or len(biases) != 1:
+                continue
+            sent = self.network.gradient[biases[0][1]]
+            if bool(sent.any()):
+                self.known.set_signal(Ref(number), sent.reshape(layer.output_shape[:2]))
+                self.scaled = True
+        if self.scaled:
+            self.ends.clear()
+            self.waiting.clear()
+            self.run()
 
     def _inputs(self) -> list[Ref]:
         """Return what weighted layers take, the last made first."""
@@ -339,6 +354,9 @@ class GraphSolver:
 
     def _note_values(self, ref: Ref, solved: SolvedInput, names: tuple[str, ...]) -> None:
         values = solved.values.reshape(self.network.graph.value(ref).shape)
+        while (before := self._undo_arrangement(ref, values)) is not None:
+            self.known.set_value(ref, values)
+            ref, values = before
         activation = self.network.activations.get(ref.node)
         if not self.scaled and (self._is_positive(ref) or (activation is not None and activation.slope >= 0)):
             signs = _signs(values)
@@ -355,6 +373,16 @@ class GraphSolver:
             )
         self.known.set_value(ref, values)
         self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
+
+    def _undo_arrangement(self, ref: Ref, values: Tensor) -> tuple[Ref, Tensor] | None:
+        """Return the tensor of which an operation that only arranges numbers made this one, and its values, or None."""
+        flows = self.network.flows_into(ref.node) if ref.node >= 0 and self.network.is_affine(ref.node) else []
+        if len(flows) != 1 or len(self.network.consumers[flows[0]]) != 1 or flows[0].node == IMAGE:
+            return None
+        before = self.network.pull_back(ref.node, values, flows[0])
+        again = self.network.run(ref.node, {flows[0]: before})
+        same = before.numel() == values.numel() and torch.equal(again, values)
+        return (flows[0], before) if same else None
 
     @staticmethod
     def _threshold(values: Tensor) -> float:

@@ -308,11 +308,32 @@ def test_equal_pictures_are_refused_where_nothing_counts_them(monkeypatch: pytes
 
 def test_a_layer_that_cannot_be_begun_with_is_named() -> None:
     convolutions = nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU()
-    images, labels = pictures(1)
+    images, labels = pictures(2)
     model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
     found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
     assert isinstance(found, NotApplicable)
     assert found.reason.startswith("2.weight: not a convolution of stride 1")
+
+
+def test_one_picture_is_begun_with_at_linear_layers() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        lowest = nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Conv2d(24, 24, 3), nn.ReLU()
+        model = nn.Sequential(*lowest, nn.Flatten(), nn.Linear(1536, 16), nn.ReLU(), nn.Linear(16, 10))
+    images, labels = pictures(1)
+    images = (255 * images[..., :12, :12]).round() / 255
+    assert_exact(attacks.build("backsolve")(from_batch(model, images, labels)[0]), images)
+
+
+def test_a_picture_of_fewer_features_than_pixels_is_not_verified() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Conv2d(3, 4, 4, 2), nn.Tanh(), nn.Flatten(), nn.Linear(100, 10))
+    images, labels = pictures(1)
+    found = attacks.build("backsolve")(from_batch(model, images[..., :12, :12], labels)[0])
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
+    assert "332 numbers of the pictures" in found.note
 
 
 def test_a_residual_above_the_noise_verifies_only_whole_levels() -> None:
