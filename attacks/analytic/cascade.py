@@ -14,7 +14,7 @@ from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
-from attacks.analytic.recursive.joint_inversion import invert_jointly
+from attacks.analytic.recursive.joint_inversion import TooFewEquations, invert_jointly, measure_misfit
 from attacks.analytic.recursive.pooled_conv_equations import (
     ActivationOutputs,
     conv_equations,
@@ -38,6 +38,10 @@ MAX_UNKNOWNS = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 MAX_UNEXPLAINED = 1e-3
 """Share of a linear layer's gradient, unexplained, that is no longer rounding."""
+MAX_CHAIN_ERROR = 1e-2
+"""Share of a layer's equations that layer by layer may stay unexplained before `backsolve` is asked, too."""
+MAX_FINISHED = 1_024
+"""Numbers of a verified picture up to which all equations together are asked which of its pixels they fix."""
 PIXEL_MARGIN = 1e-2
 """How far outside [0, 1] a pixel may come out of equations that are satisfied."""
 
@@ -72,8 +76,8 @@ class Cascade(Attack):
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
     the end: its input is returned under `features/layer`, image by image, and no picture.
 
-    A network that is no such chain (residual connections, convolutions before a mean over positions) is handed to
-    `attacks.analytic.backsolve`, which returns what it finds.
+    A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
+    `attacks.analytic.backsolve` first, and what it verifies is returned.
 
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
     the oldest first, until one is: a network gives away less of images the better it has learned them. `note` says of
@@ -99,9 +103,13 @@ class Cascade(Attack):
         return _note_round(best, taken.round, view.round) if tried else best
 
     def _attack_round(self, view: ServerView, seed: int) -> Result:
-        """Return what one round gives away, by way of `backsolve` where the network is no chain undone here."""
+        """Return what one round gives away, all layers together where they can't be undone one by one."""
         found = self._solve_chain(view)
-        return _solve_graph(view, seed, found) if isinstance(found, NotApplicable) and found.limit else found
+        if isinstance(found, NotApplicable):
+            return _solve_together(view, seed, found) if found.limit else found
+        return (
+            found if found.verified or not found.objective > MAX_CHAIN_ERROR else _better_explained(view, seed, found)
+        )
 
     def _solve_chain(self, view: ServerView) -> Result:
         """Return what one round gives away of a chain of layers."""
@@ -114,7 +122,7 @@ class Cascade(Attack):
         precise = {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()}
         stages = extract_layer_chain(view, max_pooling=True, device=device)
         if isinstance(stages, NotApplicable):
-            return _solve_jointly(view, precise, device, stages, count)
+            return stages
         sent = gradients_by_layer(stages, precise)
         even, _ = rescale_to_unit({**sent})
         gradients = {n: dense(g) for n, g in even.items()}
@@ -132,7 +140,7 @@ class Cascade(Attack):
             return NotApplicable(missing, limit=True)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
-            return _solve_jointly(view, precise, device, refused, count)
+            return refused
         first = (
             _top_of_one_image(stages, gradients, top) if count == 1 else _top_of_batch(stages, gradients, top, count)
         )
@@ -150,23 +158,80 @@ def _with_label(view: ServerView, found: Reconstruction) -> Reconstruction:
     return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
 
 
-def _solve_jointly(
-    view: ServerView, gradient: dict[str, Tensor], device: torch.device, refusal: NotApplicable, count: int
-) -> Result:
-    """Return what all layers together tell of one image where they can't be undone one by one, or the refusal."""
-    if not refusal.limit or count != 1:
-        return refusal
-    even, _ = rescale_to_unit({**gradient})
-    found = invert_jointly(view, {n: dense(g) for n, g in even.items()}, device, refusal)
+def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Result:
+    """Return what is found of layers that can't be undone one by one, by `backsolve` and by all equations together.
+
+    Of one image the latter are asked where `backsolve` verified nothing, or quick enough to say which pixels are fixed.
+    They begin at its picture if there is one.
+    """
+    by_graph = Backsolve().attack_view(view, seed)
+    start = by_graph.inputs if isinstance(by_graph, Reconstruction) else None
+    verified = isinstance(by_graph, Reconstruction) and by_graph.verified
+    if verified and start is not None and start.numel() > MAX_FINISHED:
+        return by_graph
+    jointly = _solve_jointly(view, refused, start)
+    if verified:
+        return jointly if isinstance(jointly, Reconstruction) and jointly.verified else by_graph
+    if isinstance(jointly, Reconstruction):
+        return jointly if start is None or not jointly.note else _note_both(jointly, by_graph)
+    if isinstance(by_graph, NotApplicable):
+        return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
+    return jointly if isinstance(jointly, TooFewEquations) else _with_misfit(view, by_graph)
+
+
+def _with_misfit(view: ServerView, found: Reconstruction) -> Reconstruction:
+    """Return a picture of one image with the share of all equations that it leaves unexplained."""
+    gradient = _even_gradient(view)
+    if gradient is None or found.inputs is None:
+        return found
+    left = measure_misfit(view, gradient, _solving_device(view), found.inputs)
+    if left is None:
+        return found
+    note = "; ".join(filter(None, (found.note, f"{left:.1e} of all equations together is left unexplained")))
+    return replace(found, objective=left, note=note)
+
+
+def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | None) -> Result:
+    """Return what the equations of all layers tell of one image, from gray or another start, or why nothing."""
+    gradient = _even_gradient(view)
+    if gradient is None:
+        return refused
+    found = invert_jointly(view, gradient, _solving_device(view), refused, start)
     return _with_label(view, found) if isinstance(found, Reconstruction) else found
 
 
-def _solve_graph(view: ServerView, seed: int, refused: NotApplicable) -> Result:
-    """Return what `backsolve` finds of a network that is no chain of the kind undone here, or both reasons."""
-    found = Backsolve().attack_view(view, seed)
-    if isinstance(found, NotApplicable):
-        return replace(refused, reason=f"{refused.reason}; by backsolve: {found.reason}")
-    return found
+def _even_gradient(view: ServerView) -> dict[str, Tensor] | None:
+    """Return the gradient of one image in double precision, up to one factor, or None of several."""
+    gradient = exact_step_gradient(view)
+    if isinstance(gradient, NotApplicable):
+        return None
+    even, _ = rescale_to_unit(
+        {n: dense(g).detach().to(_solving_device(view), torch.float64) for n, g in gradient.items()}
+    )
+    return {n: dense(g) for n, g in even.items()}
+
+
+def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Reconstruction:
+    """Return what `backsolve` finds of one image, if it explains more than what was found layer by layer."""
+    gradient = _even_gradient(view)
+    if gradient is None or found.inputs is None:
+        return found
+    other = Backsolve().attack_view(view, seed)
+    if not isinstance(other, Reconstruction) or other.inputs is None:
+        return found
+    if other.verified:
+        return other
+    images = (found.inputs, other.inputs)
+    own, its = (measure_misfit(view, gradient, _solving_device(view), picture) for picture in images)
+    if own is None or its is None or own <= its:
+        return found
+    return replace(other, objective=its, note="; ".join(filter(None, (found.note, f"by backsolve: {other.note}"))))
+
+
+def _note_both(jointly: Reconstruction, by_graph: Result) -> Reconstruction:
+    """Return what all equations together led to, with the words of the attack whose picture they began at."""
+    note = by_graph.note if isinstance(by_graph, Reconstruction) else ""
+    return replace(jointly, note=f"{jointly.note}; by backsolve: {note}" if note else jointly.note)
 
 
 def _solving_device(view: ServerView) -> torch.device:

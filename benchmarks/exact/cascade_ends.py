@@ -1,10 +1,12 @@
 """Which small networks `cascade` solves, and which it refuses.
 
-Run it by `python -m benchmarks.exact.cascade_ends [--kinds NAME...] [--images N] [--quick]` (needs HYPERLEAK_DATA).
+Run it by `python -m benchmarks.exact.cascade_ends [--kinds NAME...] [--images N] [--quick] [--resume]` (needs
+HYPERLEAK_DATA).
 
 Untrained networks of a dozen kinds, one step on one image in float32, no label and no classifier: what comes back, in
 how many seconds, or the reason why nothing does. Image i meets the network of seed i. `--quick` takes one image of
-every kind and publishes nothing. Kinds that are left out keep what was measured last.
+every kind and publishes nothing. Kinds that are left out keep what was measured last; with `--resume` so do images that
+were measured on this machine.
 """
 
 from __future__ import annotations
@@ -205,6 +207,7 @@ def line(rows: Sequence[dict[str, Any]]) -> list[str]:
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The results in words."""
     body = [[kind, *line(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
+    missing = [kind for kind in KINDS if all(row["kind"] != kind for row in rows)]
     head = ["network", "images", "8-bit exact", "verified", "verified, not exact", "median dB (least)"]
     return [
         "# Networks that `cascade` solves or refuses",
@@ -214,6 +217,7 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "first picture that it was not satisfied with.",
         "",
         *table([*head, "median seconds", "what it said"], body),
+        *(["", f"Not measured: {'; '.join(missing)}."] if missing else []),
     ]
 
 
@@ -231,21 +235,26 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--first", type=int, default=FIRST, help="number of the first test image")
     parser.add_argument("--quick", action="store_true", help="one image of every kind, printed and not published")
+    parser.add_argument("--resume", action="store_true", help="measure only images that were not measured")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     images: dict[str, Batch] = {}
-    rows = [] if chosen.quick else [row for row in _measured() if row["kind"] not in chosen.kinds]
+    kept = [] if chosen.quick else _measured()
+    rows = [row for row in kept if chosen.resume or row["kind"] not in chosen.kinds]
+    done = {(row["kind"], row["image"]) for row in rows}
     for name in chosen.kinds:
         kind = KINDS[name]
         if kind.data not in images:
             images[kind.data] = fl.data.load(kind.data).test
         for number in range(chosen.first, chosen.first + (1 if chosen.quick else chosen.images)):
+            if (name, number) in done:
+                continue
             rows.append({"kind": name, **one(kind, images[kind.data], number)})
             if chosen.quick:
                 sys.stdout.write(json.dumps(rows[-1]) + "\n")
                 sys.stdout.flush()
-        if not chosen.quick:  # at once, so that what is measured stays if this is stopped
-            publish("cascade_ends", {"rows": rows}, document(rows))
+            else:  # at once, so that what is measured stays if this is stopped
+                publish("cascade_ends", {"rows": rows}, document(rows))
 
 
 if __name__ == "__main__":

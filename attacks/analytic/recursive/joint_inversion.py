@@ -51,7 +51,7 @@ EXPLAINED = 5.0
 MAX_BELIEVED_ERROR = 0.05
 """Share of the features, left unexplained, from which on what was found is no picture."""
 MAX_STEPS, MAX_SECONDS = 40, 60.0
-"""Of one search, of which there are three at most; after so many seconds of CPU time no further step begins."""
+"""Of one search, of which there are four at most; after so many seconds of CPU time no further step begins."""
 FIRST_DAMPING, MAX_DAMPING = 1e-2, 1e6
 """Share of the matrix's diagonal that is added to it, at first and at most."""
 STALLED = 0.999
@@ -218,8 +218,33 @@ def _equations_below(
     return JointEquations(graph, features, layer, value, bias @ start, gradients, noise, max(own, 1e-9))
 
 
+class TooFewEquations(NotApplicable):
+    """The refusal of a picture that has more pixels than there are equations."""
+
+
+def measure_misfit(
+    view: ServerView, gradient: Mapping[str, Tensor], device: torch.device, images: Tensor
+) -> float | None:
+    """Return the largest share of a tensor's norm that a picture leaves of all equations together, or None.
+
+    Args:
+        view: the server's, of one step on one image.
+        gradient: of that step, by parameter, in double precision.
+        device: where to solve.
+        images: the picture (1, C, H, W).
+    """
+    equations = joint_equations(view, gradient, device)
+    if isinstance(equations, NotApplicable):
+        return None
+    return max(equations.errors(images.to(equations.value)).values())
+
+
 def invert_jointly(
-    view: ServerView, gradient: Mapping[str, Tensor], device: torch.device, refusal: NotApplicable
+    view: ServerView,
+    gradient: Mapping[str, Tensor],
+    device: torch.device,
+    refusal: NotApplicable,
+    start: Tensor | None = None,
 ) -> Reconstruction | NotApplicable:
     """Return the picture, or why there is none: too few equations, too many pixels, or a search that led nowhere.
 
@@ -228,18 +253,21 @@ def invert_jointly(
         gradient: of that step, by parameter, in double precision.
         device: where to solve.
         refusal: why the layers can't be undone one by one.
+        start: a picture (1, C, H, W) to begin at before gray, found otherwise.
     """
     equations = joint_equations(view, gradient, device)
     if isinstance(equations, NotApplicable):
         return refusal
     pixels = view.task.input_shape[0] * view.task.input_shape[1] * view.task.input_shape[2]
     counts = f"{equations.count} equations below {equations.layer} for {pixels} pixels"
-    if pixels > MAX_PIXELS or equations.count < pixels:
-        few = "too few" if equations.count < pixels else f"more pixels than the {MAX_PIXELS} that are solved for"
-        return NotApplicable(f"{refusal.reason}; all equations together are {counts}: {few}", limit=True)
+    together = f"{refusal.reason}; all equations together are {counts}"
+    if equations.count < pixels:
+        return TooFewEquations(f"{together}: too few", limit=True)
+    if pixels > MAX_PIXELS:
+        return NotApplicable(f"{together}: more pixels than the {MAX_PIXELS} that are solved for", limit=True)
     shape = view.task.input_shape
     prior = _smooth_prior(shape, equations.value)
-    images = _search_from_gray(equations, prior, torch.full((1, *shape), 0.5).to(equations.value))
+    images = _search_from(equations, prior, start, torch.full((1, *shape), 0.5).to(equations.value))
     errors, fixed, verified = equations.errors(images), None, False
     if not (far := errors[equations.layer]) < MAX_BELIEVED_ERROR:
         ended = f"solved together, {counts}, they led to no picture ({far:.1e} left unexplained of what comes in there)"
@@ -268,6 +296,17 @@ def _smooth_prior(shape: Sequence[int], like: Tensor) -> GaussianPrior:
     channels, height, width = shape
     layer = ConvPoolLayer(like.new_ones(1, channels, 1, 1), like.new_zeros(1), (channels, height, width))
     return choice_prior(layer, like.new_zeros(channels), like.new_ones(channels))
+
+
+def _search_from(equations: JointEquations, prior: GaussianPrior, start: Tensor | None, gray: Tensor) -> Tensor:
+    """Return the picture that leaves least of the equations, from a start and, where it explains too little, gray."""
+    if start is None:
+        return _search_from_gray(equations, prior, gray)
+    one = _search(equations, prior, start.to(gray))
+    if equations.explains(equations.errors(one)):
+        return one
+    other = _search_from_gray(equations, prior, gray)
+    return min(one, other, key=lambda images: float(equations.residual(images).square().sum()))
 
 
 def _search_from_gray(equations: JointEquations, prior: GaussianPrior, gray: Tensor) -> Tensor:

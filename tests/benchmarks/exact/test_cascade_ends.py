@@ -42,6 +42,7 @@ def test_what_was_solved_and_what_was_refused_have_a_line_each() -> None:
     assert lines[1] == f"| {first} | 2 | 1 | 2 | 1 | 65.0 (30.0) | 2.0 | 12 pixels are open |"
     assert lines[2] == f"| {second} | 1 | 0 | 0 | 0 | - | 1.0 | refused: too few |"
     assert len(lines) == 3
+    assert f"Not measured: {'; '.join(list(KINDS)[2:])}." in cascade_ends.document(rows)
 
 
 def test_kinds_that_are_left_out_keep_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -62,4 +63,6 @@ def test_kinds_that_are_left_out_keep_what_was_measured(monkeypatch: pytest.Monk
     assert measured("--kinds", "one", "--first", "0", "--images", "2") == [("one", 0), ("one", 1)]
     assert measured("--kinds", "two", "--first", "1", "--images", "1") == [("one", 0), ("one", 1), ("two", 1)]
     assert measured("--kinds", "one", "--first", "2", "--images", "1") == [("two", 1), ("one", 2)]
-    assert "| one | 1 | 1 |" in (tmp_path / "cascade_ends.md").read_text()
+    again = measured("--kinds", "one", "two", "--first", "1", "--images", "2", "--resume")
+    assert again == [("two", 1), ("one", 2), ("one", 1), ("two", 2)]
+    assert "| one | 2 | 2 |" in (tmp_path / "cascade_ends.md").read_text()
