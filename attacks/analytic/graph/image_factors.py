@@ -79,7 +79,7 @@ def find_image_factors(network: NetworkGraph, number: int, signal: Tensor) -> Te
 
 def _solve_for_factors(made: Tensor, sent: Tensor) -> Tensor | None:
     """Return the factors that most equations (n, B) and (n,) agree on, none of them zero; None where they do not."""
-    factors = _solve_robustly(made, sent, MAX_MISFIT)
+    factors = _solve_robustly(made, sent, MAX_MISFIT) if len(sent) >= made.shape[1] else None
     return factors if factors is not None and bool((factors != 0).all()) else None
 
 

@@ -39,7 +39,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from scipy.sparse import csr_array, triu
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
@@ -224,11 +226,11 @@ def candidate_positions(layer: PooledConvolution, known: PooledObservation, outp
 
 def _overlapping_windows(windows: Tensor, inside: Tensor) -> Tensor:
     """Return pairs of windows (2, n) that have a position in common, from their positions (window^2, windows)."""
-    number = int(windows.max()) + 1
-    covers = torch.zeros(windows.shape[1], number, dtype=torch.float32, device=windows.device)
     which = torch.arange(windows.shape[1], device=windows.device).expand_as(windows)
-    covers[which[inside], windows[inside]] = 1
-    return torch.nonzero((covers @ covers.mT).triu(1) > 0).mT
+    places = (which[inside].cpu().numpy(), windows[inside].cpu().numpy())
+    covers = csr_array((np.ones(len(places[0]), dtype=np.float32), places))
+    one, other = triu(covers @ covers.T, k=1).nonzero()
+    return torch.as_tensor(np.stack((one, other)), dtype=torch.long, device=windows.device)
 
 
 def _groups(t: Tensor, pairs: Tensor, tolerance: float) -> Tensor:

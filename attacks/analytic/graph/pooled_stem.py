@@ -46,16 +46,18 @@ LEVEL_SHARE = 0.5
 pictures that is less than `MAX_MISFIT`."""
 PROBES = 16
 """Random signs by which it is estimated what pixels tell."""
-LEVELS_SIGMA = 3e-3
-"""First standard deviation of outputs, relative to theirs, where a search goes on from whole levels."""
+LEVELS_SIGMA, FEW_WRONG = 3e-3, 1e-2
+"""First standard deviation of outputs, relative to theirs, where a search goes on from whole levels, and the share of
+the equations above which that is in vain, since too many pixels are at wrong ones."""
 ROUGHNESS, COLOR_ROUGHNESS = 0.0125, 0.00375
 """Scale of differences of neighboring pixels in what all channels share, and in what sets them apart."""
 ROUGHER = (3.0, 6.0)
 """Multiples of these scales for further searches, where the first one leaves equations unexplained: smooth pictures
 come out best by the first, rough ones by the last."""
-REHEATING_SIGMAS, REHEATING_ROUGHNESS = (0.1, 0.05, 0.025), 3.0
-"""First standard deviations with which searches go on from the best pictures, one after the other while they help, and
-the multiple of the scales then."""
+REHEATINGS, REHEATING_ROUGHNESS = ((0.05, 0.97, 170), (0.03, 0.98, 220), (0.02, 0.985, 260)), 3.0
+"""First standard deviation, its decay and the steps of searches that go on from the best pictures, one after the other,
+and the multiple of the scales then. Positions that were decided wrongly are given up by heat, and found by slow cooling
+from no more of it than that takes: on pictures of 64 pixels, each gained 1 to 4 dB."""
 SEARCH_SECONDS = 120.0
 """CPU seconds after which no further such search begins."""
 
@@ -148,13 +150,8 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     """
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
-    images = _search_from_gray(stem, shape, settings)
+    images = _finish(stem, _search_from_gray(stem, shape, settings), settings)
     levels, missed = _to_levels(images), _measure(stem, images)
-    if _measure(stem, levels) > MAX_MISFIT:  # most pixels may be at the right level: what is wrong follows from them
-        again = _search(stem, levels, replace(settings, first_sigma=LEVELS_SIGMA))
-        if _measure(stem, again) < missed:
-            images, missed = again, _measure(stem, again)
-            levels = _to_levels(images)
     missed_by_levels = _measure(stem, levels)
     explained = missed_by_levels <= MAX_MISFIT and missed_by_levels <= LEVEL_SHARE * _least_change(stem, levels)
     if explained:
@@ -168,7 +165,7 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
     """Return the pictures that leave least of the equations, of searches that take pictures to be smooth or rough."""
     gray = torch.full(tuple(shape), GRAY, dtype=stem.scale.dtype, device=stem.scale.device)
     began = time.process_time()
-    images = _search(stem, gray, settings)
+    images = _finish(stem, _search(stem, gray, settings), settings)
 
     def is_done() -> bool:
         late = time.process_time() - began > SEARCH_SECONDS
@@ -177,17 +174,27 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
     for factor in ROUGHER:
         if is_done():
             return images
-        other = _search(stem, gray, _rougher(settings, factor))
-        if _measure(stem, other) < _measure(stem, images):
-            images = other
-    for sigma in REHEATING_SIGMAS:
+        images = _best(stem, images, _finish(stem, _search(stem, gray, _rougher(settings, factor)), settings))
+    last, rough = images, _rougher(settings, REHEATING_ROUGHNESS)
+    for sigma, decay, steps in REHEATINGS:
         if is_done():
             return images
-        other = _search(stem, images, replace(_rougher(settings, REHEATING_ROUGHNESS), first_sigma=sigma))
-        if not _measure(stem, other) < _measure(stem, images):
-            return images
-        images = other
+        last = _search(stem, last, replace(rough, first_sigma=sigma, decay=decay, steps=steps))
+        images = _best(stem, images, last)
     return images
+
+
+def _finish(stem: PooledStem, images: Tensor, settings: AnnealingSettings) -> Tensor:
+    """Return pictures that go on from whole levels, where few of these are wrong: the equations tell which."""
+    levels = _to_levels(images)
+    if not MAX_MISFIT < _measure(stem, levels) < FEW_WRONG:
+        return images
+    return _best(stem, images, _search(stem, levels, replace(settings, first_sigma=LEVELS_SIGMA)))
+
+
+def _best(stem: PooledStem, images: Tensor, others: Tensor) -> Tensor:
+    """Return the pictures that leave less of the equations, the first ones if both leave the same."""
+    return others if _measure(stem, others) < _measure(stem, images) else images
 
 
 def _rougher(settings: AnnealingSettings, factor: float) -> AnnealingSettings:

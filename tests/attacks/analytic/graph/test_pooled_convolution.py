@@ -8,6 +8,7 @@ from attacks.analytic.graph.pooled_convolution import (
     AnnealingSettings,
     PooledConvolution,
     PooledObservation,
+    _overlapping_windows,
     candidate_positions,
     invert_pooled_convolution,
 )
@@ -78,3 +79,9 @@ def test_images_come_back_through_an_overlapping_pooling() -> None:
 
     assert error(found) < 0.01
     assert error(found) < 0.3 * error(without)
+
+
+def test_windows_that_overlap_are_paired() -> None:
+    windows = torch.tensor([[0, 1, 5], [1, 2, 6], [9, 9, 9]])  # of three windows; the last position is outside
+    inside = torch.tensor([[True, True, True], [True, True, True], [False, False, False]])
+    assert _overlapping_windows(windows, inside).mT.tolist() == [[0, 1]]

@@ -148,10 +148,10 @@ def test_a_search_that_leaves_equations_is_followed_by_ones_for_rougher_pictures
     assert asked == [0.1, pytest.approx(0.3)]
 
 
-def test_searches_go_on_from_the_best_pictures_while_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_searches_go_on_one_after_the_other_and_the_best_pictures_count(monkeypatch: pytest.MonkeyPatch) -> None:
     images, asked = picture().double(), []
     stem = wide_stem(images)
-    gaps = iter([0.5, 0.4, 0.45, 0.3, 0.35])  # of three from gray the second is best; going on helps once
+    gaps = iter([0.5, 0.4, 0.45, 0.3, 0.35, 0.32])  # of three from gray the second is best, then the fourth
 
     def search(_: PooledStem, start: Tensor, settings: AnnealingSettings) -> Tensor:
         gap = next(gaps)
@@ -162,6 +162,6 @@ def test_searches_go_on_from_the_best_pictures_while_that_helps(monkeypatch: pyt
     monkeypatch.setattr(pooled_stem, "_measure", lambda _, at: float((at - images).abs().max()))
     found = pooled_stem._search_from_gray(stem, images.shape, AnnealingSettings(0.1, 0.1))
     assert torch.allclose(found, images + 0.3)
-    assert [sigma for _, sigma, _ in asked[3:]] == [0.1, 0.05]
-    assert torch.allclose(asked[3][2], images + 0.4)
-    assert torch.allclose(asked[4][2], images + 0.3)
+    assert [sigma for _, sigma, _ in asked[3:]] == [0.05, 0.03, 0.02]
+    starts = [float((start - images).mean()) for *_, start in asked[3:]]
+    assert starts == pytest.approx([0.4, 0.3, 0.35])
