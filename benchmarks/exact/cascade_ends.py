@@ -212,9 +212,10 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     return [
         "# Networks that `cascade` solves or refuses",
         "",
-        "Untrained networks, one step of size 0.01 on one image in float32, no label, no classifier. Colored images "
-        "are of CIFAR-10, gray ones of MNIST. CPU seconds, one thread. The last column: the attack's own words of the "
-        "first picture that it was not satisfied with.",
+        "Untrained networks, one step on one image in float32, no label, no classifier. The step is of size 0.01 where "
+        "no other is named. Colored images are of CIFAR-10, gray ones of MNIST, all test images that the attack "
+        "was not developed on. CPU seconds, one thread. The last column: the attack's own words of the first picture "
+        "that it was not satisfied with.",
         "",
         *table([*head, "median seconds", "what it said"], body),
         *(["", f"Not measured: {'; '.join(missing)}."] if missing else []),

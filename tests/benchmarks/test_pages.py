@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import common
 from benchmarks.common import RESULTS
-from benchmarks.exact import cascade, cascade_batches, residual_page
+from benchmarks.exact import cascade, cascade_batches, cascade_ends, residual_page
 from benchmarks.exact.residual_victims import CASES
 from benchmarks.hyperfl import peel, published_hyperfl, several_steps
 from benchmarks.leakage import defenses, leakage, presets, rog_spaces, same_network, settings
@@ -37,6 +37,7 @@ def turns(known: Known) -> int:
 DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "cascade": lambda known: cascade.document(known["rows"], known["first"], known["timed_on"]["processor"]),
     "cascade_batches": lambda known: cascade_batches.document(known["rows"], known["first"]),
+    "cascade_ends": lambda known: cascade_ends.document(known["rows"]),
     "defenses": lambda known: defenses.document(known["rows"], known["search"]),
     "gpu": gpu.page,
     "hyperfl_fashion_mnist": leakage._known,
