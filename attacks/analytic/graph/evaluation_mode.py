@@ -115,8 +115,8 @@ def _choose_targets(solver: GraphSolver) -> list[SolvedTensor]:
     pixels = solver.network.graph.image.numel()
     chosen: list[SolvedTensor] = []
     precise = MAX_NOISE_RATIO * min(feature_noise(tensor) for tensor in solver.solved)
-    for tensor in sorted(solver.solved, key=lambda solved: solved.ref.node):
-        numbers = sum(int((t.values != 0).sum()) for t in chosen if feature_noise(t) <= precise)
+    for tensor in sorted([*solver.projections, *solver.solved], key=lambda solved: solved.ref.node):
+        numbers = sum(t.count for t in chosen if feature_noise(t) <= precise)
         if numbers >= NUMBERS_PER_PIXEL * pixels:
             break
         chosen.append(tensor)

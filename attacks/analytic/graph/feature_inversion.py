@@ -82,6 +82,8 @@ class FeatureTarget:
         noise: relative error of `value` (in norm). Where the residual is there, an image is done.
         rectified: `value` is the output of a ReLU, and `forward` returns the input of it.
         unknown_scale: `value` is known up to a positive factor of each image.
+        projection: (B, N, N), of the features' numbers in each channel (B, K, N) the part that `value` is; None where
+            it is all. It is symmetric.
     """
 
     value: Tensor
@@ -90,6 +92,7 @@ class FeatureTarget:
     noise: float = 1e-6
     rectified: bool = False
     unknown_scale: bool = False
+    projection: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -311,13 +314,20 @@ class _Problem:
 
         def choose(t: FeatureTarget) -> FeatureTarget:
             shared = t.known is None or len(t.known) != len(t.value)
-            return replace(t, value=t.value[keep], known=t.known if shared or t.known is None else t.known[keep])
+            projection = None if t.projection is None else t.projection[keep]
+            known = t.known if shared or t.known is None else t.known[keep]
+            return replace(t, value=t.value[keep], known=known, projection=projection)
 
         return replace(self, targets=tuple(choose(t) for t in self.targets))
 
     def to(self, dtype: torch.dtype) -> _Problem:
         """Return the problem with targets of another type."""
-        return replace(self, targets=tuple(replace(t, value=t.value.to(dtype)) for t in self.targets))
+
+        def convert(t: FeatureTarget) -> FeatureTarget:
+            projection = None if t.projection is None else t.projection.to(dtype)
+            return replace(t, value=t.value.to(dtype), projection=projection)
+
+        return replace(self, targets=tuple(map(convert, self.targets)))
 
     def residuals(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return one residual (b, ...) for each target."""
@@ -333,6 +343,8 @@ class _Problem:
 def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
     value = target.value
     dims = tuple(range(1, value.ndim))
+    if target.projection is not None:
+        feature = (feature.flatten(2) @ target.projection).reshape(value.shape)
     if target.rectified:
         feature = torch.where(value > 0, feature, feature.relu())
     known = 1.0 if target.known is None else target.known.to(value.dtype)

@@ -151,7 +151,7 @@ def solve_input(
     """
     layers = [known.layer for known in signals]
     right = [layer.right_side() for layer in layers]
-    size = [_channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
+    size = [channel_sizes(known, g) for known, g in zip(signals, right, strict=True)]
     good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
     joint, last, floor, began = None, None, 0.0, time.process_time()
     for turn in range(MAX_ROUNDS):
@@ -214,7 +214,7 @@ def _are_few(joint: JointSolver, signals: Sequence[KnownSignal]) -> bool:
     return _count_missing(counts, equations, MIN_JOINT_RATIO) > others
 
 
-def _channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
+def channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
     """Return how large the gradient of each output channel (C,) should be by its signal, which its rounding goes by.
 
     The gradient itself may be small by chance, where terms of several positions cancel.

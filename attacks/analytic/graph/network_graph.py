@@ -37,6 +37,23 @@ class Activation:
     slope: float
 
 
+@dataclass(frozen=True)
+class SingleEntries:
+    """A tensor each of whose numbers is one number t of other tensors, scaled and shifted: slope * t[index] + offset.
+
+    Attributes:
+        tensors: the others, of which t has all numbers, one after the other.
+        index: (N,), into t.
+        slope: (N,).
+        offset: (N,).
+    """
+
+    tensors: tuple[Ref, ...]
+    index: Tensor
+    slope: Tensor
+    offset: Tensor
+
+
 @dataclass
 class NetworkGraph:
     """What a network computes from a batch, by operations of one trace.
@@ -52,6 +69,8 @@ class NetworkGraph:
     gradient: Mapping[str, Tensor]
     _affine: dict[int, bool] = field(default_factory=dict)
     _scalings: dict[Ref, tuple[int, Tensor] | None] = field(default_factory=dict)
+    _single_entries: dict[Ref, SingleEntries | None] = field(default_factory=dict)
+    _origins: dict[Ref, SingleEntries] = field(default_factory=dict)
 
     @cached_property
     def used(self) -> list[int]:
@@ -169,6 +188,53 @@ class NetworkGraph:
             return None
         return (number, slope) if bool((slope != 0).all()) else None
 
+    def single_entries(self, ref: Ref) -> SingleEntries | None:
+        """Return of which numbers an operation makes a tensor; None where it sums several, or is a weighted layer.
+
+        Normalizations in evaluation mode, concatenations and slices are such operations.
+        """
+        if ref not in self._single_entries:
+            single = ref.node >= 0 and ref.node not in self.layers and self.is_affine(ref.node)
+            self._single_entries[ref] = self._find_single_entries(ref) if single else None
+        return self._single_entries[ref]
+
+    def trace_entries(self, ref: Ref) -> SingleEntries:
+        """Return of which numbers a tensor is made, as far down as operations of single numbers go."""
+        if ref not in self._origins:
+            own = self.single_entries(ref)
+            if own is None:
+                return _identity(ref, self.graph.value(ref))
+            self._origins[ref] = self._trace_further(own)
+        return self._origins[ref]
+
+    def _trace_further(self, own: SingleEntries) -> SingleEntries:
+        parts = [self.trace_entries(taken) for taken in own.tensors]
+        sizes = [sum(self.graph.value(origin).numel() for origin in part.tensors) for part in parts]
+        index = torch.cat([part.index + sum(sizes[:place]) for place, part in enumerate(parts)])[own.index]
+        slope, offset = (torch.cat([getattr(p, name) for p in parts])[own.index] for name in ("slope", "offset"))
+        tensors = tuple(origin for part in parts for origin in part.tensors)
+        return SingleEntries(tensors, index, own.slope * slope, own.slope * offset + own.offset)
+
+    def _find_single_entries(self, ref: Ref) -> SingleEntries | None:
+        flows = tuple(dict.fromkeys(self.flows_into(ref.node)))
+        likes = [self.graph.value(taken) for taken in flows]
+        total = sum(like.numel() for like in likes)
+        like = likes[0]
+
+        def made(numbers: Tensor) -> Tensor:
+            parts = numbers.to(like).split([x.numel() for x in likes])
+            given = {taken: part.reshape(x.shape) for taken, part, x in zip(flows, parts, likes, strict=True)}
+            return self.run(ref.node, given, ref.output).flatten()
+
+        draw = _noise(torch.empty(total, dtype=torch.float64), 4)
+        with torch.no_grad():
+            offset = made(torch.zeros(total))
+            slope = made(torch.ones(total)) - offset
+            places = (made(torch.arange(total)) - offset) / torch.where(slope == 0, 1.0, slope)
+            index = places.round().clamp(0, total - 1).long()
+            alone = torch.allclose(made(draw) - offset, slope * draw.to(like)[index], rtol=1e-9, atol=1e-9)
+        return SingleEntries(flows, index, slope, offset) if alone else None
+
     def operations_to(self, refs: Sequence[Ref]) -> list[int]:
         """Return the operations that lead from the image to some tensors, in order."""
         needed = {number for ref in refs for number in self.graph.operations_behind(ref)}
@@ -284,6 +350,12 @@ class NetworkGraph:
         ]
         tensors = {name: _cast(value, dtype) for name, value in self.graph.tensors.items()}
         return replace(self.graph, image=_cast(self.graph.image, dtype), tensors=tensors, nodes=nodes)
+
+
+def _identity(ref: Ref, value: Tensor) -> SingleEntries:
+    """Return a tensor as made of itself."""
+    one = torch.ones_like(value).flatten()
+    return SingleEntries((ref,), torch.arange(len(one), device=one.device), one, torch.zeros_like(one))
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:

@@ -98,11 +98,11 @@ class FeaturePath:
 
 def paths_around_activations(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> list[FeaturePath]:
     """Return the path to what each target is compared with."""
-    return [_path_around_activation(network, target.ref) for target in targets]
+    return [_path_to(network, target) for target in targets]
 
 
-def _path_around_activation(network: NetworkGraph, end: Ref) -> FeaturePath:
-    activation = _rectifier(network, end)
+def _path_to(network: NetworkGraph, target: SolvedTensor) -> FeaturePath:
+    end, activation = target.ref, _compared_rectifier(network, target)
     if activation is None:
         return FeaturePath(end, end, (), end)
     start = network.flows_into(activation)[0]
@@ -120,6 +120,11 @@ def _rectifier(network: NetworkGraph, ref: Ref) -> int | None:
     return number if activation is not None and activation.slope == 0 else None
 
 
+def _compared_rectifier(network: NetworkGraph, target: SolvedTensor) -> int | None:
+    """Return the ReLU of a target for which what goes into it is compared: only single numbers bound that."""
+    return None if target.projection is not None else _rectifier(network, target.ref)
+
+
 def feature_noise(target: SolvedTensor) -> float:
     """Return by which share of themselves solved features may be off."""
     return max(target.misfit, MIN_FEATURE_NOISE)
@@ -127,6 +132,9 @@ def feature_noise(target: SolvedTensor) -> float:
 
 def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
     """Return a solved tensor as features to be met."""
+    if target.projection is not None:
+        noise, weight = feature_noise(target), MIN_FEATURE_NOISE / feature_noise(target)
+        return FeatureTarget(target.values, weight=weight, noise=noise, projection=target.projection)
     small = max(DOUBTFUL_VALUE, DOUBTFUL_NOISE * target.misfit) * target.values.abs().max()
     return FeatureTarget(
         target.values,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.sibling_activations import find_output_by_siblings
 from attacks.network.operation_recognition import MonotoneActivation
 from attacks.network.operation_trace import IMAGE, Ref
 from fl.tensors import per_image
@@ -184,10 +185,22 @@ class Propagation:
         for taken in self.network.flows_into(ref.node):
             value = self.values[taken] if taken in self.values else self._forward[taken]
             if isinstance(value, str):
-                return f"the values at {self._place(ref)} are unknown"
+                told = self._ask_siblings(ref)
+                return f"the values at {self._place(ref)} are unknown" if told is None else told
             given[taken] = value
         with torch.no_grad():
             return self.network.run(ref.node, given, ref.output)
+
+    def _ask_siblings(self, ref: Ref) -> Tensor | None:
+        """Return what an activation returned, as others of the same numbers tell; None where they do not."""
+        if ref.node not in self.network.activations:
+            return None
+
+        def held(origin: Ref) -> Tensor | None:
+            found = self.values.get(origin, self._forward.get(origin))
+            return None if isinstance(found, str) else found
+
+        return find_output_by_siblings(self.network, ref.node, self.values, held)
 
     def _work_out_signal(self, ref: Ref) -> Tensor | str:
         users = self.network.consumers.get(ref, [])

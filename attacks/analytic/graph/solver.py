@@ -12,6 +12,7 @@ from attacks.analytic.graph.image_factors import (
     find_factors_by_shifts,
     find_image_factors,
 )
+from attacks.analytic.graph.input_projections import solve_projection
 from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
@@ -68,6 +69,8 @@ class SolvedTensor:
         misfit: share of the gradient, or of known outputs above, that it leaves unexplained.
         scaled: whether its size is known, rather than up to a factor for each image.
         by: names of the layers whose equations gave it.
+        projection: (n, H W, H W), that of the tensor which `values` are and which is all that its layers' equations
+            determine; None where they determine the tensor (`input_projections`).
     """
 
     ref: Ref
@@ -75,6 +78,14 @@ class SolvedTensor:
     misfit: float
     scaled: bool
     by: tuple[str, ...]
+    projection: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of its numbers that are not zero; of a projection, of those that are determined."""
+        if self.projection is None:
+            return int((self.values != 0).sum())
+        return round(float(self.projection.diagonal(dim1=1, dim2=2).sum())) * self.values.shape[1]
 
 
 @dataclass
@@ -86,6 +97,7 @@ class GraphSolver:
         images: how many there are.
         known: values and signals.
         solved: the tensors solved for, the lowest last.
+        projections: what is known of tensors that could not be solved for.
         ends: why layers' inputs could not be solved for, by the layer's weight: facts about these layers.
         waiting: which signal was missing, of layers that were never asked for lack of one above.
         anchor: weight of the convolution whose shifts gave the first signals; empty before.
@@ -98,6 +110,7 @@ class GraphSolver:
     images: int
     known: Propagation
     solved: list[SolvedTensor] = field(default_factory=list)
+    projections: list[SolvedTensor] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
@@ -121,6 +134,8 @@ class GraphSolver:
             if ref in self.known.values:
                 self._find_sizes()
                 self._find_signals()
+            else:
+                self._project(ref)
 
     def begin_at_linear_layers(self) -> None:
         """Solve from the linear layers with a bias down, of one image: its gradient is what flows back into each."""
@@ -313,6 +328,21 @@ class GraphSolver:
             self.ends[name] = reason
             return None, signals
         return replace(solved, misfit=max(solved.misfit, missed)), signals
+
+    def _project(self, ref: Ref) -> None:
+        """Note the part of what layers take that their equations determine, where they leave the rest open."""
+        users = self._askable_users(ref) if self.scaled else []
+        signals = [self.known.layer_signal(number) for number in users]
+        found = solve_projection(signals) if signals else None
+        if found is None or not found.misfit < MAX_MISFIT:
+            return
+        names = tuple(known.layer.name for known in signals)
+        numbers = signals[0].layer.unknown_inputs
+        self.ends[" and ".join(names)] = (
+            f"its equations leave inputs open: they determine {found.rank} of {numbers} numbers of each input channel"
+        )
+        values = found.values.reshape(self.network.graph.value(ref).shape)
+        self.projections.append(SolvedTensor(ref, values, found.misfit, True, names, found.projection))
 
     def _is_precise(self) -> bool:
         """Return whether what was solved for last is so precise that zeros below it can be told from small numbers."""

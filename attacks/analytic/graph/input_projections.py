@@ -1,0 +1,92 @@
+r"""What gradients determine of a layer's input, where they leave part of it open.
+
+Layers that share an input x (n, K, H, W) have equations A x_k = G_k for every input channel k (`layer_equations`), with
+A made of what flows back into them. If a layer's output goes through an average pooling alone, what flows back is the
+same all over each window. Then A has fewer independent columns than x_k has numbers: of a 1x1 convolution it sums each
+window, so the gradient tells the means over windows and nothing else. So does any linear map with fewer numbers behind
+it than in front.
+
+What is determined is the projection of x_k on the rows of A. Let V_b have an orthonormal basis of the rows of A_b,
+the columns of A that belong to image b. Then with A V = U S W^T
+
+    z_k = W S^-1 U^T G_k,    P_b x_bk = V_b z_bk,    P_b = V_b V_b^T,
+
+as far as A V has full rank: images are told apart then. With equal windows P_b puts the mean of its window in place
+of every number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.layer_solves import MIN_RATIO, KnownSignal, channel_sizes
+
+MAX_POSITIONS = 2048
+"""Numbers of one input channel of one image, at most: a basis of as many is found."""
+NO_DIRECTION = 1e-7
+"""Share of the largest singular value below which equations do not hear a direction but by rounding."""
+MAX_CONDITION = 1e4
+"""Largest condition of the equations for what they determine."""
+
+
+@dataclass(frozen=True)
+class SolvedProjection:
+    """What layers' gradients determine of their input.
+
+    Attributes:
+        values: (n, K, H, W), P x: the input least in norm that meets the equations.
+        projection: (n, H W, H W), P of each image.
+        rank: numbers of one input channel of all images that are determined.
+        misfit: by which share of itself what is determined may be off.
+    """
+
+    values: Tensor
+    projection: Tensor
+    rank: int
+    misfit: float
+
+
+def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
+    """Return what is determined of an input, or None where that is all of it, nothing, or too little to be checked.
+
+    Args:
+        signals: of the layers that take the input; of one group of channels.
+    """
+    layer = signals[0].layer
+    n, _, height, width = layer.input_shape
+    if height * width > MAX_POSITIONS:
+        return None
+    weights = [1 / channel_sizes(known, known.layer.right_side()) for known in signals]
+    a, g = (
+        torch.cat([(side * w[:, None, None]).flatten(0, 1) for side, w in zip(sides, weights, strict=True)])
+        for sides in (
+            [known.layer.signal_matrix(known.masked()) for known in signals],
+            [known.layer.right_side() for known in signals],
+        )
+    )
+    bases = [_row_basis(part) for part in a.split(height * width, dim=1)]
+    ranks = [basis.shape[1] for basis in bases]
+    rank = sum(ranks)
+    if not min(ranks) > 0 or rank == n * height * width or MIN_RATIO * rank > len(a):
+        return None
+    reduced = torch.cat([part @ v for part, v in zip(a.split(height * width, dim=1), bases, strict=True)], 1)
+    u, s, w = torch.linalg.svd(reduced, full_matrices=False)
+    if not bool(s[-1] * MAX_CONDITION > s[0]):
+        return None
+    told = u.mT @ g
+    z = w.mT @ (told / s[:, None])
+    left = (g - u @ told).square().sum() / max(1, len(a) - rank)  # of all channels, for each equation
+    off = float((left * (1 / s.square()).sum()).sqrt() / z.norm().clamp_min(1e-300))
+    parts = [v @ part for v, part in zip(bases, z.split(ranks), strict=True)]  # (H W, K) of each image
+    values = torch.stack(parts).mT.reshape(layer.input_shape)
+    return SolvedProjection(values, torch.stack([v @ v.mT for v in bases]), rank, off)
+
+
+def _row_basis(matrix: Tensor) -> Tensor:
+    """Return an orthonormal basis (columns, rank) of a matrix's rows."""
+    values, vectors = torch.linalg.eigh(matrix.mT @ matrix)
+    return vectors[:, values > (NO_DIRECTION**2) * values[-1]]

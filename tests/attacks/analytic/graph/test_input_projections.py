@@ -1,0 +1,75 @@
+"""What gradients determine of an input, where they leave part of it open."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import attacks
+from attacks import Reconstruction
+from attacks.analytic.graph.input_projections import solve_projection
+from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.analytic.graph.layer_solves import KnownSignal
+from fl.capture import from_batch
+from fl.seeds import stream
+
+ONE = (1, 1), (0, 0), (1, 1)
+
+
+def transition(images: int, window: int) -> tuple[KnownSignal, Tensor]:
+    """A 1x1 convolution whose output is averaged over windows, with its gradient, and its input."""
+    draw = stream(window, "transition")
+    given = torch.randn(images, 3, 4, 4, generator=draw, dtype=torch.float64)
+    weight = torch.randn(48, 3, 1, 1, generator=draw, dtype=torch.float64).requires_grad_()
+    out = functional.conv2d(given, weight)
+    small = torch.randn(images, 48, 4 // window, 4 // window, generator=draw, dtype=torch.float64)
+    signal = functional.interpolate(small, scale_factor=window)
+    (gradient,) = torch.autograd.grad(out, weight, signal)
+    layer = LayerEquations("weight", weight.detach(), gradient, *ONE, 1, given.shape, out.shape)
+    return KnownSignal(layer, signal), given
+
+
+def test_means_over_windows_are_determined() -> None:
+    known, given = transition(images=2, window=2)
+    solved = solve_projection([known])
+    assert solved is not None
+    assert solved.rank == 8
+    means = functional.interpolate(functional.avg_pool2d(given, 2), scale_factor=2)
+    assert torch.allclose(solved.values, means, atol=1e-9)
+    again = (given.flatten(2) @ solved.projection).reshape(given.shape)
+    assert torch.allclose(again, means, atol=1e-9)
+    assert solved.misfit < 1e-9
+
+
+def test_nothing_is_told_where_all_is_determined_or_images_are_mixed() -> None:
+    known, _ = transition(images=2, window=1)
+    assert solve_projection([known]) is None
+    same, _ = transition(images=2, window=2)
+    same.signal[1] = same.signal[0]
+    assert solve_projection([same]) is None
+
+
+class Pooled(nn.Module):
+    """A network of which a 1x1 convolution is averaged before anything else takes it, as in a DenseNet's transition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.narrow = nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 40, 1)
+        self.top, self.head = nn.Conv2d(40, 64, 3, padding=1), nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.avg_pool2d(self.narrow(self.stem(x).relu()), 2)
+        return self.head(self.top(x.relu()).relu().mean((2, 3)))
+
+
+def test_a_picture_comes_back_from_means_of_its_features() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = Pooled()
+    image = torch.randint(256, (1, 3, 8, 8), generator=stream(0, "picture")) / 255
+    found = attacks.build("backsolve")(from_batch(model, image, torch.tensor([3]))[0])
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert float((found.inputs - image).abs().max()) < 1e-3
+    assert found.verified
