@@ -78,7 +78,8 @@ def solve_in_evaluation_mode(
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
-    return SolvedPictures(found, targets[0], _explain_end(solver), _count_unseen(network, targets, found, seed))
+    lowest = min(solver.solved, key=lambda solved: solved.ref.node)  # not what is known in part
+    return SolvedPictures(found, lowest, _explain_end(solver), _count_unseen(network, targets, found, seed))
 
 
 def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages, seed: int) -> int:
