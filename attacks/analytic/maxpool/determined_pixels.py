@@ -57,9 +57,10 @@ def find_determined_pixels(solution: LayerSolution, mean: Tensor, std: Tensor) -
     if solution.disputed is not None:
         # inequalities hold at the positions found, and rule out nothing that selects others
         determined &= ~solution.disputed
-    if levels.contain(fit.x) and not solution.equations.layer.is_average and not bool(determined.all()):
-        # what is open may also move the positions by which others are determined
-        determined &= confirm_pixels(solution.equations, fit.x, levels.step)
+    if levels.contain(fit.x) and not solution.equations.layer.is_average:
+        determined &= uncontradicted_pixels(solution.equations, fit.x, levels.step)
+        if not bool(determined.all()):  # what is open may also move the positions by which others are determined
+            determined &= confirm_pixels(solution.equations, fit.x, levels.step)
     return determined
 
 
@@ -147,6 +148,17 @@ def confirm_pixels(equations: Equations, x: Tensor, step: Tensor) -> Tensor:
     """
     seen, holding = count_precise_equations(equations, x, step)
     return (holding >= MIN_HOLDING) & (holding >= HOLDING_SHARE * seen)
+
+
+def uncontradicted_pixels(equations: Equations, x: Tensor, step: Tensor) -> Tensor:
+    """Return which pixels (H, W) no precise equation sees, or enough of those that do hold.
+
+    A sum over all equations hardly tells a few pixels at a rim that are levels off; the ones that see them do.
+
+    Args: as those of `confirm_pixels`.
+    """
+    seen, holding = count_precise_equations(equations, x, step)
+    return holding >= HOLDING_SHARE * seen
 
 
 def precise_targets(equations: Equations) -> Tensor:

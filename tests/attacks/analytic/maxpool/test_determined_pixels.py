@@ -113,13 +113,22 @@ def test_where_something_is_open_only_what_is_confirmed_counts_as_fixed(monkeypa
     monkeypatch.setattr(determined_pixels, "movable_ranges", lambda *_: torch.full((1,), float("inf")))
     found = evaluate(equations, off(truth, (5, 5)))
     every = torch.ones_like(truth, dtype=torch.bool)
-    assert bool(find_determined_pixels(LayerSolution(equations, found, every), MEAN, STD).all())
+    assert bool(find_determined_pixels(LayerSolution(equations, evaluate(equations, truth), every), MEAN, STD).all())
     some = every.clone()
     some[0, 2, 2] = False
     sure = find_determined_pixels(LayerSolution(equations, found, some), MEAN, STD)
     assert not bool(sure[:, 5, 5].any())  # its equations do not hold
     assert not bool(sure[0, 2, 2])
     assert bool(sure[1:, 2, 2].all())
+
+
+def test_pixels_whose_own_equations_fail_are_not_fixed_though_all_were_thought_determined() -> None:
+    equations, truth = problem(6, 12)
+    every = torch.ones_like(truth, dtype=torch.bool)
+    wrong = evaluate(equations, off(truth, (5, 5)))
+    sure = find_determined_pixels(LayerSolution(equations, wrong, every), MEAN, STD)
+    assert not bool(sure[:, 5, 5].any())
+    assert bool(sure[:, 2:4, 2:4].all())
 
 
 def test_a_pixel_off_its_level_is_not_fixed_whatever_told_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
