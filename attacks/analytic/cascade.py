@@ -161,8 +161,8 @@ def _with_label(view: ServerView, found: Reconstruction) -> Reconstruction:
 def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Result:
     """Return what is found of layers that can't be undone one by one, by `backsolve` and by all equations together.
 
-    Of one image the latter are asked where `backsolve` verified nothing, or quick enough to say which pixels are fixed.
-    They begin at its picture if there is one.
+    Of one image the latter are asked where `backsolve` verified nothing. Where it did, they are asked which pixels are
+    fixed, if the picture has no more than `MAX_FINISHED` numbers. They begin at its picture if there is one.
     """
     by_graph = Backsolve().attack_view(view, seed)
     start = by_graph.inputs if isinstance(by_graph, Reconstruction) else None

@@ -174,13 +174,18 @@ def count_open_numbers(
     settings = InversionSettings(seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0)
     start = found.images + NUDGE * draw.to(found.images)
     again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
-    if not bool(again.converged.all()):
-        return 0
+    if not bool(again.converged.all()):  # what was not checked may be open
+        return found.images.numel()
     return int(((again.images - found.images).abs() > 0.5 / 255).sum())
 
 
 def _count_equations(target: FeatureTarget) -> int:
-    """Return how many features are compared; those that a ReLU closed are bounds alone."""
+    """Return how many features are compared; those that a ReLU closed are bounds alone.
+
+    Of a part of features, so many numbers of each channel are compared as the part has dimensions.
+    """
+    if target.projection is not None:
+        return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
     counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known
     return int((counts & ((target.value != 0) | (not target.rectified))).sum())
 

@@ -138,7 +138,7 @@ class GraphSolver:
                 self._project(ref)
 
     def begin_at_linear_layers(self) -> None:
-        """Solve from the linear layers with a bias down, of one image: its gradient is what flows back into each."""
+        """Solve from linear layers with a bias down: of one image, the bias gradient is what flows back into them."""
         for number, layer in self.network.layers.items():
             biases = self.network.bias_like_parameters(number)
             if self.network.graph.nodes[number].operation != "addmm" or len(biases) != 1:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import attacks
 from attacks import Reconstruction
+from attacks.analytic.graph import picture_search
+from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
 from attacks.analytic.graph.input_projections import solve_projection
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal
+from attacks.analytic.graph.picture_search import count_open_numbers
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -73,3 +79,21 @@ def test_a_picture_comes_back_from_means_of_its_features() -> None:
     assert found.inputs is not None
     assert float((found.inputs - image).abs().max()) < 1e-3
     assert found.verified
+
+
+def test_means_of_features_count_as_many_equations_as_there_are_means() -> None:
+    known, given = transition(images=1, window=2)
+    solved = solve_projection([known])
+    assert solved is not None
+    images, projection = given.clone(), solved.projection  # 48 pixels, of which 12 means are compared
+    target = FeatureTarget(solved.values, projection=projection)
+    found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
+    assert count_open_numbers(lambda x: [x], lambda x: [x], [target], found, seed=0) == 36
+
+
+def test_pictures_whose_open_numbers_could_not_be_looked_for_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.rand(1, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
+    found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
+    lost = replace(found, converged=torch.tensor([False]))
+    monkeypatch.setattr(picture_search, "invert_features", lambda *_, **__: lost)
+    assert count_open_numbers(lambda x: [x], lambda x: [x], [FeatureTarget(images)], found, seed=0) == 48
