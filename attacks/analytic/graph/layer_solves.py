@@ -33,8 +33,9 @@ MISFIT_FACTOR = 30.0
 """A channel fits if its misfit is no more than so many times the median; a wrong bit of any weight makes it more."""
 MAX_CHANNEL_MISFIT = 1e-2
 """Share of a channel's gradient that may stay unexplained: rounding of what is the difference of larger numbers."""
-UNIFORM_ROUNDING = 4.0
-"""How many times what is left of the median channel may be left of one by rounding."""
+SILENT_CHANNEL, UNIFORM_ROUNDING = 1e-2, 4.0
+"""Size of a channel, relative to the median, below which next to nothing flows back through it, and how many times what
+is left of the median channel may then be left by rounding."""
 MIN_CHANNEL_SIZE = 1e-3
 """Size of a channel, relative to the median, that it is taken to have at least."""
 RIDGE = 1e-13
@@ -228,12 +229,14 @@ def channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
 
 
 def _count_misfits(misfits: Tensor, size: Tensor) -> int:
-    """Return how many channels miss more of their gradient than rounding may leave.
+    """Return how many channels miss more of their gradient than may be left of it.
 
-    What is left of most channels, in absolute size, is rounding of the update, and may be all that a quiet one has.
+    A channel through which next to nothing flows back may have a gradient of nothing but the rounding of the update,
+    which is as large as what is left of others.
     """
-    left = misfits * size
-    return int(((misfits > MAX_CHANNEL_MISFIT) & (left > UNIFORM_ROUNDING * left.median())).sum())
+    left, silent = misfits * size, size < SILENT_CHANNEL * size.median()
+    rounded = silent & (left <= UNIFORM_ROUNDING * left.median())
+    return int(((misfits > MAX_CHANNEL_MISFIT) & ~rounded).sum())
 
 
 def _row_norms(values: Tensor) -> Tensor:
