@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
 
+MIN_TOLD_SHARE = 0.25
+"""Share of a picture's numbers that must be solved for, at least, where linear layers are begun with."""
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
 MAX_NOISE_RATIO = 10.0
@@ -64,7 +67,10 @@ def solve_in_evaluation_mode(
     if not solver.solved and solver.distinct is not None:
         return FewerImages(solver.distinct)
     if not solver.solved and count == 1:
+        refusal = NotApplicable(_explain_end(solver), limit=True)
         solver.begin_at_linear_layers()
+        if sum(tensor.count for tensor in solver.solved) < MIN_TOLD_SHARE * math.prod(shape):
+            return refusal  # what so few numbers lead to says nothing of the picture
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
     stem = read_pooled_stem(solver)

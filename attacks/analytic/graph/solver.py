@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -144,7 +145,7 @@ class GraphSolver:
             if self.network.graph.nodes[number].operation != "addmm" or len(biases) != 1:
                 continue
             sent = self.network.gradient[biases[0][1]]
-            if bool(sent.any()):
+            if bool(sent.any()) and sent.numel() == math.prod(layer.output_shape):  # else several rows were summed
                 self.known.set_signal(Ref(number), sent.reshape(layer.output_shape[:2]))
                 self.scaled = True
         if self.scaled:
