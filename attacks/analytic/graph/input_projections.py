@@ -23,12 +23,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.layer_solves import MIN_RATIO, KnownSignal, channel_sizes
+from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, KnownSignal, channel_sizes
 
 MAX_POSITIONS = 2048
 """Numbers of one input channel of one image, at most: a basis of as many is found."""
 NO_DIRECTION = 1e-7
 """Share of the largest singular value below which equations do not hear a direction but by rounding."""
+ROUNDS, MIN_GOOD_SHARE = 8, 0.75
+"""Solutions with other weights of the channels, and the share of channels that must be left in the last one."""
 MAX_CONDITION = 1e4
 """Largest condition of the equations for what they determine."""
 
@@ -68,22 +70,55 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
             [known.layer.right_side() for known in signals],
         )
     )
+    taps = torch.cat(
+        [torch.full((len(w),), known.layer.weight[0, 0].numel()) for known, w in zip(signals, weights, strict=True)]
+    )
+    channel = torch.arange(len(taps)).repeat_interleave(taps)
     bases = [_row_basis(part) for part in a.split(height * width, dim=1)]
     ranks = [basis.shape[1] for basis in bases]
-    rank = sum(ranks)
-    if not min(ranks) > 0 or rank == n * height * width or MIN_RATIO * rank > len(a):
+    if not min(ranks) > 0 or sum(ranks) == n * height * width or MIN_RATIO * sum(ranks) > len(a):
         return None
     reduced = torch.cat([part @ v for part, v in zip(a.split(height * width, dim=1), bases, strict=True)], 1)
-    u, s, w = torch.linalg.svd(reduced, full_matrices=False)
-    if not bool(s[-1] * MAX_CONDITION > s[0]):
+    solved = _solve_without_outliers(reduced, g, channel.to(g.device))
+    if solved is None:
         return None
-    told = u.mT @ g
-    z = w.mT @ (told / s[:, None])
-    left = (g - u @ told).square().sum() / max(1, len(a) - rank)  # of all channels, for each equation
-    off = float((left * (1 / s.square()).sum()).sqrt() / z.norm().clamp_min(1e-300))
+    z, off = solved
     parts = [v @ part for v, part in zip(bases, z.split(ranks), strict=True)]  # (H W, K) of each image
     values = torch.stack(parts).mT.reshape(layer.input_shape)
-    return SolvedProjection(values, torch.stack([v @ v.mT for v in bases]), rank, off)
+    return SolvedProjection(values, torch.stack([v @ v.mT for v in bases]), sum(ranks), off)
+
+
+def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tensor, float] | None:
+    """Return z (rank, K) and by which share of itself it may be off; None where too few equations agree.
+
+    One wrong bit of an activation puts its output channel off, and by it all of z. So channels that miss more than
+    others are given less and less weight, and none in the end.
+
+    Args:
+        a: A V (equations, rank).
+        g: G (equations, K).
+        channel: number of the output channel that each equation is of.
+    """
+    channels = int(channel.max()) + 1
+    weights, missed = a.new_ones(channels), a.new_zeros(channels)
+    usual = missed.median()
+    for turn in range(ROUNDS):
+        if turn == ROUNDS - 1:  # what has hardly any weight has none
+            weights = (missed <= MISFIT_FACTOR * usual).to(weights)
+        used = weights[channel] > 0
+        if not int((weights > 0).sum()) >= MIN_GOOD_SHARE * channels or int(used.sum()) < MIN_RATIO * a.shape[1]:
+            return None
+        each = weights[channel][used, None]
+        u, s, w = torch.linalg.svd(each * a[used], full_matrices=False)
+        if not bool(s[-1] * MAX_CONDITION > s[0]):
+            return None
+        z = w.mT @ ((u.mT @ (each * g[used])) / s[:, None])
+        squares = (g - a @ z).square().sum(1)
+        missed = squares.new_zeros(channels).index_add_(0, channel, squares).sqrt()
+        usual = missed.median().clamp_min(1e-300)
+        weights = usual / missed.clamp_min(0.3 * usual)
+    left = squares[used].sum() / max(1, int(used.sum()) - a.shape[1])  # of all input channels, for each equation
+    return z, float((left * (1 / s.square()).sum()).sqrt() / z.norm().clamp_min(1e-300))
 
 
 def _row_basis(matrix: Tensor) -> Tensor:

@@ -48,6 +48,24 @@ def test_means_over_windows_are_determined() -> None:
     assert solved.misfit < 1e-9
 
 
+def test_channels_whose_signal_is_wrong_are_left_out() -> None:
+    known, given = transition(images=2, window=2)
+    known.signal[0, 5, :2, :2] = 0  # as by a wrong bit of the activation above
+    known.signal[1, 30] *= -1
+    solved = solve_projection([known])
+    assert solved is not None
+    means = functional.interpolate(functional.avg_pool2d(given, 2), scale_factor=2)
+    assert torch.allclose(solved.values, means, atol=1e-9)
+    assert solved.misfit < 1e-9
+
+
+def test_nothing_is_told_where_few_channels_agree() -> None:
+    known, _ = transition(images=2, window=2)
+    known.signal[:, :24] = known.signal[:, :24].roll(1, 1)
+    solved = solve_projection([known])
+    assert solved is None or solved.misfit > 0.1
+
+
 def test_nothing_is_told_where_all_is_determined_or_images_are_mixed() -> None:
     known, _ = transition(images=2, window=1)
     assert solve_projection([known]) is None
