@@ -57,7 +57,7 @@ SETTLED = 0.01
 """Share by which a near image's residual changes, at most, where it has come back to the same minimum."""
 FIRST_SHARE = 0.25
 """Share of the time that the first search may take: where it is slow, others follow."""
-ANNEALING_STEPS, MAX_DESCENT_STEPS = 200, 2000
+ANNEALING_STEPS, MAX_DESCENT_STEPS = 800, 2000
 """Steps of the first annealing, and of a descent at most."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
@@ -67,6 +67,10 @@ MIN_INNER = 5
 """Conjugate gradient iterations a step takes at least."""
 SHORTEST = 2.0**-6
 """The shortest share of a step that the line search tries."""
+MAX_SLOW_STEPS = 5
+"""Steps in a row that hardly lower the residual, after which a search ends."""
+LEVEL_DISTANCE = 0.1
+"""Levels of 8 bits by which a pixel that is at a whole one may miss it."""
 UNSEEN = 1e-10
 """Share of the largest derivative up to which one is none but for rounding."""
 
@@ -186,9 +190,8 @@ def invert_features(
         if time_limit.is_over() or not bool(waiting.any()):
             break
         goes_on = cut_short and restart == 0
-        again = _search_again(
-            problem, settings, best, waiting, _Restart(restart, draw_noise(), goes_on), time_limit.is_over
-        )
+        how = _Restart(draw_noise(), 0 if goes_on else ANNEALING_STEPS * 2 ** (restart - cut_short))
+        again = _search_again(problem, settings, best, waiting, how, time_limit.is_over)
         settled[waiting] = _came_back(best, again, waiting, problem.noise)
         best = _better(best, again, waiting)
     return best
@@ -220,14 +223,12 @@ class _Restart:
     """How images that got stuck are searched for again.
 
     Attributes:
-        number: restarts there were before.
         noise: (B, C, H, W), by which near images are moved and of which a new start is made.
-        goes_on: whether images that are not near go on from where they are, not from a new start.
+        annealing_steps: from a new start of images that are not near; 0 where these go on from where they are.
     """
 
-    number: int
     noise: Tensor
-    goes_on: bool
+    annealing_steps: int
 
 
 def _search_again(
@@ -241,8 +242,8 @@ def _search_again(
     """Return what a new search finds of the waiting images: near ones from beside where they are, others from afar."""
     nudged, new_start = best.images + NUDGE * restart.noise, GRAY + settings.start_noise * restart.noise
     search = _Search(problem.select(waiting), settings, nudged[waiting], late)
-    falling = best.images[waiting] if restart.goes_on else None
-    search.begin_elsewhere(_are_near(best, problem.noise)[waiting], falling, new_start[waiting], restart.number)
+    begin = new_start if restart.annealing_steps else best.images
+    search.begin_elsewhere(_are_near(best, problem.noise)[waiting], begin[waiting], restart.annealing_steps)
     return search.run()
 
 
@@ -439,14 +440,13 @@ class _Search:
                 state.select(keep)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
 
-    def begin_elsewhere(self, near: Tensor, falling: Tensor | None, drawn: Tensor, restart: int) -> None:
-        """Choose where images that are not near begin: from a new start by annealing, or from where they are.
+    def begin_elsewhere(self, near: Tensor, begin: Tensor, annealing_steps: int) -> None:
+        """Choose where images that are not near begin: by annealing and descent from elsewhere, or by descent alone.
 
         Args:
             near: which images begin where they are now.
-            falling: images whose search was still on its way, if these are to go on.
-            drawn: a new start.
-            restart: how many restarts there were before; annealing takes twice as long each time.
+            begin: (B, C, H, W), where the others are led from.
+            annealing_steps: of these; none where their search was still on its way.
         """
         if bool(near.all()):
             return
@@ -459,11 +459,10 @@ class _Search:
             assert isinstance(total, Tensor)
             return total / problem.size**2
 
-        if falling is None:
-            begin = anneal(misfit, drawn[far].to(self.work_type), ANNEALING_STEPS * 2**restart, self.late)
-        else:
-            begin = falling[far].to(self.work_type)
-        found = descend(misfit, begin, self._curvature(), MAX_DESCENT_STEPS, SINGLE_FLOOR**2, self.late)
+        start = begin[far].to(self.work_type)
+        if annealing_steps:
+            start = anneal(misfit, start, annealing_steps, self.late)
+        found = descend(misfit, start, self._curvature(), MAX_DESCENT_STEPS, SINGLE_FLOOR**2, self.late)
         self.images = self.images.clone()
         self.images[far] = found.to(self.images.dtype)
 
@@ -512,12 +511,21 @@ class _State:
         self.relative, self.before = self.relative[keep], self.before[keep]
 
     def done(self) -> Tensor:
-        """Return which problems need no further step: at the level of noise, or no longer falling."""
-        gain = self.relative / self.before
-        noise = self.problem.noise
-        self.stalled = torch.where(gain > 0.98, self.stalled + 1, torch.zeros_like(self.stalled))
-        at_noise = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & (gain > 0.8))
-        return at_noise | (self.stalled >= 5)
+        """Return which problems need no further step: at the level of noise, or no longer falling.
+
+        At that level pixels may still be off that features hardly tell: a search goes on until they are at whole
+        levels, or a few steps more where they do not come to any.
+        """
+        gain, noise = self.relative / self.before, self.problem.noise
+        slow = (gain > 0.98) | ((self.relative <= 3 * noise) & (gain > 0.8))
+        self.stalled = torch.where(slow, self.stalled + 1, torch.zeros_like(self.stalled))
+        met = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & slow)
+        return (met & self._are_at_levels()) | (self.stalled >= MAX_SLOW_STEPS)
+
+    def _are_at_levels(self) -> Tensor:
+        """Return the images (b,) whose pixels are all at whole levels of 8 bits."""
+        levels = 255 * self.images
+        return ((levels - levels.round()).abs() < LEVEL_DISTANCE).reshape(len(levels), -1).all(1)
 
     def step(self, curvature: PixelCurvature) -> None:
         """Take one Gauss-Newton step."""

@@ -4,8 +4,8 @@ The misfit |r(x)|^2 of deep features has a kink wherever an activation opens or 
 so many that steps which lower it get stuck between them, however they are found. Two searches go on from there:
 
 - **Annealing** takes steps of Adam (Kingma and Ba, 2015), whose size hangs on no slope, and clips to the pixels' range
-  [0, 1]. Steps are larger than the range at first, so pixels jump from one end to the other and kinks are jumped over;
-  they shrink to nothing in a straight line.
+  [0, 1]. Steps are nearly half the range at first, so pixels jump far and kinks are jumped over; they shrink to
+  nothing in a straight line. The slower, the lower it ends.
 - **Descent** is L-BFGS (Liu and Nocedal, 1989) in the coordinates u of x = x_0 + S^-1 C^T D^-1/2 u, in which the
   misfit's curvature is about the same in all directions (`pixel_curvature`). It follows the pieces at every step, where
   a step of Gauss and Newton takes tens of products with the Jacobian of pieces that are wrong at its end.
@@ -29,7 +29,7 @@ Misfit = Callable[[Tensor], Tensor]
 Late = Callable[[], bool]
 """Whether the time of a search is up."""
 
-FIRST_STEP = 1.6
+FIRST_STEP = 0.4
 """Size of annealing's first steps, in units of the pixels' range."""
 MEAN_DECAY, SQUARE_DECAY = 0.9, 0.99
 """Decay of Adam's running means of slopes and of their squares."""

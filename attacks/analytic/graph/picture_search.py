@@ -25,7 +25,7 @@ from fl.seeds import stream
 
 MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
-MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 240.0, 30.0, 3072
+MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 300.0, 30.0, 3072
 """CPU seconds after which no search for pictures goes on: of all together, and if that is more, for each one of so many
 numbers (32 by 32 pixels)."""
 MAX_LEVEL_DISTANCE = 0.2

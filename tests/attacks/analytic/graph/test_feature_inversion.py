@@ -1,5 +1,7 @@
 """Images from features that are known exactly."""
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -97,6 +99,23 @@ def test_a_target_that_is_zero_for_an_image_does_no_harm() -> None:
     targets = [FeatureTarget(features, noise=1e-8), FeatureTarget(zero, noise=1e-8)]
     result = invert_features(lambda z: [layers(z).relu(), 0 * z.sum((1, 2, 3))[:, None]], targets, PIXELS)
     assert min(decibels(result.images, images)) > 100
+
+
+def test_a_search_at_the_level_of_noise_goes_on_until_pixels_are_at_whole_levels() -> None:
+    """Directions of pixels that features hardly tell still move where the residual hardly falls any more."""
+    generator, number = torch.Generator().manual_seed(1), 192
+    levels = torch.rand((1, 3, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    images = (255 * levels).round() / 255
+    left, right = (torch.randn(number, number, generator=generator, dtype=torch.float64) for _ in range(2))
+    shares = torch.logspace(0, math.log10(5e-3), number, dtype=torch.float64)
+    matrix = torch.linalg.qr(left)[0] * shares @ torch.linalg.qr(right)[0]
+    features = images.flatten(1) @ matrix.mT
+    error = torch.randn(features.shape, generator=generator, dtype=torch.float64)
+    noisy = features + 3e-7 * features.norm() / error.norm() * error
+    settings = InversionSettings(restarts=0, roughness=0.0)
+    target = FeatureTarget(noisy, noise=3e-6)
+    result = invert_features(lambda z: [z.flatten(1) @ matrix.mT], [target], images.shape, settings=settings)
+    assert float((255 * (result.images - images)).abs().max()) < 0.1
 
 
 def test_the_same_seed_gives_the_same_images() -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from attacks.analytic.graph.feature_inversion import ANNEALING_STEPS
 from attacks.analytic.graph.gradient_descent import anneal, descend
 from attacks.analytic.graph.pixel_curvature import PixelCurvature
 
@@ -42,7 +43,7 @@ def test_annealing_passes_kinks_of_a_deep_network_in_which_descent_gets_stuck() 
         return ((features(images) - wanted) / wanted.norm()).square().flatten(1).sum(1)
 
     start = 0.5 + 0.1 * torch.randn(SHAPE, generator=generator, dtype=torch.float64)
-    annealed = descend(misfit, anneal(misfit, start, 200, never), even(), 100, 1e-12, never)
+    annealed = descend(misfit, anneal(misfit, start, ANNEALING_STEPS, never), even(), 100, 1e-12, never)
     stuck = descend(misfit, start, even(), 100, 1e-12, never)
     assert bool((misfit(annealed) < 0.5 * misfit(stuck)).all())
 
