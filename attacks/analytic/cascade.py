@@ -14,7 +14,7 @@ from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
-from attacks.analytic.recursive.joint_inversion import TooFewEquations, invert_jointly, measure_misfit
+from attacks.analytic.recursive.joint_inversion import TooFewEquations, invert_jointly, measure_misfits
 from attacks.analytic.recursive.pooled_conv_equations import (
     ActivationOutputs,
     conv_equations,
@@ -40,6 +40,8 @@ MAX_UNEXPLAINED = 1e-3
 """Share of a linear layer's gradient, unexplained, that is no longer rounding."""
 MAX_CHAIN_ERROR = 1e-2
 """Share of a layer's equations that layer by layer may stay unexplained before `backsolve` is asked, too."""
+MAX_TOGETHER_ERROR = 0.1
+"""Share of the equations of all layers together that a picture may leave before it counts as none."""
 MAX_FINISHED = 1_024
 """Numbers of a verified picture up to which all equations together are asked which of its pixels they fix."""
 PIXEL_MARGIN = 1e-2
@@ -107,9 +109,9 @@ class Cascade(Attack):
         found = self._solve_chain(view)
         if isinstance(found, NotApplicable):
             return _solve_together(view, seed, found) if found.limit else found
-        return (
-            found if found.verified or not found.objective > MAX_CHAIN_ERROR else _better_explained(view, seed, found)
-        )
+        if found.verified or not found.objective > MAX_CHAIN_ERROR:
+            return found
+        return _better_explained(view, seed, found)
 
     def _solve_chain(self, view: ServerView) -> Result:
         """Return what one round gives away of a chain of layers."""
@@ -176,19 +178,22 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
         return jointly if start is None or not jointly.note else _note_both(jointly, by_graph)
     if isinstance(by_graph, NotApplicable):
         return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
-    return jointly if isinstance(jointly, TooFewEquations) else _with_misfit(view, by_graph)
+    return jointly if isinstance(jointly, TooFewEquations) else _unless_worthless(view, by_graph, jointly)
 
 
-def _with_misfit(view: ServerView, found: Reconstruction) -> Reconstruction:
-    """Return a picture of one image with the share of all equations that it leaves unexplained."""
+def _unless_worthless(view: ServerView, found: Reconstruction, refused: NotApplicable) -> Result:
+    """Return a picture of one image with the share of all equations that it leaves; a refusal where that is much."""
     gradient = _even_gradient(view)
     if gradient is None or found.inputs is None:
         return found
-    left = measure_misfit(view, gradient, _solving_device(view), found.inputs)
-    if left is None:
+    misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs])
+    if misfits is None:
         return found
-    note = "; ".join(filter(None, (found.note, f"{left:.1e} of all equations together is left unexplained")))
-    return replace(found, objective=left, note=note)
+    (left,) = misfits
+    unexplained = f"{left:.1e} of all equations together is left unexplained"
+    if not left <= MAX_TOGETHER_ERROR:
+        return replace(refused, reason=f"{refused.reason}; by backsolve: of a picture by few features {unexplained}")
+    return replace(found, objective=left, note="; ".join(filter(None, (found.note, unexplained))))
 
 
 def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | None) -> Result:
@@ -201,7 +206,7 @@ def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | Non
 
 
 def _even_gradient(view: ServerView) -> dict[str, Tensor] | None:
-    """Return the gradient of one image in double precision, up to one factor, or None of several."""
+    """Return the gradient of one image in double precision, up to one factor; None of several images, or if unknown."""
     gradient = exact_step_gradient(view)
     if isinstance(gradient, NotApplicable):
         return None
@@ -212,20 +217,26 @@ def _even_gradient(view: ServerView) -> dict[str, Tensor] | None:
 
 
 def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Reconstruction:
-    """Return what `backsolve` finds of one image, if it explains more than what was found layer by layer."""
+    """Return what `backsolve` finds of one image, if it explains more of all equations than what was found before.
+
+    Where it leaves much, too, it is not verified, whatever its features say, and the chain's words stay.
+    """
     gradient = _even_gradient(view)
     if gradient is None or found.inputs is None:
         return found
     other = Backsolve().attack_view(view, seed)
     if not isinstance(other, Reconstruction) or other.inputs is None:
         return found
-    if other.verified:
-        return other
-    images = (found.inputs, other.inputs)
-    own, its = (measure_misfit(view, gradient, _solving_device(view), picture) for picture in images)
-    if own is None or its is None or own <= its:
+    misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, other.inputs])
+    if misfits is None:
+        return other if other.verified else found
+    own, its = misfits
+    if own <= its:
         return found
-    return replace(other, objective=its, note="; ".join(filter(None, (found.note, f"by backsolve: {other.note}"))))
+    if other.verified and its <= MAX_CHAIN_ERROR:
+        return other
+    note = "; ".join(filter(None, (found.note, f"by backsolve: {other.note}" if other.note else "")))
+    return replace(other, objective=its, verified=False, fixed=None, note=note)
 
 
 def _note_both(jointly: Reconstruction, by_graph: Result) -> Reconstruction:

@@ -27,7 +27,8 @@ from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
 
 MIN_TOLD_SHARE = 0.25
-"""Share of a picture's numbers that must be solved for, at least, where linear layers are begun with."""
+"""As many numbers as this share of the picture's must be solved for where linear layers are begun with. A search
+by fewer ends at some picture that says nothing of the client's."""
 NUMBERS_PER_PIXEL = 10.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
 MAX_NOISE_RATIO = 10.0
@@ -67,10 +68,12 @@ def solve_in_evaluation_mode(
     if not solver.solved and solver.distinct is not None:
         return FewerImages(solver.distinct)
     if not solver.solved and count == 1:
-        refusal = NotApplicable(_explain_end(solver), limit=True)
+        end = _explain_end(solver)
         solver.begin_at_linear_layers()
-        if sum(tensor.count for tensor in solver.solved) < MIN_TOLD_SHARE * math.prod(shape):
-            return refusal  # what so few numbers lead to says nothing of the picture
+        told, pixels = sum(tensor.count for tensor in solver.solved), math.prod(shape)
+        if solver.solved and told < MIN_TOLD_SHARE * pixels:
+            few = f"its linear layers tell {told} numbers other than zero, too few for the {pixels} of the picture"
+            return NotApplicable(f"{end}; {few}", limit=True)
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
     stem = read_pooled_stem(solver)

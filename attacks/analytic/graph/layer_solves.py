@@ -52,6 +52,8 @@ MIN_SIGNED_RATIO = 0.8
 """Likewise where no unknown is below zero: about half of them will turn out to be zero."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
+TURNS = 20
+"""Rounds of fitting an input and a signal in turn, at most."""
 MIN_GAIN = 0.1
 """Share of a channel's squared misfit that turning a bit must remove."""
 MIN_TOLD_SIGNAL = 1e-2
@@ -203,6 +205,22 @@ def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] 
     found = found + torch.cholesky_solve(patches @ (wanted - found.mT @ patches).mT, factor)
     misfit = float((wanted - found.mT @ patches).norm() / wanted.norm())
     return layer.as_images(found.mT, layer.output_shape), misfit
+
+
+def fit_in_turn(layer: LayerEquations, signal: Tensor) -> Tensor:
+    """Return a signal (n, C, h, w) that explains a layer's gradient better, or this one where it has too few equations.
+
+    The gradient is linear in the input, given the signal, and in the signal, given the input: least squares in turn.
+    The signals of the images may be mixed, by one mixing for all channels and positions.
+    """
+    right = layer.right_side().flatten(0, 1)
+    for _ in range(TURNS):
+        taken = _least_squares(layer.signal_matrix(signal).flatten(0, 1), right)
+        found = None if taken is None else solve_signal(layer, layer.as_images(taken.mT, layer.input_shape))
+        if found is None:
+            break
+        signal = found[0]
+    return signal
 
 
 def _are_few(joint: JointSolver, signals: Sequence[KnownSignal]) -> bool:

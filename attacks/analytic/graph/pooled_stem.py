@@ -150,7 +150,7 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     """
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
-    images = _finish(stem, _search_from_gray(stem, shape, settings), settings)
+    images = _search_from_gray(stem, shape, settings)
     levels, missed = _to_levels(images), _measure(stem, images)
     missed_by_levels = _measure(stem, levels)
     explained = missed_by_levels <= MAX_MISFIT and missed_by_levels <= LEVEL_SHARE * _least_change(stem, levels)
@@ -180,7 +180,7 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
         if is_done():
             return images
         last = _search(stem, last, replace(rough, first_sigma=sigma, decay=decay, steps=steps))
-        images = _best(stem, images, last)
+        images = _best(stem, images, _finish(stem, last, settings))
     return images
 
 

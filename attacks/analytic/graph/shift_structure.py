@@ -16,22 +16,16 @@ projects on the first column of positions, I - T_up T_down on the first row: tog
 the first position, up to a B x B matrix, and T_left and T_up carry these to all others. It takes n <= C independent
 signals, and n <= 3 K for the least squares.
 
-Noise grows on the way from one position to the next. Where the gradient has any that counts, M and H are brought nearer
-to it by least squares in turn: each of them is linear in all D_d, given the other.
+Noise grows on the way from one position to the next. `layer_solves.fit_in_turn` brings M and H nearer to all D_d.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-CLEAR_GAP, TURNS = 1e4, 20
-"""Singular values this far apart leave no noise that counts; else M and H are fitted in turn, so many times."""
-RIDGE = 1e-14
-"""Share of the mean square that keeps normal equations solvable."""
 MIN_GAP = 5.0
 """How many times the next singular value the last one that counts must be, or the rank is not told."""
 
@@ -92,51 +86,9 @@ def find_signal_columns(gradient: Tensor, size: tuple[int, int], images: int) ->
     left, right = (torch.cat([reduced[row + i, column + j] for i in (-1, 0, 1)], 1) @ inverse_upright for j in (-1, 1))
     up, down = (torch.cat([reduced[row + i, column + j] for j in (-1, 0, 1)], 1) @ inverse_level for i in (-1, 1))
     found = columns_by_position((left, right), (up, down), size, images)
-    columns = torch.stack([basis @ at for at in found], 1)
-    if 1 < gap < CLEAR_GAP:
-        columns = _fit_in_turn(gradient, columns, size)
-    return SignalColumns(columns, gap, float(sizes[rank - 1] / sizes[0].clamp_min(1e-300)))
-
-
-def _fit_in_turn(gradient: Tensor, columns: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return columns (C, P, B) that explain a gradient of the size-keeping convolution better: M, given H, given M."""
-    channels, inputs, *kernel = gradient.shape
-    offsets = [(i, j) for i in range(kernel[0]) for j in range(kernel[1])]
-    images = columns.shape[2]
-    flat = gradient.permute(2, 3, 0, 1).flatten(0, 1)  # D_d (kh kw, C, K)
-    for _ in range(TURNS):
-        grid = columns.reshape(channels, *size, images)
-        moved = [_move(grid, kernel, i, j, -1).flatten(1) for i, j in offsets]  # M S_d (C, n)
-        gram = sum((m.mT @ m for m in moved), columns.new_zeros(()))
-        right = sum((m.mT @ d for m, d in zip(moved, flat, strict=True)), columns.new_zeros(()))
-        taken = _solve_ridge(gram, right).reshape(1, *size, images, inputs).movedim(4, 0)[:, 0]  # H (K, h, w, B)
-        seen = [_move(taken, kernel, i, j, 1).flatten(1) for i, j in offsets]  # S_d H (K, n)
-        gram = sum((h.mT @ h for h in seen), columns.new_zeros(()))
-        right = sum((h.mT @ d.mT for h, d in zip(seen, flat, strict=True)), columns.new_zeros(()))
-        columns = _solve_ridge(gram, right).mT.reshape(columns.shape)
-    return columns
-
-
-def _move(grid: Tensor, kernel: Sequence[int], row: int, column: int, sign: int) -> Tensor:
-    """Return (..., h, w, B) moved by a kernel's offset from its middle, or back where `sign` is -1; zeros come in."""
-    steps = [sign * (at - side // 2) for at, side in zip((row, column), kernel, strict=True)]
-    moved = torch.zeros_like(grid)
-    target, source = ([slice(None)] for _ in range(2))
-    for step, length in zip(steps, grid.shape[1:3], strict=True):
-        target.append(slice(max(0, -step), length - max(0, step)))
-        source.append(slice(max(0, step), length - max(0, -step)))
-    moved[tuple(target)] = grid[tuple(source)]
-    return moved
-
-
-def _solve_ridge(gram: Tensor, right: Tensor) -> Tensor:
-    """Return X with gram @ X = right, in the least-squares sense where gram has hardly full rank."""
-    scale = gram.diagonal().clamp_min(1e-300).sqrt()
-    even = gram / scale / scale[:, None] + RIDGE * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor, failed = torch.linalg.cholesky_ex(even)
-    solved = torch.linalg.lstsq(even, right / scale[:, None]).solution if int(failed) else None
-    solved = torch.cholesky_solve(right / scale[:, None], factor) if solved is None else solved
-    return solved / scale[:, None]
+    return SignalColumns(
+        torch.stack([basis @ at for at in found], 1), gap, float(sizes[rank - 1] / sizes[0].clamp_min(1e-300))
+    )
 
 
 def columns_by_position(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,6 +19,7 @@ from attacks.analytic.graph.layer_solves import (
     KnownSignal,
     SolvedInput,
     count_shortfall,
+    fit_in_turn,
     have_redundancy,
     solve_input,
     solve_signal,
@@ -44,6 +44,9 @@ MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
 MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
 """Share of the largest signal above which a channel counts, and how far from two values its signals may be."""
+CLEAR_GAP = 1e4
+"""How many times larger the gradient's last singular value that counts is than the next one, where noise counts for
+nothing."""
 MIN_DIRECTION = 1e-7
 """Share of the largest singular value of a gradient below which a direction is rounding."""
 MIN_ROUNDS = 2
@@ -139,15 +142,18 @@ class GraphSolver:
                 self._project(ref)
 
     def begin_at_linear_layers(self) -> None:
-        """Solve from linear layers with a bias down: of one image, the bias gradient is what flows back into them."""
+        """Solve from linear layers with a bias down: of one image, the bias gradient is what flows back into them.
+
+        A convolution of one position is a linear layer.
+        """
         for number, layer in self.network.layers.items():
-            biases = self.network.bias_like_parameters(number)
-            if self.network.graph.nodes[number].operation != "addmm" or len(biases) != 1:
-                continue
-            sent = self.network.gradient[biases[0][1]]
-            if bool(sent.any()) and sent.numel() == math.prod(layer.output_shape):  # else several rows were summed
-                self.known.set_signal(Ref(number), sent.reshape(layer.output_shape[:2]))
-                self.scaled = True
+            if layer.unknown_signals != 1:
+                continue  # its bias gradient sums several positions
+            for _, name in self.network.bias_like_parameters(number):
+                if bool(self.network.gradient[name].any()):
+                    like = self.network.graph.value(Ref(number))
+                    self.known.set_signal(Ref(number), self.network.gradient[name].reshape(like.shape))
+                    self.scaled = True
         if self.scaled:
             self.ends.clear()
             self.waiting.clear()
@@ -220,25 +226,32 @@ class GraphSolver:
             few = f"what flows back has fewer than {rank} independent directions"
             self.ends[layer.name] = few + self._count_equal(layer)
             return None
+        columns = self._fit_columns(layer, found.columns) if found.gap < CLEAR_GAP else found.columns
         # what is not confirmed is believed if it looks right, as the equations below would contradict it
         slope = self._slope_above(number)
-        two_valued = unmix_two_valued(found.columns, slope=slope, rounds=MIN_ROUNDS + self.images)
+        two_valued = unmix_two_valued(columns, slope=slope, rounds=MIN_ROUNDS + self.images)
         if two_valued.directions.shape[1] == self.images:
-            single = found.columns @ two_valued.directions
+            single = columns @ two_valued.directions
             if bool(two_valued.confirmed.all()) or _look_two_valued(single, slope):
                 # of a leaky ReLU signals of one value may be of either, and of a curved activation they are not two
                 return single, slope == 0 and self.network.gate(Ref(number)) is not None
         if self.images == 1:
-            return found.columns, False
+            return columns, False
         told = int(two_valued.confirmed.sum())
-        for rows in (found.columns, _neighbor_differences(found.columns)):
+        for rows in (columns, _neighbor_differences(columns)):
             sparse = unmix_sparse(rows.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
             if int(sparse.confirmed.sum()) == self.images:
-                return found.columns @ sparse.directions, False
+                return columns @ sparse.directions, False
             told = max(told, int(sparse.confirmed.sum()))
         few = f"the signals of {told} of {self.images} images could be told apart"
         self.ends[layer.name] = few + self._count_equal(layer)  # rounding may have hidden it from the directions above
         return None
+
+    @staticmethod
+    def _fit_columns(layer: LayerEquations, columns: Tensor) -> Tensor:
+        """Return columns (C, P, B) that explain all of a noisy gradient better."""
+        fitted = fit_in_turn(layer, columns.permute(2, 0, 1).reshape(layer.output_shape))
+        return fitted.flatten(2).permute(1, 2, 0)
 
     def _slope_above(self, number: int) -> float:
         """Return the slope below zero of the activation that takes a layer's output; 0 where there is none."""

@@ -222,21 +222,21 @@ class TooFewEquations(NotApplicable):
     """The refusal of a picture that has more pixels than there are equations."""
 
 
-def measure_misfit(
-    view: ServerView, gradient: Mapping[str, Tensor], device: torch.device, images: Tensor
-) -> float | None:
-    """Return the largest share of a tensor's norm that a picture leaves of all equations together, or None.
+def measure_misfits(
+    view: ServerView, gradient: Mapping[str, Tensor], device: torch.device, pictures: Sequence[Tensor]
+) -> list[float] | None:
+    """Return the largest share of a tensor's norm that each picture leaves of all equations together, or None.
 
     Args:
         view: the server's, of one step on one image.
         gradient: of that step, by parameter, in double precision.
         device: where to solve.
-        images: the picture (1, C, H, W).
+        pictures: (1, C, H, W) each.
     """
     equations = joint_equations(view, gradient, device)
     if isinstance(equations, NotApplicable):
         return None
-    return max(equations.errors(images.to(equations.value)).values())
+    return [max(equations.errors(picture.to(equations.value)).values()) for picture in pictures]
 
 
 def invert_jointly(

@@ -122,7 +122,8 @@ def test_evaluation_mode_is_not_solved_as_training_mode(monkeypatch: pytest.Monk
     assert found.verified is True
 
 
-def test_wrong_statistics_of_the_batch_are_not_verified() -> None:
+def test_wrong_statistics_of_the_batch_are_not_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attacks.analytic.graph.feature_inversion.ANNEALING_STEPS", 50)  # in vain, but it takes time
     images, labels = pictures(1)
     view, _ = from_batch(victim().train(), images, labels)
     assert view.buffers_after is not None
@@ -308,11 +309,12 @@ def test_equal_pictures_are_refused_where_nothing_counts_them(monkeypatch: pytes
 
 def test_a_layer_that_cannot_be_begun_with_is_named() -> None:
     convolutions = nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, 2, 1), nn.ReLU()
-    images, labels = pictures(2)
+    images, labels = pictures(1)
     model = nn.Sequential(*convolutions, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10)).eval()
     found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
     assert isinstance(found, NotApplicable)
     assert found.reason.startswith("2.weight: not a convolution of stride 1")
+    assert "too few for the 768 of the picture" in found.reason
 
 
 def test_one_picture_is_begun_with_at_linear_layers() -> None:
@@ -332,6 +334,7 @@ def test_a_network_of_few_features_is_refused() -> None:
     images, labels = pictures(1)
     found = attacks.build("backsolve")(from_batch(model, images[..., :12, :12], labels)[0])
     assert isinstance(found, NotApplicable)
+    assert "its linear layers tell 100 numbers other than zero, too few for the 432 of the picture" in found.reason
 
 
 def test_a_residual_above_the_noise_verifies_only_whole_levels() -> None:

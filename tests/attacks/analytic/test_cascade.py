@@ -181,15 +181,10 @@ def test_noise_is_not_called_rounding() -> None:
         ((nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.01), nn.AvgPool2d(2)), "can't be undone"),
     ],
 )
-def test_what_it_cannot_undo_is_refused_or_not_verified(chain: tuple[nn.Module, ...], reason: str) -> None:
-    image = photograph(14)
-    result = Cascade()(victim(network(*chain), image))
-    if isinstance(result, NotApplicable):
-        assert reason in result.reason
-    elif result.verified:
-        assert error(result, image) < 1e-4
-    else:
-        assert result.note
+def test_what_it_cannot_undo_is_refused(chain: tuple[nn.Module, ...], reason: str) -> None:
+    result = Cascade()(victim(network(*chain), photograph(14)))
+    assert isinstance(result, NotApplicable)
+    assert reason in result.reason
 
 
 def test_batches_and_several_steps_are_refused() -> None:

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.graph.layer_equations import LayerEquations
-from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, solve_input, solve_signal
+from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, fit_in_turn, solve_input, solve_signal
+from attacks.analytic.graph.shift_structure import find_signal_columns
 from fl.seeds import stream
 
 
@@ -109,3 +110,25 @@ def test_the_signal_follows_from_the_input() -> None:
     assert found is not None
     assert torch.allclose(found[0], signal, atol=1e-8)
     assert solve_signal(layer()[0], layer()[1]) is None  # 36 equations for 72 numbers
+
+
+def test_noise_is_not_carried_from_position_to_position() -> None:
+    equations, _, signal = layer(size=4, channels=(16, 48))
+    noisy = replace(equations, gradient=equations.gradient + 1e-3 * noise(*equations.gradient.shape))
+    columns = find_signal_columns(noisy.gradient, (4, 4), 2).columns
+    start = columns.permute(2, 0, 1).reshape(signal.shape)
+    carried, fitted = off_but_for_mixing(start, signal), off_but_for_mixing(fit_in_turn(noisy, start), signal)
+    assert fitted < 3e-4
+    assert fitted < carried / 3
+
+
+def test_a_signal_of_too_few_equations_stays() -> None:
+    equations, _, signal = layer(size=6, channels=(4, 24))
+    assert equations.signal_equations < equations.unknown_signals
+    assert torch.equal(fit_in_turn(equations, signal), signal)
+
+
+def off_but_for_mixing(found: Tensor, true: Tensor) -> float:
+    """Return by how much signals (B, C, h, w) are off where their images are mixed back as well as can be."""
+    one, other = found.flatten(1).mT, true.flatten(1).mT
+    return float((one @ torch.linalg.lstsq(one, other).solution - other).norm() / other.norm())

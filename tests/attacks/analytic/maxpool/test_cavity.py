@@ -182,6 +182,7 @@ def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     result = Cascade()(view)
     assert isinstance(result, Reconstruction)
     assert bool(result.note) == changed
+    assert ("body.0" in result.note) == changed
     (row,) = add_self_check_columns(result, score(result, truth))
     assert row.get("note", "") == result.note
 
