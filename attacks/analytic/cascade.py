@@ -76,7 +76,8 @@ class Cascade(Attack):
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
     Every search is bounded (docs/design/exact.md says by what), and `note` names the layers whose equations it did not
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
-    the end: its input is returned under `features/layer`, image by image, and no picture.
+    the end: its input is returned under `features/layer`, image by image, and no picture. So is, beside a picture, the
+    input of the lowest layer above it down to which all equations are satisfied.
 
     A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
     `attacks.analytic.backsolve` first, and what it verifies is returned.
@@ -388,6 +389,7 @@ class _InversionState:
         notes: on layers whose equations are not satisfied.
         visible_cells: rows and columns of a convolution's pooled outputs that the stage above saw.
         fixed: which pixels the equations determine, once the image is reached.
+        features: the input of the lowest layer above the picture down to which all equations are satisfied, by name.
     """
 
     view: ServerView
@@ -406,6 +408,7 @@ class _InversionState:
     notes: list[str] = field(default_factory=list)
     visible_cells: tuple[int, int] | None = None
     fixed: Tensor | None = None
+    features: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def begin(
@@ -447,6 +450,7 @@ class _InversionState:
         if not self.relative_error < MAX_UNEXPLAINED:
             self.verified = False
             self.notes.append(f"{stage.name}: its gradient explained up to {self.relative_error:.1e}")
+        self._keep_features(number)
         self.signal = self.signal @ stage.layer.weight.detach()
         self.std = torch.full_like(self.values, self.relative_error)
 
@@ -476,7 +480,13 @@ class _InversionState:
         self.relative_error, self.visible_cells = max(fit.gradient_error, self.relative_error), layer.visible_input_size
         if number > 0:
             self.std = layer.split_images(solution.relative_uncertainty())
+        self._keep_features(number)
         return None
+
+    def _keep_features(self, number: int) -> None:
+        """Keep the input of the layer undone last, if all equations down to it are satisfied."""
+        if number > 0 and not self.notes:
+            self.features = {f"features/{self.stages[number].name}": self.values}
 
     def reconstruction(self) -> Reconstruction:
         """Return the picture, once the first stage is undone."""
@@ -488,7 +498,7 @@ class _InversionState:
             inputs=image.clamp(0, 1).to(view.device, view.dtype),
             knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),
             objective=_largest_residual(self.residuals),
-            private={f"residual/{name}": value for name, value in self.residuals.items()},
+            private={**{f"residual/{name}": value for name, value in self.residuals.items()}, **self.features},
             verified=self.verified,
             fixed=None if self.fixed is None else self.fixed.to(view.device),
             note="; ".join(self.notes),

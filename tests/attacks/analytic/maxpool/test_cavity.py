@@ -172,6 +172,21 @@ def test_a_batch_that_is_not_followed_says_how_far_it_got() -> None:
     assert result.note.endswith("the layers below it were not tried")
 
 
+def test_features_are_told_where_only_the_picture_is_not() -> None:
+    """The lowest convolution's gradient is another's: what it returned is still exact, and no picture is."""
+    task = network(*TWICE)
+    batch = Batch(photograph(14), torch.tensor([0]))
+    view = Federation(Client(task, STEP), [ClientData(batch, batch)]).observe(0)[0]
+    result = Cascade()(replace(view, update={**view.update, "body.0.weight": -view.update["body.0.weight"]}))  # type: ignore[operator]
+    assert isinstance(result, Reconstruction)
+    assert result.verified is False
+    with torch.no_grad():
+        normalize, layers = (task.model.get_submodule(name) for name in ("normalize", "body"))
+        true = layers[:3](normalize(batch.inputs))  # type: ignore[index]
+    assert [name for name in result.private if name.startswith("features/")] == ["features/body.3"]
+    assert torch.allclose(result.private["features/body.3"].to(true), true, atol=1e-5)
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     task = network(nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY)
