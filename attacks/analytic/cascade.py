@@ -40,8 +40,10 @@ MAX_UNEXPLAINED = 1e-3
 """Share of a linear layer's gradient, unexplained, that is no longer rounding."""
 MAX_CHAIN_ERROR = 1e-2
 """Share of a layer's equations that layer by layer may stay unexplained before `backsolve` is asked, too."""
-MAX_TOGETHER_ERROR = 0.1
+MAX_TOGETHER_ERROR = 0.25
 """Share of the equations of all layers together that a picture may leave before it counts as none."""
+MAX_FEATURE_UNCERTAINTY = 1e-3
+"""Share of the root mean square by which each number of a layer's input may be off if it is returned with a picture."""
 MAX_FINISHED = 1_024
 """Numbers of a verified picture up to which all equations together are asked which of its pixels they fix."""
 PIXEL_MARGIN = 1e-2
@@ -77,7 +79,7 @@ class Cascade(Attack):
     Every search is bounded (docs/design/exact.md says by what), and `note` names the layers whose equations it did not
     satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
     the end: its input is returned under `features/layer`, image by image, and no picture. So is, beside a picture, the
-    input of the lowest layer above it down to which all equations are satisfied.
+    input of the lowest layer above it down to which equations are satisfied and determine all.
 
     A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
     `attacks.analytic.backsolve` first, and what it verifies is returned.
@@ -168,33 +170,52 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
     fixed, if the picture has no more than `MAX_FINISHED` numbers. They begin at its picture if there is one.
     """
     by_graph = Backsolve().attack_view(view, seed)
-    start = by_graph.inputs if isinstance(by_graph, Reconstruction) else None
-    verified = isinstance(by_graph, Reconstruction) and by_graph.verified
-    if verified and start is not None and start.numel() > MAX_FINISHED:
-        return by_graph
+    if isinstance(by_graph, NotApplicable):
+        jointly = _solve_jointly(view, refused, None)
+        if isinstance(jointly, Reconstruction):
+            return jointly
+        return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
+    start = by_graph.inputs
+    if by_graph.verified and start is not None and start.numel() > MAX_FINISHED:
+        return _doubted(view, by_graph)
     jointly = _solve_jointly(view, refused, start)
-    if verified:
-        return jointly if isinstance(jointly, Reconstruction) and jointly.verified else by_graph
+    if by_graph.verified:
+        return jointly if isinstance(jointly, Reconstruction) and jointly.verified else _doubted(view, by_graph)
     if isinstance(jointly, Reconstruction):
         return jointly if start is None or not jointly.note else _note_both(jointly, by_graph)
-    if isinstance(by_graph, NotApplicable):
-        return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
     return jointly if isinstance(jointly, TooFewEquations) else _unless_worthless(view, by_graph, jointly)
+
+
+def _doubted(view: ServerView, found: Reconstruction) -> Reconstruction:
+    """Return a picture that its features verify; not verified where it leaves much of all equations together."""
+    left = _measure_misfit(view, found)
+    if left is None or left <= MAX_TOGETHER_ERROR:
+        return found
+    note = "; ".join(filter(None, (found.note, _say_left(left))))
+    return replace(found, objective=left, verified=False, fixed=None, note=note)
 
 
 def _unless_worthless(view: ServerView, found: Reconstruction, refused: NotApplicable) -> Result:
     """Return a picture of one image with the share of all equations that it leaves; a refusal where that is much."""
+    left = _measure_misfit(view, found)
+    if left is None:
+        return found
+    if not left <= MAX_TOGETHER_ERROR:
+        return replace(refused, reason=f"{refused.reason}; by backsolve: a picture by which {_say_left(left)}")
+    return replace(found, objective=left, note="; ".join(filter(None, (found.note, _say_left(left)))))
+
+
+def _measure_misfit(view: ServerView, found: Reconstruction) -> float | None:
+    """Return which share of all equations together a picture of one image leaves; None where that is not known."""
     gradient = _even_gradient(view)
     if gradient is None or found.inputs is None:
-        return found
+        return None
     misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs])
-    if misfits is None:
-        return found
-    (left,) = misfits
-    unexplained = f"{left:.1e} of all equations together is left unexplained"
-    if not left <= MAX_TOGETHER_ERROR:
-        return replace(refused, reason=f"{refused.reason}; by backsolve: of a picture by few features {unexplained}")
-    return replace(found, objective=left, note="; ".join(filter(None, (found.note, unexplained))))
+    return None if misfits is None else misfits[0]
+
+
+def _say_left(left: float) -> str:
+    return f"{left:.1e} of all equations together is left unexplained"
 
 
 def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | None) -> Result:
@@ -232,17 +253,17 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
     if misfits is None:
         return other if other.verified else found
     own, its = misfits
-    if own <= its:
+    if own <= its or not its <= MAX_TOGETHER_ERROR:
         return found
     if other.verified and its <= MAX_CHAIN_ERROR:
         return other
-    note = "; ".join(filter(None, (found.note, f"by backsolve: {other.note}" if other.note else "")))
+    note = "; ".join(filter(None, (found.note and f"layer by layer: {found.note}", f"by backsolve: {other.note}")))
     return replace(other, objective=its, verified=False, fixed=None, note=note)
 
 
-def _note_both(jointly: Reconstruction, by_graph: Result) -> Reconstruction:
+def _note_both(jointly: Reconstruction, by_graph: Reconstruction) -> Reconstruction:
     """Return what all equations together led to, with the words of the attack whose picture they began at."""
-    note = by_graph.note if isinstance(by_graph, Reconstruction) else ""
+    note = by_graph.note
     return replace(jointly, note=f"{jointly.note}; by backsolve: {note}" if note else jointly.note)
 
 
@@ -389,7 +410,7 @@ class _InversionState:
         notes: on layers whose equations are not satisfied.
         visible_cells: rows and columns of a convolution's pooled outputs that the stage above saw.
         fixed: which pixels the equations determine, once the image is reached.
-        features: the input of the lowest layer above the picture down to which all equations are satisfied, by name.
+        features: the input of the lowest layer above the picture down to which all inputs are determined, by name.
     """
 
     view: ServerView
@@ -484,8 +505,8 @@ class _InversionState:
         return None
 
     def _keep_features(self, number: int) -> None:
-        """Keep the input of the layer undone last, if all equations down to it are satisfied."""
-        if number > 0 and not self.notes:
+        """Keep the input of the layer undone last, if all equations down to it are satisfied and determine it."""
+        if number > 0 and not self.notes and bool((self.std <= MAX_FEATURE_UNCERTAINTY).all()):
             self.features = {f"features/{self.stages[number].name}": self.values}
 
     def reconstruction(self) -> Reconstruction:

@@ -275,6 +275,8 @@ def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
     if isinstance(parameters, str):
         return parameters
     matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
+    if isinstance(bias, Ref) and graph.value(bias).numel() != len(matrix):
+        return f"{node} adds one bias to several outputs"
     (name, places), rest = parameters[0], parameters[1]
     places = _element_indices(value) if places is None else places
     places = places.flatten(0, -2).T if flows_first else places.flatten(0, -2)

@@ -67,8 +67,8 @@ MIN_INNER = 5
 """Conjugate gradient iterations a step takes at least."""
 SHORTEST = 2.0**-6
 """The shortest share of a step that the line search tries."""
-MAX_SLOW_STEPS = 5
-"""Steps in a row that hardly lower the residual, after which a search ends."""
+MAX_SLOW_STEPS, MAX_STEPS_AT_NOISE = 5, 10
+"""Steps in a row that hardly lower the residual, and that are at the level of noise, after which a search ends."""
 LEVEL_DISTANCE = 0.1
 """Levels of 8 bits by which a pixel that is at a whole one may miss it."""
 UNSEEN = 1e-10
@@ -111,6 +111,7 @@ class InversionSettings:
         restarts: how often an image that got stuck is searched for again, at most.
         seconds: seconds of CPU time of all searches together, after which no further step begins.
         seed: of the start and the probes.
+        below_noise: whether to go on at the level of noise until all pixels are at whole levels, for some steps.
     """
 
     max_steps: int = 100
@@ -120,6 +121,7 @@ class InversionSettings:
     restarts: int = 3
     seconds: float | None = None
     seed: int = 0
+    below_noise: bool = True
 
 
 @dataclass(frozen=True)
@@ -498,6 +500,7 @@ class _State:
         self.images = images
         self.damping = torch.zeros(search.count, dtype=search.work_type, device=images.device)
         self.stalled = torch.zeros(search.count, dtype=torch.long, device=images.device)
+        self.at_noise = torch.zeros_like(self.stalled)
         self.precise = search.work_type == images.dtype
         self.residuals, self.relative = self._evaluate(images)
         self.before = self.relative
@@ -506,21 +509,25 @@ class _State:
     def select(self, keep: Tensor) -> None:
         """Keep some problems."""
         self.problem, self.single = self.problem.select(keep), self.single.select(keep)
-        self.images, self.damping, self.stalled = self.images[keep], self.damping[keep], self.stalled[keep]
+        self.images, self.damping = self.images[keep], self.damping[keep]
+        self.stalled, self.at_noise = self.stalled[keep], self.at_noise[keep]
         self.residuals = tuple(r[keep] for r in self.residuals)
         self.relative, self.before = self.relative[keep], self.before[keep]
 
     def done(self) -> Tensor:
         """Return which problems need no further step: at the level of noise, or no longer falling.
 
-        At that level pixels may still be off that features hardly tell: a search goes on until they are at whole
-        levels, or a few steps more where they do not come to any.
+        At that level pixels may still be off that features hardly tell: a search that goes on below it ends when they
+        are at whole levels, or some steps later.
         """
-        gain, noise = self.relative / self.before, self.problem.noise
-        slow = (gain > 0.98) | ((self.relative <= 3 * noise) & (gain > 0.8))
-        self.stalled = torch.where(slow, self.stalled + 1, torch.zeros_like(self.stalled))
-        met = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & slow)
-        return (met & self._are_at_levels()) | (self.stalled >= MAX_SLOW_STEPS)
+        gain, noise = self.relative / self.before.clamp_min(1e-300), self.problem.noise
+        self.stalled = torch.where(gain > 0.98, self.stalled + 1, torch.zeros_like(self.stalled))
+        ended = (self.stalled >= MAX_SLOW_STEPS) | (self.relative == 0)
+        met = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & (gain > 0.8))
+        if not self.search.settings.below_noise:
+            return met | ended
+        self.at_noise = torch.where(self.relative <= 3 * noise, self.at_noise + 1, torch.zeros_like(self.at_noise))
+        return (met & self._are_at_levels()) | ended | (self.at_noise >= MAX_STEPS_AT_NOISE)
 
     def _are_at_levels(self) -> Tensor:
         """Return the images (b,) whose pixels are all at whole levels of 8 bits."""

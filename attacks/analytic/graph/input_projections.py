@@ -23,14 +23,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, KnownSignal, channel_sizes
+from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, SILENT_CHANNEL, KnownSignal, channel_sizes
 
 MAX_POSITIONS = 2048
 """Numbers of one input channel of one image, at most: a basis of as many is found."""
 NO_DIRECTION = 1e-7
 """Share of the largest singular value below which equations do not hear a direction but by rounding."""
+CONSISTENT = 1e-5
+"""Share of itself by which what is determined may be off where all equations agree."""
 ROUNDS, MIN_GOOD_SHARE = 8, 0.75
-"""Solutions with other weights of the channels, and the share of channels that must be left in the last one."""
+"""Solutions with other weights of the channels, and the share of channels with a signal that must agree."""
 MAX_CONDITION = 1e4
 """Largest condition of the equations for what they determine."""
 
@@ -89,10 +91,11 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
 
 
 def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tensor, float] | None:
-    """Return z (rank, K) and by which share of itself it may be off; None where too few equations agree.
+    """Return z (rank, K) and by which share of itself it may be off; None where equations leave it open.
 
-    One wrong bit of an activation puts its output channel off, and by it all of z. So channels that miss more than
-    others are given less and less weight, and none in the end.
+    One wrong bit of an activation puts its output channel off, and by it all of z. So where equations contradict each
+    other, channels that miss more than others are given less and less weight, and none in the end. If too few agree,
+    all of them are used.
 
     Args:
         a: A V (equations, rank).
@@ -100,24 +103,42 @@ def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tens
         channel: number of the output channel that each equation is of.
     """
     channels = int(channel.max()) + 1
-    weights, missed = a.new_ones(channels), a.new_zeros(channels)
-    usual = missed.median()
-    for turn in range(ROUNDS):
-        if turn == ROUNDS - 1:  # what has hardly any weight has none
-            weights = (missed <= MISFIT_FACTOR * usual).to(weights)
-        used = weights[channel] > 0
-        if not int((weights > 0).sum()) >= MIN_GOOD_SHARE * channels or int(used.sum()) < MIN_RATIO * a.shape[1]:
-            return None
-        each = weights[channel][used, None]
-        u, s, w = torch.linalg.svd(each * a[used], full_matrices=False)
-        if not bool(s[-1] * MAX_CONDITION > s[0]):
-            return None
-        z = w.mT @ ((u.mT @ (each * g[used])) / s[:, None])
-        squares = (g - a @ z).square().sum(1)
-        missed = squares.new_zeros(channels).index_add_(0, channel, squares).sqrt()
-        usual = missed.median().clamp_min(1e-300)
-        weights = usual / missed.clamp_min(0.3 * usual)
-    left = squares[used].sum() / max(1, int(used.sum()) - a.shape[1])  # of all input channels, for each equation
+
+    def by_channel(squares: Tensor) -> Tensor:
+        return squares.new_zeros(channels).index_add_(0, channel, squares).sqrt()
+
+    plain = _weighted_least_squares(a, g, a.new_ones(len(a)))
+    if plain is None or plain[1] <= CONSISTENT:
+        return plain
+    sent = by_channel(a.square().sum(1))
+    heard = sent > SILENT_CHANNEL * sent[sent > 0].median()
+    z = plain[0]
+    for _ in range(ROUNDS):
+        missed = by_channel((g - a @ z).square().sum(1))
+        usual = missed[heard].median().clamp_min(1e-300)
+        solved = _weighted_least_squares(a, g, (usual / missed.clamp_min(0.3 * usual))[channel])
+        if solved is None:
+            return plain
+        z = solved[0]
+    missed = by_channel((g - a @ z).square().sum(1))
+    good = missed <= MISFIT_FACTOR * missed[heard].median()
+    if not int((good & heard).sum()) >= MIN_GOOD_SHARE * int(heard.sum()):
+        return plain
+    if int(good[channel].sum()) < MIN_RATIO * a.shape[1]:
+        return plain
+    solved = _weighted_least_squares(a, g, good[channel].to(a))
+    return plain if solved is None else solved
+
+
+def _weighted_least_squares(a: Tensor, g: Tensor, weights: Tensor) -> tuple[Tensor, float] | None:
+    """Return z with a z = g (weights for each equation), and by which share of itself it may be off."""
+    used = weights > 0
+    a, g = (weights[used, None] * side[used] for side in (a, g))
+    u, s, w = torch.linalg.svd(a, full_matrices=False)
+    if len(a) < a.shape[1] or not bool(s[-1] * MAX_CONDITION > s[0]):
+        return None
+    z = w.mT @ ((u.mT @ g) / s[:, None])
+    left = (g - a @ z).square().sum() / max(1, len(a) - a.shape[1])  # of all input channels, for each equation
     return z, float((left * (1 / s.square()).sum()).sqrt() / z.norm().clamp_min(1e-300))
 
 

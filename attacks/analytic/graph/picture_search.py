@@ -30,6 +30,10 @@ MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 300.0, 30.0, 3072
 numbers (32 by 32 pixels)."""
 MAX_LEVEL_DISTANCE = 0.2
 """Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
+LEVELS_ASIDE = 2.0
+"""Levels of 8 bits by which pixels at whole levels are moved, up or down, to see whether they come back."""
+MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
+"""Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
 DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
 """Share of the largest feature, and multiple of the features' noise, below which one that is not zero may be a closed
 activation's, and is not compared."""
@@ -151,8 +155,8 @@ def count_open_numbers(
 ) -> int:
     """Return how many numbers of found pictures may be others, as they move no feature or only together do not.
 
-    Of pictures that meet their features away from whole levels, those are numbers that come out otherwise where a
-    search begins beside them. Where features are known up to a factor, those are all.
+    Those are numbers that come out otherwise where a search begins beside the pictures and ends at the level of the
+    features' noise. Of pictures away from whole levels those are all where features are known up to a factor.
 
     Args:
         forward: from pictures to features.
@@ -161,22 +165,27 @@ def count_open_numbers(
         found: the pictures.
         seed: of what moves them.
     """
-    unseen = count_unseen_numbers(forward, targets, found.images)
-    off = (255 * found.images - (255 * found.images).round()).abs()
-    if unseen or not bool(found.converged.all()) or bool((off < MAX_LEVEL_DISTANCE).all()):
+    unseen, shape = count_unseen_numbers(forward, targets, found.images), found.images.shape
+    if unseen or not bool(found.converged.all()):
         return unseen
-    if any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
+    off = (255 * found.images - (255 * found.images).round()).abs()
+    draw = torch.randn(shape, generator=stream(seed, "open numbers"), dtype=torch.float64).to(found.images)
+    at_levels = bool((off < MAX_LEVEL_DISTANCE).all())
+    if at_levels:  # not by chance, but a number or two may be at another level
+        start = found.images + LEVELS_ASIDE / 255 * draw.sign()
+    elif any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
         return found.images.numel()
-    if (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
+    elif (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
         return few
-    draw = torch.randn(found.images.shape, generator=stream(seed, "open numbers"), dtype=torch.float64)
-    shape = found.images.shape
-    settings = InversionSettings(seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0)
-    start = found.images + NUDGE * draw.to(found.images)
+    else:
+        start = found.images + NUDGE * draw
+    settings = InversionSettings(
+        seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0, below_noise=False
+    )
     again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
     if not bool(again.converged.all()):  # what was not checked may be open
         return found.images.numel()
-    return int(((again.images - found.images).abs() > 0.5 / 255).sum())
+    return int(((again.images - found.images).abs() > (MAX_MOVED_AT_LEVELS if at_levels else MAX_MOVED) / 255).sum())
 
 
 def _count_equations(target: FeatureTarget) -> int:

@@ -149,10 +149,11 @@ class GraphSolver:
         for number, layer in self.network.layers.items():
             if layer.unknown_signals != 1:
                 continue  # its bias gradient sums several positions
+            like = self.network.graph.value(Ref(number))
             for _, name in self.network.bias_like_parameters(number):
-                if bool(self.network.gradient[name].any()):
-                    like = self.network.graph.value(Ref(number))
-                    self.known.set_signal(Ref(number), self.network.gradient[name].reshape(like.shape))
+                sent = self.network.gradient[name]
+                if bool(sent.any()) and sent.numel() == like.numel():  # not one number for all outputs
+                    self.known.set_signal(Ref(number), sent.reshape(like.shape))
                     self.scaled = True
         if self.scaled:
             self.ends.clear()

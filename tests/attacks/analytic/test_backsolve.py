@@ -16,6 +16,7 @@ from attacks.base import NotApplicable, Reconstruction, Result
 from defenses import defenses
 from fl.capture import from_batch, from_update
 from fl.models.resnet20 import ResNet20
+from fl.tensors import dense
 
 
 class Block(nn.Module):
@@ -325,6 +326,46 @@ def test_one_picture_is_begun_with_at_linear_layers() -> None:
     images, labels = pictures(1)
     images = (255 * images[..., :12, :12]).round() / 255
     assert_exact(attacks.build("backsolve")(from_batch(model, images, labels)[0]), images)
+
+
+class OneBias(nn.Linear):
+    """A linear layer that adds one number to all of its outputs."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight.t())
+
+
+@pytest.mark.parametrize("attack", ["backsolve", "cascade"])
+def test_one_bias_of_several_outputs_is_not_what_flows_back(attack: str) -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        below = nn.Conv2d(3, 24, 3), nn.ReLU(), nn.Flatten(), OneBias(2400, 16), nn.ReLU()
+        model = nn.Sequential(*below, nn.Linear(16, 10)).eval()
+    images, labels = pictures(1)
+    found = attacks.build(attack)(from_batch(model, images[..., :12, :12], labels)[0])
+    if isinstance(found, Reconstruction):
+        assert found.inputs is not None
+        assert float((found.inputs - images[..., :12, :12]).abs().max()) < 1e-3
+    else:
+        assert "one bias" in found.reason
+
+
+def test_noise_of_the_top_convolution_is_spread_over_its_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels)
+    rough = {n: dense(v).to(torch.float16).to(torch.float32) for n, v in (view.update or {}).items()}
+    attack, found = attacks.build("backsolve"), []
+    for _ in range(2):
+        result = attack(replace(view, update=rough))
+        assert isinstance(result, Reconstruction)
+        assert result.inputs is not None
+        found += decibels(result.inputs, images)
+        monkeypatch.setattr("attacks.analytic.graph.solver.CLEAR_GAP", 0.0)  # the columns are taken as they are
+    assert found[0] > found[1] + 3
 
 
 def test_a_network_of_few_features_is_refused() -> None:

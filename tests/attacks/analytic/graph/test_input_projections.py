@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -57,6 +58,18 @@ def test_channels_whose_signal_is_wrong_are_left_out() -> None:
     means = functional.interpolate(functional.avg_pool2d(given, 2), scale_factor=2)
     assert torch.allclose(solved.values, means, atol=1e-9)
     assert solved.misfit < 1e-9
+
+
+def test_silent_channels_do_not_count_as_wrong_ones() -> None:
+    known, given = transition(images=2, window=2)
+    layer, signal = known.layer, known.signal.clone()
+    signal[:, :30] = 0
+    gradient = torch.einsum("bchw,bkhw->ck", signal, given)[..., None, None]
+    gradient = gradient + 1e-7 * torch.randn(gradient.shape, generator=stream(0, "rounding"), dtype=torch.float64)
+    solved = solve_projection([KnownSignal(replace(layer, gradient=gradient), signal)])
+    assert solved is not None
+    means = functional.interpolate(functional.avg_pool2d(given, 2), scale_factor=2)
+    assert torch.allclose(solved.values, means, atol=1e-6)
 
 
 def test_nothing_is_told_where_few_channels_agree() -> None:
@@ -115,3 +128,40 @@ def test_pictures_whose_open_numbers_could_not_be_looked_for_may_be_others(monke
     lost = replace(found, converged=torch.tensor([False]))
     monkeypatch.setattr(picture_search, "invert_features", lambda *_, **__: lost)
     assert count_open_numbers(lambda x: [x], lambda x: [x], [FeatureTarget(images)], found, seed=0) == 48
+
+
+def weakly_told(pixels: slice, share: float) -> tuple[Tensor, FeatureTarget, Callable[[Tensor], list[Tensor]]]:
+    """An image at whole levels, its features by a linear map, and that map, which tells some pixels weakly."""
+    draw = torch.Generator().manual_seed(3)
+    image = torch.randint(256, (1, 3, 4, 4), generator=draw).double() / 255
+    matrix = torch.randn(96, 48, generator=draw, dtype=torch.float64)
+    matrix[:, pixels] *= share
+
+    def features(images: Tensor) -> list[Tensor]:
+        return [images.flatten(1) @ matrix.mT]
+
+    (exact,) = features(image)
+    error = torch.randn(exact.shape, generator=draw, dtype=torch.float64)
+    return image, FeatureTarget(exact + 1e-6 * exact.norm() / error.norm() * error, noise=3e-6), features
+
+
+@pytest.mark.parametrize("share", [1e-4, 1e-5, 1e-6])
+def test_pixels_that_noise_leaves_open_count_as_open(share: float) -> None:
+    image, target, features = weakly_told(slice(0, 3), share)
+    found = picture_search.search_pictures(features, features, [target], image.shape, 0)
+    count = count_open_numbers(features, features, [target], found, 0)
+    assert count or float((found.images - image).abs().max()) < 0.5 / 255
+
+
+def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it() -> None:
+    image, target, features = weakly_told(slice(5, 6), 1e-5)
+    other = image.clone()
+    other.flatten()[5] = (image.flatten()[5] + 1 / 255 + 1) % 1
+    found = InvertedImages(other, torch.tensor([1e-6]), torch.tensor([True]), torch.tensor([1]), 1)
+    assert count_open_numbers(features, features, [target], found, 0) == 1
+
+
+def test_a_picture_that_is_met_exactly_ends_at_once() -> None:
+    image = torch.rand((1, 3, 4, 4), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = picture_search.search_pictures(lambda z: [z], lambda z: [z], [FeatureTarget(image)], image.shape, 0)
+    assert int(found.steps) < 10

@@ -187,6 +187,15 @@ def test_features_are_told_where_only_the_picture_is_not() -> None:
     assert torch.allclose(result.private["features/body.3"].to(true), true, atol=1e-5)
 
 
+def test_features_that_equations_leave_open_are_not_told() -> None:
+    """72 equations for 196 numbers: they are satisfied by many inputs of the second convolution."""
+    task = network(nn.Conv2d(1, 8, 3, 2, 1), nn.Sigmoid(), nn.Conv2d(8, 1, 3, padding=1), nn.Sigmoid())
+    batch = Batch(photograph(14), torch.tensor([0]))
+    result = Cascade()(Federation(Client(task, STEP), [ClientData(batch, batch)]).observe(0)[0])
+    assert isinstance(result, Reconstruction)
+    assert [name for name in result.private if name.startswith("features/")] == ["features/body.5"]
+
+
 @pytest.mark.parametrize("changed", [False, True])
 def test_an_end_that_was_reached_has_no_note(changed: bool) -> None:
     task = network(nn.Conv2d(1, 12, 3, padding=1), nn.MaxPool2d(2), LEAKY)
