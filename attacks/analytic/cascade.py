@@ -253,7 +253,7 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
     if misfits is None:
         return other if other.verified else found
     own, its = misfits
-    if own <= its or not its <= MAX_TOGETHER_ERROR:
+    if own <= its:
         return found
     if other.verified and its <= MAX_CHAIN_ERROR:
         return other
