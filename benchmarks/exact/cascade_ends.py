@@ -31,6 +31,7 @@ from attacks import Reconstruction
 from attacks.base import build
 from benchmarks.common import RESULTS, machine, publish, table
 from benchmarks.exact.cascade import scored
+from benchmarks.exact.residual import attacks_state
 from defenses import defenses
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -176,7 +177,7 @@ def one(kind: Kind, data: Batch, number: int) -> dict[str, Any]:
     view, image = victim(kind, data, number)
     began = time.process_time()
     result = build("cascade")(view)
-    row = {"image": number, **scored(result, image), "seconds": time.process_time() - began}
+    row = {"image": number, **scored(result, image), "seconds": time.process_time() - began, "attacks": attacks_state()}
     if not isinstance(result, Reconstruction):
         return row
     off = {
@@ -198,7 +199,8 @@ def _features_off(kind: Kind, image: Batch, number: int, result: Reconstruction)
     layer.register_forward_pre_hook(lambda _, taken: seen.append(taken[0]))
     with torch.no_grad():
         model(image.inputs)
-    return float((dense(result.private[keys[0]]) - seen[0]).norm() / seen[0].norm())
+    given = dense(result.private[keys[0]])  # of a layer behind a flattening as they were before it
+    return float((given.flatten() - seen[0].flatten()).norm() / seen[0].norm())
 
 
 def line(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -222,6 +224,17 @@ def line(rows: Sequence[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _states(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Which kinds met which state of the attacks' code."""
+    kinds: dict[str, list[str]] = {}
+    for row in rows:
+        own = kinds.setdefault(row.get("attacks") or "unknown", [])
+        own += [row["kind"]] if row["kind"] not in own else []
+    return table(
+        ["state of the attacks' code", "networks"], [[f"`{state}`", "; ".join(k)] for state, k in kinds.items()]
+    )
+
+
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The results in words."""
     body = [[kind, *line(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
@@ -238,6 +251,10 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         *table([*head, "features", "median seconds", "what it said"], body),
         *(["", f"Not measured: {'; '.join(missing)}."] if missing else []),
+        "",
+        "`git rev-parse --short HEAD:attacks` names the state of a checkout.",
+        "",
+        *_states(rows),
     ]
 
 

@@ -88,7 +88,7 @@ def attempt(attack: Callable[[], Result], images: Batch, most: float) -> Row:
     spent = time.process_time() - began
     if not row:
         row = scored(result, images)
-    return {**row, "seconds": spent, "processor": machine()["processor"], "attacks": _version()}
+    return {**row, "seconds": spent, "processor": machine()["processor"], "attacks": attacks_state()}
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _order(place: tuple[str, str, int]) -> tuple[int, str, int]:
     return names.index(place[0]) if place[0] in names else len(names), *place[1:]
 
 
-def _version() -> str:
+def attacks_state() -> str:
     """The state of the attacks as git names it; empty outside a checkout."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:attacks"]
     try:
@@ -230,7 +230,7 @@ def run(chosen: argparse.Namespace) -> None:
     until = time.monotonic() + chosen.seconds
     name, attack = named(chosen)
     known = [] if chosen.again else known_rows()
-    before = {key(row) for row in known if not chosen.outdated or state(row) == _version()[:7]}
+    before = {key(row) for row in known if not chosen.outdated or state(row) == attacks_state()[:7]}
     for case in CASES:
         if case.name not in chosen.rows:
             continue

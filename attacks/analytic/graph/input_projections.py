@@ -75,13 +75,18 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
     taps = torch.cat(
         [torch.full((len(w),), known.layer.weight[0, 0].numel()) for known, w in zip(signals, weights, strict=True)]
     )
-    channel = torch.arange(len(taps)).repeat_interleave(taps)
+    channel = torch.arange(len(taps)).repeat_interleave(taps).to(a.device)
+    norms = a.norm(dim=1)
+    if not bool(norms.any()):
+        return None
+    heard = norms > SILENT_CHANNEL * norms[norms > 0].median()  # others tell nothing and would count as equations
+    a, g, channel = a[heard], g[heard], channel[heard].unique(return_inverse=True)[1]
     bases = [_row_basis(part) for part in a.split(height * width, dim=1)]
     ranks = [basis.shape[1] for basis in bases]
     if not min(ranks) > 0 or sum(ranks) == n * height * width or MIN_RATIO * sum(ranks) > len(a):
         return None
     reduced = torch.cat([part @ v for part, v in zip(a.split(height * width, dim=1), bases, strict=True)], 1)
-    solved = _solve_without_outliers(reduced, g, channel.to(g.device))
+    solved = _solve_without_outliers(reduced, g, channel)
     if solved is None:
         return None
     z, off = solved
@@ -110,21 +115,17 @@ def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tens
     plain = _weighted_least_squares(a, g, a.new_ones(len(a)))
     if plain is None or plain[1] <= CONSISTENT:
         return plain
-    sent = by_channel(a.square().sum(1))
-    heard = sent > SILENT_CHANNEL * sent[sent > 0].median()
     z = plain[0]
     for _ in range(ROUNDS):
         missed = by_channel((g - a @ z).square().sum(1))
-        usual = missed[heard].median().clamp_min(1e-300)
+        usual = missed.median().clamp_min(1e-300)
         solved = _weighted_least_squares(a, g, (usual / missed.clamp_min(0.3 * usual))[channel])
         if solved is None:
             return plain
         z = solved[0]
     missed = by_channel((g - a @ z).square().sum(1))
-    good = missed <= MISFIT_FACTOR * missed[heard].median()
-    if not int((good & heard).sum()) >= MIN_GOOD_SHARE * int(heard.sum()):
-        return plain
-    if int(good[channel].sum()) < MIN_RATIO * a.shape[1]:
+    good = missed <= MISFIT_FACTOR * missed.median()
+    if int(good.sum()) < MIN_GOOD_SHARE * channels or int(good[channel].sum()) < MIN_RATIO * a.shape[1]:
         return plain
     solved = _weighted_least_squares(a, g, good[channel].to(a))
     return plain if solved is None else solved

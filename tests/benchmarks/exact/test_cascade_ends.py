@@ -36,12 +36,12 @@ def test_every_kind_makes_a_victim(name: str) -> None:
 
 def test_what_was_solved_and_what_was_refused_have_a_line_each() -> None:
     first, second = list(KINDS)[:2]
-    wrong = {**SOLVED, "kind": first, "psnr": 30.0, "exact": False, "note": "12 pixels are open"}
+    wrong = {**SOLVED, "kind": first, "psnr": 30.0, "exact": False, "note": "12 pixels are open", "features": 4e-6}
     rows = [{**SOLVED, "kind": first}, wrong, {"kind": second, "reason": "too few", "seconds": 1.0}]
     lines = [line for line in cascade_ends.document(rows) if line.startswith("| ")]
-    assert lines[1] == f"| {first} | 2 | 1 | 2 | 1 | 65.0 (30.0) | 2.0 | 12 pixels are open |"
-    assert lines[2] == f"| {second} | 1 | 0 | 0 | 0 | - | 1.0 | refused: too few |"
-    assert len(lines) == 3
+    assert lines[1] == f"| {first} | 2 | 1 | 2 | 1 | 65.0 (30.0) | 1 of 1, 4e-06 | 2.0 | 12 pixels are open |"
+    assert lines[2] == f"| {second} | 1 | 0 | 0 | 0 | - | - | 1.0 | refused: too few |"
+    assert lines[4:] == [f"| `unknown` | {first}; {second} |"]
     assert f"Not measured: {'; '.join(list(KINDS)[2:])}." in cascade_ends.document(rows)
 
 

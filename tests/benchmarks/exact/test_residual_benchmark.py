@@ -62,7 +62,7 @@ def test_a_run_goes_on_where_it_was_stopped(results: Path) -> None:
 def test_rows_of_another_state_of_the_code_are_measured_again(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = ["--rows", "smoke-1", "--attack", "analytic", "--limit", "1"]
     for state, more in (("old", []), ("new", []), ("new", ["--outdated"])):
-        monkeypatch.setattr(residual, "_version", lambda state=state: state)
+        monkeypatch.setattr(residual, "attacks_state", lambda state=state: state)
         residual.main([*options, *more])
         (row,) = residual.known_rows()
         assert row["attacks"] == ("new" if more else "old")

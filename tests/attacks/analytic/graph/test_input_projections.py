@@ -72,6 +72,19 @@ def test_silent_channels_do_not_count_as_wrong_ones() -> None:
     assert torch.allclose(solved.values, means, atol=1e-6)
 
 
+def test_silent_channels_are_no_equations() -> None:
+    """Eight channels for eight numbers fit always, ten do not where one has a wrong bit."""
+    known, _ = transition(images=2, window=2)
+    signal = known.signal.clone()
+    signal[:, 8:] = 0
+    assert solve_projection([KnownSignal(known.layer, signal)]) is None
+    signal[:, 8:10] = known.signal[:, 8:10]
+    wrong = signal.clone()
+    wrong[0, 3, :2, :2] = 0
+    solved = solve_projection([KnownSignal(known.layer, wrong)])
+    assert solved is None or solved.misfit > 1e-3
+
+
 def test_nothing_is_told_where_few_channels_agree() -> None:
     known, _ = transition(images=2, window=2)
     known.signal[:, :24] = known.signal[:, :24].roll(1, 1)
