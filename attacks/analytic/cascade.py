@@ -263,8 +263,7 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
 
 def _note_both(jointly: Reconstruction, by_graph: Reconstruction) -> Reconstruction:
     """Return what all equations together led to, with the words of the attack whose picture they began at."""
-    note = by_graph.note
-    return replace(jointly, note=f"{jointly.note}; by backsolve: {note}" if note else jointly.note)
+    return replace(jointly, note="; by backsolve: ".join(filter(None, (jointly.note, by_graph.note))))
 
 
 def _solving_device(view: ServerView) -> torch.device:

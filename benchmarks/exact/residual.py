@@ -230,7 +230,8 @@ def run(chosen: argparse.Namespace) -> None:
     until = time.monotonic() + chosen.seconds
     name, attack = named(chosen)
     known = [] if chosen.again else known_rows()
-    before = {key(row) for row in known if not chosen.outdated or state(row) == attacks_state()[:7]}
+    today = attacks_state()[:7]
+    before = {key(row) for row in known if not chosen.outdated or state(row) == today}
     for case in CASES:
         if case.name not in chosen.rows:
             continue

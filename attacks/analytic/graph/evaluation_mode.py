@@ -72,8 +72,8 @@ def solve_in_evaluation_mode(
         solver.begin_at_linear_layers()
         told, pixels = sum(tensor.count for tensor in solver.solved), math.prod(shape)
         if solver.solved and told < MIN_TOLD_SHARE * pixels:
-            few = f"its linear layers tell {told} numbers other than zero, too few for the {pixels} of the picture"
-            return NotApplicable(f"{end}; {few}", limit=True)
+            few = f"from its linear layers down {told} numbers other than zero are solved for, too few for the {pixels}"
+            return NotApplicable(f"{end}; {few} of the picture", limit=True)
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
     stem = read_pooled_stem(solver)
