@@ -19,6 +19,9 @@ from fl.view import ThreatModel
 PICTURED_KINDS = {"settled", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
 NOT_BEGUN = "the time limit came before it"
+SCHEMA_VERSION = "1.0"
+"""Of what `AuditReport.plain` and `eval.audit.judgment.Judgment.plain` return, as `findings.schema.json` describes it.
+The first number counts changes by which a reader may fail; the second what is added."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +176,9 @@ class AuditReport:
         )
 
     def plain(self) -> dict[str, Any]:
-        """Return the audit in plain data."""
+        """Return the audit in plain data (`eval/audit/findings.schema.json`)."""
         return {
+            "schema_version": SCHEMA_VERSION,
             "subject": self.subject,
             "notes": list(self.notes),
             "mismatch": self.mismatch or None,

@@ -105,6 +105,11 @@ def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
     return bool(group.image_rows) and bool(_evidence(group, tests))
 
 
+def leaked_rows(rows: Sequence[Row]) -> list[Row]:
+    """Return the images that leaked by themselves: recognizable, and far above every guess of themselves."""
+    return _group(rows).leaked_rows
+
+
 def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
     """Return how many images there are where they are too few to tell content from chance; else 0."""
     group = _group(rows)

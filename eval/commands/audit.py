@@ -301,17 +301,14 @@ def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
     screen = console(as_json=outcome.json)
     with _exit_on_interrupt():
         report = _run_request(request, outcome)
-    undecided = report.open_questions(outcome.limits)
-    best = {figure: report.best(figure) for figure in outcome.limits}
-    above = [figure for figure, value in best.items() if value is not None and value > outcome.limits[figure]]
+    from eval.audit.judgment import Judgment
+
+    judgment = Judgment(report, outcome.limits)
     if outcome.json:
-        unknown = [figure for figure, value in best.items() if value is None]
-        open_ = [one.plain() for one in undecided]
-        limits = {"limits": outcome.limits, "above": above, "unknown": unknown, "undecided": open_}
-        print_json({**report.plain(), **limits})
+        print_json(judgment.plain())
     else:
         _print_report(screen, report)
-    for figure in above:
+    for figure in judgment.above:
         print_message(f"above the limit: {report.describe_excess(figure, outcome.limits[figure])}")
     if report.stopped:
         stands = "what was found before it stands above" if report.findings else "nothing was found before it"
@@ -320,20 +317,19 @@ def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
         again = f"the same command goes on from here ({outcome.out})" if outcome.out else _UNKEPT
         print_message(f"stopped at {report.stopped}; {stands}; {again}")
         raise typer.Exit(STOPPED)
-    failed = [finding for finding in report.findings if finding.failed]
-    for finding in failed:
+    for finding in judgment.failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
         origin = f"{finding.origin}; " if finding.origin else ""
         print_message(f"error: {finding.attack} failed: {finding.failed} ({origin}{kept})")
-    for one in undecided:
+    for one in judgment.undecided:
         repeated = one.why == report.mismatch and not outcome.json
         print_message(
             f"not decided: {f'{one.what} (see the first line). To decide it: {one.remedy}' if repeated else one}"
         )
     if outcome.out is not None and (outcome.out / "report.html").is_file():
         print_message(f"Written to {outcome.out}; open {outcome.out / 'report.html'}")
-    if above or failed or undecided:
-        raise typer.Exit(LEAKED if above else FAILURE if failed else UNDECIDED)
+    if judgment.above or judgment.failed or judgment.undecided:
+        raise typer.Exit(LEAKED if judgment.above else FAILURE if judgment.failed else UNDECIDED)
 
 
 @contextmanager

@@ -78,11 +78,11 @@ def outcomes_of_rows(attack: str, rows: Sequence[Row]) -> list[Outcome]:
     updates: dict[Hashable, list[Row]] = {}
     for row in rows:
         if not row.get("spared"):
-            updates.setdefault(_update(row), []).append(row)
+            updates.setdefault(update_key(row), []).append(row)
     return [_of_update(attack, update, own) for update, own in updates.items()]
 
 
-def _update(row: Row) -> Hashable:
+def update_key(row: Row) -> Hashable:
     """Return what tells an update from others: its number in a user's audit, in a run its seed and round, too."""
     update = row.get("update")
     return update if isinstance(update, int) else (row.get("seed"), row.get("round"), update)
