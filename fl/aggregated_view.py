@@ -125,6 +125,26 @@ def combine_views(seen: Sequence[tuple[ServerView, Truth]], weights: Sequence[fl
     return view, _joint_truth(truths)
 
 
+def as_mean_of_clients(view: ServerView, clients: int) -> ServerView:
+    """Return a view of one client as that of the mean of several alike, each with as many images.
+
+    Args:
+        view: whose `update` is the mean already; without labels.
+        clients: how many, >= 1; of one the view is returned as it is.
+    """
+    if clients == 1:
+        return view
+    part = Part(weight=1 / clients, private=view.private, schedule=view.schedule, batch_size=view.batch_size)
+    parts = (part,) * clients
+    return replace(
+        view,
+        private=_prefix_by_client([view.private] * clients),
+        schedule=joint_schedule(parts),
+        batch_size=_sum_if_known([view.batch_size] * clients),
+        parts=parts,
+    )
+
+
 def member_view(view: ServerView, candidate: Candidate, i: int) -> tuple[ServerView, Candidate]:
     """Return one client of a group: its own view but for the update, and its share of a candidate whose order is known.
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,10 +16,11 @@ import attacks as attack_registry
 from attacks.base import Attack
 from attacks.search_control import SearchControl
 from defenses import Defense, defenses
-from eval.audit import attack_selection, captured_update, user_model
-from eval.audit.captured_update import CapturedUpdate
+from eval.audit import attack_selection, captured_files, captured_update, user_model
+from eval.audit.captured_files import CapturedUpdate, Part
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
+from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import config_catalog, default_differences, plugins, yaml_config
 from eval.experiment.spec import Experiment
@@ -212,6 +214,8 @@ class AuditOptions:
         defense: what is done to the update before it is sent.
         batch_size: images in one update.
         input_shape: (channels, height, width); needed for a captured update without images.
+        kind: "gradient" where a captured update is that and no difference of weights.
+        clients: how many clients a captured update is the mean of, each of `batch_size` images.
         mean: subtracted from each channel by the model's own training loop, where the model does not do it itself.
         std: what each channel is divided by, likewise.
         seed: of all randomness.
@@ -230,6 +234,8 @@ class AuditOptions:
     defense: str | Mapping[str, Any] | Defense = "none"
     batch_size: Count = 1
     input_shape: tuple[int, int, int] | None = None
+    kind: Literal["update", "gradient"] = "update"
+    clients: Count = 1
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     seed: Seed = 0
@@ -238,7 +244,7 @@ class AuditOptions:
     out: str | Path | None = None
 
     def __post_init__(self) -> None:
-        for key in ("batch_size", "seed", "workers"):
+        for key in ("batch_size", "clients", "seed", "workers"):
             object.__setattr__(self, key, fit_value(AuditOptions, key, getattr(self, key)))
         if self.attacks is not None and not isinstance(self.attacks, str | Mapping | Attack | Sequence):
             raise TypeError(f"attacks: expected a name or a list of names, got {type(self.attacks).__name__}")
@@ -267,7 +273,7 @@ def audit(
     images: Tensor | Batch | None = None,
     labels: Tensor | Sequence[int] | None = None,
     *,
-    update: str | Path | Mapping[str, Tensor] | None = None,
+    update: Part | tuple[Part | None, Part] | None = None,
     truth: Truth | None = None,
     options: AuditOptions | None = None,
     **settings: Any,
@@ -278,8 +284,10 @@ def audit(
         subject: the model as it was when the update was made, or a view (`fl.capture`).
         images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known.
         labels: int64 (N,) or a list of integers, beside images that are a tensor.
-        update: weights before minus weights after, by parameter name, or the file that holds them; without, the model
-            computes one update for every `batch_size` images.
+        update: weights before minus weights after, by parameter name or as a list of arrays in the order of
+            `model.state_dict()`, or the file that holds them; or (before, after), each a file, a model, a state
+            dictionary or a list, where None is the model itself. Without, the model computes one update for every
+            `batch_size` images.
         truth: what is known to be behind a view; None where nothing is.
         options: how, and by which attacks.
         **settings: single ones of the options in their place: `hyperleak.audit(model, images, labels, out="a")`.
@@ -347,7 +355,7 @@ def _batch(images: Tensor | Batch | None, labels: Tensor | Sequence[int] | None)
 def _subjects(
     model: nn.Module,
     known: Batch | None,
-    update: str | Path | Mapping[str, Tensor] | None,
+    update: Part | tuple[Part | None, Part] | None,
     chosen: AuditOptions,
 ) -> tuple[list[Subject], Method]:
     """Return the updates of a user's model, and the method they are of."""
@@ -366,23 +374,37 @@ def _subjects(
             seed=chosen.seed,
         )
         return subjects, subjects[0].view.method
-    captured = (
-        CapturedUpdate(dict(update))
-        if isinstance(update, Mapping)
-        else captured_update.load_update(_path("update", update))
-    )
+    captured = captured_files.described(_captured(update), chosen.kind, chosen.clients)
     shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
     if shape is None or len(shape) != 3:
         raise ValueError("expected input_shape=(channels, height, width) for an update without images, got none")
     subject = captured_update.of_update(
         model,
-        captured_update.with_model_names(captured, model),
+        with_model_names(captured, model),
         client,
         input_shape=(shape[0], shape[1], shape[2]),
         batch_size=chosen.batch_size,
         given=known,
     )
     return [subject], subject.view.method
+
+
+def _captured(update: Part | tuple[Part | None, Part]) -> CapturedUpdate:
+    """Return a captured update as a caller in Python has it."""
+    if (
+        isinstance(update, tuple)
+        and len(update) == 2
+        and not all(isinstance(one, Tensor | np.ndarray) for one in update)
+    ):
+        before, after = update
+        return captured_files.load_pair(before, after)  # type: ignore[arg-type]
+    if isinstance(update, str | Path):
+        return captured_files.load_update(Path(update))
+    if isinstance(update, nn.Module):
+        raise TypeError("update: expected a change of weights, got a model; give (before, after)")
+    if not isinstance(update, Mapping | list | tuple):
+        raise TypeError(f"update: expected a file, tensors by name, or (before, after), got {type(update).__name__}")
+    return captured_files.as_state(update, "update")
 
 
 def load(folder: str | Path) -> RunResult:

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from benchmarks.reliability import kills
 from benchmarks.reliability.page import Figure, record
-from eval.audit import captured_update
+from eval.audit import captured_files
 from eval.experiment import yaml_config
 from eval.io import manifest, yaml12
 from eval.report.load import load
@@ -108,7 +108,7 @@ def _plain(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def _update(path: Path) -> Any:
-    return _plain(captured_update.load_update(path).update)
+    return _plain(captured_files.load_update(path).update)
 
 
 def _weights(path: Path) -> Any:

@@ -93,7 +93,7 @@ def plan_updates(subjects: Sequence[Subject], attacks: Mapping[str, Attack], req
         observation,
         updates_digest(subjects, request.seed),
         device=request.device,
-        notes=request.notes,
+        notes=tuple(dict.fromkeys((*request.notes, *(note for subject in subjects for note in subject.notes)))),
         contradiction=next(filter(None, map(describe_contradiction, subjects)), ""),
     )
 

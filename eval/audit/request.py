@@ -13,9 +13,10 @@ from torch import nn
 import attacks
 from attacks.base import Attack
 from defenses import defenses
-from eval.audit import attack_selection, captured_update
+from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
+from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import serialization
 from eval.io import yaml12
@@ -49,10 +50,13 @@ OPTIONS = {
 """The options of the command that stand for settings of the config which an audit of a method runs."""
 _METHODS = "goes with --method alone; give --images"
 _MODELS = "goes with your own model; a method takes its images from --dataset"
+_UPDATES = "goes with a captured update alone"
 IDLE_OPTIONS: dict[str, dict[str, str]] = {
-    "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS),
+    "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS)
+    | dict.fromkeys(("kind", "clients"), _UPDATES),
     "model": {
         **dict.fromkeys(("dataset", "rounds"), _METHODS),
+        **dict.fromkeys(("kind", "clients"), _UPDATES),
         "input_shape": "goes with --update alone: a model's images have a shape",
     },
     "update": {
@@ -77,6 +81,10 @@ class AuditRequest:
         dataset: likewise.
         model: likewise, or `module:function`.
         update: file of a captured update.
+        before: file of the weights that the server sent, beside `after`; None takes the model's own.
+        after: file of the weights that came back, in place of `update`.
+        kind: "gradient" where the file holds that and no difference of weights; empty is "update".
+        clients: how many clients the update is the mean of, each of `batch_size` images; None is one.
         images: file or data set of the true images.
         attack: names or settings; none tries `eval.audit.attack_selection.default_attacks`, each where it can still add
             something.
@@ -97,6 +105,10 @@ class AuditRequest:
     dataset: str | None = None
     model: str | None = None
     update: Path | None = None
+    before: Path | None = None
+    after: Path | None = None
+    kind: str = ""
+    clients: int | None = None
     images: str | None = None
     attack: tuple[str, ...] = ()
     defense: str = "none"
@@ -143,7 +155,9 @@ class AuditRequest:
     @property
     def source(self) -> str:
         """Whether a method, a model of the user's own or a captured update is audited."""
-        return "update" if self.update is not None else "model" if self.target is not None else "method"
+        if self.update is not None or self.before is not None or self.after is not None:
+            return "update"
+        return "model" if self.target is not None else "method"
 
     def plan(self) -> Plan:
         """Return the plan of the audit, whatever it is of.
@@ -179,8 +193,8 @@ class AuditRequest:
             "model": self.target or self.model or "",
             "images": _shareable_source(self.images) if self.images else "",
         }
-        if self.update is not None:
-            source["update"] = self.update.name
+        if self.source == "update":
+            source["update"] = " - ".join(path.name for path in (self.update, self.before, self.after) if path)
         elif not self.images:
             source["images"] = source["model"]
         request = CaptureRequest(
@@ -240,7 +254,7 @@ class AuditRequest:
         """
         if self.target and self.model:
             raise ValueError(f"expected one model, got {self.target} and --model {self.model}")
-        self._refuse_idle("model" if self.update is None else "update")
+        self._refuse_idle(self.source)
         where = resolve_device(self.device)
         target = self.target or self.model
         if target is None:
@@ -250,8 +264,8 @@ class AuditRequest:
         data = built.data if self.images is None else self._images()
         if data is not None:
             data = Batch(subjects.match_dtype(model, data.inputs.to(where)), data.labels.to(where))
-        if self.update is not None:
-            return self._captured_subject(model, self.update, data, self.images or target)
+        if self.source == "update":
+            return self._captured_subject(model, data, self.images or target)
         if data is None:
             raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
         return self._model_subjects(model, data, target)
@@ -265,22 +279,36 @@ class AuditRequest:
         return updates, (note,) if len(taken) < len(data) else ()
 
     def _captured_subject(
-        self, model: nn.Module, path: Path, data: Batch | None, source: str
+        self, model: nn.Module, data: Batch | None, source: str
     ) -> tuple[list[Subject], tuple[str, ...]]:
-        """Return the captured update, with its true images if `source` gives them, and how both were read."""
+        """Return the captured update, with its true images if `source` gives them, and what to know of these."""
         if data is not None:
             subjects.take_first(data, self.batch_size, source, "--batch-size")
-        update = captured_update.with_model_names(captured_update.load_update(path), model)
         subject = captured_update.of_update(
             model,
-            update,
+            with_model_names(self._captured(), model),
             self._client(),
             input_shape=_shape(self.input_shape, data),
             batch_size=self.batch_size,
             given=data,
             source="" if self.input_shape or data is None else source,
         )
-        return [subject], (*update.notes, *_truth_notes(subject, source))
+        return [subject], (*_assumed_notes(self.method), *_truth_notes(subject, source))
+
+    def _captured(self) -> captured_files.CapturedUpdate:
+        """Return what the files hold."""
+        if self.update is not None and (self.before or self.after):
+            raise ValueError("expected the update's file, or --before and --after in its place, got both")
+        if self.after is None and self.before is not None:
+            raise ValueError("expected --after FILE beside --before: the weights that came back")
+        if self.after is not None and self.kind == "gradient":
+            raise ValueError("--kind gradient goes with a file of a gradient, not with --before and --after")
+        found = (
+            captured_files.load_pair(self.before, self.after)
+            if self.after is not None
+            else captured_files.load_update(self.update)  # type: ignore[arg-type]
+        )
+        return captured_files.described(found, self.kind or "update", self.clients or 1)
 
     def _client(self) -> ClientSettings:
         """Return how the client behind the updates trains."""
@@ -305,7 +333,7 @@ class AuditRequest:
     def _images(self) -> Batch:
         assert self.images is not None
         data = subjects.load_images(self.images)
-        if self.update is not None:
+        if self.source == "update":
             return data
         count = self._count
         if self.count is None and len(data) < count:
@@ -335,6 +363,16 @@ def _truth_notes(subject: Subject, source: str) -> list[str]:
     used = len(subject.truth.inputs)
     fewer = f"scored against the first {used} of {subject.n_given} images in {source} (--batch-size {used})"
     return [fewer] * (used < subject.n_given) + [UNCHECKED_NOTE] * (subject.error is None)
+
+
+def _assumed_notes(method: str | None) -> list[str]:
+    """Return what of local training was not stated, and so is a default."""
+    given = yaml12.parse_settings(method) if method else {"lr": None, "steps": None}
+    known = methods.spec(methods.build(given)) if method else {}
+    assumed = [f"lr: {known['lr']:g}"] if "lr" in known and "lr" not in given else []
+    if known.get("epochs") is not None and "epochs" not in given:
+        assumed.append(f"epochs: {known['epochs']} in batches of at most {known.get('batch_size')}")
+    return [f"not stated by --method, so the method's defaults count: {', '.join(assumed)}"] if assumed else []
 
 
 def _named_by_option(error: SettingError) -> str:

@@ -69,7 +69,8 @@ def find_mistaken_weights(view: ServerView) -> str:
         return ""
     return (
         f"the update seems to be weights and not their change: it is {size / whole:.2g} times as long as the model's "
-        f"weights, and along them (cosine {along:.2f}); give weights before - after"
+        f"weights, and along them (cosine {along:.2f}); give weights before - after, or this file as "
+        "--after FILE, --before FILE beside it"
     )
 
 

@@ -49,6 +49,7 @@ class Subject:
         given: how many images the truth is the first of.
         doubt: what else says that the update is not of this model and these settings, in words.
         captured: whether the update was captured, and not computed from the truth.
+        notes: what a reader has to know of how it was read.
     """
 
     view: ServerView
@@ -58,6 +59,7 @@ class Subject:
     n_given: int = 0
     inconsistency: str = ""
     captured: bool = False
+    notes: tuple[str, ...] = ()
 
     @property
     def mismatched(self) -> bool:

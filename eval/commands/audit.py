@@ -57,6 +57,17 @@ Model = Annotated[
 Update = Annotated[
     Path | None, typer.Option(help="A captured update, weights before - after, by parameter name (.npz or .pt).")
 ]
+Before = Annotated[
+    Path | None, typer.Option(help="Weights that the server sent, beside --after; without it those of your model.")
+]
+After = Annotated[Path | None, typer.Option(help="Weights that came back, in place of an update.")]
+Kind = Annotated[
+    str, typer.Option(help="'gradient' if the file holds a gradient that was sent as such, not a change of weights.")
+]
+Clients = Annotated[
+    int | None,
+    typer.Option(min=1, help="How many clients the update is the mean of, each of --batch-size images."),
+]
 Images = Annotated[
     str | None,
     typer.Option(
@@ -107,7 +118,10 @@ _ARGUMENTS: dict[str, tuple[str, Any]] = {
     ),
     "update": (
         "update",
-        Annotated[Path, typer.Argument(help="A captured update, weights before - after, by name (.npz or .pt).")],
+        Annotated[
+            Path | None,
+            typer.Argument(help="A captured update, weights before - after (.npz, .pt, .safetensors); or see --after."),
+        ],
     ),
     "method": (
         "method",
@@ -120,9 +134,9 @@ _SUMMARIES = {
     "method": "Train a federated method, attack what a client would send and say what leaked.",
 }
 _FOREIGN = {
-    "model": {"dataset", "model", "update", "rounds", "input_shape"},
+    "model": {"dataset", "model", "update", "rounds", "input_shape", "before", "after", "kind", "clients"},
     "update": {"target", "dataset", "rounds", "count", "workers"},
-    "method": {"target", "update", "images", "input_shape", "mean", "std"},
+    "method": {"target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients"},
 }
 """Options that do nothing for a source (`eval.audit.request.IDLE_OPTIONS`)."""
 _UNKEPT = "nothing is kept without --out FOLDER"
@@ -153,6 +167,10 @@ def audit(
     dataset: Dataset = None,
     model: Model = None,
     update: Update = None,
+    before: Before = None,
+    after: After = None,
+    kind: Kind = "",
+    clients: Clients = None,
     images: Images = None,
     attack: Attacks = None,
     defense: Defense = "none",
@@ -178,7 +196,7 @@ def audit(
     update.npz --model my_model:build), and a method (audit method hyperfl --dataset faces). Without these words: audit
     my_model:build, audit --update update.npz ..., audit --method hyperfl ....
     """
-    of_method = update is None and target is None
+    of_method = all(given is None for given in (update, before, after, target))
     if of_method:
         _check_source(method, dataset)
     if not import_:
@@ -199,6 +217,10 @@ def audit(
         dataset=dataset,
         model=model,
         update=update,
+        before=before,
+        after=after,
+        kind=kind,
+        clients=clients,
         images=images,
         attack=tuple(attack or ()),
         defense=defense,
@@ -265,7 +287,8 @@ def _command_of_source(source: str) -> Callable[..., None]:
     whole = inspect.signature(audit, eval_str=True).parameters
     own = {name: parameter for name, parameter in whole.items() if name not in _FOREIGN[source]}
     name, annotation = _ARGUMENTS[source]
-    argument = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+    default = None if source == "update" else inspect.Parameter.empty  # --after stands for it, too
+    argument = inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation, default=default)
     parameters = [argument, *(parameter for other, parameter in own.items() if other != name)]
 
     def command(**given: Any) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from support.fakerun import CONFIG, FakeRun
 
-from eval.audit import captured_update
+from eval.audit import captured_files
 from eval.experiment import yaml_config
 from eval.io.jsonl import parse
 from eval.io.yaml12 import parse as parse_yaml
@@ -168,4 +168,4 @@ def test_updates(file):
         path = Path(folder) / f"u.{ending}"
         path.write_bytes(content)
         with read_or_refused(*REFUSALS):
-            captured_update.load_update(path)
+            captured_files.load_update(path)

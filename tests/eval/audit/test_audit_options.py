@@ -41,6 +41,10 @@ OPTIONS = {
     "--dataset": FACES,
     "--model": "MINE:build",
     "--update": "update.npz",
+    "--before": "update.npz",
+    "--after": "update.npz",
+    "--kind": "gradient",
+    "--clients": "2",
     "--images": FACES,
     "--attack": "guess",
     "--defense": "{name: clip, max_norm: 1000}",
@@ -61,11 +65,23 @@ OPTIONS = {
 }
 """Every option that takes a value."""
 IDLE = {
-    "method": {"--update", "--images", "--input-shape", "--mean", "--std"},
-    "model": {"--dataset", "--model", "--rounds", "--input-shape"},
-    "update": {"--dataset", "--count", "--rounds", "--workers"},
+    "method": {
+        "--update",
+        "--images",
+        "--input-shape",
+        "--mean",
+        "--std",
+        "--before",
+        "--after",
+        "--kind",
+        "--clients",
+    },
+    "model": {"--dataset", "--model", "--rounds", "--input-shape", "--before", "--kind", "--clients"},
+    "update": {"--dataset", "--count", "--rounds", "--workers", "--before", "--after"},
 }
 """What does nothing there."""
+PAIR = {"--before", "--after"}
+"""What stands for an update."""
 
 
 @pytest.fixture
@@ -100,11 +116,12 @@ def test_the_command_of_a_source_has_its_own_options_alone(mine, source):
 
     command = get_command(cli.app).commands["audit"].commands[source]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
-    assert known == {"--json", *OPTIONS} - IDLE[source] - {f"--{source}", "--update"}
+    own = PAIR if source == "update" else set()
+    assert known == ({"--json", *OPTIONS} - IDLE[source] - {f"--{source}", "--update"} - PAIR) | own
     words = [word.replace("MINE", mine) for word in SOURCES[source] if word not in {"--method", "--update"}]
     result = audit(source, *words, "--attack", "guess", "--device", "cpu")
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output
-    assert "No such option" in audit(source, *words, *(min(IDLE[source]), "1")).output
+    assert "No such option" in audit(source, *words, *(min(IDLE[source] - PAIR), "1")).output
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -121,7 +138,8 @@ def test_an_option_does_something_or_is_refused_by_name(mine, source, option):
     result = audit(*(word.replace("MINE", mine) for word in words))
     if option in IDLE[source]:
         assert result.exit_code == terminal.USAGE, result.output
-        named = "--dataset" if (source, option) == ("method", "--update") else option  # it is an update that is audited
+        # it is an update that is audited
+        named = "--dataset" if source == "method" and option in {"--update", *PAIR} else option
         assert named in result.output
         assert result.output.count("\n") == 1
     else:

@@ -8,9 +8,11 @@ from support.captured import SHAPE, network
 from torch import nn
 
 from defenses import Defense
-from eval.audit.captured_update import CapturedUpdate, load_update, of_update, with_model_names
+from eval.audit.captured_files import CapturedUpdate, load_update
+from eval.audit.captured_update import of_update
 from eval.audit.execution import audit_updates
 from eval.audit.input_shape import count_classes
+from eval.audit.tensor_names import with_model_names
 from fl.capture import ClientSettings, from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -93,6 +95,7 @@ def test_names_lose_what_wrapping_a_model_adds(wrap, words):
     assert captured.notes == (f"names lose {words}, which wrapping a model adds",)
     assert with_model_names(CapturedUpdate(update), model).notes == ()
     strange = {"module.extra": torch.zeros(1)} | {wrap(name): value for name, value in update.items()}
+    del strange[wrap("3.bias")]
     assert with_model_names(CapturedUpdate(strange), model) == CapturedUpdate(
         strange
     )  # then the error names what the user knows
@@ -120,8 +123,8 @@ def test_one_dictionary_inside_another_is_the_update(tmp_path):
             {"w": torch.ones(1), "more": {"x": torch.ones(1)}},
             "got a dict under 'more': save the update, weights",
         ),
-        ({"w": torch.ones(1), "lr": 0.1}, "got a float under 'lr': leave it out"),
-        ([torch.ones(1)], "got a list of 1 without names: their names are those of model.state_dict()"),
+        ({"w": torch.ones(1), "lr": None}, "got a NoneType under 'lr': leave it out"),
+        ([torch.ones(1), 3], "got a list with a int at place 1: give arrays alone"),
         (torch.ones(1), "a dictionary, got Tensor"),
         ({}, "got none"),
     ],

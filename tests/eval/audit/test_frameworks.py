@@ -5,33 +5,17 @@ import copy
 import numpy as np
 import pytest
 import torch
-from support.captured import CLASSES, SHAPE, network
+from support.captured import CLASSES, SHAPE, after, batch, change, network
 from torch import nn
 
 from defenses import Defense
-from eval.audit.captured_update import load_update, of_update, with_model_names
+from eval.audit.captured_files import load_update
+from eval.audit.captured_update import of_update
 from eval.audit.execution import audit_updates
+from eval.audit.tensor_names import with_model_names
 from fl.capture import ClientSettings, from_update
+from fl.method import methods
 from fl.methods.fedavg import FedAvg
-from fl.seeds import stream
-from fl.types import Batch
-
-
-def batch(count=1):
-    return Batch(torch.rand(count, *SHAPE, generator=stream(0, "images")), torch.arange(count))
-
-
-def after(model, data, lr=0.1, optimizer=torch.optim.SGD):
-    trained = copy.deepcopy(model)
-    rule = optimizer(trained.parameters(), lr=lr)
-    nn.functional.cross_entropy(trained(data.inputs), data.labels).backward()
-    rule.step()
-    return {name: value.clone() for name, value in trained.state_dict().items()}
-
-
-def change(model, data, **settings):
-    new = after(model, data, **settings)
-    return {name: value - new[name] for name, value in model.state_dict().items()}
 
 
 def subject(model, path, given=None, size=1, method=None):
@@ -95,15 +79,6 @@ def test_weights_that_do_not_belong_together_are_refused(tmp_path):
         load_update(tmp_path / "u.pt")
 
 
-def test_arrays_without_names_are_told_whose_names_they_have(tmp_path):
-    arrays = [value.numpy() for value in network().state_dict().values()]
-    np.savez(tmp_path / "flower.npz", *arrays)
-    torch.save([torch.from_numpy(array) for array in arrays], tmp_path / "flower.pt")
-    for name in ("flower.npz", "flower.pt"):
-        with pytest.raises(ValueError, match=r"save dict\(zip\(model.state_dict\(\), arrays\)\), of weights before"):
-            load_update(tmp_path / name)
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -126,14 +101,32 @@ def test_tied_weights_come_by_both_names(tmp_path):
         from_update(model, {**update, "b.weight": torch.zeros(36, 36)}, input_shape=SHAPE, num_classes=CLASSES)
 
 
-def test_layers_that_were_not_sent_are_to_be_frozen(tmp_path):
-    model = network()
-    update = {name: value for name, value in change(model, batch()).items() if not name.startswith("0.")}
+def test_layers_that_were_not_sent_count_as_frozen(tmp_path):
+    model, data = network(), batch()
+    update = {name: value for name, value in change(model, data).items() if not name.startswith("0.")}
     torch.save(update, tmp_path / "u.pt")
-    with pytest.raises(ValueError, match=r"missing '0.weight', '0.bias'; what was not .* call requires_grad_\(False\)"):
-        subject(model, tmp_path / "u.pt")
+    found = subject(model, tmp_path / "u.pt", data)
+    assert found.view.update.keys() == update.keys()
+    assert not found.mismatched
+    assert found.notes == (
+        "2 of 4 trained parameters are in the file; the others (0.weight, 0.bias) count as frozen, with the numbers "
+        "that your function gives them",
+    )
+    assert model[0].weight.requires_grad
     model[0].requires_grad_(False)
-    assert subject(model, tmp_path / "u.pt").view.update.keys() == update.keys()
+    assert subject(model, tmp_path / "u.pt").notes == ()
+    torch.save({**update, "strange": torch.ones(1)}, tmp_path / "u.pt")
+    with pytest.raises(ValueError, match="unexpected 'strange'"):
+        subject(network(), tmp_path / "u.pt")
+
+
+def test_what_a_method_keeps_to_its_clients_is_not_missing(tmp_path):
+    model, data = network(), batch()
+    update = {name: value for name, value in change(model, data).items() if not name.startswith("3.")}
+    torch.save(update, tmp_path / "u.pt")
+    found = subject(model, tmp_path / "u.pt", method=methods.build({"name": "fedper", "lr": 0.1}))
+    assert set(found.view.private) == {"3.weight", "3.bias"}
+    assert found.notes == ()
 
 
 def said(found):

@@ -1,0 +1,318 @@
+"""A captured update as it is given: in files of all the kinds that frameworks write, or as Python's tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl.runtime import tensor_archives
+
+BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
+AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
+"""Words by which people call the weights before and after local training."""
+STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
+"""What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
+KINDS = (".npz", ".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""Endings of files that are read; those between the first and the last as `torch.save` writes them."""
+PICKLE_HINT = (
+    "pickle can run code, so only tensors are read. Where you trust the file, write it again: "
+    "numpy.savez('update.npz', *arrays) for a list of arrays, numpy.savez('update.npz', **arrays) for a dictionary, "
+    "torch.save(tensors, 'update.pt') for tensors by name"
+)
+PAIR_HINT = (
+    "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
+    "by --before and --after"
+)
+HALF_DIGITS = {torch.float16: "about 3 digits", torch.bfloat16: "2 to 3 digits"}
+"""What numbers of two bytes hold."""
+Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object]
+"""What a caller in Python may give as weights: a file, a model, a state dictionary, or arrays without names."""
+
+
+@dataclass(frozen=True)
+class CapturedUpdate:
+    """What a file holds.
+
+    Attributes:
+        update: weights before - after by parameter name.
+        buffers: the same of buffers.
+        notes: how it was read, where that is not plain.
+        before: the weights and buffers before, where the file has them.
+        nameless: whether the names are numbers alone ("0", "1", ...), in the order of a model's `state_dict()`.
+        weights: whether `update` holds weights after training, whose difference to the model's is still to be taken.
+        kind: "gradient" for one that was sent before a step of plain SGD was made of it (`fl.capture`).
+        clients: of which the update is the mean, each of as many images.
+    """
+
+    update: dict[str, Tensor]
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    before: dict[str, Tensor] = field(default_factory=dict)
+    nameless: bool = False
+    weights: bool = False
+    kind: Literal["update", "gradient"] = "update"
+    clients: int = 1
+
+
+def load_update(path: Path) -> CapturedUpdate:
+    """Read tensors from an `.npz`, a `.pt` or a `.safetensors` file; nothing in it is executed.
+
+    They come by name, or as a list in the order of a model's `state_dict()`. One dictionary of tensors inside another
+    that has none of its own is taken for the update; two that are called before and after, for the weights whose
+    difference it is.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it holds something else.
+    """
+    wanted = f"expected tensors by parameter name in {path}"
+    found = _read(path, wanted)
+    pair = _as_pair(found)
+    if pair is not None:
+        first, second = pair
+        states = {name: _from_state(part, wanted) for name, part in pair.items()}
+        halves = {_before_or_after(name): state for name, state in states.items()}
+        if set(halves) != {"before", "after"}:
+            raise ValueError(f"{wanted}, or two called 'before' and 'after', got {first!r} and {second!r}: {PAIR_HINT}")
+        words = {_before_or_after(name): repr(name) for name in states}
+        return _difference(halves, words, path.name)
+    return _from_state(found, wanted, path.name)
+
+
+def load_pair(before: Part | None, after: Part) -> CapturedUpdate:
+    """Return the update from weights before and after local training.
+
+    Args:
+        before: as the server sent them; None takes those of the model.
+        after: as they came back.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: one holds something else, or they do not belong together.
+    """
+    last = as_state(after, "after")
+    if before is None:
+        note = f"the update is the model's own weights - {_word(after, 'those given')}"
+        return CapturedUpdate(last.update, notes=(*last.notes, note), nameless=last.nameless, weights=True)
+    first = as_state(before, "before")
+    words = {"before": _word(before, "'before'"), "after": _word(after, "'after'")}
+    return _difference({"before": first, "after": last}, words, "")
+
+
+def as_state(given: Part, what: str) -> CapturedUpdate:
+    """Return tensors as a caller in Python has them: a file's name, a model, a state dictionary, or a list of arrays.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is something else.
+    """
+    wanted = f"{what}: expected a file, tensors by parameter name, or arrays in the order of model.state_dict()"
+    if isinstance(given, str | Path):
+        path = Path(given)
+        wanted = f"expected tensors by parameter name in {path}"
+        return _from_state(_read(path, wanted), wanted, path.name)
+    if isinstance(given, nn.Module):
+        given = dict(given.state_dict())
+    plain = dict(given) if isinstance(given, Mapping) else given
+    return _from_state(_as_tensors(plain), wanted)
+
+
+def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpdate:
+    """Return the update as what its sender says it is.
+
+    Args:
+        captured: what was read.
+        kind: "update" or "gradient".
+        clients: of which it is the mean.
+
+    Raises:
+        ValueError: neither kind, no client, or a gradient of weights before and after.
+    """
+    if kind not in {"update", "gradient"}:
+        raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
+    if clients < 1:
+        raise ValueError(f"expected clients as a number >= 1, got {clients}")
+    if kind == "gradient" and (captured.before or captured.weights):
+        raise ValueError("expected kind 'update' of weights before and after, got 'gradient'")
+    notes = (f"the mean of {clients} clients, each of as many images",) if clients > 1 else ()
+    return replace(captured, kind=kind, clients=clients, notes=(*captured.notes, *notes))  # type: ignore[arg-type]
+
+
+def _word(given: Part, otherwise: str) -> str:
+    return Path(given).name if isinstance(given, str | Path) else otherwise
+
+
+def _as_tensors(found: object) -> object:
+    """Return a dictionary or list with its NumPy arrays as tensors."""
+    if isinstance(found, dict):
+        return {name: _as_tensors(value) for name, value in found.items()}
+    if isinstance(found, list | tuple):
+        return [_as_tensors(value) for value in found]
+    if isinstance(found, np.ndarray | np.generic) and found.dtype.kind in "biuf":
+        return torch.from_numpy(np.array(found))
+    return found
+
+
+def _read(path: Path, wanted: str) -> object:
+    """Return what the file holds, whatever that is."""
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}; expected the update as .npz, .pt or .safetensors")
+    if path.suffix == ".npy":
+        raise ValueError(f"{wanted}, got one array (.npy): write all of them, numpy.savez('update.npz', *arrays)")
+    try:
+        if path.suffix == ".npz":
+            return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
+        return tensor_archives.read_tensors(path) if path.suffix == ".safetensors" else tensor_archives.read_state(path)
+    except PermissionError as error:
+        raise ValueError(f"{wanted}, got a file that must not be read") from error
+    except tensor_archives.ObjectsError as error:
+        raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
+    except (tensor_archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
+        kind = path.suffix if path.suffix in KINDS else ".pt"
+        raise ValueError(
+            f"{wanted}, got a file that can't be read as {kind}: {error}. If it was cut off, get it again"
+        ) from error
+
+
+def _as_pair(found: object) -> dict[str, object] | None:
+    """Return two states inside one file, by what they are called; None where there is something else."""
+    if isinstance(found, list | tuple):
+        return {"first": found[0], "second": found[1]} if len(found) == 2 and all(map(_is_state, found)) else None
+    if not isinstance(found, dict):
+        return None
+    inner = {str(name): value for name, value in found.items() if _is_state(value)}
+    if len(inner) >= 2 and not any(isinstance(value, Tensor) for value in found.values()):
+        halves = {name: value for name, value in inner.items() if _before_or_after(name) in {"before", "after"}}
+        if len(halves) == 2 or (len(inner) == 2 and not _state_word(inner)):
+            return halves if len(halves) == 2 else inner
+    return _by_prefix(found) if found and _tensors(found) else None
+
+
+def _by_prefix(found: dict[object, object]) -> dict[str, object] | None:
+    """Return two states whose names all begin with one of two words, such as `before/fc.weight`; None of others."""
+    inner: dict[str, dict[str, object]] = {}
+    for name, value in found.items():
+        word, _, rest = re.sub(r"[/.:]", "\0", str(name), count=1).partition("\0")
+        inner.setdefault(word, {})[rest] = value
+    if len(inner) != 2 or {_before_or_after(word) for word in inner} != {"before", "after"}:
+        return None
+    return {word: part for word, part in inner.items()}
+
+
+def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
+    """Return the tensors of one state, out of what a trainer puts around them."""
+    if isinstance(found, list | tuple):
+        return _from_list(found, wanted)
+    if not isinstance(found, dict):
+        raise ValueError(f"{wanted}, a dictionary, got {type(found).__name__}")
+    if not found:
+        raise ValueError(f"{wanted}, got none")
+    named = {str(name): value for name, value in found.items()}
+    if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
+        ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
+        return _from_list([named[name] for name in ordered], wanted)
+    inner = {name: value for name, value in named.items() if _is_state(value)}
+    chosen = _state_word(inner) or (next(iter(inner)) if len(inner) == 1 else "")
+    if chosen and (chosen in STATE_WORDS or not any(isinstance(value, Tensor) for value in named.values())):
+        note = f"the update is what {file or 'it'} holds under {chosen!r}"
+        state = _from_state(inner[chosen], wanted)
+        return CapturedUpdate(state.update, notes=(note, *state.notes), nameless=state.nameless)
+    plain = sorted(name for name, value in named.items() if isinstance(value, bool | int | float | str))
+    tensors = {name: value for name, value in named.items() if name not in plain}
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            remedy = PAIR_HINT if isinstance(value, dict | list | tuple) else "leave it out"
+            raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
+    if not tensors:
+        raise ValueError(f"{wanted}, got none")
+    return CapturedUpdate(
+        {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
+        notes=tuple([f"no tensors, so left out: {', '.join(plain)}"] if plain else []),
+    )
+
+
+def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:
+    """Return arrays without names, called by their places."""
+    for place, value in enumerate(found):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"{wanted}, got a list with a {type(value).__name__} at place {place}: give arrays alone")
+    if not found:
+        raise ValueError(f"{wanted}, got none")
+    return CapturedUpdate({str(i): value for i, value in enumerate(found) if isinstance(value, Tensor)}, nameless=True)
+
+
+def _difference(halves: Mapping[str, CapturedUpdate], words: Mapping[str, str], file: str) -> CapturedUpdate:
+    """Return the update from weights before and after.
+
+    Args:
+        halves: both, by "before" and "after".
+        words: what each is called, likewise.
+        file: that both come from; empty where they come from two.
+
+    Raises:
+        ValueError: they don't belong together.
+    """
+    before, after = halves["before"].update, halves["after"].update
+    called, where = f"{words['before']} and {words['after']}", f" in {file}" if file else ""
+    if odd := next(iter(before.keys() ^ after.keys()), None):
+        kind = f"the same number of arrays in {called}{where}, got {len(before)} and {len(after)}"
+        named = f"the same names under {called}{where}, got {odd!r} in one alone"
+        raise ValueError(f"expected {kind if halves['before'].nameless else named}")
+    for name, value in before.items():
+        if value.shape != after[name].shape:
+            shapes = f"{tuple(value.shape)} and {tuple(after[name].shape)}"
+            raise ValueError(f"expected {name!r} in one shape under {called}{where}, got {shapes}")
+    note = f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"
+    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, note))
+    update = {name: subtract(value, after[name]) for name, value in before.items()}
+    coarse = half_precision_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
+    nameless = halves["before"].nameless
+    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless)
+
+
+def subtract(before: Tensor, after: Tensor) -> Tensor:
+    """Return before - after; of numbers of two bytes in four, so that the difference is not rounded once more."""
+    if before.is_floating_point() and before.dtype.itemsize < 4:
+        before = before.float()
+    return before - after.to(before.dtype)
+
+
+def half_precision_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:
+    """Return what numbers of two bytes leave of tensors; nothing where there are none."""
+    kinds = {value.dtype for value in tensors.values()} & HALF_DIGITS.keys()
+    said = [f"{str(kind).removeprefix('torch.')}: {HALF_DIGITS[kind]}" for kind in sorted(kinds, key=str)]
+    if not said:
+        return []
+    left = " of the weights, of their difference fewer" if what == "weights" else " of each number"
+    return [f"{', '.join(said)}{left}; exact attacks may find and confirm less than in float32"]
+
+
+def _state_word(inner: Mapping[str, object]) -> str:
+    return next((word for word in STATE_WORDS if word in inner), "")
+
+
+def _is_state(value: object) -> bool:
+    """Return whether it is a dictionary or a list of tensors and nothing else, and not an optimizer's."""
+    if isinstance(value, dict):
+        return bool(value) and _tensors(value)
+    return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Tensor) for one in value)
+
+
+def _before_or_after(name: str) -> str:
+    """Return whether a dictionary is called the weights before or after training, in whatever words."""
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    for half, known in (("before", BEFORE_WORDS), ("after", AFTER_WORDS)):
+        if words & known:
+            return half
+    return name
+
+
+def _tensors(found: dict[object, object]) -> bool:
+    return all(isinstance(value, Tensor) for value in found.values())

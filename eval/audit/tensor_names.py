@@ -1,0 +1,232 @@
+"""Brings a captured update into a model's own names: prefixes, adapters, lists without names, larger states."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from eval.audit.captured_files import CapturedUpdate, half_precision_note, subtract
+from fl.runtime.module_copies import copy_model
+from fl.simulation.capture_checks import untie_parameters, unwrap_model
+from fl.types import frozen
+
+WRAPPERS = {"module", "_orig_mod", "_module"}
+"""What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus) puts into its parameters' names."""
+ADAPTER_NAME = re.compile(r"\b(?:(?P<kind>lora_\w+|ia3_l|vera_\w+|hada_\w+)\.[^.]+(?=\.|$)|modules_to_save\.[^.]+\.)")
+"""An adapter's name in names of PEFT's models, which its `get_peft_model_state_dict` leaves out."""
+ADAPTER_PART = re.compile(r"\.(?:lora_|ia3_|vera_|hada_)")
+"""What is in the names of an adapter's tensors alone."""
+
+
+def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return the update in the model's own names, without what of a state is no part of an update.
+
+    Names lose what wrapping a model adds, what stands before all of them where all fit then, and gain the name of
+    PEFT's adapter. Arrays without names get those of `model.state_dict()`, in its order. Buffers stand by themselves;
+    frozen parameters that have not moved are left out, and so are further names of one parameter.
+
+    Raises:
+        ValueError: two names of one parameter (tied weights) with different numbers, or arrays without names that do
+            not have the shapes of the model's, or an adapter's tensors for a model without one.
+    """
+    model = unwrap_model(model)
+    own, said = _match_places(captured, model) if captured.nameless else _match_names(list(captured.update), model)
+    update = {own[name]: value for name, value in captured.update.items() if name in own}
+    before = {own[name]: value for name, value in captured.before.items() if name in own}
+    notes = [*captured.notes, *said]
+    if captured.weights:
+        update = _from_own_weights(update, model)
+    elif not before:
+        notes += half_precision_note(update, "update")
+    whole = set(update)
+    update = untie_parameters(model, update)
+    if tied := sorted(whole - set(update)):
+        notes.append(f"{', '.join(tied)}: further names of parameters that have another (tied weights)")
+    kept = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    buffers = {name: value for name, value in update.items() if name in kept}
+    still = {name for name in frozen(model) if name in update and not update[name].any()}
+    if buffers:
+        notes.append(
+            f"{len(buffers)} buffer(s) of the file (running statistics, say) are no part of the update; attacks are "
+            "told how they moved"
+        )
+    if still:
+        notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
+    update = {name: value for name, value in update.items() if name not in kept | still}
+    return replace(
+        captured, update=update, buffers=buffers, notes=tuple(notes), before=before, nameless=False, weights=False
+    )
+
+
+def _from_own_weights(after: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return the model's own weights minus those after training; what the model has not is left to who checks names."""
+    sent = model.state_dict()
+    found = {}
+    for name, value in after.items():
+        start = sent.get(name)
+        fits = start is not None and start.shape == value.shape
+        found[name] = subtract(start.detach().cpu(), value) if fits and start is not None else value
+    return found
+
+
+def freeze_unsent(model: nn.Module, update: Collection[str], shared: Collection[str]) -> tuple[nn.Module, str]:
+    """Return the model with parameters frozen that the update does not have, and what to say of it.
+
+    Args:
+        model: the user's; it is not changed.
+        update: names of the tensors that were sent.
+        shared: names of the parameters that the method has its clients send.
+    """
+    absent = [name for name in shared if name not in update]
+    if not absent or not set(update) <= set(shared):
+        return model, ""
+    model = copy_model(unwrap_model(model))
+    for name, value in model.named_parameters():
+        value.requires_grad_(value.requires_grad and name not in absent)
+    some = f"{', '.join(absent[:3])}{f' and {len(absent) - 3} more' if len(absent) > 3 else ''}"
+    return model, (
+        f"{len(update)} of {len(shared)} trained parameters are in the file; the others ({some}) count as frozen, with "
+        "the numbers that your function gives them"
+    )
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Return the model's own names by those of a file, and what was done to them; as they are where nothing fits.
+
+    Names that are left out are of tensors that are none of the model's.
+    """
+    known = set(model.state_dict())
+    same = {name: name for name in names}
+    if known.issuperset(names):
+        return same, []
+    bare = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names}
+    if known.issuperset(bare.values()) and len({*bare.values()}) == len(names):
+        added = sorted({part for name in names for part in name.split(".")} & WRAPPERS)
+        return bare, [f"names lose {' and '.join(f'{part}.' for part in added)}, which wrapping a model adds"]
+    parts = names[0].split(".") if names else []
+    for cut in range(1, len(parts)):
+        prefix = f"{'.'.join(parts[:cut])}."
+        if all(name.startswith(prefix) and name.removeprefix(prefix) in known for name in names):
+            return {n: n.removeprefix(prefix) for n in names}, [f"names lose {prefix}, which stands before all of them"]
+    for prefix in dict.fromkeys(name[: -len(names[0])] for name in known if name.endswith(f".{names[0]}")):
+        if all(prefix + name in known for name in names):
+            return {name: prefix + name for name in names}, [f"names gain {prefix}, as the model has them"]
+    if any(ADAPTER_PART.search(name) for name in names) and not any(map(ADAPTER_NAME.search, known)):
+        raise ValueError(
+            f"expected a model with the adapter whose tensors the file has ({names[0]!r}), got one without: let your "
+            "function return PEFT's own model, peft.get_peft_model(model, config), with the adapter as it was sent"
+        )
+    return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
+
+
+def _match_adapters(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
+    """Return the names of PEFT's model by those of its adapter file; None where that is not what they are."""
+    short: dict[str, list[str]] = {}
+    for name in known:
+        if ADAPTER_NAME.search(name):
+            short.setdefault(ADAPTER_NAME.sub(lambda found: found["kind"] or "", name), []).append(name)
+    own = {name: short[name][0] if len(short.get(name, ())) == 1 else name for name in names}
+    if not set(own.values()) <= set(known) or own == {name: name for name in names}:
+        return None
+    added = sorted({_adapter(own[name]) for name in names if own[name] != name})
+    return own, [f"names gain the adapter's, {', '.join(added)}, which PEFT leaves out of its files"]
+
+
+def _adapter(name: str) -> str:
+    found = ADAPTER_NAME.search(name)
+    assert found is not None
+    return repr(found[0].strip(".").split(".")[-1])
+
+
+def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str], list[str]] | None:
+    """Return a model's names by those with one prefix, which stand beside others of a larger one (Lightning's)."""
+    wanted = {name for name, value in model.named_parameters() if value.requires_grad}
+    known = set(model.state_dict())
+    for prefix in dict.fromkeys(
+        name[: -len(last)] for last in list(wanted)[:1] for name in names if name.endswith(last)
+    ):
+        own = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        own = {name: mine for name, mine in own.items() if mine in known}
+        if wanted <= set(own.values()):
+            left = sorted(set(names) - own.keys())
+            lost = f"names lose {prefix}; " if prefix else ""
+            return own, [f"{lost}{', '.join(left)} of the file: not the model's, left out"]
+    return None
+
+
+# ---- arrays without names --------------------------------------------------------------------------------------------
+def _match_places(captured: CapturedUpdate, model: nn.Module) -> tuple[dict[str, str], list[str]]:
+    """Return the model's names by places in a list of arrays, and what to say of it.
+
+    The list is of the whole `state_dict()`, of the trained parameters, or, where only one place fits, of a row of
+    these.
+
+    Raises:
+        ValueError: shapes do not fit, or fit at several places; says which.
+    """
+    state = {name: value.shape for name, value in model.state_dict().items()}
+    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
+    arrays = list(captured.update.values())
+    kinds = {"model.state_dict()": state, "the model's trained parameters": trained}
+    for what, shapes in kinds.items():
+        if len(shapes) == len(arrays) and _first_misfit(arrays, shapes) is None:
+            return _by_place(captured, shapes), [
+                f"{len(arrays)} arrays without names: taken in the order of {what}, whose shapes they have"
+            ]
+    rows = _rows_that_fit(arrays, trained)
+    if len(rows) == 1:
+        (row,) = rows
+        return _by_place(captured, row), [
+            f"{len(arrays)} arrays without names: only {', '.join(row)} have their shapes, in this order"
+        ]
+    raise ValueError(_misfit_words(arrays, kinds, rows))
+
+
+def _by_place(captured: CapturedUpdate, names: Collection[str]) -> dict[str, str]:
+    return dict(zip(captured.update, names, strict=True))
+
+
+def _first_misfit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> int | None:
+    """Return the first place at which an array has not the shape of the name there."""
+    pairs = zip(arrays, shapes.values(), strict=False)
+    return next((place for place, (array, shape) in enumerate(pairs) if array.shape != shape), None)
+
+
+def _rows_that_fit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """Return rows of neighboring names, fewer than all, whose shapes are those of the arrays."""
+    names = list(shapes)
+    rows = [names[start : start + len(arrays)] for start in range(len(names) - len(arrays) + 1)]
+    fits = [row for row in rows if _first_misfit(arrays, {name: shapes[name] for name in row}) is None]
+    return fits if len(arrays) < len(names) else []
+
+
+def _misfit_words(
+    arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]], rows: Sequence[Sequence[str]]
+) -> str:
+    """Say why arrays without names can't be matched."""
+    remedy = "save them by name: dict(zip(names, arrays))"
+    if rows:
+        begins = " or ".join(row[0] for row in rows[:3])
+        return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"
+    same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
+    if not same:
+        counts = " or ".join(f"{len(shapes)} of {what}" for what, shapes in kinds.items())
+        return (
+            f"expected arrays without names for {counts}, got {len(arrays)}: the model may be another than the "
+            f"client's; or {remedy}"
+        )
+    what, shapes = next(iter(same.items()))
+    place = _first_misfit(arrays, shapes)
+    assert place is not None
+    name, array = list(shapes)[place], arrays[place]
+    shape = tuple(shapes[name])
+    turned = "; it is turned (Keras keeps matrices as (in, out)): transpose it" if array.shape == shape[::-1] else ""
+    return (
+        f"expected arrays without names in the order of {what}, got {tuple(array.shape)} at place {place}, where "
+        f"{name!r} is {shape}{turned or f': the model may be another than the client has; or {remedy}'}"
+    )
