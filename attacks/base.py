@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.result import NotApplicable, Reconstruction, Result
-from attacks.search_control import SearchControl
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
 from fl.registry import FormerHooks, Registry, UnknownNameError
@@ -122,8 +122,16 @@ class Attack(FormerHooks):
         ]
 
     def run_controlled(self, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl) -> list[Result]:
-        """Attack several views within what `control` allows; what does not search in iterations runs to its end."""
-        return self.run(views, seeds)
+        """Attack several views within what `control` allows; what solves is ended by `check_time_limit`."""
+        results: list[Result] = []
+        for view, seed in zip(views, seeds, strict=True):
+            with limited_by(control):
+                try:
+                    results += self.run([view], [seed])
+                except StoppedError as stopped:
+                    words = f"not done before {stopped}"
+                    results.append(NotApplicable(words, limit=True, cut_short=words))
+        return results
 
     @property
     def is_controllable(self) -> bool:
@@ -222,9 +230,11 @@ def runner(
     attack: Attack, control: SearchControl | None
 ) -> Callable[[Sequence[ServerView], Sequence[int]], list[Result]]:
     """Return the attack's `run`, within what `control` allows where there is one."""
-    if control is None or not isinstance(attack, Attack) or not attack.is_controllable:
+    if control is None or not isinstance(attack, Attack):
         return attack.run
-    return partial(attack.run_controlled, control=control)
+    if attack.is_controllable:
+        return partial(attack.run_controlled, control=control)
+    return partial(Attack.run_controlled, attack, control=control)
 
 
 def run_checked(

@@ -4,7 +4,8 @@
     results = run_checked(attack, views, seeds, control)
 
 Attacks that search in iterations (`Attack.run_controlled`) end at the time limit with the best iterate that they have,
-and note in the result that they were cut short. Other attacks run to their end.
+and note in the result that they were cut short. Attacks that solve call `check_time_limit` wherever they have done a
+piece of work: it ends them, with what they have proved by then.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 TIME_LIMIT = "the time limit"
@@ -132,6 +134,35 @@ class SearchControl:
             self.interrupt()
             self.cut_short_by = self.cut_short_by or INTERRUPT
         return self.keep_best_on_interrupt
+
+
+class StoppedError(Exception):
+    """An attack that solves has to end now; its text says what stops it."""
+
+
+_CONTROL: ContextVar[SearchControl | None] = ContextVar("control", default=None)
+"""Of the attack that solves now in this thread."""
+
+
+@contextmanager
+def limited_by(control: SearchControl) -> Iterator[None]:
+    """While the block runs `check_time_limit` asks this control."""
+    token = _CONTROL.set(control)
+    try:
+        yield
+    finally:
+        _CONTROL.reset(token)
+
+
+def check_time_limit() -> None:
+    """End the attack that solves now, if its control says so.
+
+    Raises:
+        StoppedError: it has to end.
+    """
+    control = _CONTROL.get()
+    if control is not None and (reason := control.stop_reason()):
+        raise StoppedError(reason)
 
 
 class Pace:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.batch_normalization import find_normalizations
-from attacks.analytic.graph.evaluation_mode import FewerImages, solve_in_evaluation_mode
+from attacks.analytic.graph.evaluation_mode import FeaturesAlone, FewerImages, solve_in_evaluation_mode
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
+from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels, count_labels
@@ -84,15 +85,18 @@ class Backsolve(Attack):
         network = _read_network(view, gradient, count)
         if isinstance(network, NotApplicable):
             return network
+        solved: SolvedPictures | FeaturesAlone | NotApplicable
         if norms := find_normalizations(network):
             solved = solve_in_training_mode(view, network, norms, seed)
         else:
             solved = self._solve_distinct(view, gradient, network, count, seed)
+        if isinstance(solved, FeaturesAlone):
+            return _report_features(view, solved)
         return solved if isinstance(solved, NotApplicable) else self._report(view, gradient, solved)
 
     def _solve_distinct(
         self, view: ServerView, gradient: Mapping[str, object], network: NetworkGraph, count: int, seed: int
-    ) -> SolvedPictures | NotApplicable:
+    ) -> SolvedPictures | FeaturesAlone | NotApplicable:
         """Return the pictures of a batch, in which one may be there several times.
 
         Equal images are one to the equations. What they leave in the classifier says how many each stands for.
@@ -107,6 +111,8 @@ class Backsolve(Attack):
         solved = solve_in_evaluation_mode(fewer, distinct, view.task.input_shape, seed)
         if isinstance(solved, FewerImages):
             return NotApplicable(f"the batch looks as of {distinct} distinct images, and these as of {solved.count}")
+        if isinstance(solved, FeaturesAlone):
+            return solved
         if isinstance(solved, NotApplicable):
             return replace(solved, reason=f"as of {distinct} distinct images: {solved.reason}")
         labels = count_labels(view, gradient, _snap(solved.found.images)[0], count)
@@ -135,7 +141,7 @@ class Backsolve(Attack):
             labels=labels if shown or len(images) == 1 else None,
             objective=float(found.residual.max()),
             knowledge=("labels",) if len(images) == 1 and view.labels is not None else (),
-            private={f"features/{'+'.join(solved.lowest.by)}": solved.lowest.values},
+            private={_name_of(solved.lowest): solved.lowest.values},
             verified=verified,
             fixed=torch.ones_like(images, dtype=torch.bool) if verified and snapped else None,
             note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
@@ -152,6 +158,23 @@ class Backsolve(Attack):
             return False
         within = bool((images > -PIXEL_MARGIN).all() and (images < 1 + PIXEL_MARGIN).all())
         return within and ((snapped and converged) or bool((found.residual <= self.fits).all()))
+
+
+def _report_features(view: ServerView, solved: FeaturesAlone) -> Reconstruction:
+    """Return the features that were solved for when the time was up."""
+    words = f"not done before {solved.reason}: features alone"
+    return Reconstruction(
+        inputs=None,
+        labels=single_label(view)[0] if view.batch_size == 1 else None,
+        private={_name_of(solved.lowest): solved.lowest.values},
+        verified=False,
+        note=words,
+        cut_short=words,
+    )
+
+
+def _name_of(features: SolvedTensor) -> str:
+    return f"features/{'+'.join(features.by)}"
 
 
 def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) -> NetworkGraph | NotApplicable:

@@ -26,6 +26,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
+from attacks.search_control import StoppedError
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.overflow_safe_scaling import rescale_to_unit
@@ -175,6 +176,8 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
         if isinstance(jointly, Reconstruction):
             return jointly
         return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
+    if by_graph.cut_short:
+        return by_graph
     start = by_graph.inputs
     if by_graph.verified and start is not None and start.numel() > MAX_FINISHED:
         return _doubted(view, by_graph)
@@ -383,7 +386,12 @@ def _invert_layers(
             descent.undo_activation(number)
         if isinstance(stages[number].layer, nn.Linear):
             descent.undo_linear(number)
-        elif (stopped := descent.undo_convolution(number)) is not None:
+            continue
+        try:
+            stopped = descent.undo_convolution(number)
+        except StoppedError as error:
+            return descent.cut_short(stages[number].name, str(error))
+        if stopped is not None:
             return stopped
     return descent.reconstruction()
 
@@ -507,6 +515,18 @@ class _InversionState:
         """Keep the input of the layer undone last, if all equations down to it are satisfied and determine it."""
         if number > 0 and not self.notes and bool((self.std <= MAX_FEATURE_UNCERTAINTY).all()):
             self.features = {f"features/{self.stages[number].name}": self.values}
+
+    def cut_short(self, name: str, reason: str) -> Reconstruction:
+        """Return what was found above the layer `name`, at which the time was up."""
+        words = f"not done before {reason}: ended at {name}"
+        return Reconstruction(
+            inputs=None,
+            objective=_largest_residual(self.residuals) if self.residuals else float("nan"),
+            private={**{f"residual/{layer}": value for layer, value in self.residuals.items()}, **self.features},
+            verified=False,
+            note="; ".join([*self.notes, words]),
+            cut_short=words,
+        )
 
     def reconstruction(self) -> Reconstruction:
         """Return the picture, once the first stage is undone."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attacks.analytic.analytic import Analytic
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from fl.ranges import OpenShare, Range
 from fl.seeds import stream
@@ -99,6 +100,7 @@ class Spear(Attack):
         pool, best = DirectionPool(factors), None
         drawn = due = 0
         while drawn < self.samples and not (best is not None and best.is_confirmed):
+            check_time_limit()
             count = min(self.samples - drawn, SAMPLES_AT_ONCE)
             pool.add(factors.draw_directions(count, draw))
             drawn += count
@@ -278,6 +280,7 @@ class DirectionPool:
         swaps = torch.cartesian_prod(torch.arange(rank), torch.arange(rank, len(rows))).to(rows.device)
         best = float(self._score_choices(rows[chosen][None], silent[chosen][None])[0])
         while best < 1 and len(swaps):
+            check_time_limit()
             trials = chosen.repeat(len(swaps), 1)
             trials[torch.arange(len(swaps)), swaps[:, 0]] = swaps[:, 1]
             scores = torch.cat([self._score_choices(rows[t], silent[t]) for t in trials.split(DIRECTIONS_AT_ONCE)])

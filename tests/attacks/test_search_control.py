@@ -9,17 +9,24 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import worlds
+from support import pictures, worlds
 from torch import Tensor
 
 import attacks
-from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, run_checked
 from attacks.gradient_matching.engine import fit_check
 from attacks.gradient_matching.engine.batching import ProblemBatch
 from attacks.gradient_matching.engine.problem import Variables
 from attacks.gradient_matching.ig import InvertingGradients
 from attacks.parallel import AttackPool
-from attacks.search_control import SearchControl, SearchMonitor, SearchProgress
+from attacks.search_control import (
+    SearchControl,
+    SearchMonitor,
+    SearchProgress,
+    StoppedError,
+    check_time_limit,
+    limited_by,
+)
 from fl.methods.fedavg import FedAvg
 from fl.view import ServerView
 
@@ -293,3 +300,55 @@ def test_levels_share_the_time() -> None:
     assert first._batch_deadline - time.monotonic() == pytest.approx(250, abs=5)
     assert SearchMonitor().begin_batch() == ""
     assert math.isinf(SearchControl().seconds_left)
+
+
+class Patience(SearchControl):
+    """A control whose time is up once it has been asked so often."""
+
+    def __init__(self, asked: int) -> None:
+        super().__init__()
+        self.left = asked
+
+    def stop_reason(self) -> str:
+        self.left -= 1
+        return "the time limit" if self.left < 0 else ""
+
+
+def convolutional_view() -> ServerView:
+    task = pictures.network(
+        *(torch.nn.Conv2d(1, 8, 3, padding=1), torch.nn.MaxPool2d(2), pictures.LEAKY),
+        *(torch.nn.Conv2d(8, 12, 3, padding=1), torch.nn.MaxPool2d(2), pictures.LEAKY),
+    )
+    return pictures.victim(task, pictures.photograph(14))
+
+
+def test_an_attack_that_solves_ends_in_time_with_what_it_has_proved() -> None:
+    view = convolutional_view()
+    whole = attacks.build("cascade")(view, control=SearchControl(time_limit=600))
+    assert isinstance(whole, Reconstruction)
+    assert (whole.verified, whole.cut_short) == (True, "")
+    ended = {}
+    for asked in (0, 1, 2, 4, 8, 16, 32, 64):
+        found = attacks.build("cascade")(view, control=Patience(asked))
+        if found.cut_short:
+            assert "not done before the time limit" in found.cut_short
+            assert not getattr(found, "verified", False)
+        ended[asked] = set(getattr(found, "private", {}))
+    lowest = [len([name for name in ended[asked] if name.startswith("residual/")]) for asked in (0, 64)]
+    assert lowest[0] < lowest[1]  # of more layers where there was more time
+    assert any(name.startswith("features/") for names in ended.values() for name in names)
+
+
+def test_a_time_limit_of_one_view_leaves_the_others_their_results() -> None:
+    view = convolutional_view()
+    first, second = run_checked(attacks.build("cascade"), [view, view], [0, 0], SearchControl(time_limit=600))
+    assert first.cut_short == second.cut_short == ""
+    spent = run_checked(attacks.build("cascade"), [view, view], [0, 0], Patience(0))
+    assert ["not done before the time limit" in result.cut_short for result in spent] == [True, True]
+
+
+def test_outside_of_a_limited_attack_nothing_is_checked() -> None:
+    check_time_limit()
+    with limited_by(SearchControl(time_limit=0)), pytest.raises(StoppedError, match="the time limit"):
+        check_time_limit()
+    check_time_limit()

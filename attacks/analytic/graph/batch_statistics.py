@@ -27,6 +27,7 @@ from torch.nn.grad import conv2d_weight
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.shift_structure import columns_by_position, rank_gap
 from attacks.analytic.graph.unmixing import unmix_sparse
+from attacks.search_control import check_time_limit
 
 ZERO_MARGIN = 5.0
 """How many times the most negative entry a solved input must be to count as above zero: a ReLU's output has none."""
@@ -446,6 +447,7 @@ def _iterate(
     history: list[tuple[Tensor, Tensor]] = []
     changes: list[float] = []
     for round_ in range(1, MAX_ROUNDS + 1):
+        check_time_limit()
         parts = [p.reshape(s) for p, s in zip(state.split(lengths), shapes, strict=True)]
         inputs = _solve_linear(branches, parts, used, entries)
         following = torch.cat([_normalize(b.layer, inputs).flatten() for b in branches])

@@ -25,6 +25,7 @@ from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
+from attacks.search_control import StoppedError
 
 MIN_TOLD_SHARE = 0.25
 """As many numbers as this share of the picture's must be solved for where linear layers are begun with. A search
@@ -52,9 +53,22 @@ class FewerImages:
     count: int
 
 
+@dataclass(frozen=True)
+class FeaturesAlone:
+    """What was solved for when the time was up.
+
+    Attributes:
+        lowest: the solved features nearest to the picture.
+        reason: what ended the solution, in words.
+    """
+
+    lowest: SolvedTensor
+    reason: str
+
+
 def solve_in_evaluation_mode(
     network: NetworkGraph, count: int, shape: Sequence[int], seed: int
-) -> SolvedPictures | FewerImages | NotApplicable:
+) -> SolvedPictures | FeaturesAlone | FewerImages | NotApplicable:
     """Return the pictures whose features the network's equations give, or why they give none.
 
     Args:
@@ -64,6 +78,19 @@ def solve_in_evaluation_mode(
         seed: of the searches' starts.
     """
     solver = GraphSolver(network, count, Propagation(network))
+    try:
+        return _solve(solver, count, shape, seed)
+    except StoppedError as stopped:
+        if not solver.solved:
+            raise
+        return FeaturesAlone(_lowest(solver), str(stopped))
+
+
+def _solve(
+    solver: GraphSolver, count: int, shape: Sequence[int], seed: int
+) -> SolvedPictures | FewerImages | NotApplicable:
+    """Return the pictures, or why there are none."""
+    network = solver.network
     solver.run()
     if not solver.solved and solver.distinct is not None:
         return FewerImages(solver.distinct)
@@ -87,8 +114,12 @@ def solve_in_evaluation_mode(
     targets = _choose_targets(solver)
     forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
     found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
-    lowest = min(solver.solved, key=lambda solved: solved.ref.node)  # not what is known in part
-    return SolvedPictures(found, lowest, _explain_end(solver), _count_unseen(network, targets, found, seed))
+    return SolvedPictures(found, _lowest(solver), _explain_end(solver), _count_unseen(network, targets, found, seed))
+
+
+def _lowest(solver: GraphSolver) -> SolvedTensor:
+    """Return the solved features nearest to the picture; none that are known in part."""
+    return min(solver.solved, key=lambda solved: solved.ref.node)
 
 
 def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages, seed: int) -> int:

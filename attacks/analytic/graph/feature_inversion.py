@@ -47,6 +47,7 @@ from torch.nn import functional
 from attacks.analytic.graph.gradient_descent import anneal, descend
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
 from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 GRAY = 0.5
@@ -427,6 +428,7 @@ class _Search:
         curvature = self._curvature()
         state = _State(self, self.images)
         for _ in range(self.settings.max_steps):
+            check_time_limit()
             if self.late():
                 break
             state.step(curvature)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.pixel_curvature import PixelCurvature
+from attacks.search_control import check_time_limit
 from fl.tensors import per_image
 
 Misfit = Callable[[Tensor], Tensor]
@@ -56,6 +57,7 @@ def anneal(misfit: Misfit, images: Tensor, steps: int, late: Late) -> Tensor:
     mean, square = torch.zeros_like(at), torch.zeros_like(at)
     best, least = at, torch.full((len(at),), float("inf"), dtype=at.dtype, device=at.device)
     for k in range(steps):
+        check_time_limit()
         if late():
             break
         value, slope = _evaluate(misfit, at)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, SILENT_CHANNEL, KnownSignal, channel_sizes
+from attacks.search_control import check_time_limit
 
 MAX_POSITIONS = 2048
 """Numbers of one input channel of one image, at most: a basis of as many is found."""
@@ -117,6 +118,7 @@ def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tens
         return plain
     z = plain[0]
     for _ in range(ROUNDS):
+        check_time_limit()
         missed = by_channel((g - a @ z).square().sum(1))
         usual = missed.median().clamp_min(1e-300)
         solved = _weighted_least_squares(a, g, (usual / missed.clamp_min(0.3 * usual))[channel])

@@ -50,6 +50,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 MAX_ITERATIONS, LARGEST_GRADIENT = 200, 1e-3
@@ -363,6 +364,7 @@ def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None, is
     x = system.solve(unknown, None, SIGN_TOLERANCES[0])
     x = torch.zeros_like(system.right) if x is None else x
     for turn in range(MAX_SIGN_ROUNDS):
+        check_time_limit()
         high = torch.zeros_like(unknown) if upper is None else (x > upper) & unknown
         outside = (x < 0) & unknown | high
         if turn and int((outside ^ before).sum()) <= SETTLED_SHARES[stage] * int(unknown.sum()):
@@ -424,6 +426,7 @@ def _conjugate_gradients(
     direction = precondition(rest)
     gamma = float((rest * direction).sum())
     for _ in range(MAX_ITERATIONS):
+        check_time_limit()
         if not gamma > tolerance**2 * whole:
             break
         made = product(direction)

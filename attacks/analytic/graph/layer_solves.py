@@ -24,6 +24,7 @@ from attacks.analytic.graph.joint_least_squares import (
     OutOfTimeError,
 )
 from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.search_control import check_time_limit
 
 MAX_ROUNDS = 8
 """Rounds of solving for an input and correcting bits."""
@@ -158,6 +159,7 @@ def solve_input(
     good = [torch.ones_like(norm, dtype=torch.bool) for norm in size]
     joint, last, floor, began = None, None, 0.0, time.process_time()
     for turn in range(MAX_ROUNDS):
+        check_time_limit()
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
         joint = None if others is None and entries is None else JointSolver(others, entries, began)
         solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, joint), good, last)
@@ -316,6 +318,7 @@ def _robust_least_squares(
     solved = None if before is None else systems.layer.as_channels(before.values).mT
     misfits: list[Tensor] = []
     for turn in range(ROBUST_ROUNDS):
+        check_time_limit()
         tolerance = TOLERANCES[min(turn, len(TOLERANCES) - 1)]
         now = systems.solve(weights, solved, tolerance)
         if now is None and not misfits:

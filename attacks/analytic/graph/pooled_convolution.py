@@ -47,6 +47,7 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
 from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
+from attacks.search_control import check_time_limit
 
 SMALL_SIGMA = 3e-3
 """Standard deviation of z, in standard deviations of t, below which it falls faster."""
@@ -281,6 +282,7 @@ def invert_pooled_convolution(
     sigma = settings.first_sigma * spread
     problem = _Problem(layer, known, candidates, settings, inputs)
     for step in range(settings.steps):
+        check_time_limit()
         system = _System(problem, images, sigma, first=step == 0)
         change = system.solve()
         images = images + change

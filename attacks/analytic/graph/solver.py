@@ -31,6 +31,7 @@ from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
 from attacks.network.operation_trace import IMAGE, Ref
+from attacks.search_control import check_time_limit
 
 MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
@@ -130,6 +131,7 @@ class GraphSolver:
         for ref in self._inputs():
             if ref in self.known.values:
                 continue
+            check_time_limit()
             self._solve_tensor(ref)
             if ref not in self.known.values:
                 self._begin_at(ref)

@@ -65,6 +65,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 STARTING_ROWS, SMALL_ROW = 12_000, 1e-3
@@ -257,6 +258,7 @@ def _search(problem: _Problem, rounds: int, draw: torch.Generator) -> Unmixing:
     found = problem.judge(torch.eye(problem.images, dtype=torch.float64, device=problem.whitening.device)[:0])
     rejected, idle = found, 0
     while True:
+        check_time_limit()
         free = _complement(found.directions, problem.images)
         starts = _kurtosis_maxima(problem.starting_rows(draw) @ free, draw) @ free.mT
         corrections = problem.corrections(rejected.directions, found.directions, draw)
@@ -300,6 +302,7 @@ def _whitening(rows: Tensor) -> Tensor:
     size = rows.shape[1]
     whitening = torch.eye(size, dtype=rows.dtype, device=rows.device)
     for number in range(WHITENINGS):
+        check_time_limit()
         white = rows @ whitening
         if number:
             white = white / white.norm(dim=1, keepdim=True).clamp_min(1e-300)

@@ -29,6 +29,7 @@ from itertools import combinations, islice
 import torch
 from torch import Tensor
 
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 DRAWS = 20_000
@@ -291,6 +292,7 @@ class MixingProblem:
         draw = stream(1, "separate")
         best, least = particles[0], float("inf")
         for _ in range(MAX_ROUNDS):
+            check_time_limit()
             particles, scores = self._robust_step(particles)
             order = scores.argsort()
             if scores[order[0]] < least:

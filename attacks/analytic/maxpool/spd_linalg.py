@@ -21,6 +21,8 @@ from scipy.linalg import get_blas_funcs, get_lapack_funcs
 from threadpoolctl import ThreadpoolController
 from torch import Tensor
 
+from attacks.search_control import check_time_limit
+
 Numbers = npt.NDArray[np.floating]
 BLOCK = 256
 """Rows copied to the other side of the diagonal at once."""
@@ -38,6 +40,7 @@ class Factor(ABC):
 
         None where it is not positive definite.
         """
+        check_time_limit()
         return _Lapack.of(matrix) if matrix.device.type == "cpu" else _Torch.of(matrix)
 
     @abstractmethod

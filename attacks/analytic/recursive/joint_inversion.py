@@ -37,6 +37,7 @@ from attacks.network.layer_sequence import read_layer
 from attacks.network.operation_recognition import PRODUCTS, contains_weighted_branch, has_trained_weight
 from attacks.network.operation_trace import IMAGE, Graph, Ref
 from attacks.result import NotApplicable, Reconstruction
+from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from fl.view import ServerView
 
@@ -328,6 +329,7 @@ def _search(equations: JointEquations, prior: GaussianPrior, images: Tensor) -> 
 
     after = left(images)
     for _ in range(MAX_STEPS):
+        check_time_limit()
         if time.process_time() - began > MAX_SECONDS:
             break
         residual, jacobian = equations.linearize(images)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.maxpool.batch_separation import MIN_SINGULAR_VALUE, SeparatedBatch
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 MAX_UNEXPLAINED = 1e-4
@@ -93,6 +94,7 @@ def separate_by_softmax(
             return None
         problem = _MixingProblem(classifier, left[:, :count], sizes[:count, None] * right[:count], labels)
         for start in range(OTHER_STARTS if number else STARTS):
+            check_time_limit()
             found, tried = problem.solve(start), tried + 1
             fits = found is not None and found.unexplained < MAX_UNEXPLAINED and found.relative_error < MAX_DEVIATION
             if found is not None and fits and (best is None or found.unexplained < best.unexplained):

@@ -32,6 +32,7 @@ from attacks.analytic.vit.patch_equations import PatchSolution
 from attacks.analytic.vit.token_embedding import TokenEmbedding
 from attacks.network.operation_recognition import has_trained_weight, product_operands
 from attacks.network.operation_trace import IMAGE, Graph, Ref
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
 MAX_LAYERS = 8
@@ -302,6 +303,7 @@ class PatchSubspaces:
         like = self.network.graph.image
         yield 0.5 * torch.ones_like(like)
         for number in range(1, MAX_STARTS):
+            check_time_limit()
             coarse = torch.rand(1, like.shape[1], 3, 3, generator=stream(number, "start"), dtype=like.dtype).to(like)
             yield nn.functional.interpolate(coarse, like.shape[2:], mode="bilinear", align_corners=True)
 
@@ -348,6 +350,7 @@ def minimize_squares(residual: Callable[[Tensor], Tensor], start: Tensor) -> Ten
         left = residual(at)
     cost = float(left.detach().square().sum())
     for _ in range(MAX_STEPS):
+        check_time_limit()
         with torch.enable_grad():
             probe = torch.zeros_like(left, requires_grad=True)
             (pulled,) = torch.autograd.grad(left, at, probe, create_graph=True)
@@ -444,6 +447,7 @@ def separate_images(
     """
     network, rest, found = equations.network, dict(gradient), list[SeparatedImage]()
     while (left := count - len(found)) > 0:
+        check_time_limit()
         if found and not size_known and _share_left(rest, gradient) <= MAX_SHARE_OF_NOTHING:
             break
         if left > 1:

@@ -13,6 +13,7 @@ import attacks
 from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.search_control import SearchControl
 from defenses import defenses
 from fl.capture import from_batch, from_update
 from fl.models.resnet20 import ResNet20
@@ -489,3 +490,24 @@ def test_pixels_that_are_seen_only_together_are_not_verified(*, train: bool) -> 
     assert float((found.inputs - images).abs().max()) > 1 / 255
     assert found.verified is not True
     assert "numbers of the pictures are not told" in found.note
+
+
+def test_when_the_time_is_up_the_features_found_by_then_are_returned() -> None:
+    class Patience(SearchControl):
+        """A control whose time is up once it has been asked so often."""
+
+        left = 40
+
+        def stop_reason(self) -> str:
+            self.left -= 1
+            return "the time limit" if self.left < 0 else ""
+
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels)
+    found = attacks.build("backsolve")(view, control=Patience())
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is None
+    assert found.verified is False
+    assert found.cut_short == "not done before the time limit: features alone"
+    ((name, _),) = found.private.items()
+    assert name.startswith("features/blocks")
