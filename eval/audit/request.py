@@ -16,6 +16,7 @@ from defenses import defenses
 from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
+from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import serialization
@@ -158,6 +159,14 @@ class AuditRequest:
         if self.update is not None or self.before is not None or self.after is not None:
             return "update"
         return "model" if self.target is not None else "method"
+
+    def place(self) -> SourcePlace:
+        """Return where the code of the model, or of the method, stands; after `plan`, which imports it."""
+        target = self.target or (self.model if self.source == "update" else None)
+        if target is not None:
+            return place_of_target(target)
+        kind = type(methods.build(yaml12.parse_settings(self.method or "")))
+        return place_of(kind, kind.__module__, kind.__qualname__)
 
     def plan(self) -> Plan:
         """Return the plan of the audit, whatever it is of.

@@ -7,6 +7,8 @@ import math
 import sys
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from eval.commands.system_errors import first_interrupt_ends_search, stop_on_signals
+from eval.commands.system_errors import explain_os_error, first_interrupt_ends_search, stop_on_signals
 from eval.commands.terminal import (
     FAILURE,
     LEAKED,
@@ -41,7 +43,9 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
+    from eval.audit.ci_files import CIFiles
     from eval.audit.findings import AuditReport
+    from eval.audit.judgment import Judgment
     from eval.audit.request import AuditRequest
 
 Target = Annotated[
@@ -105,6 +109,10 @@ Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Out = Annotated[
     Path | None, typer.Option(help="Folder for the report, the table, the pictures and all that is needed to go on.")
 ]
+Junit = Annotated[
+    Path | None, typer.Option(help="Write the findings as JUnit XML, for Jenkins, GitLab and others: FILE.xml.")
+]
+Sarif = Annotated[Path | None, typer.Option(help="Write them as SARIF 2.1.0, for code scanning: FILE.sarif.")]
 
 
 _ANY = "any"
@@ -152,6 +160,7 @@ class OutputOptions:
         workers: processes; as many as there are cores where none is given.
         time_limit: seconds that all of it may take.
         json: whether findings are printed as JSON.
+        files: where else findings are written.
     """
 
     out: Path | None = None
@@ -159,6 +168,7 @@ class OutputOptions:
     workers: int | None = None
     time_limit: float = math.inf
     json: bool = False
+    files: CIFiles | None = None
 
 
 def audit(
@@ -185,6 +195,8 @@ def audit(
     seed: Seed = 0,
     device: Device = "auto",
     out: Out = None,
+    junit: Junit = None,
+    sarif: Sarif = None,
     workers: Workers = None,
     minutes: Minutes = None,
     import_: Imports = None,
@@ -209,6 +221,7 @@ def audit(
     with exit_on_errors(USAGE):
         imports = _import_plugins(import_)
         outputs = _output_options(out, workers, minutes, {"psnr": max_psnr, "ssim": max_ssim}, json=json)
+        outputs = replace(outputs, files=_ci_files(junit, sarif))
     from eval.audit.request import AuditRequest
 
     request = AuditRequest(
@@ -259,6 +272,16 @@ def _output_options(
 
     allowed = check_limits(**limits)
     return OutputOptions(out=out, limits=allowed, workers=workers, time_limit=seconds_of(minutes), json=json)
+
+
+def _ci_files(junit: Path | None, sarif: Path | None) -> CIFiles:
+    """Check and gather the files that findings go to."""
+    from eval.audit.ci_files import CIFiles
+
+    files = CIFiles(junit=junit, sarif=sarif)
+    files.check()
+    files.remove_old()
+    return files
 
 
 def _check_names(kind: str, *words: str | None) -> None:
@@ -321,12 +344,50 @@ def build_audit_app() -> typer.Typer:
 
 def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
     """Carry the audit out, print what it found and leave with the code that it comes to."""
-    screen = console(as_json=outcome.json)
+    began = datetime.now(UTC)
     with _exit_on_interrupt():
         report = _run_request(request, outcome)
     from eval.audit.judgment import Judgment
 
     judgment = Judgment(report, outcome.limits)
+    code = _exit_code(judgment)
+    written = _write_files(judgment, request, outcome, began, code)  # first: nobody may be reading stdout
+    _print_judgment(judgment, outcome)
+    if not written and code not in {LEAKED, STOPPED}:
+        code = FAILURE
+    if code:
+        raise typer.Exit(code)
+
+
+def _exit_code(judgment: Judgment) -> int:
+    """Return the code that an audit comes to; an image above a limit weighs more than an attack that failed."""
+    if judgment.report.stopped:
+        return STOPPED
+    if judgment.above:
+        return LEAKED
+    if judgment.failed:
+        return FAILURE
+    return UNDECIDED if judgment.undecided else 0
+
+
+def _write_files(judgment: Judgment, request: AuditRequest, outcome: OutputOptions, began: datetime, code: int) -> bool:
+    """Write the files for CI; return whether all that were asked for are there, and say which is not."""
+    if outcome.files is None or not outcome.files.asked_for:
+        return True
+    from eval.audit.ci_files import Invocation
+
+    called = Invocation(version=metadata.version("hyperleak"), exit_code=code, began=began)
+    try:
+        outcome.files.write(judgment, request.place(), called)
+    except OSError as error:
+        print_message(f"error: the findings could not be written: {explain_os_error(error)}")
+        return False
+    return True
+
+
+def _print_judgment(judgment: Judgment, outcome: OutputOptions) -> None:
+    """Print what an audit found and what it comes to."""
+    report, screen = judgment.report, console(as_json=outcome.json)
     if outcome.json:
         print_json(judgment.plain())
     else:
@@ -339,7 +400,7 @@ def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
             stands = "what was found by then stands above"
         again = f"the same command goes on from here ({outcome.out})" if outcome.out else _UNKEPT
         print_message(f"stopped at {report.stopped}; {stands}; {again}")
-        raise typer.Exit(STOPPED)
+        return
     for finding in judgment.failed:
         kept = f"the traceback is in {finding.traceback}" if finding.traceback else "--out FOLDER keeps the traceback"
         origin = f"{finding.origin}; " if finding.origin else ""
@@ -351,8 +412,6 @@ def _audit(request: AuditRequest, outcome: OutputOptions) -> None:
         )
     if outcome.out is not None and (outcome.out / "report.html").is_file():
         print_message(f"Written to {outcome.out}; open {outcome.out / 'report.html'}")
-    if judgment.above or judgment.failed or judgment.undecided:
-        raise typer.Exit(LEAKED if judgment.above else FAILURE if judgment.failed else UNDECIDED)
 
 
 @contextmanager

@@ -57,6 +57,8 @@ Minutes = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 SEARCH_LINE_SECONDS = 30.0
 """Between two lines on a search, where there is no terminal."""
+PATH_OPTIONS = ("--out", "--import", "--junit", "--sarif")
+"""Options whose values are paths."""
 _UNPRINTABLE = re.compile(
     r"[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff\ud800-\udfff\U000e0000-\U000e007f]"
 )
@@ -321,9 +323,9 @@ def shareable_command(words: Sequence[str], config: str = "") -> str:
     """
     own = list(words)
     for number, word in enumerate(words):
-        if number and words[number - 1] in {"--out", "--import"}:
+        if number and words[number - 1] in PATH_OPTIONS:
             own[number] = relative_to_cwd(word)
-        elif word.startswith(("--out=", "--import=")):
+        elif word.startswith(tuple(f"{option}=" for option in PATH_OPTIONS)):
             option, _, path = word.partition("=")
             own[number] = f"{option}={relative_to_cwd(path)}"
         elif word == config and Path(word).is_absolute():

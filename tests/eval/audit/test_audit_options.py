@@ -59,6 +59,8 @@ OPTIONS = {
     "--seed": "3",
     "--device": "cpu",
     "--out": "out",
+    "--junit": "found.xml",
+    "--sarif": "found.sarif",
     "--workers": "2",
     "--minutes": "0.0001",
     "--import": "json",
