@@ -18,7 +18,10 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT_BYTES = 1 << 30
 """Blocks up to this size are kept when they are freed."""
 PACKAGES = ("fl", "defenses", "attacks", "eval")
-LAZY = dict.fromkeys(("AuditOptions", "RunResult", "audit", "load", "run"), "hyperleak.api")
+LAZY = {
+    **dict.fromkeys(("AuditOptions", "RunResult", "audit", "load", "run"), "hyperleak.api"),
+    "assert_no_leak": "hyperleak.no_leak",
+}
 """The modules in which public names lie that are imported when they are first asked for."""
 
 

@@ -138,6 +138,16 @@ class Judgment:
         return "; ".join(said)
 
 
+def update_words(update: Hashable) -> str:
+    """Return what tells an update from others, in words; of None that all are meant."""
+    if update is None:
+        return "all updates together"
+    if isinstance(update, tuple):
+        seed, number, name = update
+        return f"update {name} of round {number}, seed {seed}"
+    return f"update {update}"
+
+
 def images_in_words(rows: Sequence[Row], figure: str = "psnr") -> str:
     """Return how close images of one update came, each beside the best guess without the update.
 

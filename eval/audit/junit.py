@@ -14,7 +14,7 @@ from typing import Literal
 from xml.etree import ElementTree
 
 from eval.audit.findings import AttackFinding
-from eval.audit.judgment import Judgment, Leak
+from eval.audit.judgment import Judgment, Leak, update_words
 from eval.audit.verdict import image_line
 from eval.io.sanitize import escape_controls, shorten
 from eval.metrics.score import Row
@@ -84,16 +84,6 @@ def junit_xml(judgment: Judgment, *, version: str, at: datetime) -> str:
     # other characters are referred to by their numbers, so that no reader has to heed the encoding
     told = ElementTree.tostring(root, encoding="us-ascii", xml_declaration=False).decode("ascii")
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{told}\n'
-
-
-def update_words(update: Hashable) -> str:
-    """Return what tells an update from others, in words; of None that all are meant."""
-    if update is None:
-        return "all updates together"
-    if isinstance(update, tuple):
-        seed, number, name = update
-        return f"update {name} of round {number}, seed {seed}"
-    return f"update {update}"
 
 
 def _audit_cases(judgment: Judgment) -> Iterator[Case]:

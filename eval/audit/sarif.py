@@ -13,8 +13,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from eval.audit.judgment import Judgment
-from eval.audit.junit import update_words
+from eval.audit.judgment import Judgment, update_words
 from eval.audit.source_place import MODULES, ROOT, SourcePlace
 from eval.io.sanitize import escape_controls, shorten
 
