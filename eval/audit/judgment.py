@@ -134,7 +134,9 @@ class Judgment:
         said = []
         for figure, limit in self.limits.items():
             if over := [row for row in rows if row.get(figure) is not None and row[figure] > limit]:
-                said.append(f"{figure.upper()} above {limit:g}: {images_in_words(over, figure)}")
+                guessed = sum(best_baseline(row, figure) > limit for row in over)
+                too = f", and the best guess alone exceeds it for {guessed} of {len(over)}" if guessed else ""
+                said.append(f"{figure.upper()} above {limit:g}: {images_in_words(over, figure)}{too}")
         return "; ".join(said)
 
 

@@ -104,6 +104,9 @@ def test_with_limits_only_they_fail():
     words = named["exact on update 0"].find("failure").get("message")
     assert words == "PSNR above 20: image 0 at 60 dB (best guess 11 dB)"
     assert [one.get("value") for one in suite.iter("property") if one.get("name") == "max-psnr"] == ["20"]
+    flat = Judgment(AuditReport("mine", [finding("exact", [row(psnr=60.0, guess=49.0)], ("ran",))]), {"psnr": 20.0})
+    words = written(flat)[0]["exact on update 0"].find("failure").get("message")
+    assert words.endswith("image 0 at 60 dB (best guess 49 dB), and the best guess alone exceeds it for 1 of 1")
     named, _ = written(everything(limits={"psnr": 60.0}))  # the limit itself is allowed
     assert "failure" not in {status(case)[0] for name, case in named.items() if name != "the audit is decided"}
 
