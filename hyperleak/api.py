@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -315,7 +315,7 @@ def audit(
         if truth is not None:
             raise ValueError("truth goes with a view; give a model's images and labels")
         subjects, method = _subjects(subject, known, update, chosen)
-        batch_size = chosen.batch_size
+        batch_size = subjects[0].view.batch_size or chosen.batch_size
     named = chosen.named_attacks or attack_selection.default_attacks(method, batch_size)
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
@@ -378,12 +378,16 @@ def _subjects(
     shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
     if shape is None or len(shape) != 3:
         raise ValueError("expected input_shape=(channels, height, width) for an update without images, got none")
+    facts, batch_size = captured.training, chosen.batch_size
+    if facts is not None:
+        client = client if client.method is not None else replace(client, method=facts.method(model))
+        batch_size = facts.examples if batch_size == 1 and facts.examples is not None else batch_size
     subject = captured_update.of_update(
         model,
         with_model_names(captured, model),
         client,
         input_shape=(shape[0], shape[1], shape[2]),
-        batch_size=chosen.batch_size,
+        batch_size=batch_size,
         given=known,
     )
     return [subject], subject.view.method

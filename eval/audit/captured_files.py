@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts
 from fl.runtime import tensor_archives
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
@@ -49,6 +50,7 @@ class CapturedUpdate:
         weights: whether `update` holds weights after training, whose difference to the model's is still to be taken.
         kind: "gradient" for one that was sent before a step of plain SGD was made of it (`fl.capture`).
         clients: of which the update is the mean, each of as many images.
+        training: what a file recorded in a federation says of how the client trained; None of other files.
     """
 
     update: dict[str, Tensor]
@@ -59,6 +61,7 @@ class CapturedUpdate:
     weights: bool = False
     kind: Literal["update", "gradient"] = "update"
     clients: int = 1
+    training: TrainingFacts | None = None
 
 
 def load_update(path: Path) -> CapturedUpdate:
@@ -74,6 +77,18 @@ def load_update(path: Path) -> CapturedUpdate:
     """
     wanted = f"expected tensors by parameter name in {path}"
     found = _read(path, wanted)
+    facts = found.pop(FACTS, None) if isinstance(found, dict) else None
+    if isinstance(facts, Tensor):
+        training, origin = read_facts(facts.numpy().tobytes(), path)
+        where = ", ".join(f"{name} {value}" for name, value in sorted(origin.items()))
+        note = f"recorded: {where or 'nobody says where'}; training: {training.in_words()}"
+        plain = _load_update(found, path, wanted)
+        return replace(plain, training=training, notes=(*plain.notes, note))
+    return _load_update(found, path, wanted)
+
+
+def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
+    """Return the update from what a file holds."""
     pair = _as_pair(found)
     if pair is not None:
         first, second = pair

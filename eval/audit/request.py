@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -175,7 +175,16 @@ class AuditRequest:
             ValueError: settings that don't fit each other; says which.
             FileNotFoundError: a data set or a file is not there; says how to get it.
         """
-        return self._method_plan() if self.source == "method" else self._capture_plan()
+        if self.source == "method":
+            return self._method_plan()
+        return self._with_recorded_facts()._capture_plan()
+
+    def _with_recorded_facts(self) -> AuditRequest:
+        """Return the request with as many images as the update's file says, where no option does."""
+        training = self._captured().training if self.source == "update" else None
+        if training is None or training.examples is None or self.batch_size != 1:
+            return self
+        return replace(self, batch_size=training.examples)
 
     def check_plan(self, plan: Plan, *, limited: bool, workers: int) -> None:
         """Check that what is asked of the plan can be had.
@@ -293,10 +302,13 @@ class AuditRequest:
         """Return the captured update, with its true images if `source` gives them, and what to know of these."""
         if data is not None:
             subjects.take_first(data, self.batch_size, source, "--batch-size")
+        captured, client = self._captured(), self._client()
+        if captured.training is not None and self.method is None:
+            client = replace(client, method=captured.training.method(model))
         subject = captured_update.of_update(
             model,
-            with_model_names(self._captured(), model),
-            self._client(),
+            with_model_names(captured, model),
+            client,
             input_shape=_shape(self.input_shape, data),
             batch_size=self.batch_size,
             given=data,

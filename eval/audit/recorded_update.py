@@ -1,0 +1,164 @@
+"""An update recorded where it was made: the weights before and after, and what is known of the training between."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl.methods.fedavg import FedAvg
+from fl.runtime import tensor_archives
+from fl.runtime.atomic_files import atomic_write
+
+FACTS = "hyperleak.json"
+"""The member of a recorded file that holds what is known beside the weights, as JSON in bytes."""
+VERSION = 1
+"""Of that member's form."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingFacts:
+    """What is known of a client's local training; None is not known.
+
+    Attributes:
+        optimizer: by its name in `fl.types.OPTIMIZERS`.
+        lr: step size.
+        momentum: of SGD.
+        weight_decay: L2 coefficient.
+        steps: optimizer steps that were taken.
+        epochs: passes over the client's data, where the steps are not known.
+        batch_size: examples in a step.
+        examples: that the client holds.
+        train_mode: whether the model was in training mode; where it is not known, the model says so itself.
+    """
+
+    optimizer: str | None = None
+    lr: float | None = None
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    steps: int | None = None
+    epochs: int | None = None
+    batch_size: int | None = None
+    examples: int | None = None
+    train_mode: bool | None = None
+
+    def method(self, model: nn.Module) -> FedAvg | None:
+        """Return the method that trains a model so; None where too little is known.
+
+        The step size of a single step of SGD need not be known: no attack depends on it.
+
+        Raises:
+            ValueError: facts that no optimizer can have; says which.
+        """
+        length: dict[str, Any] = {"steps": self.steps} if self.steps is not None else {"epochs": self.epochs}
+        if self.optimizer is None or (self.steps is None and self.epochs is None):
+            return None
+        one_plain_step = self.optimizer == "sgd" and self.steps == 1 and not self.weight_decay
+        if self.lr is None and not one_plain_step:
+            return None
+        return FedAvg(
+            lr=1.0 if self.lr is None else self.lr,
+            optimizer=self.optimizer,  # type: ignore[arg-type]
+            momentum=self.momentum,
+            weight_decay=self.weight_decay,
+            batch_size=self.batch_size,
+            train_mode=model.training if self.train_mode is None else self.train_mode,
+            **length,
+        )
+
+    def in_words(self) -> str:
+        """Return what is known as a list of settings, in the order of the attributes."""
+        known = {name: value for name, value in asdict(self).items() if value is not None and value != 0}
+        return ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is known"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedUpdate:
+    """An update with all that matters for an audit.
+
+    Attributes:
+        before: weights and buffers as the server sent them, by name in the model's `state_dict()`.
+        after: the same as they came back.
+        training: what is known of the training between.
+        origin: where it was made: the framework, its version, the round, the client, as far as known.
+    """
+
+    before: Mapping[str, Tensor]
+    after: Mapping[str, Tensor]
+    training: TrainingFacts = field(default_factory=TrainingFacts)
+    origin: Mapping[str, str] = field(default_factory=dict)
+
+    def difference(self) -> dict[str, Tensor]:
+        """Return weights before - after.
+
+        Raises:
+            ValueError: they have not the same names.
+        """
+        if odd := next(iter(self.before.keys() ^ self.after.keys()), None):
+            raise ValueError(f"expected the same names before and after training, got {odd!r} in one alone")
+        return {name: value - self.after[name] for name, value in self.before.items()}
+
+    def save(self, path: Path) -> None:
+        """Write it to an `.npz` file, which `hyperleak audit update` reads, facts included.
+
+        Raises:
+            ValueError: another ending, or a tensor of a type that NumPy has not.
+        """
+        if path.suffix != ".npz":
+            raise ValueError(f"expected a file that ends in .npz, got {path.name}")
+        facts = {"version": VERSION, "training": asdict(self.training), "origin": dict(self.origin)}
+        arrays = {FACTS: np.frombuffer(json.dumps(facts, sort_keys=True).encode(), dtype=np.uint8)}
+        for half, tensors in (("before", self.before), ("after", self.after)):
+            for name, value in tensors.items():
+                plain = value.detach().cpu()
+                arrays[f"{half}/{name}"] = (plain.float() if plain.dtype is torch.bfloat16 else plain).numpy()
+        with atomic_write(path) as file:
+            np.savez(file, **arrays)  # type: ignore[arg-type]
+
+    @classmethod
+    def load(cls, path: Path) -> RecordedUpdate:
+        """Read what `save` has written; nothing in it is executed.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is damaged, of a later version, or no recorded update.
+        """
+        found = tensor_archives.read_arrays(path)
+        if FACTS not in found:
+            raise ValueError(f"expected a recorded update in {path}, got a file without {FACTS}")
+        halves: dict[str, dict[str, Tensor]] = {"before": {}, "after": {}}
+        for name, value in found.items():
+            half, _, rest = name.partition("/")
+            if half in halves and rest:
+                halves[half][rest] = torch.from_numpy(value)
+        training, origin = read_facts(found[FACTS].tobytes(), path)
+        return cls(**halves, training=training, origin=origin)
+
+
+def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str]]:
+    """Return what the member `FACTS` of a recorded file says.
+
+    Args:
+        content: the member's bytes.
+        path: of the file, for errors.
+
+    Raises:
+        ValueError: it is no such member, or one of a later version.
+    """
+    try:
+        said = json.loads(content)
+        version, training, origin = said["version"], dict(said["training"]), dict(said["origin"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"expected the facts of a recorded update under {FACTS} in {path}, got other bytes") from error
+    if version != VERSION:
+        raise ValueError(f"expected a recorded update of version {VERSION} in {path}, got {version}: update hyperleak")
+    known = {one.name for one in fields(TrainingFacts)}
+    if odd := sorted(training.keys() - known):
+        raise ValueError(f"expected training facts {', '.join(sorted(known))} in {path}, got {odd[0]!r}")
+    return TrainingFacts(**training), {str(name): str(value) for name, value in origin.items()}

@@ -1,0 +1,235 @@
+"""What an update is shown to give away within a few seconds, by the attacks that solve and prove what they find."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import Tensor, nn
+
+import attacks as attack_registry
+from attacks.base import NotApplicable, Result
+from attacks.search_control import SearchControl
+from eval.audit.attack_selection import default_attacks
+from eval.audit.captured_files import load_pair
+from eval.audit.captured_update import of_update
+from eval.audit.recorded_update import RecordedUpdate
+from eval.audit.tensor_names import with_model_names
+from eval.audit.user_model import Subject
+from fl.capture import ClientSettings
+from fl.models.building_blocks.layers import Normalize
+from fl.tensors import dense
+from fl.view import ServerView
+
+Exposed = Literal["labels", "features", "images"]
+LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
+"""What an update may give away, the least first."""
+Verdict = Literal["leaked", "not shown to leak", "failed"]
+MAX_MISSED = 1e-3
+"""Share of a layer's equations that its input may leave for it to count as recovered."""
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What one attack showed to be in an update.
+
+    Attributes:
+        kind: one of `LEVELS`.
+        attack: which showed it.
+        words: what it is, in a sentence.
+    """
+
+    kind: Exposed
+    attack: str
+    words: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screening:
+    """The outcome for one update.
+
+    Attributes:
+        verdict: "leaked" where more is shown than the limit allows, "failed" where the screening itself ended in an
+            error, else "not shown to leak": nothing was proved within the time, which is no proof that nothing leaks.
+        reason: the verdict in a sentence.
+        exposures: what was shown, the worst last.
+        tried: what each attack came to, in words, by its name.
+        notes: what a reader has to know of how the update was read.
+        seconds: that it took.
+    """
+
+    verdict: Verdict
+    reason: str
+    exposures: tuple[Exposure, ...] = ()
+    tried: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def must_not_leave(self) -> bool:
+        """Whether the update is to be held back: it leaks, or nobody could say."""
+        return self.verdict != "not shown to leak"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Screener:
+    """Screens updates of one model: settings in the object, the update in the call.
+
+    Only attacks that solve are tried, and only what they prove without the true images counts. A search may show more;
+    `hyperleak audit update` runs one on the recorded file.
+
+    Attributes:
+        model: returns the model, whatever its weights: they come with the update.
+        input_shape: of one example, (C, H, W).
+        mean: per channel, subtracted by the client's data loader, where the model does not do it itself.
+        std: per channel, what the loader divides by, likewise.
+        seconds: after which no further attack begins, and those that run end.
+        allowed: the most that an update may be shown to give away.
+        seed: of whatever the attacks draw.
+
+    Raises:
+        ValueError: seconds that are not above zero, or an unknown limit.
+    """
+
+    model: Callable[[], nn.Module]
+    input_shape: tuple[int, int, int]
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    seconds: float = 2.0
+    allowed: Exposed = "labels"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.seconds > 0:
+            raise ValueError(f"expected seconds > 0, got {self.seconds}")
+        if self.allowed not in LEVELS:
+            raise ValueError(f"expected allowed as {', '.join(map(repr, LEVELS))}, got {self.allowed!r}")
+
+    def __call__(self, recorded: RecordedUpdate) -> Screening:
+        """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened."""
+        began = time.monotonic()
+        try:
+            subject = self._subject(recorded)
+            found = self._attack(subject.view, SearchControl(time_limit=self.seconds))
+        except Exception as error:
+            log.exception("the screening of an update failed")
+            reason = f"the screening failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
+        shown = [one for name, result in found.items() for one in proved_exposures(name, result, subject.view)]
+        notes = (
+            *subject.notes,
+            *assumptions(recorded, subject.view.threat.knows_optimizer),
+            *filter(None, (subject.inconsistency,)),
+        )
+        return self._judge(shown, found, notes, time.monotonic() - began)
+
+    def _subject(self, recorded: RecordedUpdate) -> Subject:
+        """Return the update as the server's view of it."""
+        model, facts = self._pixel_model(), recorded.training
+        captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after)), model)
+        client = ClientSettings(method=facts.method(model), mean=self.mean, std=self.std)
+        count = facts.examples or facts.batch_size or 1
+        return of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
+
+    def _pixel_model(self) -> nn.Module:
+        """Return the model with what its loader does to pixels in [0, 1] in front of it."""
+        model = self.model()
+        if not self.mean and not self.std:
+            return model
+        channels = self.input_shape[0]
+        normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
+        return nn.Sequential(normalize, model).train(model.training)
+
+    def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
+        """Return what each attack that solves makes of the update, as far as the time goes."""
+        found: dict[str, Result] = {}
+        for name in default_attacks(view.method, view.batch_size or 1):
+            attack = attack_registry.build(name)
+            if attack.is_controllable:  # a search proves nothing in seconds
+                continue
+            if reason := control.stop_reason():
+                found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
+                continue
+            found[name] = attack(view, seed=self.seed, control=control)
+            if any(exposure.kind == "images" for exposure in proved_exposures(name, found[name], view)):
+                break
+        return found
+
+    def _judge(
+        self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float
+    ) -> Screening:
+        """Return the verdict on what the attacks came to."""
+        shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
+        leaks = bool(shown) and LEVELS.index(shown[-1].kind) > LEVELS.index(self.allowed)
+        if leaks:
+            reason = f"{shown[-1].words} ({shown[-1].attack})"
+        elif shown:
+            reason = f"no more is shown than {shown[-1].kind}"
+        else:
+            reason = "nothing is shown"
+        return Screening(
+            verdict="leaked" if leaks else "not shown to leak",
+            reason=reason,
+            exposures=tuple(shown),
+            tried={name: _outcome(result) for name, result in found.items()},
+            notes=notes,
+            seconds=seconds,
+        )
+
+
+def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Exposure]:
+    """Return what a result proves of an update without the truth; nothing that it merely found.
+
+    Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
+    where the optimizer is not known only what the whole update confirms counts.
+
+    Args:
+        attack: its name.
+        result: of it.
+        view: of the update.
+    """
+    if isinstance(result, NotApplicable):
+        return []
+    shown: list[Exposure] = []
+    if result.verified and result.inputs is not None:
+        count = len(result.inputs)
+        words = "an image is" if count == 1 else f"{count} images are"
+        shown.append(Exposure("images", attack, f"{words} recovered, and the update confirms it"))
+    for name, value in result.private.items():
+        first, _, layer = name.partition("/")
+        if first != "features" or not (result.verified or (layer and view.threat.knows_optimizer)):
+            continue
+        missed = result.private.get(f"residual/{layer}")
+        if missed is None or not float(dense(missed).max()) > MAX_MISSED:
+            shown.append(Exposure("features", attack, _say_features(layer, dense(value))))
+    if result.labels is not None and shown:
+        shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
+    return shown
+
+
+def _say_features(layer: str, value: Tensor) -> str:
+    what = f"what {layer} takes" if layer else "what the first fully connected layer takes"
+    return f"{what} is recovered: {value.numel()} numbers"
+
+
+def _outcome(result: Result) -> str:
+    """Return what an attack came to, in words."""
+    if isinstance(result, NotApplicable):
+        return f"not applicable: {result.reason}" if not result.cut_short else result.reason
+    found = "images" if result.inputs is not None else "features" if result.private else "labels"
+    certain = "confirmed" if result.verified else "not confirmed"
+    return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
+
+
+def assumptions(recorded: RecordedUpdate, knows_optimizer: bool) -> list[str]:
+    """Return what a screening has to assume where the facts of training are not known."""
+    facts, assumed = recorded.training, []
+    if not knows_optimizer:
+        assumed.append("how the client trained is not known, so that little can be confirmed: say optimizer and steps")
+    if facts.examples is None and facts.batch_size is None:
+        assumed.append("the number of examples is not known; taken for one")
+    return assumed

@@ -1,0 +1,108 @@
+"""An update recorded in a federation keeps what is known of the training, and audits read it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support import recorded as support
+from typer.testing import CliRunner
+
+import hyperleak
+from eval.audit.captured_files import load_update
+from eval.audit.recorded_update import FACTS, RecordedUpdate, TrainingFacts
+from eval.cli import app
+
+
+def test_what_is_saved_comes_back(tmp_path: Path) -> None:
+    first = support.recorded(support.network(), 2)
+    first.save(tmp_path / "update.npz")
+    again = RecordedUpdate.load(tmp_path / "update.npz")
+    assert (again.training, again.origin) == (first.training, first.origin)
+    for half in ("before", "after"):
+        mine, theirs = getattr(first, half), getattr(again, half)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
+
+
+def test_numbers_of_two_bytes_are_kept(tmp_path: Path) -> None:
+    first = support.recorded(support.network())
+    half = {name: value.bfloat16() for name, value in first.after.items()}
+    replace(first, after=half).save(tmp_path / "update.npz")
+    again = RecordedUpdate.load(tmp_path / "update.npz")
+    assert all(torch.equal(value.float(), again.after[name]) for name, value in half.items())
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"{", "other bytes"),
+        (b"[]", "other bytes"),
+        (b'{"version": 2, "training": {}, "origin": {}}', "version 1"),
+        (b'{"version": 1, "training": {"speed": 3}, "origin": {}}', "'speed'"),
+    ],
+)
+def test_other_facts_are_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
+    np.savez(tmp_path / "update.npz", **{FACTS: np.frombuffer(content, np.uint8), "before/w": np.zeros(2)})
+    for read in (RecordedUpdate.load, load_update):
+        with pytest.raises(ValueError, match=words):
+            read(tmp_path / "update.npz")
+
+
+def test_a_file_without_facts_is_no_recorded_update(tmp_path: Path) -> None:
+    np.savez(tmp_path / "update.npz", w=np.zeros(2))
+    with pytest.raises(ValueError, match=FACTS):
+        RecordedUpdate.load(tmp_path / "update.npz")
+    with pytest.raises(ValueError, match=r"ends in \.npz"):
+        support.recorded(support.network()).save(tmp_path / "update.pt")
+
+
+@pytest.mark.parametrize(
+    ("facts", "known"),
+    [
+        (TrainingFacts(), False),
+        (TrainingFacts(optimizer="sgd"), False),
+        (TrainingFacts(optimizer="sgd", steps=1), True),
+        (TrainingFacts(optimizer="sgd", steps=2), False),
+        (TrainingFacts(optimizer="sgd", steps=1, weight_decay=1e-4), False),
+        (TrainingFacts(optimizer="adam", steps=1), False),
+        (TrainingFacts(optimizer="adam", steps=1, lr=1e-3), True),
+        (TrainingFacts(optimizer="sgd", epochs=2, lr=0.1, batch_size=8), True),
+    ],
+)
+def test_facts_make_a_method_where_they_suffice(facts: TrainingFacts, known: bool) -> None:
+    method = facts.method(support.network())
+    assert (method is not None) is known
+    if method is not None:
+        assert method.steps == facts.steps
+        assert method.batch_size == facts.batch_size
+
+
+def test_an_audit_takes_the_facts_from_the_file(tmp_path: Path) -> None:
+    """Where the file says that it was Adam, the closed form of SGD does not apply; else it is not confirmed."""
+    model, adam = support.dense_network(), TrainingFacts(optimizer="adam", lr=1e-3, steps=1)
+    found = {}
+    for name, made, told in (("sgd", support.PLAIN, True), ("adam", adam, True), ("untold", adam, False)):
+        update = support.recorded(model, 1, made)
+        (update if told else replace(update, training=TrainingFacts())).save(tmp_path / f"{name}.npz")
+        report = hyperleak.audit(model, update=tmp_path / f"{name}.npz", input_shape=support.SHAPE, attacks="analytic")
+        assert any("round 3" in note for note in report.notes)
+        found[name] = report.findings[0]
+    assert found["sgd"].verified is True
+    assert "adam" in found["adam"].refused
+    assert not found["untold"].verified
+
+
+def test_the_command_takes_the_facts_from_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    support.recorded(support.dense_network(), 3, support.PLAIN).save(tmp_path / "update.npz")
+    (tmp_path / "recorded_model.py").write_text("from support.recorded import dense_network\n")
+    monkeypatch.chdir(tmp_path)
+    words = ["audit", "update", "update.npz", "--model", "recorded_model:dense_network", "--input-shape", "1,14,14"]
+    result = CliRunner().invoke(app, [*words, "--attack", "{name: spear, samples: 100}", "--json"])
+    said = json.loads(result.stdout)
+    assert any("examples 3" in note for note in said["notes"])
+    assert "fewer than 3 directions" in said["findings"][0]["refused"]

@@ -1,0 +1,89 @@
+"""An update that leaks is stopped, withheld, noised or warned of, and one that can't be screened does not leave."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from support import recorded as support
+
+from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.response import LeakageError, OnLeak, Responder
+from eval.federations.round_report import RoundReports
+from eval.federations.screening import Screener, Screening
+
+
+def responder(on_leak: OnLeak, **settings: object) -> Responder:
+    model = support.dense_network()
+    screen = Screener(model=lambda: model, input_shape=support.SHAPE)
+    return Responder(screen=screen, on_leak=on_leak, **settings)  # type: ignore[arg-type]
+
+
+def failing(recorded: RecordedUpdate) -> Screening:
+    return Screening(verdict="failed", reason="the screening failed: no reason")
+
+
+def test_withheld_weights_are_those_before() -> None:
+    update = support.recorded(support.dense_network())
+    response = responder("withhold")(update)
+    assert response.action == "withhold"
+    assert response.words.startswith("withheld: an image is recovered")
+    assert all(torch.equal(value, update.before[name]) for name, value in response.after.items())
+
+
+def test_what_does_not_leak_is_sent_as_it_is() -> None:
+    update = support.recorded(support.dense_network(), noise=1e-2)
+    for on_leak in ("stop", "withhold", "noise", "warn"):
+        response = responder(on_leak)(update)
+        assert response.action == "send"
+        assert all(torch.equal(value, update.after[name]) for name, value in response.after.items())
+
+
+def test_a_warning_lets_it_pass(caplog: pytest.LogCaptureFixture) -> None:
+    update = support.recorded(support.dense_network())
+    with caplog.at_level(logging.WARNING):
+        response = responder("warn")(update)
+    assert response.action == "send"
+    assert "sent with a warning: an image is recovered" in caplog.text
+
+
+def test_stop_raises_and_is_in_the_report(tmp_path: Path) -> None:
+    update = support.recorded(support.dense_network())
+    with pytest.raises(LeakageError, match="stopped: an image is recovered"):
+        responder("stop", reports=RoundReports(folder=tmp_path))(update)
+    assert "stopped: an image is recovered" in (tmp_path / "round-3" / "report.html").read_text()
+
+
+def test_noise_hides_what_is_then_sent() -> None:
+    update = support.recorded(support.dense_network())
+    response = responder("noise")(update)
+    assert response.action == "send"
+    assert not response.screening.exposures
+    moved = sum(float((value - update.after[name]).square().sum()) for name, value in response.after.items())
+    size = sum(float((value - update.before[name]).square().sum()) for name, value in update.after.items())
+    assert 1e-3 < (moved / size) ** 0.5 < 3
+
+
+def test_noise_that_does_not_help_withholds() -> None:
+    always = Screening(verdict="leaked", reason="it leaks whatever is done")
+    response = Responder(screen=lambda _: always, on_leak="noise")(support.recorded(support.dense_network()))
+    assert response.action == "withhold"
+
+
+@pytest.mark.parametrize("on_leak", ["withhold", "noise"])
+def test_what_could_not_be_screened_does_not_leave(on_leak: OnLeak) -> None:
+    response = Responder(screen=failing, on_leak=on_leak)(support.recorded(support.dense_network()))
+    assert (response.action, response.words) == ("withhold", "withheld: the screening failed: no reason")
+
+
+def test_what_could_not_be_screened_stops_too() -> None:
+    with pytest.raises(LeakageError, match="the screening failed"):
+        Responder(screen=failing, on_leak="stop")(support.recorded(support.dense_network()))
+
+
+@pytest.mark.parametrize("settings", [{"on_leak": "pray"}, {"noise": 0.0}])
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        Responder(screen=failing, **settings)  # type: ignore[arg-type]

@@ -1,0 +1,46 @@
+"""Every round has a page that names the clients whose updates leak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from support import recorded as support
+
+from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.round_report import PAGE, ROWS, RoundReports
+from eval.federations.screening import Exposure, Screening
+from eval.io import jsonl
+
+LEAKED = Screening(
+    verdict="leaked",
+    reason="an image is recovered (analytic)",
+    exposures=(Exposure("images", "analytic", "an image is recovered"),),
+    tried={"analytic": "images, confirmed"},
+    seconds=0.1,
+)
+QUIET = Screening(verdict="not shown to leak", reason="nothing is shown", tried={"analytic": "not applicable: <steps>"})
+
+
+def test_the_page_names_who_leaks_and_escapes_the_rest(tmp_path: Path) -> None:
+    reports = RoundReports(folder=tmp_path)
+    for client, screening in (("alice", LEAKED), ("bob", QUIET)):
+        page = reports.add(support.recorded(support.network(), client=client), screening, "withheld")
+    text = page.read_text()
+    assert page == tmp_path / "round-3" / PAGE
+    assert "Shown to leak: alice." in text
+    assert "not applicable: &lt;steps&gt;" in text
+    rows = jsonl.read_rows(tmp_path / "round-3" / ROWS)
+    assert [(row["client"], row["verdict"], row["schema_version"]) for row in rows] == [
+        ("alice", "leaked", 1),
+        ("bob", "not shown to leak", 1),
+    ]
+
+
+def test_names_from_outside_make_no_paths(tmp_path: Path) -> None:
+    update = support.recorded(support.network(), client="../../x")
+    outside = RecordedUpdate(before=update.before, after=update.after, origin={"round": "../..", "client": "../../x"})
+    page = RoundReports(folder=tmp_path / "in", record=True).add(outside, QUIET, "sent")
+    assert page.parent.parent == tmp_path / "in"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
+    kept = next(page.parent.glob("client-*.npz"))
+    assert RecordedUpdate.load(kept).origin["client"] == "../../x"

@@ -1,0 +1,118 @@
+"""A screening shows what it can prove within its time, and never more."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from support import recorded as support
+from torch import Tensor, nn
+
+from eval.audit.recorded_update import TrainingFacts
+from eval.federations.screening import Screener, Screening
+
+ADAM = TrainingFacts(optimizer="adam", lr=1e-3, steps=1)
+
+
+def screener(model: nn.Module, **settings: object) -> Screener:
+    return Screener(model=lambda: model, input_shape=support.SHAPE, **settings)  # type: ignore[arg-type]
+
+
+def kinds(found: Screening) -> set[str]:
+    return {exposure.kind for exposure in found.exposures}
+
+
+def test_one_image_in_a_dense_network_is_proved() -> None:
+    model = support.dense_network()
+    found = screener(model)(support.recorded(model))
+    assert (found.verdict, kinds(found)) == ("leaked", {"images", "labels"})
+    assert found.must_not_leave
+    assert "an image is recovered" in found.reason
+
+
+def test_what_the_first_dense_layer_takes_is_proved_behind_a_convolution() -> None:
+    model = support.network()
+    found = screener(model, seconds=0.5)(support.recorded(model))
+    assert found.verdict == "leaked"
+    assert "features" in kinds(found)
+    allowed = screener(model, seconds=0.5, allowed="images")(support.recorded(model))
+    assert (allowed.verdict, allowed.must_not_leave) == ("not shown to leak", False)
+
+
+@pytest.mark.parametrize(
+    ("count", "facts"),
+    [(1, ADAM), (8, ADAM), (1, TrainingFacts(optimizer="sgd", lr=0.1, steps=20))],
+)
+def test_what_is_not_proved_is_not_said(count: int, facts: TrainingFacts) -> None:
+    model = support.network()
+    found = screener(model)(support.recorded(model, count, facts))
+    assert (found.verdict, kinds(found)) == ("not shown to leak", set())
+    assert found.tried
+
+
+def test_an_unknown_optimizer_proves_nothing_by_layers_alone() -> None:
+    """Adam's first step is of rank one, too: what a layer then seems to take is no feature."""
+    model = support.network()
+    update = replace(support.recorded(model, 1, ADAM), training=TrainingFacts(examples=1))
+    found = screener(model)(update)
+    assert kinds(found) == set()
+    assert any("how the client trained is not known" in note for note in found.notes)
+
+
+def test_noise_hides_it() -> None:
+    model = support.network()
+    found = screener(model)(support.recorded(model, noise=1e-3))
+    assert kinds(found) == set()
+
+
+def test_an_error_inside_is_a_verdict() -> None:
+    found = screener(support.dense_network())(support.recorded(support.network()))
+    assert (found.verdict, found.must_not_leave) == ("failed", True)
+    assert found.reason.startswith("the screening failed: ValueError: ")
+
+    def broken() -> nn.Module:
+        raise RuntimeError("no weights")
+
+    found = Screener(model=broken, input_shape=support.SHAPE)(support.recorded(support.network()))
+    assert found.reason == "the screening failed: RuntimeError: no weights"
+
+
+def test_numbers_that_are_not_finite_are_never_shown() -> None:
+    model = support.network()
+    update = support.recorded(model)
+    broken = {name: value * float("nan") for name, value in update.after.items()}
+    found = screener(model)(replace(update, after=broken))
+    assert found.verdict in {"failed", "not shown to leak"}
+    assert not found.exposures
+
+
+def test_once_the_time_is_up_no_attack_begins() -> None:
+    model = support.dense_network()
+    found = screener(model, seconds=1e-9)(support.recorded(model))
+    assert set(found.tried.values()) == {"not begun before the time limit"}
+
+
+@pytest.mark.parametrize("settings", [{"seconds": 0}, {"allowed": "everything"}])
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match="expected"):
+        screener(support.network(), **settings)
+
+
+def test_what_the_loader_does_to_pixels_counts() -> None:
+    model = support.dense_network()
+    update = support.recorded(nn.Sequential(_Loader(), *model))
+    bare = {half: _without_loader(getattr(update, half)) for half in ("before", "after")}
+    found = screener(model, mean=(0.5,), std=(0.25,))(replace(update, **bare))
+    assert "images" in kinds(found)
+
+
+class _Loader(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - 0.5) / 0.25
+
+
+def _without_loader(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by the names that they have where the first module is not there."""
+    parts = {name: name.split(".", 1) for name in state}
+    return {f"{int(first) - 1}.{rest}": state[name] for name, (first, rest) in parts.items()}
