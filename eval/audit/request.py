@@ -175,16 +175,7 @@ class AuditRequest:
             ValueError: settings that don't fit each other; says which.
             FileNotFoundError: a data set or a file is not there; says how to get it.
         """
-        if self.source == "method":
-            return self._method_plan()
-        return self._with_recorded_facts()._capture_plan()
-
-    def _with_recorded_facts(self) -> AuditRequest:
-        """Return the request with as many images as the update's file says, where no option does."""
-        training = self._captured().training if self.source == "update" else None
-        if training is None or training.examples is None or self.batch_size != 1:
-            return self
-        return replace(self, batch_size=training.examples)
+        return self._method_plan() if self.source == "method" else self._capture_plan()
 
     def check_plan(self, plan: Plan, *, limited: bool, workers: int) -> None:
         """Check that what is asked of the plan can be had.
@@ -205,8 +196,8 @@ class AuditRequest:
 
     def _capture_plan(self) -> Plan:
         """Return the attacks on updates of a model of the user's own."""
-        tried = self.attacks
         updates, notes = self.subjects()
+        tried = replace(self, batch_size=updates[0].view.batch_size or self.batch_size).attacks
         source = {
             "model": self.target or self.model or "",
             "images": _shareable_source(self.images) if self.images else "",
@@ -302,15 +293,16 @@ class AuditRequest:
         """Return the captured update, with its true images if `source` gives them, and what to know of these."""
         if data is not None:
             subjects.take_first(data, self.batch_size, source, "--batch-size")
-        captured, client = self._captured(), self._client()
-        if captured.training is not None and self.method is None:
-            client = replace(client, method=captured.training.method(model))
+        captured, client, size = self._captured(), self._client(), self.batch_size
+        if (training := captured.training) is not None:
+            client = client if client.method is not None else replace(client, method=training.method(model))
+            size = training.examples if size == 1 and training.examples is not None else size
         subject = captured_update.of_update(
             model,
             with_model_names(captured, model),
             client,
             input_shape=_shape(self.input_shape, data),
-            batch_size=self.batch_size,
+            batch_size=size,
             given=data,
             source="" if self.input_shape or data is None else source,
         )

@@ -21,6 +21,7 @@ from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from fl.capture import ClientSettings
 from fl.models.building_blocks.layers import Normalize
+from fl.runtime.user_code import RUN_ERRORS
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -110,12 +111,15 @@ class Screener:
             raise ValueError(f"expected allowed as {', '.join(map(repr, LEVELS))}, got {self.allowed!r}")
 
     def __call__(self, recorded: RecordedUpdate) -> Screening:
-        """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened."""
+        """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened.
+
+        What is no error of the model or an attack (an interrupt, say) is raised: then nothing leaves, either.
+        """
         began = time.monotonic()
         try:
             subject = self._subject(recorded)
             found = self._attack(subject.view, SearchControl(time_limit=self.seconds))
-        except Exception as error:
+        except RUN_ERRORS as error:
             log.exception("the screening of an update failed")
             reason = f"the screening failed: {type(error).__name__}: {' '.join(str(error).split())}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
