@@ -241,9 +241,12 @@ def _captured(
     update = untie_parameters(task.model, update) if isinstance(update, Mapping) else update
     shared = untie_parameters(task.model, known.shared) if isinstance(known.shared, Mapping) else known.shared
     sent = expected if shared is None else _match_tensors(shared, expected, why, "shared")
-    taken = _match_tensors(update, expected, why, known.kind)
+    withheld = [name for name in expected if client.defense.withholds(name)]
+    why |= dict.fromkeys(withheld, f"not sent under the defense {client.defense.name}: leave it out")
+    asked = {name: value for name, value in expected.items() if name not in withheld}
+    taken = _match_tensors(update, asked, why, known.kind)
     if known.kind == "gradient":
-        rates = _step_sizes(client, list(expected))
+        rates = _step_sizes(client, list(asked))
         taken = {name: value * rates[name] for name, value in taken.items()}
     buffers: dict[str, Value] = dict(task.buffers)
     if known.buffers is not None:

@@ -98,6 +98,10 @@ class Defense(FormerHooks):
         """Return what the client sends for `update`, which holds further payloads under `payload/name`."""
         return update
 
+    def withholds(self, name: str) -> bool:
+        """Return whether the tensor of that name is never sent: the view lacks it, and the server's stays as it was."""
+        return any(part.withholds(name) for part in self.members() if part is not self)
+
     def release(self, update: Tensors) -> Tensors:
         """Return what a real client sends for `update`, with random numbers from a seed that nobody knows.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.observed_update import ObservedUpdate
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -65,16 +67,25 @@ class Analytic(Attack):
     def _invert_single_image(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
         if not layer.is_given_images and layer.steps != 1:
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
-        x, known, left = _fit_rank_one(layer)
+        fit = RankOneFit.of(layer)
         labels, note = single_label(view)
-        private: Tensors = {} if layer.is_given_images else {"features": x.to(view.dtype)}
+        private: Tensors = {} if layer.is_given_images else {"features": fit.inputs.to(view.dtype)}
+        fits = fit.left <= self.fits and fit.error_of_noise(layer) <= self.fits
+        sized = fits and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
+        whole = bool(fit.known.all())
+        if not whole:
+            count = f"{int(fit.known.sum())} of {len(fit.known)}"
+            note = "; ".join(
+                filter(None, (note, f"{count} numbers of the input follow from what the defense let through"))
+            )
         return Reconstruction(
-            inputs=layer.pixels(x[None]) if layer.is_given_images else None,
+            inputs=layer.pixels(fit.inputs[None]) if layer.is_given_images else None,
             labels=labels,
-            objective=left,
+            objective=fit.left,
             private=private,
             knowledge=() if view.labels is None else ("labels",),
-            verified=known and left <= self.fits and layer.has_true_size(x[None], layer.bias_update[None]),
+            verified=whole and sized,
+            fixed=fit.known.view(1, *view.task.input_shape) if sized and not whole and layer.lies_as_images else None,
             note=note,
         )
 
@@ -123,20 +134,72 @@ class Analytic(Attack):
         )
 
 
-def _fit_rank_one(layer: LinearLayer) -> tuple[Tensor, bool, float]:
-    """Return the input x (n,), which of its entries were sent, and the unexplained share of the update."""
-    moved, bias = layer.update, layer.bias_update
-    sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
-    moved, trust = moved * sent, layer.trust**2
-    heard = (bias != 0).double() * trust
-    signal = bias
-    for _ in range(ALTERNATIONS):
-        x = _ratio_or_zero(signal @ moved, signal.square() @ sent)
-        signal = _ratio_or_zero(moved @ x + heard * bias, sent @ x.square() + heard)
-    x, weight = _ratio_or_zero(signal @ moved, signal.square() @ sent), signal.square() @ sent
-    # the fit knows x up to a factor that the bias alone fixes; at the optimum it is right already
-    left = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
-    return x, bool((weight > 1e-6 * signal.square().sum()).all()), left
+@dataclass(frozen=True)
+class RankOneFit:
+    """The input of a layer, from as much of its rank-one update as was sent.
+
+    Attributes:
+        inputs: x (n,).
+        known: which of its entries follow from what was sent (n,).
+        energy: squared signals by which each entry was measured (n,).
+        left: the unexplained share of what was sent.
+    """
+
+    inputs: Tensor
+    known: Tensor
+    energy: Tensor
+    left: float
+
+    @classmethod
+    def of(cls, layer: LinearLayer) -> RankOneFit:
+        """Return the fit of weight and bias, each at its trust."""
+        moved, bias = layer.update, layer.bias_update
+        sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
+        told = torch.ones_like(bias) if layer.bias_transmitted is None else layer.bias_transmitted
+        moved, trust = moved * sent, layer.trust**2
+        heard = ((bias != 0) * told).double() * trust
+        signal = bias * told
+        for _ in range(ALTERNATIONS):
+            x = _ratio_or_zero(signal @ moved, signal.square() @ sent)
+            signal = _ratio_or_zero(moved @ x + heard * bias, sent @ x.square() + heard)
+        energy = signal.square() @ sent
+        x = _ratio_or_zero(signal @ moved, energy)
+        # the fit knows x up to a factor that the bias alone fixes; at the optimum it is right already
+        left = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
+        return cls(x, _determined_inputs(sent, heard > 0, signal), energy, left)
+
+    def error_of_noise(self, layer: LinearLayer) -> float:
+        """Return the standard error that a known defense's noise leaves in the known inputs, relative to their size."""
+        of_weight, of_bias = layer.noise
+        if not of_weight and not of_bias:
+            return 0.0
+        size = float(self.inputs.square().mean().sqrt())
+        if not size or not bool(self.known.any()):
+            return math.inf
+        return math.hypot(
+            of_weight / size / float(self.energy[self.known].min().sqrt()), of_bias / float(layer.bias_update.norm())
+        )
+
+
+def _determined_inputs(sent: Tensor, heard: Tensor, signal: Tensor) -> Tensor:
+    """Return which entries of the input (n,) follow from what was sent.
+
+    An entry of the bias that was sent gives its neuron's signal; an entry of the weight then gives the pixel that it
+    belongs to, and a pixel that is known the signal of a further neuron. What no such chain reaches has a free factor.
+
+    Args:
+        sent: 1 where an entry of the weight was sent (m, n).
+        heard: where the bias was (m,).
+        signal: into the layer (m,); neurons of next to none tell nothing.
+    """
+    loud = (signal.square() > 1e-6 * signal.square().sum()).to(sent)
+    rows = heard.to(sent) * loud
+    while True:
+        columns = (rows @ sent > 0).to(sent)
+        reached = torch.maximum(rows, (sent @ columns > 0).to(sent) * loud)
+        if torch.equal(reached, rows):
+            return columns > 0
+        rows = reached
 
 
 def _ratio_or_zero(top: Tensor, bottom: Tensor) -> Tensor:
@@ -160,6 +223,8 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
         return "several images take one local step"
     if not layer.is_given_images:
         return f"{layer.name!r} is not given the image"
+    if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:
+        return reason
     if view.private or not view.method.uses_labels:
         return "what flows back can't be computed: the network above the layer is private"
     return None

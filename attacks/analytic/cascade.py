@@ -302,7 +302,9 @@ def _missing_update(stages: Sequence[Stage], gradients: dict[str, Tensor]) -> st
     """Return what the update or the model lacks, or None."""
     for stage in stages:
         weight = gradients.get(f"{stage.name}.weight")
-        if weight is None or not bool(weight.any()):
+        if weight is None:
+            return f"the update says nothing of {stage.name}: its weight was not sent"
+        if not bool(weight.any()):
             return f"the update says nothing of {stage.name}: its weight moved by no more than rounding"
         if not bool(weight.isfinite().all()):
             return f"the update of {stage.name} has numbers that are not finite"

@@ -15,6 +15,7 @@ from attacks.analytic.analytic import Analytic
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.observed_update import ObservedUpdate
 from fl.ranges import OpenShare, Range
 from fl.seeds import stream
 from fl.view import ServerView
@@ -87,6 +88,8 @@ class Spear(Attack):
         if not layer.is_rectified():
             zeros = f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)"
             return NotApplicable(zeros, limit=True)
+        if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:
+            return NotApplicable(reason)
         factors = GradientFactors.of(layer, view.batch_size)
         if isinstance(factors, NotApplicable):
             return factors

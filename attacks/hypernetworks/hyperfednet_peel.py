@@ -252,6 +252,10 @@ def _shared_change(view: ServerView) -> Tensors | NotApplicable:
     observed = ObservedUpdate(view)
     if missing := observed.unknown_decay:
         return NotApplicable(f"the decay of {missing[0]!r} is unknown: it takes a known schedule")
+    if left_out := [name for name in view.shared if name not in view.update]:
+        return NotApplicable(f"{left_out[0]!r} is not sent")
+    if (reason := observed.altered()) is not None:
+        return NotApplicable(reason)
     return {n: observed.change[n] for n in view.shared}
 
 

@@ -103,6 +103,8 @@ class HypernetUpdate:
         # the published head weights stay in their own type: they are only multiplied with vectors
         mine, moved = {n: shared[n] for n in keep}, map_values({n: change[n] for n in keep}, torch.Tensor.double)
         sent = None if passed is None else _sent_masks(moved, passed)
+        if sent is not None:  # what a defense has cut to a limit is no zero
+            moved = {n: value * sent[n] if isinstance(value, torch.Tensor) else value for n, value in moved.items()}
         return cls(mine, moved, names, bias, precision, sent)
 
     def is_complete(self, layer: str) -> bool:

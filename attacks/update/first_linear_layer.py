@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -47,7 +47,9 @@ class LinearLayer:
         update: the weight's update without decay (m, n), its largest entry of size 1.
         bias_update: the bias's (m,), in the same unit.
         transmitted: 1 where a known defense let an entry through, 0 elsewhere (m, n); None is everywhere.
+        bias_transmitted: likewise of the bias's (m,).
         trust: how far a known defense lets the bias be trusted, relative to the weight.
+        noise: standard deviations of a known defense's noise in the weight's and the bias's, in the same unit.
         is_given_images: whether its input is the image itself, normalized.
         steps: optimizer steps in which it moves; None if unknown.
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
@@ -61,7 +63,9 @@ class LinearLayer:
     update: Tensor
     bias_update: Tensor
     transmitted: Tensor | None
+    bias_transmitted: Tensor | None
     trust: float
+    noise: tuple[float, float]
     is_given_images: bool
     steps: int | None
     scale: float | None
@@ -75,6 +79,11 @@ class LinearLayer:
     @cached_property
     def _probe(self) -> _NetworkProbe:
         return _NetworkProbe(self.view)
+
+    @property
+    def lies_as_images(self) -> bool:
+        """Whether its input has the image's numbers in the image's order."""
+        return self.is_given_images and self.origin is None
 
     def to_pixels(self, inputs: Tensor) -> Tensor:
         """Return inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
@@ -97,8 +106,15 @@ class LinearLayer:
         return self._probe.signals(self.name, self.to_pixels(inputs), label)
 
     def has_true_size(self, inputs: Tensor, signals: Tensor) -> bool:
-        """Return whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit."""
-        return self.view.threat.knows_defense or self.labels(inputs, signals, SIZE_TOLERANCE) is not None
+        """Return whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit.
+
+        They have to fit no input half as bright: signals of two outputs have one direction whatever the input is, and
+        then numbers may even have been cut one by one.
+        """
+        if self.view.threat.knows_defense:
+            return True
+        seen, darker = (self.labels(x, signals, SIZE_TOLERANCE) for x in (inputs, inputs / 2))
+        return seen is not None and darker is None
 
     def labels(self, inputs: Tensor, signals: Tensor, tolerance: float) -> Tensor | None:
         """Return the labels (N,) under which the network sends back `signals` (N, m), up to factors; None if none fit.
@@ -156,14 +172,28 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         unit = unit if unit > 0 else bias.abs().max()
         start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
         steps = observed.steps(names[0])
-        sent, trust = _transmission(view, *names)
-        sent = None if sent is None else probe.arrange(name, "weight", sent)
+        sent, sent_bias = (
+            None if mask is None else probe.arrange(name, kind, mask) for kind, mask in _sent(view, kinds).items()
+        )
         origin = probe.origin(name)
         scale = observed.scale(names[0]) if steps == 1 else None
         scale = None if scale is None else scale / float(unit)
-        moved = weight / unit, bias / unit
-        images = images or origin is not None
-        return LinearLayer(view, name, start, start_bias, *moved, sent, trust, images, steps, scale, origin)
+        return LinearLayer(
+            view=view,
+            name=name,
+            weight=start,
+            bias=start_bias,
+            update=weight / unit,
+            bias_update=bias / unit,
+            transmitted=sent,
+            bias_transmitted=sent_bias,
+            trust=_trust(view, *names),
+            noise=_noise(view, names, float(unit)),
+            is_given_images=images or origin is not None,
+            steps=steps,
+            scale=scale,
+            origin=origin,
+        )
     return NotApplicable("no linear layer with a bias, given one vector per image, is in the update", limit=True)
 
 
@@ -177,13 +207,26 @@ def _obstacle(view: ServerView) -> str | None:
     return adaptive_optimizer_obstacle(view.method.phases(view.client.task, view.round))
 
 
-def _transmission(view: ServerView, weight: str, bias: str) -> tuple[Tensor | None, float]:
-    """Return which entries of the weight's update a known defense let through, and its trust in the bias's."""
-    sent = ObservedUpdate(view).transmitted(weight).double() if overrides(view.client.defense, "surrogate") else None
+def _sent(view: ServerView, names: Mapping[str, str]) -> dict[str, Tensor | None]:
+    """Return by kind of tensor which entries of the update a known defense let through as they were; None is all."""
+    if not overrides(view.client.defense, "surrogate"):
+        return dict.fromkeys(names)
+    return {kind: ObservedUpdate(view).transmitted(name).double() for kind, name in names.items()}
+
+
+def _trust(view: ServerView, weight: str, bias: str) -> float:
+    """Return how far a known defense lets the bias's update be trusted, relative to the weight's."""
     defense = view.client.defense
     trusts, noise = defense.tensor_trust(view.update), defense.noise_std(view.update)
     cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
-    return sent, cleaner * trusts[bias] / trusts[weight]
+    return cleaner * trusts[bias] / trusts[weight]
+
+
+def _noise(view: ServerView, names: Iterable[str], unit: float) -> tuple[float, float]:
+    """Return the standard deviation of a known defense's noise in weight and bias."""
+    stds = view.client.defense.noise_std(view.update)
+    weight, bias = (stds[name] / unit for name in names)
+    return weight, bias
 
 
 @dataclass

@@ -94,6 +94,24 @@ class ObservedUpdate:
         probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
         return dense(self.view.client.defense.transmit_known_part(probe, self.view.update)[name]) != 0
 
+    def altered(self, *names: str) -> str | None:
+        """Say which of the tensors a known defense has cut to a limit or else altered; None of none.
+
+        Numbers that it left out are no such: there an observation is missing, and none is wrong.
+
+        Args:
+            names: of tensors; without any all of the update are asked.
+        """
+        defense = self.view.client.defense
+        if not overrides(defense, "surrogate") or self.view.parts:
+            return None
+        for name in names or tuple(self.view.update):
+            wrong = (dense(self.view.update[name]) != 0) & ~self.transmitted(name)
+            if bool(wrong.any()):
+                count = f"{int(wrong.sum())} of {wrong.numel()} numbers of {name!r}"
+                return f"the defense {defense.name} has cut or altered {count}: they are not the gradient's"
+        return None
+
     def before_defense(self, name: str, signal: Tensor) -> Tensor:
         """Return a part of the update at the scale that it had before a known defense.
 

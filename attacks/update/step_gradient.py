@@ -47,4 +47,5 @@ def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors |
         return NotApplicable(reason)
     if not view.client.defense.preserves_norm_ratios():
         return NotApplicable(f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update")
-    return ObservedUpdate(view).gradient
+    observed = ObservedUpdate(view)
+    return observed.gradient if (reason := observed.altered()) is None else NotApplicable(reason)

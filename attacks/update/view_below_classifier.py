@@ -136,6 +136,8 @@ def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | N
         return NotApplicable(f"{found.name!r} has {NOT_SENT}")
     if not bool(dense(gradient[bias]).any()):
         return NotApplicable(f"no signal flows back into {found.name!r}: its bias moved by no more than rounding")
+    if (reason := observed.altered(bias)) is not None:
+        return NotApplicable(reason)
     # a prediction is as small as the signal, and a difference of weights rounded as they are: that would hide it
     signal = observed.before_defense(bias, dense(gradient[bias]))
     gradient, _ = rescale_to_unit({**gradient, LAYER_SIGNAL: signal})

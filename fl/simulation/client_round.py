@@ -321,13 +321,14 @@ def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
 def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) -> ServerView:
     """Return what the server has of a round by itself, without what it kept of earlier ones."""
     download, trace, upload = start.download, done.trace, done.upload
+    sent = {**upload.update, **flatten(upload.extra)}
     return ServerView(
         method=start.client.method,
         defense=start.client.defense,
         task=public_task(start.client),
         threat=threat,
         shared=download.shared,
-        update=detached_copies({**upload.update, **flatten(upload.extra)}),
+        update=detached_copies({n: value for n, value in sent.items() if not start.client.defense.withholds(n)}),
         private={name: value.shape for name, value in truth.private.items()},
         schedule=sampling.batch_sizes(trace.order) if threat.knows_schedule and threat.knows_batch_size else None,
         batch_size=len(trace.inputs) if threat.knows_batch_size else None,
