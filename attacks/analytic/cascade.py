@@ -29,6 +29,7 @@ from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by
 from attacks.search_control import StoppedError
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
@@ -445,6 +446,7 @@ class _InversionState:
         cls, view: ServerView, stages: Sequence[Stage], gradients: dict[str, Tensor], top: int, first: SeparatedBatch
     ) -> _InversionState:
         """Begin at the stage `top`, with the signals and inputs of its layer."""
+        names = [stages[top].parameter_name(kind) for kind in ("weight", "bias")]
         return cls(
             view,
             stages,
@@ -455,8 +457,9 @@ class _InversionState:
             signal=first.signals,
             std=torch.zeros_like(first.inputs),
             signal_noise=max(first.relative_error, relative_rounding(view, stages[top].parameter_name("bias"))),
-            # an unknown defense may have shortened weight and bias apart, which only a second layer shows
-            verified=view.threat.knows_defense or top > 0,
+            # an unknown defense may have shortened weight and bias apart, a known one may have left out all that tells
+            # of a pixel: only a second layer shows it
+            verified=top > 0 or (view.threat.knows_defense and ObservedUpdate(view).is_complete(*names)),
         )
 
     def undo_activation(self, number: int) -> None:

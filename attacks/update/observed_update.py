@@ -112,6 +112,12 @@ class ObservedUpdate:
                 return f"the defense {defense.name} has cut or altered {count}: they are not the gradient's"
         return None
 
+    def is_complete(self, *names: str) -> bool:
+        """Return whether a known defense let all numbers of these tensors through, so that no zero is a gap."""
+        if not overrides(self.view.client.defense, "surrogate") or self.view.parts:
+            return True
+        return all(bool(self.transmitted(name).all()) for name in names if name in self.view.update)
+
     def before_defense(self, name: str, signal: Tensor) -> Tensor:
         """Return a part of the update at the scale that it had before a known defense.
 

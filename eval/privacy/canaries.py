@@ -153,8 +153,10 @@ def audit_defense(
     """
     statement = client.defense.privacy(client.method, client.task, sizes, rounds)
     found = [part for part in client.defense.members() if isinstance(part, DPSGD)]
-    if statement is None or not found:
+    if statement is None:
         raise ValueError(f"{client.defense.name} claims no differential privacy: there is nothing to audit")
+    if not found:
+        raise ValueError(f"{client.defense.name} adds noise to whole updates: canaries audit steps of dp-sgd alone")
     steps = single_step_defense(found[0], statement.rate)
 
     def told(coins: Tensor) -> Floats:

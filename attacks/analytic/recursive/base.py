@@ -22,6 +22,7 @@ from attacks.labels.assignment import assign_labels
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
@@ -139,8 +140,10 @@ class LayerwiseInversion(Attack):
         # what the gradient is off by, the equations of the pixels magnify by as much as their condition number
         doubt = max(off, start.relative_error) * solved[0].condition
         sharp = WORST_PIXEL_FACTOR * doubt * _input_scale(stages[0], pixels) <= HALF_LEVEL
-        # an unknown defense may have shortened weight and bias apart, which only a second layer shows
-        sized = view.threat.knows_defense or start.top > 0
+        # an unknown defense may have shortened weight and bias apart, and a known one may have left out what belongs to
+        # a pixel, which only a second layer shows
+        tensors = [stages[start.top].parameter_name(kind) for kind in ("weight", "bias")]
+        sized = start.top > 0 or (view.threat.knows_defense and ObservedUpdate(view).is_complete(*tensors))
         ranks = {
             f"rank/{n}": torch.tensor([s.unknown_count, s.gradient_rank, s.rank])
             for n, s in zip(names, solved, strict=True)

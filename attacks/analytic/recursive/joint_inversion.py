@@ -39,6 +39,7 @@ from attacks.network.operation_trace import IMAGE, Graph, Ref
 from attacks.result import NotApplicable, Reconstruction
 from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
+from attacks.update.observed_update import ObservedUpdate
 from fl.view import ServerView
 
 MAX_PIXELS = 4_096
@@ -278,8 +279,8 @@ def invert_jointly(
     if equations.explains(level_errors):
         images, errors = on_levels, level_errors
         fixed = (_deviations(matrix) < MAX_ROUNDABLE_STD / 255).view_as(images)
-        # an unknown defense may have shortened weight and bias apart
-        verified = bool(fixed.all()) and view.threat.knows_defense
+        # an unknown defense may have shortened weight and bias apart, and a known one may have left out numbers
+        verified = bool(fixed.all()) and view.threat.knows_defense and ObservedUpdate(view).is_complete(*view.update)
     off = max(errors.values())
     note = "" if equations.explains(errors) else f"{counts}, of which {off:.1e} is left unexplained"
     return Reconstruction(

@@ -10,6 +10,8 @@ from torch import nn
 
 from attacks import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
+from defenses.clip import Clip
+from defenses.nvflare_percentile import NVFlarePercentile
 from defenses.prune import Prune
 from fl.capture import from_batch
 from fl.defense import Defense
@@ -113,6 +115,25 @@ def test_a_known_defense_lets_only_a_part_of_the_decay_through():
         assert not dense(value)[~there].any()
     unknown = ObservedUpdate(replace(pruned, threat=ThreatModel(knows_defense=False)))
     assert all(bool(unknown.transmitted(name).all()) for name in unknown.change)
+
+
+def test_what_a_known_defense_has_altered_is_named():
+    view = seen()
+    for defense, altered, complete in (
+        (NVFlarePercentile(percentile=30.0, gamma=1e6), False, False),
+        (NVFlarePercentile(percentile=0.0, gamma=1e-3), True, False),
+        (NVFlarePercentile(percentile=0.0, gamma=1e6), False, True),
+        (Clip(max_norm=1e-3), False, True),
+    ):
+        sent = replace(view, defense=defense, update=defense.transform_update(view.update, None))
+        observed = ObservedUpdate(sent)
+        assert (observed.altered() is not None) is altered
+        assert observed.is_complete(*sent.update) is complete
+        unaware = ObservedUpdate(replace(sent, threat=ThreatModel(knows_defense=False)))
+        assert unaware.altered() is None
+        assert unaware.is_complete(*sent.update)
+        if altered:
+            assert "nvflare-percentile has cut or altered" in str(observed.altered("1.weight"))
 
 
 @dataclass(frozen=True, kw_only=True)

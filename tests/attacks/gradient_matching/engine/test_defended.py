@@ -15,6 +15,8 @@ from attacks.gradient_matching.engine.problem import INPUTS, MatchingProblem, pr
 from attacks.rewriting.headless import Headless
 from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.compose import Chain
+from defenses.flower_local_dp import FlowerLocalDp
+from defenses.nvflare_percentile import NVFlarePercentile
 from defenses.precode import Precode
 from defenses.prune import Prune
 from defenses.quantize import Quantize
@@ -58,6 +60,8 @@ def value(
         Clip(max_norm=1e-3, scope="tensor"),
         Quantize(bits=2),
         Chain(parts=(Prune(ratio=0.5), Clip(max_norm=1e-3))),
+        NVFlarePercentile(percentile=60.0, gamma=5e-3),
+        FlowerLocalDp(clipping_norm=1e-2, sensitivity=0.0),
     ],
     ids=str,
 )
