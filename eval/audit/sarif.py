@@ -124,7 +124,7 @@ def sarif_log(judgment: Judgment, place: SourcePlace, *, version: str, exit_code
             }
         ],
         "results": [*_leaks(judgment, place), *_open_questions(judgment, place)],
-        "properties": {"subject": judgment.report.subject, "limits": dict(judgment.limits)},
+        "properties": {"subject": escape_controls(judgment.report.subject), "limits": dict(judgment.limits)},
     }
     return {"$schema": SCHEMA, "version": VERSION, "runs": [run]}
 

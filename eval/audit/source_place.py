@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,10 +61,10 @@ def place_of(found: object, module: str, name: str) -> SourcePlace:
     path, root = user_file(module), repository_root()
     dotted = f"{module}.{name}"
     if path is not None and path.is_relative_to(root):
-        return SourcePlace(quote(path.relative_to(root).as_posix()), ROOT, line, width, dotted)
+        return SourcePlace(quote(os.fsencode(path.relative_to(root))), ROOT, line, width, dotted)
     file = Path(getattr(sys.modules.get(module), "__file__", None) or f"{module.replace('.', '/')}.py")
     packages = module.count(".") + (file.name == "__init__.py")
-    return SourcePlace(quote("/".join(file.parts[-1 - packages :])), MODULES, line, width, dotted)
+    return SourcePlace(quote(os.fsencode("/".join(file.parts[-1 - packages :]))), MODULES, line, width, dotted)
 
 
 def repository_root() -> Path:

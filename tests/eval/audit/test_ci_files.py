@@ -131,6 +131,25 @@ def test_a_method(tmp_path):
         assert {*places} == ({"fl/methods/fedavg.py"} if code else set())
 
 
+def pressed(*_):
+    raise KeyboardInterrupt
+
+
+def test_what_was_found_before_a_stop_is_written(mine, tmp_path, monkeypatch):
+    monkeypatch.setattr(Crash, "attack_view", pressed)
+    words = ("--attack", "analytic", "--attack", "crash", "--attack", "guess", *FILES)
+    result = audit("model", f"{mine}:whole", *words)
+    assert result.exit_code == terminal.STOPPED, result.output
+    ends, run = read(tmp_path)
+    assert ends.pop("the audit is whole") == "error"
+    assert ends.pop("the audit is decided") == "passed"  # what leaked is an answer
+    assert {name.split()[0] for name in ends} == {"analytic"}
+    assert {*ends.values()} == {"failure"}
+    assert run["invocations"][0]["exitCode"] == terminal.STOPPED
+    assert [one["descriptor"]["id"] for one in run["invocations"][0]["toolExecutionNotifications"]] == ["stopped"]
+    assert len(run["results"]) == 2
+
+
 def test_one_file_alone_and_none(mine, tmp_path):
     assert audit("model", f"{mine}:whole", "--attack", "guess", "--junit", "a.xml").exit_code == 0
     assert (tmp_path / "a.xml").is_file()
@@ -140,9 +159,9 @@ def test_one_file_alone_and_none(mine, tmp_path):
 
 
 def test_beside_the_report_the_audit_goes_on(mine, tmp_path):
-    words = ("--out", "ci", "--attack", "guess", *FILES)
+    words = ("--out", "ci", "--attack", "refuse", *FILES)
     for _ in range(2):
-        assert audit("model", f"{mine}:whole", *words).exit_code == 0
+        assert audit("model", f"{mine}:whole", *words).exit_code == terminal.UNDECIDED
         read(tmp_path)
     assert CliRunner().invoke(cli.app, ["doctor", "ci"]).exit_code == 0
 

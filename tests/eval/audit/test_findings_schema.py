@@ -42,25 +42,19 @@ def test_a_method_says_what_it_is_a_version_of(found):
     assert ("private-tensor", "peel", False) in kinds
 
 
-def test_a_failed_attack_and_a_limit_follow_it_too(tmp_path):
-    result = audit(
-        "method",
-        "fedavg",
-        *SMALL,
-        "--attack",
-        "crash",
-        "--attack",
-        "guess",
-        "--max-psnr",
-        1,
-        "--out",
-        tmp_path / "kept",
-    )
+def test_a_limit_follows_it_too():
+    result = audit("method", "fedavg", *SMALL, "--attack", "guess", "--max-psnr", 1)
     assert result.exit_code == 3, result.output
     found = json.loads(result.stdout)
     assert not faults(found, CLOSED, CLOSED)
     assert [one["rule"] for one in found["leaks"]] == ["limit-exceeded"]
     assert " dB (best guess " in found["leaks"][0]["words"]
+
+
+def test_a_failed_attack_follows_it_too_in_the_folder(tmp_path):
+    result = audit("method", "fedavg", *SMALL, "--attack", "crash", "--attack", "refuse", "--out", tmp_path / "kept")
+    assert result.exit_code == 1, result.output
+    assert not faults(json.loads(result.stdout), CLOSED, CLOSED)
     kept = json.loads((tmp_path / "kept" / "audit.json").read_text())
     assert not faults(kept, CLOSED, CLOSED)
     assert not {"limits", "leaks"} & kept.keys()

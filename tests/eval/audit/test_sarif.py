@@ -3,6 +3,7 @@
 import copy
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,16 @@ def test_a_model_of_ones_own_stands_below_the_root_of_the_repository(repository)
     place = place_of(sys.modules[repository].build.__wrapped__, repository, "build")
     assert (place.line, place.width) == (4, len("@functools.cache"))
     assert str(Path.cwd()) not in str(found)
+
+
+def test_a_file_with_an_odd_name_has_a_uri(tmp_path, monkeypatch):
+    odd = types.ModuleType("odd")
+    odd.__file__ = os.fsdecode(os.fsencode(tmp_path) + b"/m\xff y.py")
+    monkeypatch.setitem(sys.modules, "odd", odd)
+    monkeypatch.chdir(tmp_path)
+    found = place_of(None, "odd", "x")
+    assert found.uri == "m%FF%20y.py"
+    log_of(everything(), found)
 
 
 def test_a_method_of_ours_stands_where_python_finds_it():
