@@ -2,6 +2,7 @@
 # make demo    set up, then train, attack and print a table of what leaked
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
 # make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
+# make federations  run the tests that need Flower or NVFlare, in an environment of their own: their pins clash with .venv's
 # make check   lint, formatting, types and which way imports point
 # make docs    run the tutorials and build the site into build/site, strictly; open build/site/index.html
 # make clean   remove caches and builds; the environment and results stay
@@ -9,9 +10,12 @@
 PY ?= python3
 BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
+FEDERATIONS := 'flwr[simulation]==1.42.0' 'nvflare==2.9.*'
+FEDERATION_TESTS := tests/federations tests/eval/federations $(wildcard tests/hyperleak/test_flower.py tests/hyperleak/test_nvflare.py) \
+  'tests/test_docs.py::test_python_blocks_run[docs/how-to/audit-in-flower.md]'
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: cpu demo test nightly check docs clean
+.PHONY: cpu demo test nightly federations check docs clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ok
@@ -27,6 +31,10 @@ test: .venv/ok
 nightly: .venv/ok
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "slow and not gpu and not download" $(PYTEST_ARGS)
 	$(BIN)/python -m pytest -n 0 tests/fuzz --hypothesis-profile nightly $(PYTEST_ARGS)
+
+federations: .venv-federations/ok
+	.venv-federations/bin/python -m pytest -n 0 -m "not gpu and not download" -W "ignore::DeprecationWarning:typer" \
+	  $(FEDERATION_TESTS) $(PYTEST_ARGS)
 
 check: .venv/ok
 	$(BIN)/ruff check .
@@ -51,4 +59,12 @@ clean:
 	  echo 'Installing into .venv. On Linux this downloads about 5 GB, most of it the CUDA build of torch.'; \
 	  echo 'For a small CPU build: Ctrl-C, then: make cpu'; }
 	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@
+
+# It sees what .venv has (torch, above all), and holds what Flower and NVFlare want otherwise.
+.venv-federations/ok: .venv/ok
+	$(BIN)/python -m venv .venv-federations
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' > \
+	  "$$(.venv-federations/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	.venv-federations/bin/python -m pip install -q $(FEDERATIONS)
 	@touch $@

@@ -1,0 +1,102 @@
+"""Watches the optimizers of PyTorch while a client trains, so that how it trains need not be asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import signature
+from typing import Any
+
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from fl.types import OPTIMIZERS
+
+FREE_SETTINGS = {"params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable"}
+"""Settings that `TrainingFacts` have, and those that change no number."""
+SETTINGS = ("lr", "momentum", "weight_decay")
+
+
+@dataclass
+class OptimizerWatch:
+    """What was seen of optimizers.
+
+    Attributes:
+        thread: the thread whose optimizers count.
+        steps: how many steps were taken.
+        optimizers: those that took them.
+        settings: of all their parameter groups at all steps, each once.
+        carried_over: whether one of them came with a state (momentum) of earlier steps.
+    """
+
+    thread: int
+    steps: int = 0
+    optimizers: list[Optimizer] = field(default_factory=list)
+    settings: list[tuple[Any, ...]] = field(default_factory=list)
+    carried_over: bool = False
+
+    def begin_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Take down what a step will be taken with."""
+        if threading.get_ident() != self.thread:
+            return
+        if all(optimizer is not known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            self.carried_over |= any(optimizer.state.values())
+        for group in optimizer.param_groups:
+            found = tuple(_to_number(group.get(name)) for name in SETTINGS)
+            if found not in self.settings:
+                self.settings.append(found)
+
+    def end_step(self, *_: Any) -> None:
+        """Count a step."""
+        if threading.get_ident() == self.thread:
+            self.steps += 1
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is certain: settings that were the same throughout, of one optimizer that began afresh.
+
+        Returns:
+            Any of "steps", "lr", "optimizer", "momentum" and "weight_decay"; {} where no optimizer of PyTorch took a
+            step. "optimizer" is None where it is none of `fl.types.OPTIMIZERS` as it comes.
+        """
+        if not self.steps:
+            return {}
+        rates, *others = ({setting[i] for setting in self.settings} for i in range(len(SETTINGS)))
+        found: dict[str, Any] = {"steps": self.steps} if len(self.optimizers) == 1 else {}
+        if len(rates) == 1:
+            found["lr"] = next(iter(rates))
+        alike = len(self.optimizers) == 1 and all(len(values) == 1 for values in others)
+        name = type(self.optimizers[0]).__name__.lower()
+        if not alike or self.carried_over or self._is_unusual() or name not in OPTIMIZERS:
+            return {**found, "optimizer": None}
+        momentum, decay = (next(iter(values)) for values in others)
+        return {**found, "optimizer": name, "momentum": momentum, "weight_decay": decay}
+
+    def _is_unusual(self) -> bool:
+        """Return whether a constant of an optimizer is another than it comes with."""
+        for optimizer in self.optimizers:
+            usual = {name: one.default for name, one in signature(type(optimizer)).parameters.items()}
+            free = {*FREE_SETTINGS, "momentum"} if isinstance(optimizer, SGD) else FREE_SETTINGS
+            for group in optimizer.param_groups:
+                if any(value != usual[name] for name, value in group.items() if name in usual.keys() - free):
+                    return True
+        return False
+
+
+def _to_number(value: Any) -> float:
+    """Convert a setting, which may be a tensor or not be there at all."""
+    return float(value or 0)
+
+
+@contextmanager
+def watch_optimizers() -> Iterator[OptimizerWatch]:
+    """Watch the optimizers that take steps in this thread inside of the `with` block."""
+    watch = OptimizerWatch(threading.get_ident())
+    hooks = (register_optimizer_step_pre_hook(watch.begin_step), register_optimizer_step_post_hook(watch.end_step))
+    try:
+        yield watch
+    finally:
+        for hook in hooks:
+            hook.remove()
