@@ -126,8 +126,9 @@ def _without_leak(found: AttackFinding, name: str, outcome: Outcome | None, rows
         lines = _image_lines(rows)
         if said := STATED.get(outcome.kind):
             return Case(found.attack, name, "skipped", "", f"{said}: {outcome.words}", lines)
-        if outcome.kind in {"ran", "searched"} and not rows:
-            return Case(found.attack, name, "skipped", "", f"{UNJUDGED}: {found.verdict}")
+        if outcome.kind in {"ran", "searched"} and (found.cut_short or not rows):
+            said = f"{STATED['cut short']}: {found.cut_short}" if found.cut_short else f"{UNJUDGED}: {found.verdict}"
+            return Case(found.attack, name, "skipped", "", said, lines)
         return Case(found.attack, name, details=lines or found.verdict)
     if found.spared and not found.outcomes:
         return Case(found.attack, name, "skipped", "", found.spared)

@@ -158,6 +158,14 @@ def test_an_update_that_was_settled_before_is_skipped():
     assert status(named["second on update 1"]) == ("passed", None)
 
 
+def test_a_search_that_was_cut_short_passes_nothing():
+    rows = [row(0, psnr=60.0), row(1)]
+    judgment = Judgment(AuditReport("mine", [finding("slow", rows, ("searched", "searched"), cut_short="no time")]))
+    named, _ = written(judgment)
+    assert status(named["slow on update 0"]) == ("failure", "image-leak")
+    assert named["slow on update 1"].find("skipped").get("message") == "not decided: cut short: no time"
+
+
 def test_many_images_are_cut():
     rows = [row(0, image, psnr=60.0) for image in range(MOST_IMAGES + 5)]
     named, _ = written(Judgment(AuditReport("mine", [finding("exact", rows, ("settled",))])))
