@@ -19,6 +19,7 @@ from attacks.network.operation_recognition import (
 )
 from attacks.network.operation_trace import Graph, first_difference, trace_operations
 from attacks.result import NotApplicable
+from attacks.search_control import check_time_limit
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.view import ServerView
@@ -140,6 +141,7 @@ def trace_view(
         count: of the images.
         dtype: in which it computes.
     """
+    check_time_limit()
     model = load_sent_weights(copy.deepcopy(view.client.fixed_statistics_model).to(device=device, dtype=dtype), view)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):

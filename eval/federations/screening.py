@@ -31,6 +31,8 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 Verdict = Literal["leaked", "not shown to leak", "failed"]
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
+ATTACKING_SHARE = 0.75
+"""Share of the time after which attacks are told to end: they do so between two pieces of work."""
 log = logging.getLogger(__name__)
 
 
@@ -80,8 +82,9 @@ class Screening:
 class Screener:
     """Screens updates of one model: settings in the object, the update in the call.
 
-    Only attacks that solve are tried, and only what they prove without the true images counts. A search may show more;
-    `hyperleak audit update` runs one on the recorded file.
+    Only attacks that solve are tried, and only what they prove without the true images counts. It ends once the verdict
+    stands, so that an update which leaks may hold more than is shown. `hyperleak audit update` on the recorded file
+    tries all attacks, searches among them.
 
     Attributes:
         model: returns the model, whatever its weights: they come with the update.
@@ -118,7 +121,7 @@ class Screener:
         began = time.monotonic()
         try:
             subject = self._subject(recorded)
-            found = self._attack(subject.view, SearchControl(time_limit=self.seconds))
+            found = self._attack(subject.view, SearchControl(time_limit=ATTACKING_SHARE * self.seconds))
         except RUN_ERRORS as error:
             log.exception("the screening of an update failed")
             reason = f"the screening failed: {type(error).__name__}: {' '.join(str(error).split())}"
@@ -149,7 +152,7 @@ class Screener:
         return nn.Sequential(normalize, model).train(model.training)
 
     def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
-        """Return what each attack that solves makes of the update, as far as the time goes."""
+        """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
         found: dict[str, Result] = {}
         for name in default_attacks(view.method, view.batch_size or 1):
             attack = attack_registry.build(name)
@@ -159,16 +162,20 @@ class Screener:
                 found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
                 continue
             found[name] = attack(view, seed=self.seed, control=control)
-            if any(exposure.kind == "images" for exposure in proved_exposures(name, found[name], view)):
+            if self._is_too_much(proved_exposures(name, found[name], view)):
                 break
         return found
+
+    def _is_too_much(self, shown: Sequence[Exposure]) -> bool:
+        """Return whether more is shown than an update may give away."""
+        return any(LEVELS.index(exposure.kind) > LEVELS.index(self.allowed) for exposure in shown)
 
     def _judge(
         self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float
     ) -> Screening:
         """Return the verdict on what the attacks came to."""
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
-        leaks = bool(shown) and LEVELS.index(shown[-1].kind) > LEVELS.index(self.allowed)
+        leaks = self._is_too_much(shown)
         if leaks:
             reason = f"{shown[-1].words} ({shown[-1].attack})"
         elif shown:

@@ -15,6 +15,7 @@ from benchmarks.leakage import defenses, leakage, presets, rog_spaces, same_netw
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report, speed
 from benchmarks.performance import gpu, peer_rounds, rounds, scaling
+from benchmarks.reliability import screening
 
 Known = dict[str, Any]
 
@@ -56,6 +57,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "rounds": lambda known: rounds.page(known, loop_shares()),
     "same_network": lambda known: same_network.document(known["sets"]),
     "scaling": scaling.page,
+    "screening": lambda known: screening.document(known["rows"]),
     "settings": lambda known: settings.document(known["sweeps"]),
     "several_steps": lambda known: several_steps.page(known["searches"], known["read"]),
 }

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.network.operation_trace import MODEL_ERRORS, Graph, Ref
+from attacks.search_control import check_time_limit
 from attacks.update.returned_buffers import predict_buffers
 from fl.seeds import stream
 from fl.tensors import dense
@@ -62,6 +63,7 @@ def find_normalizations(network: NetworkGraph) -> dict[int, TracedNormalization]
 
 def _find_normalization(network: NetworkGraph, number: int) -> TracedNormalization | None:
     """Return the normalization that alone takes what a convolution returns, with all operations that belong to it."""
+    check_time_limit()
     taken, found = Ref(number), None
     like = network.graph.value(taken)
     if like.ndim != 4 or like.numel() == like.shape[1]:
