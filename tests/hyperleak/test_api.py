@@ -142,7 +142,8 @@ def test_an_audit_without_named_attacks_takes_those_that_fit(
         ({"images": torch.zeros(1, 8, 8, 3), "labels": [0]}, r"channels last, .*permute\(0, 3, 1, 2\)"),
         ({"images": torch.zeros(1, 3, 8, 8, dtype=torch.uint8), "labels": [0]}, r"images.float\(\) / 255"),
         ({"labels": torch.zeros(1, dtype=torch.int64)}, "labels go with a tensor of images, got none"),
-        ({"update": {}}, r"expected input_shape=\(channels, height, width\)"),
+        ({"update": {"0.weight": torch.zeros(1)}}, r"expected input_shape=\(channels, height, width\)"),
+        ({"update": {}}, "tensors by parameter name, or arrays .*, got none"),
         ({"images": torch.zeros(1, 8, 8), "labels": torch.zeros(1, dtype=torch.int64)}, r"got \(1, 8, 8\)"),
         ({"options": hyperleak.AuditOptions(), "seed": 1}, "expected options or single settings, got both: seed"),
     ],
@@ -179,7 +180,7 @@ NO_OPTION: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attacks": 5}, TypeError, "attacks: expected a name or a list of names, got int"),
     ({"out": 5}, TypeError, "out: expected a path, got int"),
     ({"options": {"seed": 1}}, TypeError, "expected options as an object of AuditOptions, got dict; give its entries"),
-    ({"update": [1]}, TypeError, "update: expected a path, got list"),
+    ({"update": [1]}, ValueError, "update: expected a file, tensors by parameter name, or arrays in the order of"),
 ]
 
 
