@@ -54,9 +54,8 @@ def install(folder: Path) -> Path:
         _call([sys.executable, "-m", "venv", str(folder / "environment")])
     _call([str(python), "-m", "pip", "wheel", "--no-deps", "-q", "-w", str(folder / "wheels"), str(ROOT)])
     (wheel,) = (folder / "wheels").glob("hyperleak-*.whl")
-    constraints = str(ROOT / "constraints.txt")
     _call([str(python), "-m", "pip", "install", "-q", "--force-reinstall", "--no-deps", str(wheel)])
-    _call([str(python), "-m", "pip", "install", "-q", "-c", constraints, str(wheel), *NEIGHBORS])
+    _call([str(python), "-m", "pip", "install", "-q", str(wheel), *NEIGHBORS])
     return python
 
 
