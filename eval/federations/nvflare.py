@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import fields, replace
 from numbers import Real
 from pathlib import Path
@@ -37,6 +38,7 @@ from eval.federations.dxo_payload import (
     withhold_meta,
     write_like,
 )
+from eval.federations.optimizer_watch import OptimizerWatch, watch_optimizers
 from eval.federations.response import LeakageError, OnLeak, Responder
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
@@ -47,6 +49,8 @@ TRAINING_KEY = "hyperleak_training"
 """Where in a DXO's meta a trainer may say how it trained; on a client the filter takes it out again."""
 FACTS = [field.name for field in fields(TrainingFacts)]
 """What may be said of training."""
+SEEN_FACTS = {"optimizer", "lr", "momentum", "weight_decay", "steps"}
+"""What is seen of an optimizer of PyTorch; what is not seen of one that took steps is not known."""
 RECEIVED_KEY = "_hyperleak_received_"
 """The property of a task's context in which a filter among `task_data_filters` leaves the weights that came."""
 UNSEEN = (
@@ -77,8 +81,9 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
             until no attack of the audit succeeds, "warn" passes the update on and says so. What could not be audited
             is treated like a leak.
         training: how the site trains, as far as known, by the names of `TrainingFacts` (optimizer, lr, ...).
-            A trainer may say the same of each update in its meta, under "hyperleak_training". Steps that neither says
-            are the meta's `NUM_STEPS_CURRENT_ROUND`.
+            What PyTorch's optimizers are seen to do in a client's own process counts more, and most what a trainer
+            says of an update in its meta, under "hyperleak_training". Steps that none of them tells are the meta's
+            `NUM_STEPS_CURRENT_ROUND`.
         screening: settings of `Screener` by name: seconds, allowed, mean, std, seed.
         out: folder of the reports, seen from the job's run folder where it is no absolute path.
         record: whether to keep every update there as well, for `hyperleak audit update`.
@@ -103,6 +108,7 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         self.screening, self.out, self.record = screening, out, record
         self._facts = _known("training", training or {}, FACTS)
         self._received = ReceivedWeights()
+        self._watching, self._watch = ExitStack(), OptimizerWatch(None)
         self._component: object = None
         known = [field.name for field in fields(Screener) if field.name not in {"model", "input_shape"}]
         settings = _known("screening", screening or {}, known)
@@ -110,9 +116,15 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         self._responder = Responder(screen=screener, on_leak=on_leak)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:
-        """Remember the weights of a task that is about to be carried out (on a client) or sent (on the server)."""
+        """Remember the weights of a task that is carried out (on a client) or sent (on the server), and watch it."""
         super().handle_event(event_type, fl_ctx)
-        if event_type == EventType.AFTER_TASK_DATA_FILTER and not self._only_looks():
+        if self._only_looks():
+            return
+        if event_type in {EventType.BEFORE_TASK_EXECUTION, EventType.AFTER_TASK_EXECUTION}:  # on clients alone
+            self._watching.close()  # also where the task before ended in an error
+        if event_type == EventType.BEFORE_TASK_EXECUTION:
+            self._watch = self._watching.enter_context(watch_optimizers(all_threads=True))
+        if event_type == EventType.AFTER_TASK_DATA_FILTER:
             site, task = _site(fl_ctx), str(fl_ctx.get_prop(FLContextKey.TASK_ID))
             sent = fl_ctx.get_prop(FLContextKey.TASK_DATA)
             try:
@@ -191,7 +203,10 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
             raise UnreadableError(f"the update is encoded by {algorithm}: the filter has to stand before that")
         after = _after(dxo, received.weights)
         before = {name: received.weights[name] for name in after}
-        facts = self._facts | _known(TRAINING_KEY, said if isinstance(said, Mapping) else {}, FACTS)
+        told = _known(TRAINING_KEY, said if isinstance(said, Mapping) else {}, FACTS)
+        seen, self._watch = self._watch.facts(), OptimizerWatch(None)
+        settings = {name: value for name, value in self._facts.items() if not seen or name not in SEEN_FACTS}
+        facts = settings | seen | told
         steps = meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
         if facts.get("steps") is None and isinstance(steps, Real) and float(steps) >= 1:
             facts["steps"] = int(float(steps))

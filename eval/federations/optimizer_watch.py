@@ -24,14 +24,14 @@ class OptimizerWatch:
     """What was seen of optimizers.
 
     Attributes:
-        thread: the thread whose optimizers count.
+        thread: the thread whose optimizers count; None counts those of all.
         steps: how many steps were taken.
         optimizers: those that took them.
         settings: of all their parameter groups at all steps, each once.
         carried_over: whether one of them came with a state (momentum) of earlier steps.
     """
 
-    thread: int
+    thread: int | None
     steps: int = 0
     optimizers: list[Optimizer] = field(default_factory=list)
     settings: list[tuple[Any, ...]] = field(default_factory=list)
@@ -39,7 +39,7 @@ class OptimizerWatch:
 
     def begin_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Take down what a step will be taken with."""
-        if threading.get_ident() != self.thread:
+        if not self._counts():
             return
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
@@ -51,8 +51,11 @@ class OptimizerWatch:
 
     def end_step(self, *_: Any) -> None:
         """Count a step."""
-        if threading.get_ident() == self.thread:
+        if self._counts():
             self.steps += 1
+
+    def _counts(self) -> bool:
+        return self.thread in {None, threading.get_ident()}
 
     def facts(self) -> dict[str, Any]:
         """Return what is certain: settings that were the same throughout, of one optimizer that began afresh.
@@ -91,9 +94,9 @@ def _to_number(value: Any) -> float:
 
 
 @contextmanager
-def watch_optimizers() -> Iterator[OptimizerWatch]:
-    """Watch the optimizers that take steps in this thread inside of the `with` block."""
-    watch = OptimizerWatch(threading.get_ident())
+def watch_optimizers(*, all_threads: bool = False) -> Iterator[OptimizerWatch]:
+    """Watch the optimizers that take steps inside of the `with` block, in this thread or in all."""
+    watch = OptimizerWatch(None if all_threads else threading.get_ident())
     hooks = (register_optimizer_step_pre_hook(watch.begin_step), register_optimizer_step_post_hook(watch.end_step))
     try:
         yield watch

@@ -1,6 +1,7 @@
 """The filter of NVFlare jobs on made-up results of tasks: what it passes on, replaces and blocks."""
 
 import json
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -167,6 +168,57 @@ def test_steps_of_the_settings_count(verdicts: Verdicts, engine: Engine) -> None
     filter_ = LeakageFilter(**SETTINGS, training={"steps": 7})
     filtered(filter_, result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS)), context(engine))
     assert verdicts.seen[0].training.steps == 7
+
+
+def take_steps(times: int, rate: Callable[[int], float]) -> None:
+    """Train as a client's trainer does, in a thread of its own, as NVFlare's client API has it."""
+
+    def train() -> None:
+        weight = nn.Parameter(torch.zeros(2))
+        optimizer = torch.optim.SGD([weight], lr=1.0, weight_decay=0.5)
+        for number in range(times):
+            optimizer.param_groups[0]["lr"] = rate(number)
+            weight.grad = torch.ones(2)
+            optimizer.step()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+
+
+def after_training(filter_: LeakageFilter, where: FLContext, train: Callable[[], None], **meta: object) -> None:
+    """Carry a task out as a client does, and filter its result."""
+    announce(filter_, task_of(WEIGHTS), where)
+    filter_.handle_event(EventType.BEFORE_TASK_EXECUTION, where)
+    train()
+    filter_.handle_event(EventType.AFTER_TASK_EXECUTION, where)
+    filter_.process(result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS), **meta), where)
+
+
+def test_optimizer_is_seen_at_work(verdicts: Verdicts, engine: Engine) -> None:
+    filter_ = LeakageFilter(**SETTINGS, training={"optimizer": "adam", "steps": 9, "batch_size": 4})
+    after_training(filter_, context(engine), lambda: take_steps(2, lambda _: 0.25))
+    after_training(filter_, context(engine), lambda: None)
+    after_training(filter_, context(engine), lambda: take_steps(1, lambda _: 0.25), hyperleak_training={"lr": 0.5})
+    seen, unseen, told = (one.training for one in verdicts.seen)
+    assert (seen.optimizer, seen.lr, seen.weight_decay, seen.steps, seen.batch_size) == ("sgd", 0.25, 0.5, 2, 4)
+    assert (unseen.optimizer, unseen.lr, unseen.steps, unseen.batch_size) == ("adam", None, 9, 4)
+    assert (told.optimizer, told.lr) == ("sgd", 0.5)
+
+
+def test_what_is_not_seen_of_a_working_optimizer_is_not_known(verdicts: Verdicts, engine: Engine) -> None:
+    filter_ = LeakageFilter(**SETTINGS, training={"lr": 0.1})
+    after_training(filter_, context(engine), lambda: take_steps(2, lambda number: 0.1 * (number + 1)))
+    assert verdicts.seen[0].training.lr is None
+
+
+def test_steps_outside_of_the_task_do_not_count(verdicts: Verdicts, engine: Engine) -> None:
+    filter_, where = LeakageFilter(**SETTINGS), context(engine)
+    filter_.handle_event(EventType.BEFORE_TASK_EXECUTION, where)
+    take_steps(5, lambda _: 0.1)  # of a task that ended in an error
+    after_training(filter_, where, lambda: take_steps(1, lambda _: 0.1))
+    take_steps(3, lambda _: 0.1)
+    assert verdicts.seen[0].training.steps == 1
 
 
 def test_weights_before_are_those_that_came_whatever_training_does(verdicts: Verdicts, engine: Engine) -> None:

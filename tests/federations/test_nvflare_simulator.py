@@ -85,6 +85,7 @@ def test_client_keeps_its_leak_and_the_rounds_go_on(job: Path, tmp_path: Path, e
     for number in range(ROUNDS):
         leak, other = (screenings(workspace / name, number)[name] for name in ("site-2", "site-1"))
         assert (leak["verdict"], leak["response"][:9]) == ("leaked", "withheld:")
+        # the trainer says how many, the filter sees the optimizer
         assert leak["training"].items() >= {"steps": 1, "examples": 1, "lr": 0.1, "optimizer": "sgd"}.items()
         assert leak["exposures"][-1]["kind"] == "images"
         assert (other["verdict"], other["response"][:5]) == ("not shown to leak", "sent:")
@@ -98,6 +99,7 @@ def test_server_keeps_a_leak_out_of_the_mean(job: Path, tmp_path: Path, expected
     client, server = read(job, CLIENT), read(job, SERVER)
     client["executors"][0]["executor"]["args"]["sends_difference"] = True
     server[FILTERS], client[FILTERS] = client[FILTERS], []
+    server[FILTERS][0]["filters"][0]["args"]["training"] = {"optimizer": "sgd", "lr": 0.1}
     server["components"][0]["args"]["allow_numpy_conversion"] = False
     server["workflows"] = [
         {

@@ -116,3 +116,11 @@ def test_other_threads_do_not_count():
         other.start()
         other.join()
     assert watch.facts() == {}
+
+
+def test_other_threads_count_where_all_are_watched():
+    with watch_optimizers(all_threads=True) as watch:
+        other = threading.Thread(target=lambda: step(torch.optim.SGD(weights(), lr=0.1)))
+        other.start()
+        other.join()
+    assert watch.facts()["steps"] == 1
