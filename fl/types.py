@@ -165,6 +165,7 @@ class Phase:
         groups: what moves, and how.
         optimizer: one of `OPTIMIZERS` ("adamw" is Adam whose decay stays out of the normalized step), as torch.optim
             has it with its default constants, fresh at the start of the phase.
+        eps: what an adaptive optimizer adds to the size that it divides by, > 0; None is torch.optim's default.
         momentum: of SGD.
         nesterov: Nesterov's form of it.
         epochs: passes over the client's data; exactly one of `epochs` and `steps` is set.
@@ -182,6 +183,7 @@ class Phase:
 
     groups: tuple[Group, ...]
     optimizer: str = "sgd"
+    eps: float | None = None
     momentum: float = 0.0
     nesterov: bool = False
     epochs: int | None = None
@@ -196,6 +198,8 @@ class Phase:
             raise ValueError(f"expected exactly one of epochs and steps, got epochs={self.epochs}, steps={self.steps}")
         if self.optimizer not in OPTIMIZERS:
             raise ValueError(f"expected optimizer {', '.join(map(repr, OPTIMIZERS))}, got {self.optimizer!r}")
+        if self.eps is not None and not 0 < self.eps < math.inf:
+            raise ValueError(f"expected eps > 0 or None, got {self.eps}")
         if self.sampler not in {"shuffle", "poisson", "sequential"}:
             raise ValueError(f"expected sampler 'shuffle', 'poisson' or 'sequential', got {self.sampler!r}")
         if not 0 <= self.momentum < 1:

@@ -85,6 +85,10 @@ class LinearLayer:
         """Whether its input has the image's numbers in the image's order."""
         return self.is_given_images and self.origin is None
 
+    def arrange(self, kind: str, values: Tensor) -> Tensor:
+        """Return numbers of its "weight" or "bias", as they stand in the update, as they lie in the layer."""
+        return self._probe.arrange(self.name, kind, values)
+
     def to_pixels(self, inputs: Tensor) -> Tensor:
         """Return inputs of the layer (N, n) as pixels (N, C, H, W), wherever they lie."""
         if self.origin is None:

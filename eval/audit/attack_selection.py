@@ -17,16 +17,21 @@ from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 
 PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
+SIZED, SIZED_SEARCH = "adaptive-step", "adaptive-step+ig"
+"""What reads sizes off the first step of an adaptive optimizer, and the search by these."""
 
 
 def default_attacks(method: Method, size: int) -> tuple[str, ...]:
     """Return the attacks for updates of `size` images: before a search, those that solve and can tell they are right.
 
     `rconv`, which also takes batches, is left out for them, and what tells images apart (`spear`) for one.
-    `april` is for vision transformers.
+    `april` is for vision transformers. After an adaptive optimizer no equation of gradients holds: what its first step
+    shows of sizes is read instead.
     """
     if isinstance(method.parametrization, Hypernetwork):
         return ("peel+cascade", PEELED, SEARCH)
+    if getattr(method, "optimizer", "sgd") != "sgd":
+        return (*((SIZED,) if size == 1 else ()), SIZED_SEARCH, SEARCH)
     return ("analytic", *(("rconv", "cascade", "april") if size == 1 else ("spear", "cascade", "april")), SEARCH)
 
 
@@ -41,6 +46,8 @@ def redundant_reason(label: str, before: Mapping[str, Sequence[Row]]) -> str:
     """
     if all_settled := _settling(before):
         return not_needed_words(all_settled)
+    if label == SEARCH and any(row.get("misfit") is not None for row in before.get(SIZED_SEARCH, ())):
+        return f"not needed: {SIZED_SEARCH} searched by signs and sizes"
     peeled = before.get(PEELED, ())
     # of a peel that did not confirm itself the plain search may know better
     if label == SEARCH and peeled and all(row.get("verified") for row in peeled):

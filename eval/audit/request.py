@@ -12,6 +12,7 @@ from torch import nn
 
 import attacks
 from attacks.base import Attack
+from attacks.update.adaptive_first_step import read_step_size
 from defenses import defenses
 from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
@@ -26,6 +27,7 @@ from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.method import methods
+from fl.methods.fedavg import FedAvg
 from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
 from fl.types import Batch
@@ -297,16 +299,18 @@ class AuditRequest:
         if (training := captured.training) is not None:
             client = client if client.method is not None else replace(client, method=training.method(model))
             size = training.examples if size == 1 and training.examples is not None else size
+        captured = with_model_names(captured, model)
+        client, assumed = _with_read_step_size(client, captured, self.method)
         subject = captured_update.of_update(
             model,
-            with_model_names(captured, model),
+            captured,
             client,
             input_shape=_shape(self.input_shape, data),
             batch_size=size,
             given=data,
             source="" if self.input_shape or data is None else source,
         )
-        return [subject], (*_assumed_notes(self.method), *_truth_notes(subject, source))
+        return [subject], (*(assumed or _assumed_notes(self.method)), *_truth_notes(subject, source))
 
     def _captured(self) -> captured_files.CapturedUpdate:
         """Return what the files hold."""
@@ -376,6 +380,25 @@ def _truth_notes(subject: Subject, source: str) -> list[str]:
     used = len(subject.truth.inputs)
     fewer = f"scored against the first {used} of {subject.n_given} images in {source} (--batch-size {used})"
     return [fewer] * (used < subject.n_given) + [UNCHECKED_NOTE] * (subject.error is None)
+
+
+def _with_read_step_size(
+    client: ClientSettings, captured: captured_files.CapturedUpdate, method: str | None
+) -> tuple[ClientSettings, list[str]]:
+    """Return the client with the step size that the first step of an adaptive optimizer shows, where none was stated.
+
+    It is said in a note; there is none where nothing was read.
+    """
+    how = client.method
+    if method is None or not isinstance(how, FedAvg) or how.optimizer == "sgd" or how.steps != 1:
+        return client, []
+    if "lr" in yaml12.parse_settings(method) or how.weight_decay:
+        return client, []
+    lr = read_step_size(captured.update, how.optimizer)
+    if not 0 < lr < math.inf:
+        return client, []
+    note = f"lr: {lr:g} was read off the update, whose largest step it is"
+    return replace(client, method=replace(how, lr=lr)), [note]
 
 
 def _assumed_notes(method: str | None) -> list[str]:

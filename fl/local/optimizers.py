@@ -70,13 +70,19 @@ def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Ten
             raise TypeError(
                 f"expected dense gradients for {phase.optimizer}, got a structured one for {name!r}: use SGD"
             )
+    eps = adaptive_eps(phase)
     if phase.optimizer in {"adam", "adamw"}:
-        return _adam(directions, state)
-    return _rmsprop(directions, state) if phase.optimizer == "rmsprop" else _adagrad(directions, state)
+        return _adam(directions, state, eps)
+    return _rmsprop(directions, state, eps) if phase.optimizer == "rmsprop" else _adagrad(directions, state, eps)
+
+
+def adaptive_eps(phase: Phase) -> float:
+    """Return what a phase's adaptive optimizer adds to the size that it divides by, torch.optim's where none is set."""
+    return phase.eps or (1e-10 if phase.optimizer == "adagrad" else 1e-8)
 
 
 def _adam(
-    directions: Tensors, state: OptimState, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+    directions: Tensors, state: OptimState, eps: float, betas: tuple[float, float] = (0.9, 0.999)
 ) -> tuple[Tensors, OptimState]:
     """Take directions by Adam (Kingma and Ba, ICLR 2015, Algorithm 1)."""
     step = state.step + 1
@@ -89,16 +95,14 @@ def _adam(
     return update, OptimState(step, {**first}, {**second})
 
 
-def _rmsprop(
-    directions: Tensors, state: OptimState, alpha: float = 0.99, eps: float = 1e-8
-) -> tuple[Tensors, OptimState]:
+def _rmsprop(directions: Tensors, state: OptimState, eps: float, alpha: float = 0.99) -> tuple[Tensors, OptimState]:
     """Return RMSprop steps (Tieleman and Hinton, Coursera lecture 6.5, 2012), neither centered nor with momentum."""
     second = _update_moments(directions, state.second, lambda before, g: add(before * alpha, g * g, 1 - alpha))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}
     return update, OptimState(state.step + 1, {}, {**second})
 
 
-def _adagrad(directions: Tensors, state: OptimState, eps: float = 1e-10) -> tuple[Tensors, OptimState]:
+def _adagrad(directions: Tensors, state: OptimState, eps: float) -> tuple[Tensors, OptimState]:
     """Take directions by Adagrad (Duchi et al., JMLR 2011), without decay of the step size."""
     second = _update_moments(directions, state.second, lambda before, g: add(before, g * g))
     update: Tensors = {name: mul(g, 1 / (_safe_sqrt(second[name]) + eps)) for name, g in directions.items()}

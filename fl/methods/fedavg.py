@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from fl.method import Method, methods
-from fl.ranges import ClipNorm, Count, CountFrom0, ShareBelow1, StepSize, Weight
+from fl.ranges import ClipNorm, Count, CountFrom0, Positive, ShareBelow1, StepSize, Weight
 from fl.types import OPTIMIZERS, Group, Optimizer, Phase, Task
 
 
@@ -18,6 +18,8 @@ class FedAvg(Method):
     Attributes:
         lr: step size of local training.
         optimizer: of local training, fresh in every round: as torch.optim has it, with its default constants.
+        eps: what an adaptive optimizer adds to the size that it divides by; None is torch.optim's default (1e-8; 1e-10
+            of Adagrad).
         momentum: of local SGD.
         weight_decay: of local training; "adamw" shrinks weights by it, the others add it to the gradient.
         max_norm: clip each step's gradient to this norm, or None.
@@ -34,6 +36,7 @@ class FedAvg(Method):
 
     lr: StepSize = 0.01
     optimizer: Optimizer = "sgd"
+    eps: Positive | None = None
     momentum: ShareBelow1 = 0.0
     weight_decay: Weight = 0.0
     max_norm: ClipNorm | None = None
@@ -57,6 +60,8 @@ class FedAvg(Method):
             able = " or ".join(map(repr, self.optimizers))
             raise ValueError(f"expected optimizer {able} for {self.name}, got {self.optimizer!r}")
         if self.optimizer == "sgd":
+            if self.eps is not None:
+                raise ValueError(f"expected eps only with an adaptive optimizer, got {self.eps} with optimizer 'sgd'")
             return
         if self.momentum:
             raise ValueError(f"expected momentum 0 with optimizer {self.optimizer!r}, got {self.momentum}: it is SGD's")
@@ -77,6 +82,7 @@ class FedAvg(Method):
             Phase(
                 groups=(group,),
                 optimizer=self.optimizer,
+                eps=self.eps,
                 momentum=self.momentum,
                 epochs=self.epochs,
                 steps=self.steps,

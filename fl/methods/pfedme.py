@@ -72,7 +72,7 @@ class PFedMe(FedAvg):
     def adaptation_method(self) -> PFedMe:
         """Return a method of one step from w to theta: lam * (w - theta) is the gradient and 1 / lam the step size."""
         whole = replace(self, lr=1 / self.lam, epochs=None, steps=1)
-        return replace(whole, optimizer="sgd", momentum=0.0, weight_decay=0.0, max_norm=None)
+        return replace(whole, optimizer="sgd", eps=None, momentum=0.0, weight_decay=0.0, max_norm=None)
 
     def gradient(self, grad: Gradient, params: Tensors, batches: Sequence[Batch], step: Step) -> Tensors:
         """Return lam * (w - theta), the gradient of the Moreau envelope."""

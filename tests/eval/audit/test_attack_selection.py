@@ -136,6 +136,9 @@ def test_what_one_training_spares_is_still_part_of_another(tmp_path):
 
 def test_batches_are_told_apart_by_what_can():
     assert attack_selection.default_attacks(FedAvg(), 2) == ("analytic", "spear", "cascade", "april", "ig")
+    adam = FedAvg(optimizer="adam", lr=1e-3, steps=1)
+    assert attack_selection.default_attacks(adam, 1) == ("adaptive-step", "adaptive-step+ig", "ig")
+    assert attack_selection.default_attacks(adam, 2) == ("adaptive-step+ig", "ig")
     assert attack_selection.default_attacks(HyperFL(), 2) == attack_selection.default_attacks(HyperFL(), 1)
 
 
@@ -163,6 +166,9 @@ def test_an_attack_is_needed_unless_every_image_is_confirmed_or_it_has_been_peel
         assert attack_selection.redundant_reason("ig", {"peel+ig": [row("a", verified=doubtful)]}) == ""
     assert attack_selection.redundant_reason("peel+ig", {"peel+cascade": [row("a")]}) == ""
     assert attack_selection.redundant_reason("ig", {"peel+ig": [refused]}) == ""
+    assert attack_selection.redundant_reason("ig", {"adaptive-step+ig": [refused]}) == ""
+    searched = {"adaptive-step+ig": [row("a", misfit=0.3)]}
+    assert attack_selection.redundant_reason("ig", searched).startswith("not needed: adaptive-step+ig searched")
     assert attack_selection.redundant_reason("ig", {}) == ""
 
 

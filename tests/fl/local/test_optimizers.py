@@ -61,7 +61,8 @@ OPTIM = {
 
 def adaptive(name: str, **settings: Any) -> tuple[FedAvg, Any]:
     method = FedAvg(lr=0.01, epochs=3, batch_size=4, optimizer=name, **settings)  # type: ignore[arg-type]
-    return method, partial(OPTIM[name], lr=0.01, weight_decay=method.weight_decay)
+    eps = {} if method.eps is None else {"eps": method.eps}
+    return method, partial(OPTIM[name], lr=0.01, weight_decay=method.weight_decay, **eps)
 
 
 CASES = {
@@ -79,6 +80,7 @@ CASES = {
     "adamw": (AdamW(weight_decay=0.1, max_norm=0.05), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1)),
     **{f"{name} by its setting": adaptive(name) for name in OPTIM},
     **{f"{name} by its setting, with decay": adaptive(name, weight_decay=0.1, max_norm=0.05) for name in OPTIM},
+    **{f"{name} by its setting, with eps": adaptive(name, eps=0.01) for name in OPTIM},
     "adamw without decay": (AdamW(), partial(torch.optim.AdamW, lr=0.01, weight_decay=0.0)),
 }
 
@@ -202,6 +204,8 @@ def test_optimizer_is_refused_where_it_means_nothing() -> None:
         FedAvg(optimizer="adam", parametrization=Hypernetwork())
     with pytest.raises(ValueError, match="'sgd', 'adam', 'adamw', 'rmsprop' or 'adagrad', got 'lion'"):
         FedAvg(optimizer="lion")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="eps only with an adaptive optimizer, got 0.1 with optimizer 'sgd'"):
+        FedAvg(eps=0.1)
 
 
 def test_every_method_by_fedavg_takes_an_optimizer_or_says_that_it_does_not() -> None:

@@ -1,0 +1,198 @@
+"""What the first step of an adaptive optimizer shows of a gradient: signs everywhere, and sizes where these are small.
+
+From a state of zero, Adam, AdamW, RMSprop and Adagrad move every number by
+
+    u = T d / (|d| + E),
+
+where d is the gradient (with the decay that is not AdamW's), T the largest step there is and E what the optimizer adds
+to the size that it divides by, in units of the gradient: T = lr and E = eps for Adam (Kingma and Ba, ICLR 2015,
+Algorithm 1, with bias correction), T = lr / sqrt(1 - alpha) and E = eps / sqrt(1 - alpha) for RMSprop. So
+
+    1 / d = (1 - r) / (E r),  r = u / T:
+
+the step is short of T by the share E / |d|. It is known up to the rounding of the weights, in r a standard error of
+sigma = spacing / (T sqrt(12)), and of the optimizer's own arithmetic, some 1e-7. In the reciprocal that is an error of
+sigma / (E r^2), the same for all large numbers: sizes can be told up to about E / sigma, some 5e-3 for Adam at lr 1e-3
+and weights of a tenth in float32, and above that only the sign.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.result import NotApplicable
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
+from fl.defense import Defense
+from fl.local.optimizers import adaptive_eps
+from fl.parametrization import Parametrization
+from fl.tensors import LowRank, Tensors, dense
+from fl.types import Phase
+from fl.view import ServerView
+
+ARITHMETIC_ERROR = 7e-8
+"""Root mean square of how far float32's arithmetic puts a step of torch.optim.Adam off, relative to its size."""
+RMSPROP_SHARE = (1 - 0.99) ** 0.5
+"""What RMSprop's first step divides by, as a share of the gradient's size: torch's alpha is 0.99."""
+MIN_LARGEST_STEP, MAX_EXCESS = 0.9, 1e-3
+"""Shares of the largest step, of the largest one seen: less is of another step size, unless all gradients are as small
+as eps; more is impossible."""
+STEP_SIZE_DOUBT = "the largest step of a number is"
+"""How a refusal for another step size begins."""
+MIN_SIGMAS = 3.0
+"""Standard errors that a number's step is short of the largest one where its size counts as seen."""
+
+
+@dataclass(frozen=True)
+class AdaptiveFirstStep:
+    """A view's one step of an adaptive optimizer, read number by number.
+
+    Attributes:
+        view: the server's.
+        phase: of local training.
+    """
+
+    view: ServerView
+    phase: Phase
+
+    @classmethod
+    def of(cls, view: ServerView) -> AdaptiveFirstStep | NotApplicable:
+        """Return the reading of a view, or why there is none."""
+        phases, schedule = training_phases(view)
+        active = [p for p, steps in zip(phases, schedule, strict=True) if steps] if schedule is not None else []
+        steps = [step for steps in schedule or () for step in steps]
+        if schedule is None or len(steps) != 1 or len(active) != 1:
+            return NotApplicable("it reads the first step alone: of several, the sizes of the later ones are mixed in")
+        if active[0].optimizer == "sgd":
+            return NotApplicable("SGD's step is the gradient's: attacks on gradients take it as it is")
+        if (reason := deviation_from_loss_gradient(view)) is not None:
+            return NotApplicable(reason)
+        if type(view.method.parametrization) is not Parametrization:
+            return NotApplicable("the network's weights are generated: peel it first")
+        if type(view.client.defense) is not Defense:
+            return NotApplicable(f"the defense {view.defense.name} changes the sizes that are to be read")
+        if view.parts:
+            return NotApplicable("of a mean of clients' steps no single one is known")
+        if any(group.max_norm is not None for group in active[0].groups):
+            return NotApplicable("clipping made the gradients shorter by a factor that nobody knows")
+        if any(isinstance(value, LowRank) for value in view.update.values()):
+            return NotApplicable("the update is structured")
+        read = cls(view, active[0])
+        return NotApplicable(reason) if (reason := read.step_size_doubt) else read
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The tensors that moved."""
+        owners = self.phase.assign(self.view.shared)
+        moved = {name for name, value in self.change.items() if bool(dense(value).any())}
+        return tuple(name for name, group in owners.items() if group.lr and name in moved)
+
+    @cached_property
+    def change(self) -> Tensors:
+        """The update without AdamW's decay, by name."""
+        return ObservedUpdate(self.view).change
+
+    @property
+    def own_eps(self) -> float:
+        """What the optimizer adds, in its own terms."""
+        return adaptive_eps(self.phase)
+
+    @property
+    def eps(self) -> float:
+        """E: the size of a gradient at which the step is half the largest one."""
+        return self.own_eps / (RMSPROP_SHARE if self.phase.optimizer == "rmsprop" else 1.0)
+
+    def largest_step(self, name: str) -> float:
+        """Return T, the step of a tensor where its gradient is large."""
+        lr = self.phase.assign({name: None})[name].lr
+        return lr / (RMSPROP_SHARE if self.phase.optimizer == "rmsprop" else 1.0)
+
+    @cached_property
+    def step_size_doubt(self) -> str:
+        """What contradicts the step size that was stated, and what to state; empty where nothing does.
+
+        No number moves by more than T, and of a network's some come near.
+        """
+        if not self.names:
+            return "nothing moved"
+        ratios = {n: float(dense(self.change[n]).abs().max()) / self.largest_step(n) for n in self.names}
+        most = max(ratios.values())
+        if MIN_LARGEST_STEP < most < 1 + MAX_EXCESS:
+            return ""
+        lr = self.phase.assign(self.view.shared)[self.names[0]].lr
+        return (
+            f"{STEP_SIZE_DOUBT} {most:.3g} times what {self.phase.optimizer} at lr {lr:g} makes of its "
+            f"first; give lr: {round_rate(lr * most):g}, or another optimizer"
+        )
+
+    @cached_property
+    def steps(self) -> dict[str, Tensor]:
+        """The step r of every number, signed and relative to the largest, without AdamW's decay; 0 below rounding."""
+        found = {name: dense(self.change[name]).double() / self.largest_step(name) for name in self.names}
+        return {name: torch.where(r.abs() > MIN_SIGMAS * self.errors[name], r, 0.0) for name, r in found.items()}
+
+    @cached_property
+    def errors(self) -> dict[str, Tensor]:
+        """The standard error sigma of every r."""
+        return {name: self._error(name) for name in self.names}
+
+    def _error(self, name: str) -> Tensor:
+        sent, moved = dense(self.view.shared[name]), dense(self.view.update[name])
+        after = (sent - moved).abs()
+        spacing = (after.nextafter(after.new_tensor(torch.inf)) - after).double()
+        spacing = spacing * (2**0.5 if self._decayed else 1.0)  # the decay by itself is rounded as well
+        grid = spacing / 12**0.5 / self.largest_step(name) if self.view.rounded else torch.zeros_like(spacing)
+        return grid.hypot(grid.new_tensor(ARITHMETIC_ERROR if after.dtype != torch.float64 else 1e-15))
+
+    @property
+    def _decayed(self) -> bool:
+        return any(group.weight_decay for group in self.phase.groups)
+
+    def reciprocals(self, name: str) -> tuple[Tensor, Tensor]:
+        """Return 1 / d of every number of a tensor, infinite where it is zero, and the standard errors."""
+        step = self.steps[name].abs()
+        return (1 - step) / (self.eps * self.steps[name]), self.errors[name] / (self.eps * step.square())
+
+    @cached_property
+    def share_of_sizes(self) -> float:
+        """The share of the numbers that moved whose size shows, by `MIN_SIGMAS` standard errors."""
+        seen = moved = 0
+        for name, step in self.steps.items():
+            short = 1 - step.abs() > MIN_SIGMAS * self.errors[name]
+            seen, moved = seen + int((short & (step != 0)).sum()), moved + int((step != 0).sum())
+        return seen / max(moved, 1)
+
+    @cached_property
+    def resolved_size(self) -> float:
+        """The size of a gradient that is known to within itself, E / sigma, for the median number."""
+        errors = torch.cat([value.flatten() for value in self.errors.values()])
+        return self.eps / float(errors.median())
+
+    def gradients(self, limit: float) -> dict[str, Tensor]:
+        """Return d as far as it can be told, no larger than `limit`."""
+        found = {}
+        for name, step in self.steps.items():
+            size = self.eps * step.abs() / (1 - step.abs()).clamp_min(self.eps / limit)
+            found[name] = (size.clamp_max(limit) * step.sign()).to(self.view.dtype)
+        return found
+
+
+def read_step_size(update: Mapping[str, Tensor], optimizer: str) -> float:
+    """Return the step size that the first step of an adaptive optimizer was made with, to three digits.
+
+    Args:
+        update: of that step, without decay; its largest number is that of a large gradient.
+        optimizer: its name.
+    """
+    largest = max(float(value.abs().max()) for value in update.values())
+    return round_rate(largest * (RMSPROP_SHARE if optimizer == "rmsprop" else 1.0))
+
+
+def round_rate(rate: float) -> float:
+    """Return a step size as people write it, to three digits."""
+    return float(f"{rate:.3g}")

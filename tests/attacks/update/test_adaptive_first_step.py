@@ -1,0 +1,108 @@
+"""What the first step of an adaptive optimizer shows of a gradient, number by number, of torch.optim's own steps."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from attacks.result import NotApplicable
+from attacks.update.adaptive_first_step import AdaptiveFirstStep, read_step_size
+from defenses import defenses
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+
+OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+}
+
+
+def network():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    draw = stream(0, "adaptive")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.1, generator=draw)
+    return model
+
+
+def step(optimizer, lr=1e-3, batch=8, **settings):
+    """A view of torch's own first step, and the gradients that it was taken along."""
+    model = network()
+    images = torch.rand(batch, 1, 8, 8, generator=stream(0, "adaptive images"))
+    after = copy.deepcopy(model)
+    rule = OPTIMIZERS[optimizer](after.parameters(), lr=lr, **settings)
+    nn.functional.cross_entropy(after(images), torch.arange(batch) % 4).backward()
+    rule.step()
+    moved = dict(after.named_parameters())
+    update = {name: (value - moved[name]).detach() for name, value in model.named_parameters()}
+    method = FedAvg(optimizer=optimizer, lr=lr, steps=1, batch_size=None, **settings)
+    view = from_update(model, update, input_shape=(1, 8, 8), num_classes=4, method=method, batch_size=batch)
+    return view, {name: value.grad for name, value in moved.items()}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [("adam", {}), ("adam", {"eps": 1e-6}), ("adamw", {"weight_decay": 0.01}), ("rmsprop", {}), ("adagrad", {})],
+)
+def test_sizes_are_told_within_their_errors(optimizer, settings):
+    view, gradients = step(optimizer, **settings)
+    read = AdaptiveFirstStep.of(view)
+    assert set(read.names) == set(gradients)
+    for name, gradient in gradients.items():
+        value, error = read.reciprocals(name)
+        moved = gradient.abs() > 1e-7
+        off = ((value - 1 / gradient.double()).abs() / error)[moved]
+        assert float(off.median()) < 2
+        assert float((off < 5).double().mean()) > 0.98
+    if optimizer == "adagrad":  # its eps is a hundredth of Adam's
+        assert read.share_of_sizes < 0.1
+        return
+    assert read.share_of_sizes > 0.2
+    known = read.gradients(limit=1e3)["1.weight"]
+    small = (gradients["1.weight"].abs() < 0.03 * read.resolved_size) & (gradients["1.weight"] != 0)
+    assert int(small.sum()) > 5
+    torch.testing.assert_close(known[small], gradients["1.weight"][small], rtol=0.2, atol=0)
+
+
+def test_gradients_of_zero_stay_zero():
+    view, gradients = step("adamw", batch=1, weight_decay=0.01)
+    read = AdaptiveFirstStep.of(view)
+    silent = gradients["1.weight"] == 0
+    assert silent.any()
+    assert not read.steps["1.weight"][silent].any()
+    assert not read.gradients(limit=1.0)["1.weight"][silent].any()
+
+
+def test_a_step_size_is_read_off_and_another_one_is_contradicted():
+    for optimizer in ("adam", "rmsprop"):
+        view, _ = step(optimizer, lr=3e-3)
+        assert read_step_size(view.update, optimizer) == 3e-3
+        assert isinstance(AdaptiveFirstStep.of(view), AdaptiveFirstStep)
+        for lr in (1e-3, 1e-2):
+            other = AdaptiveFirstStep.of(replace(view, method=replace(view.method, lr=lr)))
+            assert isinstance(other, NotApplicable)
+            assert "give lr: 0.003" in other.reason
+
+
+def test_what_is_no_first_step_of_such_an_optimizer_is_refused():
+    view, _ = step("adam")
+
+    def refusal(**changes):
+        method = replace(view.method, **changes)
+        steps = method.steps or 1
+        found = AdaptiveFirstStep.of(replace(view, method=method, schedule=(tuple(((8,),) * steps),)))
+        assert isinstance(found, NotApplicable)
+        return found.reason
+
+    assert "the first step alone" in refusal(steps=2)
+    assert "SGD's step is the gradient's" in refusal(optimizer="sgd")
+    assert "clipping" in refusal(max_norm=1.0)
+    noisy = replace(view, defense=defenses.build({"name": "noise", "std": 0.1}))
+    assert "the defense noise" in AdaptiveFirstStep.of(noisy).reason
+    assert "the first step alone" in AdaptiveFirstStep.of(replace(view, schedule=None)).reason
