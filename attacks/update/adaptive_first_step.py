@@ -42,6 +42,8 @@ RMSPROP_SHARE = (1 - 0.99) ** 0.5
 MIN_LARGEST_STEP, MAX_EXCESS = 0.9, 1e-3
 """Shares of the largest step, of the largest one seen: less is of another step size, unless all gradients are as small
 as eps; more is impossible."""
+MAX_SIGMAS, MAX_SHARE_AT_TOP = 8.0, 0.05
+"""Standard errors that no step is beyond the largest one, and share of all steps that are at one size short of it."""
 STEP_SIZE_DOUBT = "the largest step of a number is"
 """How a refusal for another step size begins."""
 MIN_SIGMAS = 3.0
@@ -122,12 +124,34 @@ class AdaptiveFirstStep:
             return "nothing moved"
         ratios = {n: float(dense(self.change[n]).abs().max()) / self.largest_step(n) for n in self.names}
         most = max(ratios.values())
-        if MIN_LARGEST_STEP < most < 1 + MAX_EXCESS:
-            return ""
         lr = self.phase.assign(self.view.shared)[self.names[0]].lr
+        if MIN_LARGEST_STEP < most < 1 + MAX_EXCESS:
+            return self._rounding_doubt(lr)
         return (
             f"{STEP_SIZE_DOUBT} {most:.3g} times what {self.phase.optimizer} at lr {lr:g} makes of its "
             f"first; give lr: {round_rate(lr * most):g}, or another optimizer"
+        )
+
+    def _rounding_doubt(self, lr: float) -> str:
+        """Return what says that steps are off by more than their errors: a step size that differs in a later digit.
+
+        All numbers of large gradients, which are most, then end at one size that is not T; so do numbers of few bits.
+        """
+        steps = torch.cat([self.steps[name].abs().flatten() for name in self.names])
+        errors = torch.cat([self.errors[name].flatten() for name in self.names])[steps > 0]
+        steps = steps[steps > 0]
+        if not len(steps):
+            return "nothing moved"
+        top = float(steps.max())
+        beyond = bool((steps - 1 > MAX_SIGMAS * errors).any())
+        near = float(((steps - top).abs() < MAX_SIGMAS * errors).double().mean())
+        short = top < 1 - MAX_SIGMAS * float(errors.median())
+        if not beyond and not (short and near > MAX_SHARE_AT_TOP):
+            return ""
+        return (
+            f"{STEP_SIZE_DOUBT} {top:.7g} times what {self.phase.optimizer} at lr {lr:g} makes of its first, where "
+            f"rounding leaves it within {float(errors.median()):.1g}: sizes can't be told of numbers that were rounded "
+            f"further (float16, say), or without lr to its last digit, about {lr * top:.7g}"
         )
 
     @cached_property

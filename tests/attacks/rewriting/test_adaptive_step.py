@@ -107,3 +107,10 @@ def test_a_search_takes_the_rewritten_view():
     result = build({"name": "adaptive-step+ig", "iterations": 30})(view_of(network(), 2))
     assert result.inputs.shape == (2, 1, 8, 8)
     assert sorted(result.labels.tolist()) == [1, 2]
+
+
+def test_two_images_that_are_stated_as_one_are_no_outer_product():
+    two = view_of(network(), 2, lr=1e-2)
+    result = build("adaptive-step")(replace(two, batch_size=1, schedule=(((1,),),)))
+    assert isinstance(result, NotApplicable)
+    assert "standard errors off an outer product" in " ".join(result.reason.split())

@@ -90,6 +90,35 @@ def test_a_step_size_is_read_off_and_another_one_is_contradicted():
             assert "give lr: 0.003" in other.reason
 
 
+def test_what_was_rounded_further_shows_no_sizes():
+    view, _ = step("adam")
+    for kind in (torch.float16, torch.bfloat16):
+        rounded = {name: value.to(kind).float() for name, value in view.update.items()}
+        after = {name: value - (value - view.update[name]).to(kind).float() for name, value in view.shared.items()}
+        for update in (rounded, after):
+            found = AdaptiveFirstStep.of(replace(view, update=update))
+            assert isinstance(found, NotApplicable)
+            assert found.reason.startswith("the largest step of a number is")
+
+
+@pytest.mark.parametrize("lr", [0.9999e-3, 1.0001e-3])
+def test_a_step_size_that_is_off_in_a_later_digit_is_no_size_of_gradients(lr):
+    view, _ = step("adam", lr=lr)
+    assert isinstance(AdaptiveFirstStep.of(view), AdaptiveFirstStep)
+    found = AdaptiveFirstStep.of(replace(view, method=replace(view.method, lr=1e-3)))
+    assert isinstance(found, NotApplicable)
+    assert "without lr to its last digit, about 0.00" in found.reason
+
+
+def test_gradients_that_are_all_small_are_no_other_step_size():
+    view, gradients = step("adam")
+    most = max(float(g.abs().max()) for g in gradients.values())
+    small = {name: 1e-3 * (g * 1e-5 / most / ((g * 1e-5 / most).abs() + 1e-8)) for name, g in gradients.items()}
+    read = AdaptiveFirstStep.of(replace(view, update=small))
+    assert isinstance(read, AdaptiveFirstStep)
+    assert read.share_of_sizes > 0.9
+
+
 def test_what_is_no_first_step_of_such_an_optimizer_is_refused():
     view, _ = step("adam")
 

@@ -204,7 +204,7 @@ def test_optimizer_is_refused_where_it_means_nothing() -> None:
         FedAvg(optimizer="adam", parametrization=Hypernetwork())
     with pytest.raises(ValueError, match="'sgd', 'adam', 'adamw', 'rmsprop' or 'adagrad', got 'lion'"):
         FedAvg(optimizer="lion")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="eps only with an adaptive optimizer, got 0.1 with optimizer 'sgd'"):
+    with pytest.raises(ValueError, match="eps only with an adaptive optimizer"):
         FedAvg(eps=0.1)
 
 
