@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from contract.test_attacks import KINDS, ROWS, VICTIMS
+from contract.test_attacks import ADAPTIVE, KINDS, ROWS, VICTIMS
 from support import worlds
 from support.attacking import ATTACKS
 from support.compare import assert_near
@@ -42,7 +42,7 @@ def attacked(name: str, probe: Probe, device: str) -> Result:
 
 @pytest.mark.parametrize("name", SOLVE)
 def test_another_device_gives_what_the_cpu_gives(name: str) -> None:
-    rows = STRIDED if "cascade" in name else {row: ROWS[row] for row in KINDS if row not in VICTIMS}
+    rows = STRIDED if "cascade" in name else {row: ROWS[row] for row in (*KINDS, ADAPTIVE) if row not in VICTIMS}
     here = ((probe, attacked(name, probe, "cpu")) for probe in rows.values())
     probe, near = next((probe, found) for probe, found in here if isinstance(found, Reconstruction))
     with elsewhere():
