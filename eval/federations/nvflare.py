@@ -304,6 +304,9 @@ def _after(dxo: DXO, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if value.shape != before[name].shape:
             shapes = f"{tuple(value.shape)} for {tuple(before[name].shape)}"
             raise UnreadableError(f"the update has {name!r} in another shape than the weights before, {shapes}")
+        if value.is_floating_point() != before[name].is_floating_point():
+            kinds = f"{value.dtype} for {before[name].dtype}"
+            raise UnreadableError(f"the update has {name!r} encoded, {kinds}: the filter has to stand before that")
     if dxo.data_kind == DataKind.WEIGHTS:
         return sent
     return {name: before[name] + value for name, value in sent.items()}
@@ -312,10 +315,10 @@ def _after(dxo: DXO, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _unchanged(dxo: DXO, before: Mapping[str, Tensor]) -> DXO:
     """Turn an update into one that changes nothing and counts next to nothing."""
     difference = dxo.data_kind == DataKind.WEIGHT_DIFF
-    kept = {name: before[name] for name in dxo.data}
-    data = {name: torch.zeros_like(value) if difference else value for name, value in kept.items()}
+    data = {name: torch.zeros_like(before[name]) if difference else before[name] for name in dxo.data}
     dxo.data = write_like(data, dxo.data)
-    dxo.meta = withhold_meta(dxo.meta or {}) | {MetaKey.NUM_STEPS_CURRENT_ROUND: weight_of_withheld(kept)}
+    steps = weight_of_withheld(read_tensors(dxo.data))  # by the types in which they go out
+    dxo.meta = withhold_meta(dxo.meta or {}) | {MetaKey.NUM_STEPS_CURRENT_ROUND: steps}
     return dxo
 
 

@@ -308,6 +308,10 @@ COLLECTION = {"main": DXO(DataKind.WEIGHTS, data=dict(WEIGHTS))}
         (Shareable({"weights": b"12"}), "weights"),
         (result_of(DataKind.WEIGHTS, {"other": WEIGHTS["w"]}), "'other', which the weights before do not"),
         (result_of(DataKind.WEIGHTS, {"w": WEIGHTS["b"]}), r"another shape .* \(2,\) for \(2, 2\)"),
+        (
+            result_of(DataKind.WEIGHTS, {"w": WEIGHTS["w"].astype(np.uint8)}),
+            "'w' encoded, torch.uint8 for",
+        ),
         (result_of(DataKind.WEIGHTS, {"w": object()}), "expected an array under 'w', got object"),
         (result_of(DataKind.WEIGHTS, WEIGHTS, **{MetaKey.PROCESSED_ALGORITHM: "HE"}), "encoded by HE"),
         (result_of(DataKind.WEIGHTS, WEIGHTS, hyperleak_training={"rate": 1}), "got 'rate'"),
@@ -403,6 +407,14 @@ def test_mean_of_withheld_updates_is_the_model_itself(kind: torch.dtype, verdict
         passed = from_shareable(filter_.process(result, where))
         helper.add(passed.data, float(passed.meta[MetaKey.NUM_STEPS_CURRENT_ROUND]), f"site-{number}", 0)
     assert torch.equal(helper.get_result()["w"], weights["w"])
+
+
+def test_update_in_half_precision_is_withheld_in_it_and_counts_as_a_step(verdicts: Verdicts, engine: Engine) -> None:
+    verdicts.verdict = "leaked"
+    halved = {name: value.astype(np.float16) for name, value in moved(DataKind.WEIGHTS).items()}
+    passed = filtered(LeakageFilter(**SETTINGS), result_of(DataKind.WEIGHTS, halved), context(engine))
+    assert passed.data["w"].dtype == np.float16
+    assert passed.meta[MetaKey.NUM_STEPS_CURRENT_ROUND] == 1
 
 
 def test_model_may_be_a_component(verdicts: Verdicts, engine: Engine) -> None:
