@@ -14,15 +14,16 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
-from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
 from fl.registry import FormerHooks, Registry, UnknownNameError
 from fl.settings import current_names
 from fl.simulation.nonfinite_updates import all_finite, form_mismatch
-from fl.types import Batch
+from fl.types import Batch, Task
 from fl.view import ServerView
 
 __all__ = [
@@ -38,6 +39,15 @@ __all__ = [
     "label",
     "run_checked",
 ]
+
+
+INPUT_KINDS = {
+    "series": "a series of steps",
+    "table": "a row of a table",
+    "several": "made of several tensors",
+    "tokens": "made of ids",
+}
+"""What inputs are that are no pictures, in words."""
 
 
 class AttackRegistry(Registry["Attack"]):
@@ -92,6 +102,10 @@ class Attack(FormerHooks):
     """What it does, in words for a reader who knows none of the papers."""
     presets: ClassVar[Mapping[str, Preset]] = {}
     """Published settings by name: `build({"name": "ig", "preset": "paper"})`."""
+    images_only: ClassVar[bool] = False
+    """Whether it rests on inputs that are pictures: rows and columns of pixels that depend on each other."""
+    reads_ids: ClassVar[bool] = False
+    """Whether it takes networks with ids (of tokens, of categories) among their inputs, which no gradient reaches."""
     supports_groups: ClassVar[bool] = False
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
@@ -149,6 +163,16 @@ class Attack(FormerHooks):
 
     def auxiliary_images(self) -> Batch | None:
         """Return images that the attacker has before it sees any update, and which are none of those attacked."""
+        return None
+
+    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
+        """Return why the attack says nothing of such inputs, or None."""
+        form = view.task.inputs
+        if form.has_ids and not self.reads_ids:
+            return NotApplicable(IDS_UNSEARCHABLE, limit=True)
+        if self.images_only and not form.is_image:
+            reason = f"it is for pictures, and an input is {INPUT_KINDS[form.kind]}; try ig, or analytic"
+            return NotApplicable(reason, limit=True)
         return None
 
     def confirm(self, view: ServerView, result: Result) -> Result:
@@ -249,6 +273,12 @@ def run_checked(
         TypeError: it returned something else, or changed a view's tensors in place.
     """
     name = getattr(attack, "name", type(attack).__name__)  # of a class that is not registered in this process
+    refused = [getattr(attack, "input_obstacle", lambda view: None)(view) for view in views]
+    if any(refused):
+        open_to = [i for i, reason in enumerate(refused) if reason is None]
+        own = [views[i] for i in open_to], [seeds[i] for i in open_to]
+        rest = iter(run_checked(attack, *own, control) if open_to else ())
+        return [next(rest) if reason is None else reason for reason in refused]
     before = [_tensor_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
@@ -265,6 +295,10 @@ def run_checked(
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     confirm = getattr(attack, "confirm", lambda view, result: result)
+    results = [
+        with_target(view, result) if isinstance(result, Reconstruction) else result
+        for view, result in zip(views, results, strict=True)
+    ]
     return [_note_unexpected_labels(view, confirm(view, result)) for view, result in zip(views, results, strict=True)]
 
 
@@ -318,13 +352,22 @@ def _check_view(view: ServerView) -> None:
                     "fl.capture.from_update makes a view of a captured update"
                 )
     if view.labels is not None:
-        _check_labels(view.labels, view.batch_size, view.task.num_classes)
+        _check_labels(view.labels, view.batch_size, view.task)
 
 
-def _check_labels(labels: object, count: int | None, classes: int) -> None:
-    """Check that each image has a label: a class, or probabilities of all classes (N, K), as of mixed images."""
+def _check_labels(labels: object, count: int | None, task: Task) -> None:
+    """Check that each image has a label: a class, or probabilities of all classes (N, K), as of mixed images.
+
+    Under another loss than cross entropy it is a target in that loss's form.
+    """
+    classes = task.num_classes
     if not isinstance(labels, Tensor):
         raise ValueError(f"expected labels as a tensor int64, got {type(labels).__name__}")
+    if not task.loss.is_cross_entropy:
+        if count is not None and len(labels) != count:
+            raise ValueError(f"expected a target for each of {count} examples, got {len(labels)}")
+        task.loss.prepare(labels, task.output_shape)
+        return
     mixed = labels.ndim == 2 and labels.shape[1] == classes and labels.is_floating_point()
     if not mixed and (labels.ndim != 1 or labels.dtype != torch.int64):
         raise ValueError(
@@ -361,6 +404,10 @@ class Chain(Attack):
         built = build("peel+ig")
         assert isinstance(built, Chain)
         return cls(first=built.first, then=type(built.then).example())  # type: ignore[attr-defined]
+
+    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
+        """Return why either of the two says nothing of such inputs, or None."""
+        return self.first.input_obstacle(view) or self.then.input_obstacle(view)
 
     def view_batches(self, views: Sequence[ServerView]) -> list[Sequence[int]]:
         """Return the batches that the second attack asks for."""

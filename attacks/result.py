@@ -8,6 +8,12 @@ from torch import Tensor
 
 from fl.tensors import Tensors
 
+IDS_UNSEARCHABLE = (
+    "the model is given ids (of tokens, of categories), which no gradient reaches, so they can be neither solved nor "
+    "searched for; `tokens` reads off the embeddings' update which of them occur"
+)
+"""Why attacks say nothing of such inputs."""
+
 
 @dataclass(frozen=True)
 class Reconstruction:

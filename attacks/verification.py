@@ -249,6 +249,8 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     check = _UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
         return _Question(check, ((inputs, labels) for labels in _candidate_labels(view, result)))
+    if not view.task.loss.is_cross_entropy:
+        return None
     return _Question(check, [(inputs, check.labels_of(inputs, layer.parameter_names[0]))])
 
 
@@ -256,7 +258,7 @@ def _leaves_labels_untried(view: ServerView, result: Reconstruction) -> bool:
     """Return whether labels matter, are neither known to the server nor found, and are too many to be all tried."""
     used = result.labels if result.inputs is not None or view.batch_size == 1 else None  # see `_feature_comparison`
     known = view.private or used is not None or view.labels is not None or not view.method.uses_labels
-    return not known and view.task.num_classes > MAX_TRIED_LABELS
+    return not known and view.task.loss.is_cross_entropy and view.task.num_classes > MAX_TRIED_LABELS
 
 
 def _most_favorable(answers: Iterable[bool | None]) -> bool | None:
@@ -281,7 +283,8 @@ def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tens
     if found:
         yield from found
     elif view.batch_size == 1:
-        yield from torch.arange(min(view.task.num_classes, MAX_TRIED_LABELS))[:, None]
+        every = view.task.loss.every_target(view.task.output_shape, MAX_TRIED_LABELS)
+        yield from () if every is None else every[:, None]
 
 
 @dataclass(frozen=True)

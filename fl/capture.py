@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -16,20 +16,31 @@ from torch import Tensor, nn
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
+from fl.input_form import InputForm, InputHook, Inputs, Range, check_values, describe_inputs, tensors_of
 from fl.local import sampling
+from fl.losses import Loss
+from fl.losses.cross_entropy import ONE_CLASS
+from fl.losses.function import build_loss
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
-from fl.models.building_blocks.model_checks import ONE_CLASS, abbreviate_list, count_logits, find_head
+from fl.models.building_blocks.model_checks import (
+    abbreviate_list,
+    describe_tensor,
+    find_head,
+    prepare_outputs,
+)
+from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.module_copies import copy_model
 from fl.seeds import stream
 from fl.settings import options_or_settings
 from fl.simulation.capture_checks import (
-    check_images,
+    check_given,
+    check_loss,
     check_model,
     check_settings,
-    check_shape,
     check_training,
     choose_layout,
+    count_ids,
     protect_inputs,
     refuse_secure_aggregation,
     tensor_conversion_hint,
@@ -54,6 +65,15 @@ class ClientSettings:
         mean: per channel (C,), of the normalization inside the model; 0 where it is empty. Attacks work in normalized
             pixels, so step sizes and total variation mean what their papers say only with `mean` and `std`.
         std: per channel (C,), likewise, > 0; 1 where it is empty.
+        loss: what the client minimizes: a name of `fl.losses` ("cross-entropy", "bce", "mse", "segmentation"),
+            settings, `module:function`, a loss of torch.nn or any callable of (outputs, targets).
+        output: which part of what the model returns the loss is taken of: its name or place, or a function of the
+            whole; None takes the only tensor, or the one called logits.
+        input_range: least and largest number that inputs can have, one or one for each channel or column; None is
+            [0, 1]. Searches stay in it; it is what the attacker knows, and not read off the inputs.
+        categories: of a table (B, F), where categories lie that are given as one-hot numbers: (first column, the one
+            behind the last) of each.
+        column_std: of a table, the standard deviation of each column, by which numbers are scored.
     """
 
     method: Method | None = None
@@ -62,32 +82,57 @@ class ClientSettings:
     head: str | None = None
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
+    loss: str | Mapping[str, Any] | Loss | Callable[..., Tensor] = "cross-entropy"
+    output: Choice = None
+    input_range: Range | None = None
+    categories: Sequence[tuple[int, int]] = ()
+    column_std: Sequence[float] = ()
 
     def check(self) -> None:
-        """Refuse what is no method, defense or threat model, and a defense that takes several clients.
+        """Refuse what is no method, defense, loss or threat model, and a defense that takes several clients.
 
         Raises:
             ValueError: says which, and what was expected.
         """
         check_settings(self.method, self.defense, self.threat)
         refuse_secure_aggregation(self.defense)
+        check_loss(self.built_loss, self.method, self.defense)
 
-    def task(self, model: nn.Module, input_shape: tuple[int, int, int], num_classes: int) -> Task:
-        """Return the task of classifying images (C, H, W) into K classes by a model.
+    @property
+    def built_loss(self) -> Loss:
+        """What the client minimizes, as an object."""
+        return build_loss(self.loss)
+
+    def input_form(self, inputs: Inputs, ids: Sequence[int] = ()) -> InputForm:
+        """Return what inputs of this form are, by a batch or an example of them.
+
+        Args:
+            inputs: of the model.
+            ids: of each input how many ids there are; 0 or none takes the largest given.
 
         Raises:
-            ValueError: a shape, a number of classes, a mean or a std that cannot be; says which.
+            ValueError: they are no inputs, or the range or categories do not fit them.
         """
-        sides = tuple(map(_to_python_number, input_shape)) if isinstance(input_shape, Iterable) else ()
-        if len(sides) != 3 or not all(map(_check_positive, sides)):
-            raise ValueError(f"expected input_shape (C, H, W), three positive ints, got {input_shape!r}")
-        if not _check_positive(num_classes) or num_classes < 2:
-            why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
-            raise ValueError(f"expected num_classes, an int >= 2, got {num_classes!r}{why}")
-        mean, std = _per_channel("mean", self.mean, -math.inf), _per_channel("std > 0", self.std, 0)
-        return Task(
-            model, (sides[0], sides[1], sides[2]), num_classes, find_head(model, self.head, num_classes), mean, std
+        return describe_inputs(
+            inputs, input_range=self.input_range, categories=self.categories, column_std=self.column_std, ids=ids
         )
+
+    def task(self, model: nn.Module, form: InputForm, output_shape: torch.Size) -> Task:
+        """Return the task that the model is trained for.
+
+        Args:
+            model: takes inputs as `form` packs them, and returns one tensor.
+            form: of its inputs.
+            output_shape: of what it returns for one example.
+
+        Raises:
+            ValueError: a mean, a std or a head that cannot be; says which.
+        """
+        loss, classes = self.built_loss, output_shape[0]
+        mean, std = _per_channel("mean", self.mean, -math.inf), _per_channel("std > 0", self.std, 0)
+        own = form.units()
+        head = find_head(model, self.head, classes, strict=loss.is_cross_entropy and form.is_image)
+        return Task(model, form.shape, classes, head, mean or own[0], std or own[1], loss, output_shape, form)
 
     def client(self, task: Task) -> Client:
         """Return the client that trains so."""
@@ -122,7 +167,7 @@ class CapturedUpdateSettings(ClientSettings):
 
 def from_batch(
     model: nn.Module,
-    inputs: Tensor,
+    inputs: Inputs,
     labels: Tensor,
     *,
     num_classes: int | None = None,
@@ -133,15 +178,17 @@ def from_batch(
     """Return what the server sees of a client that trains `model` on one batch, and the truth to score attacks with.
 
     Args:
-        model: takes pixels in [0, 1] and returns logits (B, K); it is copied, never changed. Parameters with
+        model: takes the inputs and returns what the loss takes; it is copied, never changed. Parameters with
             `requires_grad=False` are frozen: not trained, not sent, and known to the server.
-        inputs: (B, C, H, W) in [0, 1].
-        labels: (B,) int64 in [0, K).
+        inputs: pictures (B, C, H, W) in [0, 1]; or a table (B, F), a series (B, C, T), ids (B, T) int64, or several
+            inputs, one after the other or by the names of forward's arguments. In the view and the truth they are one
+            tensor (B, C, H, W) in [0, 1], which `view.task.inputs.restore` turns back.
+        labels: (B,) int64 in [0, K), or the targets of the loss that is stated.
         num_classes: K; by default what the model returns.
         seed: of all randomness.
         options: how the client trains, and what the server knows of it.
         **settings: single ones of the options in their place: `from_batch(model, inputs, labels, method=FedAvg())`.
-            They are `method`, `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
+            They are those of `ClientSettings`.
 
     Raises:
         ValueError: images, labels or model do not fit each other (says which), the defense takes several clients, or
@@ -150,27 +197,47 @@ def from_batch(
     """
     chosen = options_or_settings(ClientSettings, options, settings)
     chosen.check()
-    check_images(inputs, labels)
-    inputs, labels = inputs.detach().clone(), labels.detach().clone()
+    loss = chosen.built_loss
+    check_given(inputs, labels, chosen.input_range)
+    form = chosen.input_form(inputs, count_ids(model, inputs))
     own = _trainable(model)
-    inputs = choose_layout(own, inputs)
-    protect_inputs(own, inputs)
-    classes = count_logits(own, inputs, num_classes)
-    if int(labels.min()) < 0 or int(labels.max()) >= classes:
-        raise ValueError(f"expected labels in [0, {classes}), got {int(labels.min())} to {int(labels.max())}")
-    channels, height, width = inputs.shape[1:]
-    client = chosen.client(chosen.task(own, (channels, height, width), classes))
-    check_training(client, inputs, default=chosen.method is None)
-    batch = Batch(inputs, labels)
+    packed = form.pack(inputs, _float_type(own, inputs)).detach().clone()
+    check_values(form, packed)
+    labels = labels.detach().clone()
+    packed = _with_inputs(own, form, packed)
+    described = " and ".join(map(describe_tensor, tensors_of(inputs)))
+    shape = prepare_outputs(own, packed, loss, chosen.output, described)
+    if num_classes not in {None, shape[0]}:
+        raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")
+    labels = loss.prepare(labels, shape)
+    client = chosen.client(chosen.task(own, form, shape))
+    check_training(client, packed, default=chosen.method is None)
+    batch = Batch(packed, labels)
     return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
+
+
+def _with_inputs(model: nn.Module, form: InputForm, packed: Tensor) -> Tensor:
+    """Let the model take inputs as they are packed; returns these in a layout that it takes."""
+    if form.is_plain:
+        packed = choose_layout(model, packed)
+    else:
+        model.register_forward_pre_hook(InputHook(form), with_kwargs=True, prepend=True)
+    protect_inputs(model, packed)
+    return packed
+
+
+def _float_type(model: nn.Module, inputs: Inputs) -> torch.dtype:
+    """Return the type in which inputs are packed: the floating-point inputs' own, or that of the model."""
+    given = [value.dtype for value in tensors_of(inputs) if value.is_floating_point()]
+    return given[0] if given else next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def from_update(
     model: nn.Module,
     update: Mapping[str, Tensor],
     *,
-    input_shape: tuple[int, int, int],
-    num_classes: int,
+    input_shape: Sequence[int] | Inputs,
+    num_classes: int | None = None,
     options: CapturedUpdateSettings | None = None,
     **settings: Any,
 ) -> ServerView:
@@ -180,12 +247,12 @@ def from_update(
         model: as the client got it, before training; copied, never changed. Parameters with `requires_grad=False`
             are frozen: the server knows them, and `update` has no tensor for them.
         update: `weights before - weights after` by parameter name, or the gradient (see `kind`).
-        input_shape: (C, H, W) of the images.
-        num_classes: K.
+        input_shape: (C, H, W) of the images, (C, T) of a series or (F,) of a table; of ids or several inputs an example
+            of them (1, ...), whose numbers do not matter.
+        num_classes: K; by default what the model returns.
         options: what is known of the client and of the update.
         **settings: single ones of the options in their place: `from_update(..., method=FedAvg(), batch_size=4)`. They
-            are `batch_size`, `labels`, `shared`, `buffers`, `buffers_after`, `kind` (see `CapturedUpdateSettings`),
-            `method`, `defense`, `threat`, `head`, `mean` and `std` (see `ClientSettings`).
+            are those of `CapturedUpdateSettings` and `ClientSettings`.
 
     Raises:
         ValueError: a tensor is missing, unknown, of a wrong shape or not finite (says which), settings don't fit, or
@@ -194,10 +261,8 @@ def from_update(
     """
     known = options_or_settings(CapturedUpdateSettings, options, settings)
     known.check()
-    known, num_classes = replace(known, batch_size=_to_python_number(known.batch_size)), _to_python_number(num_classes)
-    own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
-    task = known.task(own, input_shape, num_classes)
-    protect_inputs(task.model, _gray_batch(task, 1))
+    known = replace(known, batch_size=_to_python_number(known.batch_size))
+    task = task_of_update(model, input_shape, known, _to_python_number(num_classes))
     client = known.client(task)
     if known.method is None:  # what nobody stated is not known to be plain SGD
         known = replace(known, threat=replace(known.threat or ThreatModel(), knows_optimizer=False))
@@ -206,7 +271,6 @@ def from_update(
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, buffers = _captured(client, params, scopes, update, known)
     returned = _returned_buffers(client, scopes, known)
-    check_shape(task.model, _gray_batch(task, known.batch_size), task.num_classes)
     check_training(client, _gray_batch(task, known.batch_size), default=known.method is None)
     return ServerView(
         method=client.method,
@@ -220,6 +284,74 @@ def from_update(
         rounded=known.kind == "update",
         **knowledge,  # type: ignore[arg-type]
     )
+
+
+def task_of_update(
+    model: nn.Module,
+    stated: Sequence[int] | Inputs,
+    known: CapturedUpdateSettings,
+    num_classes: int | None = None,
+) -> Task:
+    """Return the task that a captured update belongs to, with a copy of the model.
+
+    Args:
+        model: as the client got it.
+        stated: the shape of one example, or an example of the inputs.
+        known: of the client and of the update.
+        num_classes: K; by default what the model returns.
+
+    Raises:
+        ValueError: model, shape, loss and number of classes do not fit each other; says which.
+    """
+    own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
+    form = _stated_form(known, model, stated)
+    _check_classes(num_classes, known.built_loss)
+    _with_inputs(own, form, torch.full((1, *form.shape), 0.5).to(next(own.parameters())))
+    return known.task(own, form, _output_shape(own, form, known, num_classes))
+
+
+def _stated_form(known: CapturedUpdateSettings, model: nn.Module, stated: Sequence[int] | Inputs) -> InputForm:
+    """Return the form of inputs of which a shape or an example is given."""
+    if isinstance(stated, Tensor | Mapping) or (
+        isinstance(stated, Sequence) and any(isinstance(value, Tensor) for value in stated)
+    ):
+        return known.input_form(stated, count_ids(model, stated))  # type: ignore[arg-type]
+    sides = tuple(map(_to_python_number, stated)) if isinstance(stated, Iterable) else ()
+    if not 1 <= len(sides) <= 4 or not all(map(_check_positive, sides)):
+        raise ValueError(
+            f"expected input_shape (C, H, W), three positive ints ((C, T) of a series, (F,) of a table), got {stated!r}"
+        )
+    return known.input_form(torch.zeros(1, *sides))
+
+
+def _check_classes(num_classes: int | None, loss: Loss) -> None:
+    least = 2 if loss.is_cross_entropy else 1
+    if num_classes is None or (_check_positive(num_classes) and num_classes >= least):
+        return
+    why = f": {ONE_CLASS}" if num_classes == 1 and num_classes is not True else ""
+    raise ValueError(f"expected num_classes, an int >= {least}, got {num_classes!r}{why}")
+
+
+def _output_shape(
+    model: nn.Module, form: InputForm, known: CapturedUpdateSettings, num_classes: int | None
+) -> torch.Size:
+    """Return the shape of what the model returns of one example, and let it return that alone."""
+    count = known.batch_size if _check_positive(known.batch_size) else 1
+    gray = torch.full((count, *form.shape), 0.5).to(next(model.parameters()))
+    try:
+        shape = prepare_outputs(model, gray, known.built_loss, known.output)
+    except ValueError as error:
+        if "inputs that fit the model" not in str(error):
+            raise
+        said = str(error.__cause__)
+        shown = ", ".join(str(part.shape) for part in form.parts)
+        raise ValueError(
+            f"expected an input_shape (C, H, W) that the model takes, got {shown}: on {count} example(s) of "
+            f"it the model says: {said}"
+        ) from error
+    if num_classes not in {None, shape[0]}:
+        raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")
+    return shape
 
 
 def _captured(
@@ -268,7 +400,7 @@ def _returned_buffers(
 
 def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, object]:
     """Return what the server knows beside the update, as `ServerView` has it."""
-    threat, labels, batch_size, num_classes = known.threat, known.labels, known.batch_size, client.base.num_classes
+    threat, labels, batch_size, task = known.threat, known.labels, known.batch_size, client.base
     if not _check_positive(batch_size):
         raise ValueError(f"expected batch_size, an int >= 1, got {batch_size!r}")
     for key in ("knows_order", "knows_randomness", "knows_private_init", "history_rounds"):
@@ -278,10 +410,9 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
         raise ValueError("expected labels under a threat model that knows them, got none")
     if labels is not None and not isinstance(labels, Tensor):
         raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {tensor_conversion_hint(labels)}")
-    if labels is not None and (labels.shape != (batch_size,) or labels.dtype != torch.int64):
+    if labels is not None and (not labels.ndim or len(labels) != batch_size):
         raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
-    if labels is not None and not ((labels >= 0) & (labels < num_classes)).all():
-        raise ValueError(f"expected labels in [0, {num_classes}), got {labels.tolist()}")
+    labels = None if labels is None else task.loss.prepare(labels, task.output_shape)
     threat = replace(threat or ThreatModel(), knows_labels=labels is not None)
     order = sampling.plan_batches(client.method.phases(client.task, 0), batch_size, stream(0, "capture", "order"))
     return {
@@ -292,7 +423,7 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
     }
 
 
-def _to_python_number(value: int) -> int:
+def _to_python_number(value: Any) -> Any:
     """Convert NumPy's integers to Python's, which torch wants; all else as it is, to be refused by name."""
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 

@@ -167,11 +167,20 @@ class Method(FormerHooks):
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Return the mean loss of a batch; penalties on parameters belong into `gradient`."""
-        return nn.functional.cross_entropy(network(batch.inputs), batch.labels)
+        return step.task.loss(network(batch.inputs), batch.labels)
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Return whether what trains the predictor is mean cross entropy alone; attacks rest on it."""
+        return type(self).loss is Method.loss and task.loss.is_cross_entropy
+
+    @property
+    def takes_any_loss(self) -> bool:
+        """Whether clients minimize the task's loss, whichever that is; else the method has one of cross entropy."""
         return type(self).loss is Method.loss
+
+    def minimizes_task_loss(self, task: Task, round: int) -> bool:
+        """Return whether what trains the predictor is the mean of the task's loss alone; attacks rest on it."""
+        return self.uses_plain_cross_entropy(task, round) if task.loss.is_cross_entropy else self.takes_any_loss
 
     def follows_loss_gradient(self, steps: int | None) -> bool:
         """Return whether each of a round's `steps` (None: unknown) goes along the gradient of `loss` alone."""

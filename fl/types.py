@@ -14,6 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from fl.input_form import InputForm, image_form
+from fl.losses import Loss
+from fl.losses.cross_entropy import CrossEntropy
 from fl.tensors import Payloads, Tensors
 
 Order = tuple[tuple[tuple[Tensor, ...], ...], ...]
@@ -70,16 +73,20 @@ def _is_state(model: nn.Module, name: str) -> bool:
 
 @dataclass(frozen=True)
 class Task:
-    """A classification problem and the network every client starts from.
+    """A learning problem and the network every client starts from.
 
     Attributes:
-        model: takes pixels in [0, 1] (B, C, H, W) and returns logits (B, K); its parameters are the initial ones.
-            Those with requires_grad=False are frozen: part of the network, known to everybody, not trained, not sent.
+        model: takes pixels in [0, 1] (B, C, H, W) and returns logits (B, K), or whatever the loss takes; its parameters
+            are the initial ones. Those with requires_grad=False are frozen: part of the network, known to everybody,
+            not trained, not sent.
         input_shape: (C, H, W).
-        num_classes: K.
+        num_classes: K; of other losses the number of outputs along the first dimension after the batch's.
         head: prefix of the names of the classifier's parameters, e.g. `"head."`.
         mean: per-channel mean of the model's own normalization, (0,) * C without one.
         std: per-channel standard deviation of it, (1,) * C without one.
+        loss: what clients minimize; by default cross entropy.
+        output_shape: of what the model returns for one example; (K,) where none is given.
+        inputs: what the (C, H, W) numbers of an example stand for; pictures where nothing is given.
     """
 
     model: nn.Module
@@ -88,9 +95,17 @@ class Task:
     head: str = "head."
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    loss: Loss = CrossEntropy()  # noqa: RUF009  (frozen, without settings)
+    output_shape: torch.Size = torch.Size()  # noqa: RUF009
+    inputs: InputForm = InputForm("image", ())  # noqa: RUF009
 
     def __post_init__(self) -> None:
         channels = self.input_shape[0]
+        if (
+            not self.inputs.parts or self.inputs.shape != self.input_shape
+        ):  # of pictures, or of another network's inputs
+            object.__setattr__(self, "inputs", image_form(self.input_shape))
+        object.__setattr__(self, "output_shape", torch.Size(self.output_shape or (self.num_classes,)))
         object.__setattr__(self, "mean", tuple(self.mean) or (0.0,) * channels)
         object.__setattr__(self, "std", tuple(self.std) or (1.0,) * channels)
         if len(self.mean) != channels or len(self.std) != channels:

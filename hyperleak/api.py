@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +18,7 @@ from attacks.search_control import SearchControl
 from defenses import Defense, defenses
 from eval.audit import attack_selection, captured_files, captured_update, user_model
 from eval.audit.captured_files import CapturedUpdate, Part
+from eval.audit.examples import Examples, check_examples
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
 from eval.audit.tensor_names import with_model_names
@@ -32,7 +33,10 @@ from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir, default_folder
 from fl.capture import ClientSettings
+from fl.input_form import Inputs, Range, tensors_of
+from fl.losses import Loss
 from fl.method import Method, methods
+from fl.models.building_blocks.model_outputs import Choice
 from fl.ranges import Count, Seed
 from fl.settings import fit_value, options_or_settings
 from fl.types import Batch, Truth
@@ -218,6 +222,12 @@ class AuditOptions:
         clients: how many clients a captured update is the mean of, each of `batch_size` images.
         mean: subtracted from each channel by the model's own training loop, where the model does not do it itself.
         std: what each channel is divided by, likewise.
+        head: prefix of the names of the classifier's parameters; None takes the last linear layer.
+        loss: what clients minimize: "cross-entropy", "bce", "mse", "segmentation", `module:function` or a callable.
+        output: which part of what the model returns that is taken of: a name, a place, or a function of the whole.
+        input_range: least and largest number that inputs can have, where that is not [0, 1].
+        categories: of a table, first column of each one-hot category and the one behind its last.
+        column_std: of a table, the standard deviation of each column, by which numbers are scored.
         seed: of all randomness.
         workers: processes that updates are spread over; their number changes no result.
         minutes: how long all of it may take, about: searches then end with their best so far, and attacks that come
@@ -233,11 +243,17 @@ class AuditOptions:
     method: str | Mapping[str, Any] | Method | None = None
     defense: str | Mapping[str, Any] | Defense = "none"
     batch_size: Count = 1
-    input_shape: tuple[int, int, int] | None = None
+    input_shape: Sequence[int] | Inputs | None = None
     kind: Literal["update", "gradient"] = "update"
     clients: Count = 1
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
+    head: str | None = None
+    loss: str | Mapping[str, Any] | Loss | Callable[..., Tensor] = "cross-entropy"
+    output: Choice = None
+    input_range: Range | None = None
+    categories: Sequence[tuple[int, int]] = ()
+    column_std: Sequence[float] = ()
     seed: Seed = 0
     workers: Count = 1
     minutes: float | None = None
@@ -265,13 +281,19 @@ class AuditOptions:
             defense=defenses.build(self.defense),
             mean=self.mean,
             std=self.std,
+            head=self.head,
+            loss=self.loss,
+            output=self.output,
+            input_range=self.input_range,
+            categories=self.categories,
+            column_std=self.column_std,
         )
 
 
 def audit(
     subject: nn.Module | ServerView,
-    images: Tensor | Batch | None = None,
-    labels: Tensor | Sequence[int] | None = None,
+    images: Inputs | Batch | None = None,
+    labels: Tensor | Sequence[float] | None = None,
     *,
     update: Part | tuple[Part | None, Part] | None = None,
     truth: Truth | None = None,
@@ -282,8 +304,9 @@ def audit(
 
     Args:
         subject: the model as it was when the update was made, or a view (`fl.capture`).
-        images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known.
-        labels: int64 (N,) or a list of integers, beside images that are a tensor.
+        images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known. Other
+            inputs as `fl.capture.from_batch` takes them: tables, series, ids, several inputs.
+        labels: int64 (N,) or a list of integers, beside images that are a tensor; or the targets of the loss.
         update: weights before minus weights after, by parameter name or as a list of arrays in the order of
             `model.state_dict()`, or the file that holds them; or (before, after), each a file, a model, a state
             dictionary or a list, where None is the model itself. Without, the model computes one update for every
@@ -302,7 +325,7 @@ def audit(
     """
     chosen = options_or_settings(AuditOptions, options, settings)
     control = _control(chosen.minutes, keep_best_on_interrupt=True)
-    known = _batch(images, labels)
+    known = _examples(images, labels)
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
             raise ValueError("a view holds its update: give what is known to be behind it as truth=")
@@ -316,7 +339,9 @@ def audit(
             raise ValueError("truth goes with a view; give a model's images and labels")
         subjects, method = _subjects(subject, known, update, chosen)
         batch_size = subjects[0].view.batch_size or chosen.batch_size
-    named = chosen.named_attacks or attack_selection.default_attacks(method, batch_size)
+    ids = subjects[0].view.task.inputs.has_ids
+    usual = attack_selection.ATTACKS_ON_IDS if ids else attack_selection.default_attacks(method, batch_size)
+    named = chosen.named_attacks or usual
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
         subjects,
@@ -328,40 +353,45 @@ def audit(
     )
 
 
-def _batch(images: Tensor | Batch | None, labels: Tensor | Sequence[int] | None) -> Batch | None:
-    """Return images and labels as a batch."""
+def _examples(images: Inputs | Batch | None, labels: Tensor | Sequence[float] | None) -> Examples | None:
+    """Return inputs and their targets."""
     if images is None or isinstance(images, Batch):
         if labels is not None:
             raise ValueError(f"labels go with a tensor of images, got {'none' if images is None else 'a batch'}")
-        return images
+        return None if images is None else Examples.of(images)
     if labels is None:
         raise ValueError("expected labels beside images: int64, one for each")
     if isinstance(labels, (list, tuple)):
         labels = torch.tensor(labels)
-    for name, value in (("images", images), ("labels", labels)):
+    several: list[Any] = tensors_of(images) if isinstance(images, Mapping | tuple | list) else [images]
+    for name, value in (*(("images", value) for value in several), ("labels", labels)):
         if not isinstance(value, Tensor):
             kind = f"{type(value).__module__}.{type(value).__name__}"
             raise TypeError(f"{name}: expected a torch tensor, got {kind}; for arrays: torch.from_numpy({name})")
-    assert isinstance(labels, Tensor)
-    if images.dtype == torch.uint8:
+    if isinstance(images, Tensor):
+        _check_layout(images)
+    return check_examples("images", images, labels)
+
+
+def _check_layout(images: Tensor) -> None:
+    """Refuse pictures of bytes, and channels that come last."""
+    if images.dtype == torch.uint8 and images.ndim == 4:
         raise ValueError("images: expected floats in [0, 1], got torch.uint8; give images.float() / 255")
     if images.ndim == 4 and images.shape[1] == images.shape[2] > 4 and images.shape[3] in (1, 3):
         shape = tuple(images.shape)
         raise ValueError(f"images: expected (N, C, H, W), got channels last, {shape}; give images.permute(0, 3, 1, 2)")
-    user_model.check_batch("images", images, labels)
-    return Batch(images, labels)
 
 
 def _subjects(
     model: nn.Module,
-    known: Batch | None,
+    known: Examples | None,
     update: Part | tuple[Part | None, Part] | None,
     chosen: AuditOptions,
 ) -> tuple[list[Subject], Method]:
     """Return the updates of a user's model, and the method they are of."""
     client = chosen.client()
     if known is not None:
-        known = Batch(user_model.match_dtype(model, known.inputs), known.labels)
+        known = known.like(model)
     if update is None:
         if known is None:
             raise ValueError("expected images and labels, an update, or both; got neither")
@@ -375,8 +405,8 @@ def _subjects(
         )
         return subjects, subjects[0].view.method
     captured = captured_files.described(_captured(update), chosen.kind, chosen.clients)
-    shape = chosen.input_shape or (None if known is None else known.inputs.shape[1:])
-    if shape is None or len(shape) != 3:
+    shape = chosen.input_shape if chosen.input_shape is not None else None if known is None else known.stated()
+    if shape is None:
         raise ValueError("expected input_shape=(channels, height, width) for an update without images, got none")
     facts, batch_size = captured.training, chosen.batch_size
     if facts is not None:
@@ -386,7 +416,7 @@ def _subjects(
         model,
         with_model_names(captured, model),
         client,
-        input_shape=(shape[0], shape[1], shape[2]),
+        input_shape=shape,
         batch_size=batch_size,
         given=known,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
-from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.observed_update import ObservedUpdate
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -44,6 +44,7 @@ class Analytic(Attack):
             for the result to be `verified`.
     """
 
+    reads_ids: ClassVar[bool] = True
     plain: ClassVar[str] = "reads the picture off the update of the first fully connected layer, without guessing."
 
     fits: OpenShare = 1e-3
@@ -54,6 +55,8 @@ class Analytic(Attack):
 
     def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the images, or the layer's input."""
+        if view.batch_size == 1 and (found := self._invert_inputs(view)) is not None:
+            return found
         layer = first_linear(view)
         if isinstance(layer, NotApplicable):
             return layer
@@ -89,6 +92,41 @@ class Analytic(Attack):
             note=note,
         )
 
+    def _invert_inputs(self, view: ServerView) -> Reconstruction | None:
+        """Return those of several inputs that a linear layer is given as they are, or None where none is.
+
+        The others stay in the middle of their range; `fixed` says which numbers were read.
+        """
+        form, layers = view.task.inputs, layers_of_inputs(view)
+        values = torch.full((1, form.shape[0]), 0.5, dtype=torch.float64)
+        fixed, left = torch.zeros(1, form.shape[0], dtype=torch.bool), 0.0
+        sizes = [part.size for part in form.parts]
+        for number, layer in layers.items():
+            fit = RankOneFit.of(layer)
+            if not bool(fit.known.all()) or max(fit.left, fit.error_of_noise(layer)) > self.fits:
+                continue
+            part, begin = form.parts[number], sum(sizes[:number])
+            own = slice(begin, begin + part.size)
+            values[:, own] = part.pack(fit.inputs.cpu().reshape(1, *part.shape)).reshape(1, -1)
+            fixed[:, own], left = True, max(left, fit.left)
+        if not bool(fixed.any()):
+            return None
+        labels, note = single_label(view)
+        whole = bool(fixed.all())
+        missed = [part.name or str(i) for i, part in enumerate(form.parts) if not bool(fixed[0, sum(sizes[:i])])]
+        said = "" if whole else f"no layer with a bias is given the input(s) {', '.join(missed)} as they are"
+        sure = view.threat.knows_defense
+        stated = sure and view.threat.knows_optimizer
+        return Reconstruction(
+            inputs=values.clamp(0, 1).reshape(1, *form.shape).to(view.device, view.dtype),
+            labels=labels,
+            objective=left,
+            knowledge=() if view.labels is None else ("labels",),
+            verified=True if whole and sure else None,
+            fixed=fixed.reshape(1, *form.shape).to(view.device) if stated else None,
+            note="; ".join(filter(None, (note, said))),
+        )
+
     def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
         """Return images that one neuron sees alone, at most `count`.
 
@@ -106,8 +144,9 @@ class Analytic(Attack):
             return NotApplicable("the gradient has full rank: whether a neuron sees one image can't be checked")
         left, singular, right = left[:, :rank], singular[:rank], right[:rank]
         ones = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-        found: list[tuple[float, Tensor, int]] = []
-        for label in range(layer.view.task.num_classes):
+        found: list[tuple[float, Tensor, Tensor]] = []
+        possible = layer.possible_labels()
+        for label in () if possible is None else possible:
             signal = layer.signals(inputs, label) * unit
             inside = signal @ left
             off = (signal - inside @ left.mT).norm(dim=1) / signal.norm(dim=1)
@@ -117,10 +156,10 @@ class Analytic(Attack):
         return self._drop_duplicates(layer, found)
 
     def _drop_duplicates(
-        self, layer: LinearLayer, found: list[tuple[float, Tensor, int]]
+        self, layer: LinearLayer, found: list[tuple[float, Tensor, Tensor]]
     ) -> Reconstruction | NotApplicable:
         """Return each image once, the neuron that fits best first."""
-        kept: list[tuple[float, Tensor, int]] = []
+        kept: list[tuple[float, Tensor, Tensor]] = []
         for entry in sorted(found, key=lambda item: item[0]):
             if all(float((entry[1] - x).norm()) > 10 * self.fits * float(x.norm()) for _, x, _ in kept):
                 kept.append(entry)
@@ -128,7 +167,7 @@ class Analytic(Attack):
             return NotApplicable("no neuron is active for one image alone")
         return Reconstruction(
             inputs=layer.pixels(torch.stack([x for _, x, _ in kept])),
-            labels=torch.tensor([label for _, _, label in kept], device=layer.view.device),
+            labels=torch.stack([label for _, _, label in kept]).to(layer.view.device),
             objective=max(miss for miss, _, _ in kept),
             verified=True,
         )
@@ -227,4 +266,9 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
         return reason
     if view.private or not view.method.uses_labels:
         return "what flows back can't be computed: the network above the layer is private"
+    if layer.possible_labels() is None:
+        return (
+            f"several examples are told apart by trying their targets, which under {view.task.loss.name} are too many "
+            "or any numbers: audit one example in an update (--batch-size 1), or try ig"
+        )
     return None

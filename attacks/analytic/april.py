@@ -113,6 +113,9 @@ class April(Attack):
         """Return the images of a batch, where their subspaces tell them apart."""
         if count < 1:
             return NotApplicable("the number of images is unknown")
+        if not view.task.loss.is_cross_entropy:
+            why = f"images of a batch are told apart by their cross entropy, and the loss is {view.task.loss.name}"
+            return NotApplicable(why, limit=True)
         if not (view.method.uses_labels and view.method.uses_plain_cross_entropy(view.client.task, view.round)):
             return NotApplicable(
                 f"images of a batch are told apart by their cross entropy, which {view.method.name} adds to"

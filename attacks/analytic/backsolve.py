@@ -20,6 +20,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels, count_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
+from attacks.network.recurrent import recurrent_obstacle
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
@@ -73,6 +74,10 @@ class Backsolve(Attack):
     def example(cls) -> Backsolve:
         """Return the attack as it is."""
         return cls()
+
+    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
+        """Refuse recurrent networks as well."""
+        return super().input_obstacle(view) or recurrent_obstacle(view)
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; the seed is that of the searches' starts."""

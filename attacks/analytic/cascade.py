@@ -26,6 +26,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
+from attacks.network.recurrent import recurrent_obstacle
 from attacks.search_control import StoppedError
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
@@ -97,6 +98,10 @@ class Cascade(Attack):
     def example(cls) -> Cascade:
         """Return the attack, which has no settings."""
         return cls()
+
+    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
+        """Refuse recurrent networks as well."""
+        return super().input_obstacle(view) or recurrent_obstacle(view)
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; the seed is that of `backsolve`, where that is asked."""

@@ -75,6 +75,7 @@ class GradInversion(GradientMatching):
         max_shift: farthest shift in pixels when the searches are aligned; 0 takes their mean pixel by pixel.
     """
 
+    images_only: ClassVar[bool] = True
     plain: ClassVar[str] = (
         "runs several searches that agree on one picture, and checks it against the averages the network keeps."
     )

@@ -50,6 +50,7 @@ class ROG(GradientMatching):
             which brings far more of black and white strokes back, and less of photographs (settings.md).
     """
 
+    images_only: ClassVar[bool] = True
     plain: ClassVar[str] = "guesses a small picture whose enlargement would cause the update that was sent."
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(

@@ -230,7 +230,7 @@ def _filters_obstacle(view: ServerView) -> str | None:
         return "the hypernetwork is not sent"
     if (reason := deviation_from_loss_gradient(view)) is not None:
         return reason
-    if not method.uses_plain_cross_entropy(view.client.task, view.round):
+    if not method.minimizes_task_loss(view.client.task, view.round):
         return f"{method.name} has a loss of its own that a plain view does not have"
     phases, _ = training_phases(view)
     if len(phases) != 1:

@@ -46,6 +46,7 @@ class LatentPayload(Attack):
         tv_weight: weight of total variation, in units of the model's normalization as for `ig`.
     """
 
+    images_only: ClassVar[bool] = True
     plain: ClassVar[str] = "finds an image whose short code is the one that the client sent."
 
     former_names: ClassVar[Mapping[str, str]] = {"tv": "tv_weight"}

@@ -247,7 +247,7 @@ def _route_disagreement(update: HypernetUpdate, embedding: Tensor | None, heads:
 def network_view(peeled: SolvedHypernet) -> ServerView | NotApplicable:
     """Return the view of the generated network, its classifier private unless it is shared."""
     view, hypernet = peeled.view, peeled.hypernet_view
-    if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
+    if not view.method.minimizes_task_loss(view.client.task, view.round):
         return NotApplicable(f"{view.method.name} has a loss of its own that a plain view does not have")
     names = view.client.task.parameters
     direct = [n for n in view.shared if n in names]  # a shared classifier

@@ -78,7 +78,8 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
 def _read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return what each image left in the classifier's gradient over its features (N, K), and its predictions (N, K)."""
     weight = classifier_names(view, view.update)[0]
-    if weight is None or weight not in gradient or not view.method.uses_labels:
+    reads = view.method.uses_labels and view.task.loss.is_cross_entropy
+    if weight is None or weight not in gradient or not reads:
         return None
     seen = _features(view, weight.rpartition(".")[0], images)
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):

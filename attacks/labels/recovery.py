@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from attacks.labels.classifier_fit import ClassifierGradient
+from attacks.labels.targets import read_targets
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, classifier_tensors, is_update_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
@@ -48,6 +49,8 @@ def recover_labels(observed: ObservedUpdate) -> Tensor | None:
 def label_counts(observed: ObservedUpdate) -> Tensor | None:
     """Return how many images of each class there are, int64 (K,), as `recover_labels` reads them."""
     view = observed.view
+    if not view.task.loss.is_cross_entropy:
+        return None
     stated = view.method.disclosed_label_shares(view.shared, observed.change)
     if stated is not None and view.batch_size is not None:
         if (counts := _whole_counts(view, stated, view.batch_size)) is not None:
@@ -100,7 +103,7 @@ def idlg_label(observed: ObservedUpdate) -> Tensor | None:
 
 
 def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
-    """Return the labels a search takes as given: known ones, else those read off the update, else None.
+    """Return the targets a search takes as given: known ones, else those read off the update, else None.
 
     Those read off are in ascending order: they are not those of the images one by one where
     `attacks.labels.assignment.order_matters`.
@@ -115,7 +118,9 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
         return view.labels
     if overrides(view.client.defense, "transform_batch"):
         return None  # what is fed is known to be changed, labels with it: those read off would be whole ones
-    return recover_labels(ObservedUpdate(view)) if rule == "auto" else None
+    if rule != "auto":
+        return None
+    return recover_labels(ObservedUpdate(view)) if view.task.loss.is_cross_entropy else read_targets(view)
 
 
 def single_label(view: ServerView) -> tuple[Tensor | None, str]:

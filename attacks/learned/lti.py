@@ -65,6 +65,7 @@ class LearningToInvert(Attack):
         seed: of initialization, hash and lessons.
     """
 
+    images_only: ClassVar[bool] = True
     plain: ClassVar[str] = "trains a network on public pictures that turns an update into the picture behind it."
     presets: ClassVar[dict[str, Preset]] = {
         "published": Preset(
@@ -153,6 +154,11 @@ class LearningToInvert(Attack):
             return NotApplicable(
                 "the local schedule is unknown, so the client can't be imitated: take all steps for one by surrogate+ "
                 "before the attack"
+            )
+        if not view.task.loss.is_cross_entropy:
+            return NotApplicable(
+                f"it trains on public images and their classes, and the loss is {view.task.loss.name}; try ig",
+                limit=True,
             )
         if data.input_shape != tuple(view.task.input_shape):
             return NotApplicable(f"the client's images are {view.task.input_shape}, the public ones {data.input_shape}")

@@ -132,7 +132,7 @@ def surrogate_obstacle(view: ServerView) -> str | None:
         return reason
     if type(view.method.parametrization) is not Parametrization:
         return "the network's weights are generated: peel it first"
-    if not view.method.uses_plain_cross_entropy(view.client.task, view.round):
+    if not view.method.minimizes_task_loss(view.client.task, view.round):
         return f"{view.method.name} has a loss of its own that a plain view does not have"
     if any(n in view.task.parameters and not n.startswith(view.task.head) for n in view.private):
         return "more than the classifier is private"

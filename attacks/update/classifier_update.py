@@ -50,7 +50,7 @@ def is_update_sign_flipped(view: ServerView, update: Tensors, images: int = 1) -
         images: how many there are.
     """
     bias, sent = classifier_tensors(view, update)[1], classifier_tensors(view, view.shared)[1]
-    if bias is None:
+    if bias is None or not view.task.loss.is_cross_entropy:
         return False
     grid = 4 * torch.finfo(view.dtype).eps if view.rounded else 0.0
     rounding = 0.0 if sent is None else grid * float(sent.abs().max())

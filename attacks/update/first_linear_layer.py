@@ -28,6 +28,8 @@ from fl.view import ServerView
 
 SIZE_TOLERANCE = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
+MAX_COMBINATIONS = 64
+"""Combinations of labels that are tried of a picture, at most: of six labels that may be 0 or 1."""
 PROBE_IMAGES = 8
 """Random images that tell what a layer is given and whether a ReLU follows it."""
 
@@ -105,9 +107,18 @@ class LinearLayer:
         silent = signals == 0
         return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
 
-    def signals(self, inputs: Tensor, label: int) -> Tensor:
+    def signals(self, inputs: Tensor, label: Tensor) -> Tensor:
         """Return the signals into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
         return self._probe.signals(self.name, self.to_pixels(inputs), label)
+
+    def possible_labels(self) -> Tensor | None:
+        """Return every label that an image may have (M, ...), or None where there are too many, or any number may be.
+
+        Of classes there are always all.
+        """
+        task = self.view.task
+        limit = max(task.num_classes, MAX_COMBINATIONS)
+        return task.loss.every_target(task.output_shape, limit)
 
     def has_true_size(self, inputs: Tensor, signals: Tensor) -> bool:
         """Return whether `inputs` have their true size: an unknown defense may have changed it, unless `labels` fit.
@@ -130,10 +141,13 @@ class LinearLayer:
         """
         if self.view.private or not self.view.method.uses_labels or not self.is_given_images:
             return None
-        each = torch.stack([self.signals(inputs, k) for k in range(self.view.task.num_classes)])  # (K, N, m)
+        possible = self.possible_labels()
+        if possible is None:
+            return None
+        each = torch.stack([self.signals(inputs, label) for label in possible])  # (K, N, m)
         unit = nn.functional.normalize
         far, labels = (unit(each, dim=-1) - unit(signals, dim=-1)).norm(dim=-1).min(0)
-        return labels if bool((far <= tolerance).all()) else None
+        return possible.to(labels.device)[labels] if bool((far <= tolerance).all()) else None
 
 
 def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
@@ -147,58 +161,92 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     reason = _obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
-    phases = view.method.phases(view.client.task, view.round)
     observed = ObservedUpdate(view)
     if observed.unknown_decay:
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
-    change = observed.change
     probe = _NetworkProbe(view)
     try:
         layers = probe.layers
     except MODEL_ERRORS as error:
         return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
     for name, images in layers.items():
-        names = probe.parameter_names(name)
-        if not set(names) <= set(change):
-            continue
-        if not probe.reads_signals(name):
-            reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
-            return NotApplicable(reason, limit=True)
-        if is_sign_compressed(view):
-            return NotApplicable(SIGNS_ONLY)
-        if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
-            return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
-        kinds = dict(zip(("weight", "bias"), names, strict=True))
-        weight, bias = (probe.arrange(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
-        if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
-            return NotApplicable(f"the update of {name!r} is zero or not finite")
-        unit = weight.abs().max()
-        unit = unit if unit > 0 else bias.abs().max()
-        start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
-        steps = observed.steps(names[0])
-        sent, sent_bias = (
-            None if mask is None else probe.arrange(name, kind, mask) for kind, mask in _sent(view, kinds).items()
-        )
-        origin = probe.origin(name)
-        scale = observed.scale(names[0]) if steps == 1 else None
-        scale = None if scale is None else scale / float(unit)
-        return LinearLayer(
-            view=view,
-            name=name,
-            weight=start,
-            bias=start_bias,
-            update=weight / unit,
-            bias_update=bias / unit,
-            transmitted=sent,
-            bias_transmitted=sent_bias,
-            trust=_trust(view, *names),
-            noise=_noise(view, names, float(unit)),
-            is_given_images=images or origin is not None,
-            steps=steps,
-            scale=scale,
-            origin=origin,
-        )
+        if set(probe.parameter_names(name)) <= set(observed.change):
+            return _read_layer(observed, probe, name, images)
     return NotApplicable("no linear layer with a bias, given one vector per image, is in the update", limit=True)
+
+
+def layers_of_inputs(view: ServerView) -> dict[int, LinearLayer]:
+    """Return, of a model with several inputs, the linear layer with a bias that is given each, by the input's number.
+
+    Inputs that none is given as they are are left out.
+
+    Args:
+        view: the server's.
+    """
+    observed = ObservedUpdate(view)
+    if len(view.task.inputs.parts) < 2 or _obstacle(view) is not None or observed.unknown_decay:
+        return {}
+    probe, found = _NetworkProbe(view), dict[int, LinearLayer]()
+    try:
+        given = probe.inputs_of_layers
+    except MODEL_ERRORS:
+        return {}
+    for name, number in given.items():
+        if number not in found and set(probe.parameter_names(name)) <= set(observed.change):
+            layer = _read_layer(observed, probe, name, images=False)
+            if isinstance(layer, LinearLayer):
+                found[number] = layer
+    return found
+
+
+def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, images: bool) -> LinearLayer | NotApplicable:
+    """Return a linear layer whose update was sent, or why it says nothing.
+
+    Args:
+        observed: the update.
+        probe: the network.
+        name: of the layer.
+        images: whether it is given the image, normalized as the view says.
+    """
+    view, change, names = observed.view, observed.change, probe.parameter_names(name)
+    if not probe.reads_signals(name):
+        reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
+        return NotApplicable(reason, limit=True)
+    if is_sign_compressed(view):
+        return NotApplicable(SIGNS_ONLY)
+    phases = view.method.phases(view.client.task, view.round)
+    if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
+        return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
+    kinds = dict(zip(("weight", "bias"), names, strict=True))
+    weight, bias = (probe.arrange(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
+    if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
+        return NotApplicable(f"the update of {name!r} is zero or not finite")
+    unit = weight.abs().max()
+    unit = unit if unit > 0 else bias.abs().max()
+    start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
+    steps = observed.steps(names[0])
+    sent, sent_bias = (
+        None if mask is None else probe.arrange(name, kind, mask) for kind, mask in _sent(view, kinds).items()
+    )
+    origin = probe.origin(name)
+    scale = observed.scale(names[0]) if steps == 1 else None
+    scale = None if scale is None else scale / float(unit)
+    return LinearLayer(
+        view=view,
+        name=name,
+        weight=start,
+        bias=start_bias,
+        update=weight / unit,
+        bias_update=bias / unit,
+        transmitted=sent,
+        bias_transmitted=sent_bias,
+        trust=_trust(view, *names),
+        noise=_noise(view, names, float(unit)),
+        is_given_images=images or origin is not None,
+        steps=steps,
+        scale=scale,
+        origin=origin,
+    )
 
 
 def _obstacle(view: ServerView) -> str | None:
@@ -303,14 +351,26 @@ class _NetworkProbe:
 
     @cached_property
     def _module_inputs(self) -> dict[str, bool]:
-        images, seen = self.images, dict[str, bool]()
-        mean, std = self.view.task.normalization(images)
-        flat = ((images - mean) / std).flatten(1)
+        mean, std = self.view.task.normalization(self.images)
+        flat = ((self.images - mean) / std).flatten(1)
+        return {name: _are_same(given, flat) for name, given in self._given.items()}
+
+    @property
+    def inputs_of_layers(self) -> dict[str, int]:
+        """The linear layers that are given one of several inputs as it is, by name, with the input's number."""
+        parts = dict(enumerate(self.view.task.inputs.unpack(self.images)))
+        real = {number: part.flatten(1) for number, part in parts.items() if part.is_floating_point()}
+        return {n: i for n, given in self._given.items() for i, part in real.items() if _are_same(given, part)}
+
+    @cached_property
+    def _given(self) -> dict[str, Tensor]:
+        """What every linear layer is given that sees one vector per image, the first time it runs."""
+        images, seen = self.images, dict[str, Tensor]()
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
                 if args[0].ndim == 2 and len(args[0]) == PROBE_IMAGES and name not in seen:
-                    seen[name] = args[0].shape == flat.shape and torch.allclose(args[0], flat, atol=1e-5)
+                    seen[name] = args[0].detach()
 
             return hook
 
@@ -364,10 +424,10 @@ class _NetworkProbe:
         own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
         return own, {**self.weights, name: own}
 
-    def signals(self, layer: str, images: Tensor, label: int) -> Tensor:
+    def signals(self, layer: str, images: Tensor, label: Tensor) -> Tensor:
         """Return gradients (N, m) of each image's own loss at the layer's output."""
         view, count = self.view, len(images)
-        batch = Batch(images, torch.full((count,), label, device=images.device))
+        batch = Batch(images, label.to(images.device).expand(count, *label.shape))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
         if layer not in self._module_inputs:
             own, weights = self._with_biases(self._vector_layers[layer], count)
@@ -379,6 +439,10 @@ class _NetworkProbe:
             loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
+
+
+def _are_same(given: Tensor, expected: Tensor) -> bool:
+    return given.shape == expected.shape and torch.allclose(given, expected, atol=1e-5)
 
 
 class _OutputLeaf:

@@ -15,6 +15,8 @@ from eval.run.run_directory import RunDir
 from fl.method import Method
 from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 
+ATTACKS_ON_IDS = ("tokens", "analytic")
+"""The attacks where ids are among the inputs: nothing else takes such networks."""
 PEELED, SEARCH = "peel+ig", "ig"
 """The search behind a peeled hypernetwork, and the one where nothing can be peeled."""
 SIZED, SIZED_SEARCH = "adaptive-step", "adaptive-step+ig"

@@ -28,8 +28,11 @@ from eval.experiment.spec import Entry, ScoreSpec
 from eval.run import auxiliary_overlap
 from eval.run.observation import Observation, WatchedUpdate
 from eval.run.plan import Plan, plan_capture
+from fl.losses.cross_entropy import CrossEntropy
 from fl.method import methods
+from fl.models.function import MEMORY_ADDRESS
 from fl.tensors import dense
+from fl.types import Task
 from fl.view import ServerView
 
 LIBRARY_PACKAGES = ("torch", "torchvision")
@@ -136,6 +139,7 @@ def updates_digest(subjects: Sequence[Subject], seed: int) -> str:
         "model": str(view.task.model),
         "layers": _sources(view.task.model),
         "task": [list(view.task.input_shape), view.task.num_classes, list(view.task.mean), list(view.task.std)],
+        **_own_task(view.task),
         "method": methods.spec(view.method),
         "defense": defenses.spec(view.defense),
         "threat": section_spec(view.threat),
@@ -150,6 +154,13 @@ def updates_digest(subjects: Sequence[Subject], seed: int) -> str:
         if subject.captured:
             _add(digest, [(name, dense(value)) for name, value in sorted(subject.view.update.items())])
     return digest.hexdigest()
+
+
+def _own_task(task: Task) -> dict[str, Any]:
+    """Return what makes a task another than classifying pictures, in plain data; nothing of one that does."""
+    if task.loss == CrossEntropy() and task.inputs.is_plain:
+        return {}
+    return {"loss": MEMORY_ADDRESS.sub("", repr(task.loss)), "inputs": repr(task.inputs)}
 
 
 def _model_tensors(view: ServerView) -> list[tuple[str, Tensor]]:

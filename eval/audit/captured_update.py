@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
 import torch
@@ -11,12 +11,14 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from eval.audit import fed_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
-from eval.audit.input_shape import count_classes, with_command_hints
+from eval.audit.examples import Examples
+from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.audit.tensor_names import freeze_unsent
 from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.aggregated_view import as_mean_of_clients
-from fl.capture import CapturedUpdateSettings, ClientSettings, from_update
+from fl.capture import CapturedUpdateSettings, ClientSettings, from_update, task_of_update
+from fl.input_form import Inputs, check_values, tensors_of
 from fl.parametrization import Parametrization
 from fl.types import Batch, Scope
 from fl.view import ServerView
@@ -30,9 +32,9 @@ def of_update(
     captured: CapturedUpdate,
     client: ClientSettings,
     *,
-    input_shape: tuple[int, int, int],
+    input_shape: Sequence[int] | Inputs,
     batch_size: int,
-    given: Batch | None,
+    given: Examples | Batch | None,
     source: str = "",
 ) -> Subject:
     """Return the one captured update, with the images it was made of if they are known.
@@ -41,7 +43,7 @@ def of_update(
         model: as it was before the update.
         captured: the update in the model's own names (`eval.audit.tensor_names.with_model_names`).
         client: how the client trained, as far as known.
-        input_shape: (C, H, W) of the images.
+        input_shape: (C, H, W) of the images, or of other inputs what `fl.capture.from_update` takes.
         batch_size: how many images the update was made of; of a mean, those of each client.
         given: images and labels, of which the update was made of the first; None where nobody knows them.
         source: what says the images' shape, for errors about it; that is the option where nothing else does.
@@ -49,8 +51,11 @@ def of_update(
     Raises:
         ValueError: model, update and images do not fit each other; says which tensor.
     """
-    count = count_classes(model, input_shape, "inputs" if source else "--input-shape of images", source)
-    model, unsent = freeze_unsent(model, captured.update, _shared_names(model, client, input_shape, count))
+    sides = [side for side in input_shape if isinstance(side, int)] if isinstance(input_shape, Sequence) else []
+    if len(sides) == len(input_shape) == 3:
+        what = "inputs" if source else "--input-shape of images"
+        check_images_fit(model, (sides[0], sides[1], sides[2]), what, source)
+    model, unsent = freeze_unsent(model, captured.update, _shared_names(model, client, input_shape))
     clients = captured.clients
 
     def view_of(size: int) -> ServerView:
@@ -62,13 +67,14 @@ def of_update(
             kind=captured.kind,
         )
         with with_command_hints(model, client.method):
-            alone = from_update(model, captured.update, input_shape=input_shape, num_classes=count, options=known)
+            alone = from_update(model, captured.update, input_shape=input_shape, options=known)
         return as_mean_of_clients(alone, clients)
 
-    if given is not None:
-        _check_truth(given, batch_size * clients, input_shape, count)
-        given = given.take(torch.arange(len(given) // clients * clients))
     view = _with_buffers(view_of(batch_size * clients), captured.buffers)
+    known_data = None
+    if given is not None:
+        known_data = _true_batch(Examples.of(given), view, batch_size * clients)
+        known_data = known_data.take(torch.arange(len(given) // clients * clients))
     doubts = (
         _train_mode_contradiction(view, captured.buffers),
         update_sanity.find_mistaken_weights(view),
@@ -77,12 +83,13 @@ def of_update(
     notes = (*captured.notes, *filter(None, (unsent,)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
     # without a method the step size is a guess
-    return subject if given is None else _with_truth(subject, given, view_of, scaled=client.method is None)
+    return subject if known_data is None else _with_truth(subject, known_data, view_of, scaled=client.method is None)
 
 
-def _shared_names(model: nn.Module, client: ClientSettings, input_shape: tuple[int, int, int], count: int) -> list[str]:
+def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:
     """Return the trained parameters that the method has its clients send; none where weights are generated."""
-    made = client.client(client.task(model, input_shape, count))
+    known = CapturedUpdateSettings(**{field.name: getattr(client, field.name) for field in fields(ClientSettings)})
+    made = client.client(task_of_update(model, input_shape, known))
     if type(made.method.parametrization) is not Parametrization:
         return []
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
@@ -160,16 +167,24 @@ def _with_buffers(view: ServerView, change: dict[str, Tensor]) -> ServerView:
     return replace(view, buffers_after=after)
 
 
-def _check_truth(given: Batch, batch_size: int, input_shape: tuple[int, int, int], count: int) -> None:
-    if len(given) < batch_size:
+def _true_batch(given: Examples, view: ServerView, count: int) -> Batch:
+    """Return the true inputs as the view has them, and their targets.
+
+    Raises:
+        ValueError: there are fewer than the update is made of, or they do not fit the view.
+    """
+    if len(given) < count:
         raise ValueError(
-            f"expected {batch_size} true image(s), as many as --batch-size (times --clients) says, got {len(given)}"
+            f"expected {count} true image(s), as many as --batch-size (times --clients) says, got {len(given)}"
         )
-    if given.inputs.shape[1:] != input_shape:
-        raise ValueError(f"expected true images of --input-shape {input_shape}, got {tuple(given.inputs.shape[1:])}")
-    low, high = int(given.labels.min()), int(given.labels.max())
-    if low < 0 or high >= count:
-        raise ValueError(f"expected labels in [0, {count}), got {low} to {high}")
+    task, tensors = view.task, tensors_of(given.inputs)
+    shapes, wanted = [tuple(value.shape[1:]) for value in tensors], [part.shape for part in task.inputs.parts]
+    if shapes != wanted:
+        expected, got = (str(all_[0]) if len(all_) == 1 else str(all_) for all_ in (wanted, shapes))
+        raise ValueError(f"expected true images of --input-shape {expected}, got {got}")
+    packed = task.inputs.pack(given.inputs, view.dtype)
+    check_values(task.inputs, packed)
+    return Batch(packed, task.loss.prepare(given.labels, task.output_shape))
 
 
 def _tolerance(view: ServerView, batch_size: int) -> float:

@@ -7,11 +7,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from eval.run.runner import RUN_ERRORS
 from fl.method import Method
-from fl.models.building_blocks.model_checks import check_logits
 from fl.runtime.module_copies import copy_model
 
 TRIED_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
@@ -19,8 +18,8 @@ TRIED_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 Shape = tuple[int, int, int]
 
 
-def count_classes(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> int:
-    """Return how many classes the model tells apart.
+def check_images_fit(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> None:
+    """Refuse images of a shape that the model does not take.
 
     Args:
         model: of the user's.
@@ -29,19 +28,16 @@ def count_classes(model: nn.Module, shape: Shape, what: str = "inputs", source: 
         source: where they come from, if others may be given instead.
 
     Raises:
-        ValueError: the model does not run on such images (says on which it does), or returns no logits (B, K).
+        ValueError: the model does not run on such images (says on which it does).
     """
     probe = copy_model(model).eval()
     try:
-        logits = _run(probe, shape)
+        _run(probe, shape)
     except RUN_ERRORS as error:
         got = _size(shape) + (f" of {source}" if source else "")
         taken = sorted(_accepted_shapes(probe))
         said = _describe_accepted(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
         raise ValueError(f"expected {what} that fit the model, got {got}; {said}") from error
-    check_logits(logits)
-    assert isinstance(logits, Tensor)
-    return int(logits.shape[1])
 
 
 def _describe_accepted(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -17,6 +18,7 @@ from defenses import defenses
 from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
+from eval.audit.examples import Examples
 from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
@@ -26,11 +28,11 @@ from eval.run import runner
 from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
+from fl.input_form import Inputs
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
-from fl.types import Batch
 
 NO_SUBJECT = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
 """Why nothing can be audited."""
@@ -53,9 +55,11 @@ OPTIONS = {
 """The options of the command that stand for settings of the config which an audit of a method runs."""
 _METHODS = "goes with --method alone; give --images"
 _MODELS = "goes with your own model; a method takes its images from --dataset"
+_OWN = "goes with your own model; a method of ours classifies images"
 _UPDATES = "goes with a captured update alone"
 IDLE_OPTIONS: dict[str, dict[str, str]] = {
     "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS)
+    | dict.fromkeys(("loss", "output", "head", "input_range", "categories"), _OWN)
     | dict.fromkeys(("kind", "clients"), _UPDATES),
     "model": {
         **dict.fromkeys(("dataset", "rounds"), _METHODS),
@@ -98,6 +102,11 @@ class AuditRequest:
         input_shape: `C,H,W`.
         mean: `a,b,c`.
         std: likewise.
+        loss: name or settings, or `module:function`; empty is cross entropy.
+        output: which part of the model's output it is taken of; None takes the only tensor, or `logits`.
+        head: prefix of the names of the classifier's parameters; None takes the last linear layer.
+        input_range: `low,high` of inputs that are not in [0, 1].
+        categories: `a:b,c:d`, the columns of one-hot categories in a table.
         seed: of all randomness.
         device: `auto`, `cpu` or `cuda`.
         imports: modules that register what is named here.
@@ -121,6 +130,11 @@ class AuditRequest:
     input_shape: str | None = None
     mean: str = ""
     std: str = ""
+    loss: str = ""
+    output: str | None = None
+    head: str | None = None
+    input_range: str = ""
+    categories: str = ""
     seed: int = 0
     device: str = "auto"
     imports: tuple[str, ...] = ()
@@ -200,6 +214,8 @@ class AuditRequest:
         """Return the attacks on updates of a model of the user's own."""
         updates, notes = self.subjects()
         tried = replace(self, batch_size=updates[0].view.batch_size or self.batch_size).attacks
+        if not self.attack and updates[0].view.task.inputs.has_ids:
+            tried = {name: attacks.build(name) for name in attack_selection.ATTACKS_ON_IDS}
         source = {
             "model": self.target or self.model or "",
             "images": _shareable_source(self.images) if self.images else "",
@@ -274,14 +290,14 @@ class AuditRequest:
         model = built.model.to(where)
         data = built.data if self.images is None else self._images()
         if data is not None:
-            data = Batch(subjects.match_dtype(model, data.inputs.to(where)), data.labels.to(where))
+            data = data.to(where).like(model)
         if self.source == "update":
             return self._captured_subject(model, data, self.images or target)
         if data is None:
             raise ValueError(f"{target} returns a model alone: expected --images FILE.npz or a data set's name")
         return self._model_subjects(model, data, target)
 
-    def _model_subjects(self, model: nn.Module, data: Batch, target: str) -> tuple[list[Subject], tuple[str, ...]]:
+    def _model_subjects(self, model: nn.Module, data: Examples, target: str) -> tuple[list[Subject], tuple[str, ...]]:
         """Return the updates that a model sends of these images, and a note where it gives more than are taken."""
         taken = data if self.images is not None else subjects.take_first(data, self.count or len(data), target)
         note = f"the first {len(taken)} of {len(data)} images that {target} gives"
@@ -290,7 +306,7 @@ class AuditRequest:
         return updates, (note,) if len(taken) < len(data) else ()
 
     def _captured_subject(
-        self, model: nn.Module, data: Batch | None, source: str
+        self, model: nn.Module, data: Examples | None, source: str
     ) -> tuple[list[Subject], tuple[str, ...]]:
         """Return the captured update, with its true images if `source` gives them, and what to know of these."""
         if data is not None:
@@ -334,6 +350,11 @@ class AuditRequest:
             defense=defenses.build(_defense(self.defense)),
             mean=_numbers(self.mean, "mean"),
             std=_numbers(self.std, "std"),
+            head=self.head,
+            loss=_loss(self.loss),
+            output=self.output,
+            input_range=_range(self.input_range),
+            categories=_categories(self.categories),
         )
 
     def _refuse_idle(self, source: str) -> None:
@@ -347,9 +368,9 @@ class AuditRequest:
         """Return how many images are taken of a data set or file: as asked, else batches of about `DEFAULT_COUNT`."""
         return self.count or max(self.batch_size, DEFAULT_COUNT - DEFAULT_COUNT % self.batch_size)
 
-    def _images(self) -> Batch:
+    def _images(self) -> Examples:
         assert self.images is not None
-        data = subjects.load_images(self.images)
+        data = Examples.of(subjects.load_images(self.images))
         if self.source == "update":
             return data
         count = self._count
@@ -467,14 +488,39 @@ def _numbers(text: str, what: str) -> tuple[float, ...]:
         raise ValueError(f"expected --{what} as numbers such as 0.5,0.5,0.5, got {text!r}") from error
 
 
-def _shape(text: str | None, given: Batch | None) -> tuple[int, int, int]:
+def _shape(text: str | None, given: Examples | None) -> Sequence[int] | Inputs:
+    """Return the shape of one example, or an example of inputs that no shape describes."""
     if text is None:
         if given is None:
             raise ValueError("expected --input-shape C,H,W of the images behind the update, or the images themselves")
-        channels, height, width = given.inputs.shape[1:]
-        return channels, height, width
+        return given.stated()
     try:
-        channels, height, width = (int(word) for word in text.split(","))
+        return tuple(int(word) for word in text.split(","))
     except ValueError as error:
-        raise ValueError(f"expected --input-shape as C,H,W such as 3,32,32, got {text!r}") from error
-    return channels, height, width
+        raise ValueError(
+            f"expected --input-shape as C,H,W such as 3,32,32 (C,T of a series, F of a table), got {text!r}"
+        ) from error
+
+
+def _loss(text: str) -> str | dict[str, Any]:
+    """Return a loss by its name, as settings in YAML or as `module:function`."""
+    return yaml12.parse_settings(text) if text.startswith("{") else text or "cross-entropy"
+
+
+def _range(text: str) -> tuple[float, float] | None:
+    """Return least and largest number of the inputs."""
+    if not text:
+        return None
+    try:
+        low, high = (float(word) for word in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"expected --input-range as low,high such as -3,3, got {text!r}") from error
+    return low, high
+
+
+def _categories(text: str) -> tuple[tuple[int, int], ...]:
+    """Return where the categories of a table lie."""
+    try:
+        return tuple((int(a), int(b)) for a, b in (word.split(":") for word in text.split(",") if word))
+    except ValueError as error:
+        raise ValueError(f"expected --categories as first:last+1 columns such as 3:7,7:14, got {text!r}") from error

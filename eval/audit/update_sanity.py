@@ -39,7 +39,14 @@ def find_inconsistency(view: ServerView) -> str:
     if rule := guess_update_rule(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
     size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
-    if size is None or bias is None or view.private or view.parts or view.defense.name != "none":
+    if (
+        not view.task.loss.is_cross_entropy
+        or size is None
+        or bias is None
+        or view.private
+        or view.parts
+        or view.defense.name != "none"
+    ):
         return ""
     sent = classifier_tensors(view, view.shared)[1]
     rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)

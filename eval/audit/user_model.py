@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from eval.audit.input_shape import count_classes, with_command_hints
+from eval.audit.examples import Examples, check_examples
+from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
@@ -19,7 +19,6 @@ from fl.data.sources.npz_files import REQUIRED_ARRAYS, read_batch
 from fl.models.function import require_weights
 from fl.registry import UnknownNameError
 from fl.runtime.user_code import call_user_function, find_callable
-from fl.simulation.capture_checks import TABLE_HINT
 from fl.types import Batch, Truth
 from fl.view import ServerView
 
@@ -30,11 +29,11 @@ class UserModel:
 
     Attributes:
         model: theirs.
-        data: images and labels, if it gave any.
+        data: inputs and targets, if it gave any.
     """
 
     model: nn.Module
-    data: Batch | None
+    data: Examples | None
 
 
 @dataclass(frozen=True)
@@ -83,21 +82,8 @@ def load_user_model(target: str) -> UserModel:
         return UserModel(require_weights(made, target), None)
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
-        if isinstance(inputs, Tensor) and isinstance(labels, Tensor):
-            check_batch(target, inputs, labels)
-            return UserModel(require_weights(model, target), Batch(inputs, labels))
+        return UserModel(require_weights(model, target), check_examples(target, inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
-
-
-def check_batch(target: str, inputs: Tensor, labels: Tensor) -> None:
-    """Check images (N, C, H, W) and their labels, int64 (N,), that `target` gave; a ValueError says what is wrong."""
-    if inputs.ndim != 4 or not len(inputs):
-        hint = TABLE_HINT if inputs.ndim == 2 and len(inputs) else ""
-        shape = tuple(inputs.shape)
-        raise ValueError(f"expected {target} to give at least one image, as (N, C, H, W), got {shape}{hint}")
-    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
-        got = f"{labels.dtype} {tuple(labels.shape)}"
-        raise ValueError(f"expected {target} to give one label per image, int64 ({len(inputs)},), got {got}")
 
 
 def load_images(source: str) -> Batch:
@@ -126,12 +112,6 @@ def load_images(source: str) -> Batch:
     return read_batch(path)[0]
 
 
-def match_dtype(model: nn.Module, inputs: Tensor) -> Tensor:
-    """Return images in the type of the model's first floating-point parameter; what is no image stays as it is."""
-    kind = next((weight.dtype for weight in model.parameters() if weight.is_floating_point()), inputs.dtype)
-    return inputs.to(kind) if inputs.is_floating_point() else inputs
-
-
 def build_dataset(text: str) -> Source:
     """Return a data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
 
@@ -150,7 +130,7 @@ def build_dataset(text: str) -> Source:
         raise ValueError(f"{error}; give it as settings: '{{name: {text}, ...}}'") from error
 
 
-def take_first(data: Batch, count: int, source: str, option: str = "--count") -> Batch:
+def take_first(data: Examples | Batch, count: int, source: str, option: str = "--count") -> Examples:
     """Return the first images of `data`.
 
     Raises:
@@ -158,17 +138,17 @@ def take_first(data: Batch, count: int, source: str, option: str = "--count") ->
     """
     if len(data) < count:
         raise ValueError(f"expected at least {count} images in {source}, got {len(data)}; give a smaller {option}")
-    return Batch(data.inputs[:count], data.labels[:count])
+    return Examples.of(data).part(slice(count))
 
 
 def of_batches(
-    model: nn.Module, data: Batch, batch_size: int, client: ClientSettings, *, source: str, seed: int = 0
+    model: nn.Module, data: Examples | Batch, batch_size: int, client: ClientSettings, *, source: str, seed: int = 0
 ) -> list[Subject]:
     """Return the updates that the model sends: one for every batch of images.
 
     Args:
         model: of the user's.
-        data: images (N, C, H, W) and labels (N,).
+        data: inputs and targets.
         batch_size: images in one update; divides N.
         client: how the client trains.
         source: where the images come from, for errors.
@@ -179,12 +159,15 @@ def of_batches(
     """
     if len(data) % batch_size:
         raise ValueError(f"expected a number of images that {batch_size} (--batch-size) divides, got {len(data)}")
-    channels, height, width = data.inputs.shape[1:]
-    count_classes(model, (channels, height, width), source=source)
+    data = Examples.of(data)
+    if isinstance(data.inputs, Tensor) and data.inputs.ndim == 4:
+        channels, height, width = data.inputs.shape[1:]
+        check_images_fit(model, (channels, height, width), source=source)
     found = []
     for number, start in enumerate(range(0, len(data), batch_size)):
         part = slice(start, start + batch_size)
         with with_command_hints(model, client.method):
-            view, truth = from_batch(model, data.inputs[part], data.labels[part], options=client, seed=seed + number)
+            own = data.part(part)
+            view, truth = from_batch(model, own.inputs, own.labels, options=client, seed=seed + number)
         found.append(Subject(view, truth, prediction_error(view, truth)))
     return found

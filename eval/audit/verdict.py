@@ -34,10 +34,10 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
         rows: of one attack.
         tests: so many attacks are judged by the images that they name.
     """
-    images = image_verdict(rows, tests)
-    said = [images] if images else []
+    images, tokens, columns = image_verdict(rows, tests), token_verdict(rows), column_verdict(rows)
+    said = [words for words in (tokens, images, columns) if words]
     private = private_tensor_recoveries(rows)
-    if not images and not private:
+    if not images and not private and not tokens:
         said.append(describe_no_images(rows))
     labels = [_label(row) for row in rows]
     if any(
@@ -53,6 +53,32 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
             f"(relative error below {RECOVERED_BELOW:g}{closest})"
         )
     return "; ".join(said)
+
+
+def token_verdict(rows: Sequence[Row]) -> str:
+    """Return which ids were read off updates, in words; empty where none were."""
+    updates = {row.get("update"): row for row in rows if row.get("tokens_read") is not None}
+    if not updates:
+        return ""
+    own = list(updates.values())
+    occur, read = (sum(row[column] for row in own) for column in ("tokens", "tokens_read"))
+    hits = round(sum(row["tokens_precision"] * row["tokens_read"] for row in own if row["tokens_read"]))
+    wrong = f", {read - hits} other(s) read" if read > hits else ""
+    return f"ids leaked: {hits} of the {occur} that occur were read off the embeddings{wrong}; their order is not told"
+
+
+def column_verdict(rows: Sequence[Row]) -> str:
+    """Return how much of a table's rows came back, in words; empty where there is no table."""
+    scored = [row for row in rows if row.get("row_accuracy") is not None]
+    if not scored:
+        return ""
+    mean, guess = fmean(row["row_accuracy"] for row in scored), fmean(map(_column_guess, scored))
+    return f"{100 * mean:.0f} % of the columns right (TabLeak's accuracy), {100 * guess:.0f} % by the best guess"
+
+
+def _column_guess(row: Row) -> float:
+    keys = [key for key in row if key.startswith("floor_") and key.endswith("_row_accuracy")]
+    return max((row[key] for key in keys if row[key] is not None), default=0.0)
 
 
 def _label(row: Row) -> float | None:
@@ -100,8 +126,10 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 
 def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
-    """Return whether content or identity of images leaked, as `image_verdict` says it."""
+    """Return whether content or identity of images leaked, as `image_verdict` says it, or ids that were fed."""
     group = _group(rows)
+    if any(row.get("tokens_read") and row["tokens_precision"] == 1 for row in rows):
+        return True
     return bool(group.image_rows) and bool(_evidence(group, tests))
 
 
@@ -123,6 +151,8 @@ def image_line(row: Row, number: int) -> str:
     label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
     own = verification_words(row.get("verified"), row.get("fixed"))
+    if row.get("row_accuracy") is not None:
+        exact = f", {100 * row['row_accuracy']:.0f} % of its columns right"
     words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB){label}{exact}"
     return f"{words}, {own}" if own else words
 

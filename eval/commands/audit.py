@@ -99,9 +99,24 @@ Count = Annotated[
 ]
 BatchSize = Annotated[int, typer.Option(min=1, help="Images in one update.")]
 Rounds = Annotated[int, typer.Option(min=0, help="Rounds of training before the attack, with --method.")]
-InputShape = Annotated[str | None, typer.Option(help="C,H,W of the images behind --update.")]
+InputShape = Annotated[
+    str | None, typer.Option(help="C,H,W of the images behind --update; C,T of a series, F of a table.")
+]
 Mean = Annotated[str, typer.Option(help="Of the normalization inside your model, per channel: 0.5,0.5,0.5.")]
 Std = Annotated[str, typer.Option(help="Likewise.")]
+Loss = Annotated[
+    str,
+    typer.Option(help="What clients minimize: cross-entropy (without it), bce, mse, segmentation or MODULE:FUNCTION."),
+]
+Output = Annotated[
+    str | None,
+    typer.Option(help="Which of several outputs of your model the loss is of: a name, a place or MODULE:FUNCTION."),
+]
+Head = Annotated[
+    str | None, typer.Option(help="How the names of the classifier's parameters begin, if not the last linear layer's.")
+]
+InputRange = Annotated[str, typer.Option(help="LOW,HIGH of inputs that are not in [0, 1], as attackers know it.")]
+Categories = Annotated[str, typer.Option(help="Columns of one-hot categories in a table: 3:7,7:14.")]
 MaxPsnr = Annotated[float | None, typer.Option(help="Exit with 3 if an image comes closer, in dB.")]
 MaxSsim = Annotated[float | None, typer.Option(help="Exit with 3 if an image is more similar, from -1 to 1.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness.")]
@@ -144,7 +159,10 @@ _SUMMARIES = {
 _FOREIGN = {
     "model": {"dataset", "model", "update", "rounds", "input_shape", "before", "after", "kind", "clients"},
     "update": {"target", "dataset", "rounds", "count", "workers"},
-    "method": {"target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients"},
+    "method": {
+        *("target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients"),
+        *("loss", "output", "head", "input_range", "categories"),
+    },
 }
 """Options that do nothing for a source (`eval.audit.request.IDLE_OPTIONS`)."""
 _UNKEPT = "nothing is kept without --out FOLDER"
@@ -190,6 +208,11 @@ def audit(
     input_shape: InputShape = None,
     mean: Mean = "",
     std: Std = "",
+    loss: Loss = "",
+    output: Output = None,
+    head: Head = None,
+    input_range: InputRange = "",
+    categories: Categories = "",
     max_psnr: MaxPsnr = None,
     max_ssim: MaxSsim = None,
     seed: Seed = 0,
@@ -243,6 +266,11 @@ def audit(
         input_shape=input_shape,
         mean=mean,
         std=std,
+        loss=loss,
+        output=output,
+        head=head,
+        input_range=input_range,
+        categories=categories,
         seed=seed,
         device=device,
         imports=imports,

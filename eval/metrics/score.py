@@ -13,6 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,7 +25,13 @@ from eval.metrics import image as metrics
 from eval.metrics.baselines import baseline_images
 from eval.metrics.matching import assign
 from eval.metrics.perceptual import Perceptual
+from eval.metrics.tables import table_scores
+from eval.metrics.tokens import token_scores
+from fl.input_form import InputForm, image_form
+from fl.losses import Loss
+from fl.losses.cross_entropy import CrossEntropy
 from fl.tensors import Value, dense
+from fl.types import Task
 
 Row = dict[str, Any]
 """Plain JSON values by column; a figure that could not be taken is None, and `row["missing"]` says why."""
@@ -43,6 +50,9 @@ NO_RECONSTRUCTION = "no reconstruction stands for this image"
 
 NO_IMAGES = "the attack recovers no images"
 """Why a figure is missing where images were never the aim."""
+
+NO_PICTURES = "of pictures alone, and these inputs are none"
+"""Why similarities of pictures are missing of a table, a series or several inputs."""
 
 NO_TRUTH = "the true images are not known"
 """Why a figure is missing of an update that was captured without its images."""
@@ -100,6 +110,7 @@ def score(
     perceptual: Perceptual | None = None,
     reference: Tensor | None = None,
     seed: int = 0,
+    task: Task | None = None,
 ) -> list[Row]:
     """Match the reconstructions to the true images once and take every metric in that order.
 
@@ -110,6 +121,9 @@ def score(
         the names in `MEASURES`, and LPIPS under the name of its backbone and size.
         exact8: every pixel right after rounding to 8 bits.
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
+        label_error: under another loss than cross entropy, how far the target is off (`fl.losses.Loss.errors`).
+        row_accuracy, categories_right, numbers_right: of a table (`eval.metrics.tables`).
+        tokens, tokens_read, tokens_recall, tokens_precision: of ids (`eval.metrics.tokens`).
         label_overlap: share of the batch's labels recovered, in whatever order.
         objective: of the attack, for the whole batch.
         private_errors: relative error of every recovered private tensor, a group's clients matched once as images are.
@@ -124,6 +138,7 @@ def score(
         perceptual: LPIPS, from `eval.metrics.perceptual.load_lpips`.
         reference: images (R, C, H, W) the attacker had before, for the baseline `nearest`.
         seed: of the baseline `noise`.
+        task: what the inputs are and what the targets are of; None is pictures and cross entropy.
 
     Returns:
         One row per true image, in the order of the truth.
@@ -138,11 +153,17 @@ def score(
     recovered = reconstruction.inputs
     guess = true[:0] if recovered is None else recovered.detach().to(true.device)
     matched = assign(guess, true)
-    measures, missing = _measures(true, perceptual)
+    form = image_form(true.shape[1:]) if task is None else task.inputs
+    measures, missing = _measures(true, perceptual, form)
     scored = _images(measures, guess, true, matched)
     failure, absent, why = _absent(measures, recovered)
-    labels, batch = _labels(reconstruction, truth, matched), _batch(reconstruction, truth)
-    floors = _floors(measures, true, reference, seed)
+    loss = CrossEntropy() if task is None else task.loss
+    labels, batch = _labels(reconstruction, truth, matched, loss), _batch(reconstruction, truth)
+    if task is not None and form.has_ids:
+        batch |= token_scores(reconstruction.private, task, true)
+    if form.kind == "table":
+        scored = _with_columns(scored, guess, true, matched, form)
+    floors = _floors(measures, true, _Guesses(reference, seed, task))
     rows: list[Row] = []
     for image, match in enumerate(matched):
         head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
@@ -153,7 +174,7 @@ def score(
     return rows
 
 
-def score_without_truth(reconstruction: Reconstructed, size: int | None) -> list[Row]:
+def score_without_truth(reconstruction: Reconstructed, size: int | None, task: Task | None = None) -> list[Row]:
     """Return rows of an update whose true images nobody has: one per reconstruction, or one if there is none.
 
     The columns are those of `score`, as far as they can be told; `unjudged` says that there is nothing to compare with.
@@ -161,9 +182,11 @@ def score_without_truth(reconstruction: Reconstructed, size: int | None) -> list
     Args:
         reconstruction: of an attack.
         size: how many images the update is computed from; None if the server does not know.
+        task: what the targets are of; None is cross entropy.
     """
     found = reconstruction.inputs
-    labels = None if reconstruction.labels is None else _hard(reconstruction.labels)
+    given, classes = reconstruction.labels, task is None or task.loss.is_cross_entropy
+    labels = None if given is None or not classes else _hard(given)
     row: Row = {
         **{"images": size, "candidates": 0 if found is None else len(found), "unjudged": True, "failure": None},
         **dict.fromkeys((*MEASURES, "exact8"), math.nan),
@@ -215,10 +238,15 @@ def _squared(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value, dtype=torch.float64)) ** 2
 
 
-def _measures(true: Tensor, perceptual: Perceptual | None) -> tuple[dict[str, Measure], dict[str, str]]:
+def _measures(
+    true: Tensor, perceptual: Perceptual | None, form: InputForm
+) -> tuple[dict[str, Measure], dict[str, str]]:
     """Return the metrics that can be taken of these images, and why the others can't."""
     channels, height, width = true.shape[1:]
     measures, missing = dict(MEASURES), {}
+    if not form.is_image:
+        odd = [name for name in measures if name not in ("mse", "psnr")]
+        return {name: measures[name] for name in ("mse", "psnr")}, dict.fromkeys((*odd, "lpips"), NO_PICTURES)
     for name, window in metrics.WINDOWS.items():
         if min(height, width) < window:
             missing[name] = f"needs images of at least {window}x{window} pixels, got {height}x{width}"
@@ -261,15 +289,67 @@ def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[
     return failure, {**{name: _WORST.get(name, math.nan) for name in measures}, "exact8": False}, NO_RECONSTRUCTION
 
 
-def _floors(measures: Mapping[str, Measure], true: Tensor, reference: Tensor | None, seed: int) -> list[Row]:
+@dataclass(frozen=True)
+class _Guesses:
+    """What the baselines are made of: images that the attacker had before, the seed of noise, and the task."""
+
+    reference: Tensor | None
+    seed: int
+    task: Task | None
+
+    def of(self, true: Tensor) -> dict[str, Tensor]:
+        """Return the baselines by name."""
+        found = baseline_images(true, reference=self.reference, seed=self.seed)
+        if self.task is not None and self.task.inputs.shape[1:] == (1, 1):  # the mean over pixels would be the truth
+            usual = true.new_tensor(self.task.mean).clamp(0, 1).view(1, -1, 1, 1)
+            found["mean"] = usual.expand_as(true)
+        return found
+
+
+def _floors(measures: Mapping[str, Measure], true: Tensor, guesses: _Guesses) -> list[Row]:
     rows: list[Row] = [{} for _ in true]
-    for guess, images in baseline_images(true, reference=reference, seed=seed).items():
+    task = guesses.task
+    for guess, images in guesses.of(true).items():
         for row, figures in zip(rows, _take(measures, images, true), strict=True):
             row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
+        if task is not None and task.inputs.kind == "table":
+            for row, figures in zip(rows, table_scores(images, true, task.inputs), strict=True):
+                row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
     return rows
 
 
-def _labels(reconstruction: Reconstructed, truth: TrueValues, matched: list[int | None]) -> list[Row]:
+def _with_columns(
+    scored: dict[int, Row], guess: Tensor, true: Tensor, matched: list[int | None], form: InputForm
+) -> dict[int, Row]:
+    """Return the figures of every true row with the shares of its columns that are right."""
+    hits = [i for i, j in enumerate(matched) if j is not None]
+    found = guess[[j for j in matched if j is not None]]
+    shares = dict(zip(hits, table_scores(found, true[hits], form), strict=True)) if hits else {}
+    return {image: {**row, **shares[image]} for image, row in scored.items()}
+
+
+def _targets(reconstruction: Reconstructed, truth: TrueValues, matched: list[int | None], loss: Loss) -> list[Row]:
+    """Return what is told of targets that are no classes: each true one, and how far the one recovered is off."""
+    true, recovered = truth.labels, reconstruction.labels
+    rows: list[Row] = [
+        {"label": None, "target": loss.plain(one), "label_correct": None, "label_overlap": None, "label_error": None}
+        for one in true
+    ]
+    if recovered is None or reconstruction.inputs is None or len(recovered) != len(reconstruction.inputs):
+        return rows
+    hits = [(i, j) for i, j in enumerate(matched) if j is not None]
+    if not hits:
+        return rows
+    mine, own = ([pair[side] for pair in hits] for side in (1, 0))
+    off = loss.errors(recovered.detach().cpu()[mine], true.cpu()[own]).tolist()
+    for i, error in zip(own, off, strict=True):
+        rows[i] |= {"label_error": error, "label_correct": error == 0 if loss.has_exact_targets else None}
+    return rows
+
+
+def _labels(reconstruction: Reconstructed, truth: TrueValues, matched: list[int | None], loss: Loss) -> list[Row]:
+    if not loss.is_cross_entropy:
+        return _targets(reconstruction, truth, matched, loss)
     true = _hard(truth.labels)
     if len(true) != len(matched):
         raise ValueError(f"expected {len(matched)} true labels, one per image, got {len(true)}")

@@ -128,7 +128,7 @@ def run_attack_cell(
         rows.extend({**head, "picture": _picture(update, row), **row} for row in scored)
         if result.labels is not None:
             labels.append({"update": update.key, "labels": result.labels.tolist()})
-        if result.inputs is not None:
+        if result.inputs is not None and _is_shown(update):
             pictures.append(_shown(update, result.inputs.cpu(), scored))
     jsonl.replace_rows(folder / IMAGES, rows)
     jsonl.replace_rows(folder / LABELS, labels)
@@ -152,6 +152,11 @@ def _picture(update: WatchedUpdate, row: Row) -> str | None:
     if "image" not in row:
         return None
     return f"{update.key}:{row['image']}" if update.truth is None else update.pictures[row["image"]]
+
+
+def _is_shown(update: WatchedUpdate) -> bool:
+    """Return whether what attacks recover can be looked at: pictures can, rows of a table can't."""
+    return isinstance(update.view, NotApplicable) or update.view.task.inputs.is_image
 
 
 def _shown(update: WatchedUpdate, found: Tensor, rows: Sequence[Row]) -> tuple[Tensor | None, Tensor]:
@@ -234,14 +239,16 @@ def _score_update(
     update = observation.updates[number]
     truth, knowledge = update.truth, list(result.knowledge)
     if truth is None:
-        rows = score_without_truth(result, update.size)
+        rows = score_without_truth(
+            result, update.size, update.view.task if isinstance(update.view, ServerView) else None
+        )
         if result.misfit is not None and math.isfinite(result.misfit):
             rows = [{**row, "misfit": result.misfit} for row in rows]
         return self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     assert isinstance(update.view, ServerView)  # what was attacked was sent
     floor = derive_seed(observation.seed, "floor", update.key)
     near = _closest(observation).get(number)
-    rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor)
+    rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor, task=update.view.task)
     rows = self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     if result.inputs is not None:
         rows = _bounded(rows, task.attack.item, truth)

@@ -12,16 +12,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fl.client import Client
-from fl.defense import Defense
+from fl.defense import Defense, overrides
+from fl.input_form import Inputs, Range, tensors_of
 from fl.local import sampling
+from fl.losses import Loss
 from fl.method import Method
-from fl.models.building_blocks.model_checks import FORWARD_ERRORS, check_logits, preserve_global_rng
+from fl.models.building_blocks.model_checks import FORWARD_ERRORS, preserve_global_rng
+from fl.runtime.module_copies import copy_model
 from fl.seeds import stream
 from fl.view import ThreatModel
-
-TABLE_HINT = (
-    ": give rows of a table as images of one row, inputs.view(-1, 1, 1, columns), to a model that flattens them"
-)
 
 
 def check_settings(method: object, defense: object, threat: object) -> None:
@@ -75,26 +74,6 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
         if name not in given and not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise ValueError(f"expected a model of finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
-
-
-def check_shape(model: nn.Module, images: Tensor, num_classes: int) -> None:
-    """Refuse images of a shape that the network, a copy of which it runs, does not take, or a number of classes.
-
-    Raises:
-        ValueError: says which shape, and what the network says or returns.
-    """
-    probe = copy.deepcopy(model).eval()
-    with torch.no_grad(), preserve_global_rng(images.device):
-        try:
-            logits = probe(images)
-        except FORWARD_ERRORS as error:
-            raise ValueError(
-                f"expected an input_shape (C, H, W) that the model takes, got {tuple(images.shape[1:])}: on "
-                f"{len(images)} image(s) of it the model says: {error}"
-            ) from error
-    check_logits(logits)
-    if logits.shape[1] != num_classes:
-        raise ValueError(f"expected num_classes {logits.shape[1]}, as the model has, got {num_classes}")
 
 
 def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:
@@ -182,29 +161,85 @@ def _global_state(device: torch.device) -> Tensor:
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
-def check_images(inputs: Tensor, labels: Tensor) -> None:
-    """Refuse what is no batch of images in [0, 1] with a label each.
+def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> None:
+    """Refuse what is no batch of inputs with a target each, and pictures that are not in [0, 1].
 
     Raises:
         ValueError: says which of both, and what it is.
     """
-    for what, values in (("inputs", inputs), ("labels", labels)):
-        if not isinstance(values, Tensor):
-            raise ValueError(f"expected {what} as a tensor, got {tensor_conversion_hint(values)}")
-    if inputs.ndim != 4 or not inputs.is_floating_point() or not len(inputs):
-        rows = inputs.ndim == 2 and inputs.is_floating_point() and len(inputs)
+    if not isinstance(inputs, Tensor | Mapping | tuple | list):
+        raise ValueError(f"expected inputs as a tensor, got {tensor_conversion_hint(inputs)}")
+    if not isinstance(labels, Tensor):
+        raise ValueError(f"expected labels as a tensor, got {tensor_conversion_hint(labels)}")
+    for value in tensors_of(inputs):
+        if not isinstance(value, Tensor):
+            raise ValueError(f"expected inputs as tensors, got {tensor_conversion_hint(value)}")
+    first = next(iter(tensors_of(inputs)), None)
+    if first is None or not first.ndim or not len(first):
+        got = "none" if first is None else f"{first.dtype} {tuple(first.shape)}"
+        raise ValueError(f"expected inputs (B, ...) of at least one example, got {got}")
+    if not labels.ndim or len(labels) != len(first):
+        raise ValueError(f"expected labels int64 ({len(first)},), got {labels.dtype} {tuple(labels.shape)}")
+    if isinstance(inputs, Tensor) and inputs.ndim == 4:
+        _check_pictures(inputs, input_range)
+
+
+def _check_pictures(inputs: Tensor, input_range: Range | None) -> None:
+    if not inputs.is_floating_point():
         raise ValueError(
-            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}"
-            f"{TABLE_HINT * bool(rows)}"
+            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}; of whole numbers "
+            "give inputs.float() / 255"
         )
-    if labels.shape != inputs.shape[:1] or labels.dtype != torch.int64:
-        raise ValueError(f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}")
     low, high = float(inputs.min()), float(inputs.max())
-    if not (low >= 0 and high <= 1):
+    if input_range is None and not (low >= 0 and high <= 1):
         raise ValueError(
             f"expected pixels in [0, 1], got [{low:.4g}, {high:.4g}]; a normalization belongs into "
-            "the model: give it numbers in [0, 1], and undo the scaling in its first layer"
+            "the model: give it numbers in [0, 1], and undo the scaling in its first layer, or state input_range"
         )
+
+
+def check_loss(loss: Loss, method: Method | None, defense: Defense | None) -> None:
+    """Refuse a loss other than cross entropy for what has one of its own.
+
+    Raises:
+        ValueError: says which method or defense that is, and what to take instead.
+    """
+    if loss.is_cross_entropy:
+        return
+    if method is not None and not method.takes_any_loss:
+        raise ValueError(
+            f"{method.name} has a loss of its own, of cross entropy, which can't be {loss.name}; take fedavg, or leave "
+            "the loss out"
+        )
+    if defense is not None and any(overrides(part, "transform_batch") for part in defense.members()):
+        raise ValueError(
+            f"{defense.name} mixes labels as cross entropy has them, which can't be done under {loss.name}; leave it "
+            "out"
+        )
+
+
+def count_ids(model: nn.Module, inputs: Inputs) -> list[int]:
+    """Return of each input how many ids an embedding has that is given it as it is; 0 where none is.
+
+    A copy of the model is run; where it does not run, nothing is told.
+    """
+    tensors = tensors_of(inputs)
+    found = [0] * len(tensors)
+    if not isinstance(model, nn.Module) or all(value.is_floating_point() for value in tensors):
+        return found
+    probe = copy_model(unwrap_model(model)).eval()
+
+    def note(module: nn.Module, args: tuple[object, ...], _given: object) -> None:
+        for number, value in enumerate(tensors):
+            if args and isinstance(args[0], Tensor) and args[0].shape == value.shape and torch.equal(args[0], value):
+                found[number] = max(found[number], int(module.num_embeddings))  # type: ignore[arg-type]
+
+    for module in probe.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            module.register_forward_pre_hook(note, with_kwargs=True)
+    with torch.no_grad(), preserve_global_rng(tensors[0].device), suppress(*FORWARD_ERRORS):
+        probe(**inputs) if isinstance(inputs, Mapping) else probe(*tensors)
+    return found
 
 
 def untie_parameters(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

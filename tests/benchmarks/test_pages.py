@@ -11,7 +11,7 @@ from benchmarks.common import RESULTS
 from benchmarks.exact import cascade, cascade_batches, cascade_ends, residual_page
 from benchmarks.exact.residual_victims import CASES
 from benchmarks.hyperfl import peel, published_hyperfl, several_steps
-from benchmarks.leakage import defenses, leakage, presets, rog_spaces, same_network, settings
+from benchmarks.leakage import defenses, leakage, own_models, presets, rog_spaces, same_network, settings
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report, speed
 from benchmarks.performance import gpu, peer_rounds, rounds, scaling
@@ -42,6 +42,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "defenses": lambda known: defenses.document(known["rows"], known["search"]),
     "gpu": gpu.page,
     "hyperfl_fashion_mnist": leakage._known,
+    "own_models": lambda known: own_models.document(known["rows"]),
     "peel": lambda known: peel.document([peel.Row(**row) for row in known["rows"]]),
     "peer_rounds": lambda known: peer_rounds.page(
         {name: peer_rounds.Figures(**figures) for name, figures in known["networks"].items()}, turns(known)

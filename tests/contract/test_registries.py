@@ -15,6 +15,7 @@ from eval.experiment.docstrings import citations
 from fl.data import datasets
 from fl.data.augment import augmentations
 from fl.data.partitions.partition import partitions
+from fl.losses import losses
 from fl.method import methods
 from fl.models import models
 from fl.parametrization import parametrizations
@@ -29,6 +30,7 @@ REGISTRIES: list[Registry] = [
     datasets,
     partitions,
     augmentations,
+    losses,
 ]
 ENTRIES = [(registry, name) for registry in REGISTRIES for name in registry.names()]
 EVERY = pytest.mark.parametrize(

@@ -101,7 +101,9 @@ def test_attack_and_leakage(model, batch):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"inputs": torch.rand(1, 6, 6, generator=stream(0, "x"))}, r"expected floating-point inputs \(B, C, H, W\)"),
+        ({"inputs": torch.rand(1, 6, 6, generator=stream(0, "x"))}, r"expected labels int64 \(1,\)"),
+        ({"inputs": torch.rand(2, 6, 7, generator=stream(0, "x"))}, "expected inputs that fit the model"),
+        ({"inputs": torch.tensor(0.5)}, r"expected inputs \(B, ...\) of at least one example"),
         ({"inputs": torch.full((2, *SHAPE), 1.5)}, r"expected pixels in \[0, 1\], got \[1.5, 1.5\]"),
         ({"inputs": torch.full((2, *SHAPE), float("nan"))}, r"expected pixels in \[0, 1\]"),
         ({"inputs": torch.ones(2, *SHAPE, dtype=torch.uint8)}, "floating-point"),
@@ -124,8 +126,8 @@ def test_from_batch_says_what_does_not_fit(model, batch, change, said):
 
 
 def test_a_head_that_is_not_last_is_refused():
-    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 5), nn.Unflatten(1, (5, 1)), nn.AvgPool1d(1), nn.Flatten())
-    with pytest.raises(ValueError, match="'1', to have 3 outputs, got 5"):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Unflatten(1, (3, 2)), nn.AvgPool1d(2), nn.Flatten())
+    with pytest.raises(ValueError, match="'1', to have 3 outputs, got 6"):
         from_update(model, {}, input_shape=SHAPE, num_classes=3)
 
 
@@ -356,7 +358,10 @@ def test_one_client_has_no_group(model, batch, gradient, chained):
 
 
 def test_a_captured_updates_shape_and_types_are_checked(model, gradient):
-    for shape in ((6, 6), (1, 6, 6, 1), (1, 6, 0), (1, 6.0, 6), (True, 6, 6)):
+    for shape in ((6, 6), (1, 6, 7)):
+        with pytest.raises(ValueError, match=r"expected an input_shape \(C, H, W\) that the model takes"):
+            from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
+    for shape in ((), (1, 1, 6, 6, 1), (1, 6, 0), (1, 6.0, 6), (True, 6, 6)):
         with pytest.raises(ValueError, match=r"expected input_shape \(C, H, W\), three positive ints"):
             from_update(model, gradient, input_shape=shape, num_classes=CLASSES)
     for shape in (None, 16):

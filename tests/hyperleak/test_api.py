@@ -144,7 +144,7 @@ def test_an_audit_without_named_attacks_takes_those_that_fit(
         ({"labels": torch.zeros(1, dtype=torch.int64)}, "labels go with a tensor of images, got none"),
         ({"update": {"0.weight": torch.zeros(1)}}, r"expected input_shape=\(channels, height, width\)"),
         ({"update": {}}, "tensors by parameter name, or arrays .*, got none"),
-        ({"images": torch.zeros(1, 8, 8), "labels": torch.zeros(1, dtype=torch.int64)}, r"got \(1, 8, 8\)"),
+        ({"images": torch.zeros(1, 8, 8), "labels": torch.zeros(1, dtype=torch.int64)}, r"\(1, 8, 8\): "),
         ({"options": hyperleak.AuditOptions(), "seed": 1}, "expected options or single settings, got both: seed"),
     ],
 )

@@ -19,6 +19,7 @@ from attacks.analytic.recursive.layer_equations import (
 from attacks.analytic.recursive.start_signal import Gradients, StartSignal, start_signals
 from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
+from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
@@ -161,7 +162,7 @@ class LayerwiseInversion(Attack):
             known = () if view.labels is None else ("labels",)
             return replace(found, labels=start.labels.to(view.device), knowledge=known)
         sent = gradients.get(f"{stages[-1].name}.bias")
-        odd = sent is not None and is_sign_flipped(sent, len(pixels))
+        odd = sent is not None and view.task.loss.is_cross_entropy and is_sign_flipped(sent, len(pixels))
         labels = assign_labels(view, gradients, pixels.to(view.device))
         return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
 
@@ -170,6 +171,9 @@ def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage]
     """Return the one image with its label, known or read off what flows back into the classifier."""
     last = start.top == len(stages) - 1 and not stages[-1].end_reason
     head = last and stages[start.top].parameter_name("weight").startswith(view.task.head)
+    if not view.task.loss.is_cross_entropy:
+        labels, _ = single_label(view)
+        return replace(found, labels=labels, knowledge=() if view.labels is None else ("labels",))
     odd = head and is_sign_flipped(start.signal[0])
     return replace(
         found,

@@ -77,6 +77,12 @@ def _single_image_signals(
             return [StartSignal(top, bias[None] / unit)]
     last = stages[-1]
     name = f"{last.name}.weight"
+    if not view.task.loss.is_cross_entropy:
+        return NotApplicable(
+            f"no linear layer whose bias moved: without one only cross entropy tells what flows back, and the loss is "
+            f"{view.task.loss.name}; a search can be tried: ig",
+            limit=True,
+        )
     bare = isinstance(last.layer, nn.Linear) and last.layer.bias is None and not len(last.after)
     if not bare or name not in observed or not isinstance(last.activation, nn.Identity):
         why = f" ({last.end_reason})" if last.end_reason else ""

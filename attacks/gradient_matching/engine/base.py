@@ -34,9 +34,11 @@ from attacks.gradient_matching.engine.problem import (
     unsearchable_reason,
 )
 from attacks.gradient_matching.engine.regularizers import Regularizer
-from attacks.gradient_matching.engine.search_space import PIXEL_SPACE, SearchSpace
+from attacks.gradient_matching.engine.search_space import PIXEL_SPACE, SearchSpace, TableSpace
 from attacks.labels.assignment import order_matters
 from attacks.labels.recovery import fixed_labels
+from attacks.labels.targets import output_signal
+from attacks.result import IDS_UNSEARCHABLE
 from attacks.search_control import SearchControl, SearchMonitor
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, comparable_rounds
 from attacks.update.training_phases import surrogate_hint
@@ -48,6 +50,8 @@ from fl.view import ServerView
 
 PRIVATE_LR = 0.01
 """Step size of private tensors that no other is set for."""
+FAR_TARGET = 100.0
+"""How far from zero a number begins that is searched for as a target."""
 CONFIDENT_LOGIT = 5.0
 """Logit of a class that was read off, where the search for labels begins there; the others' are 0."""
 
@@ -400,6 +404,8 @@ class GradientMatching(Attack):
         """Return why this attack says nothing about `view`, or None."""
         if not view.update:
             return NotApplicable(f"{view.method.name} shares nothing: there is no update to match")
+        if view.task.inputs.has_ids:
+            return NotApplicable(IDS_UNSEARCHABLE, limit=True)
         if view.batch_size is None:
             return NotApplicable("the number of images is unknown")
         if view.schedule is None:
@@ -407,6 +413,8 @@ class GradientMatching(Attack):
                 f"the local schedule is unknown, so no update can be predicted{surrogate_hint(view, ': ')}"
             )
         if (reason := unsearchable_reason(view)) is not None:
+            return NotApplicable(reason, limit=True)
+        if (reason := _unknown_targets(view)) is not None:
             return NotApplicable(reason, limit=True)
         if not all_finite(view.update):
             return NotApplicable("the update has numbers that are not finite")
@@ -434,7 +442,8 @@ class GradientMatching(Attack):
 
     def search_space(self, view: ServerView) -> SearchSpace:
         """Return what images are made from."""
-        return PIXEL_SPACE
+        categories = view.task.inputs.categories
+        return TableSpace(categories) if categories else PIXEL_SPACE
 
     def regularizers(self, view: ServerView) -> tuple[Regularizer, ...]:
         """Return further terms of the objective."""
@@ -477,11 +486,15 @@ class GradientMatching(Attack):
         return {k: v.to(dtype=view.dtype, device=view.device) for k, v in made.items()}
 
     def _initial_logits(self, problem: MatchingProblem, draw: torch.Generator, restart: int) -> Tensor:
-        """Return where the search for labels begins (N, K): those read off, dealt as is likeliest, then at random."""
-        count, classes = problem.view.batch_size or 1, problem.view.task.num_classes
+        """Return where the search for labels begins (N, ...): those read off, dealt as is likeliest, then at random."""
+        task, count, classes = problem.view.task, problem.view.batch_size or 1, problem.view.task.num_classes
         recovered = problem.recovered_labels if self.label_mode(problem.view) == "joint" else None
+        if not task.loss.is_cross_entropy and not task.loss.has_exact_targets and self.objective == "cosine":
+            signal = output_signal(problem.view)
+            if signal is not None:  # a target far away: what flows back then keeps its direction, whatever the input is
+                return -(FAR_TARGET / signal.norm()) * signal[None].cpu()
         if recovered is None:
-            return torch.randn(count, classes, generator=draw)
+            return torch.randn(count, *(task.loss.variable_shape(task.output_shape) or ()), generator=draw)
         likeliest = (
             assign_labels(problem, self.order_candidates) if restart == 0 and order_matters(problem.view) else None
         )
@@ -502,7 +515,7 @@ class GradientMatching(Attack):
         view = problem.view
         labels = problem.labels
         if LABELS in row:
-            labels = row[LABELS].argmax(-1)
+            labels = view.task.loss.harden(row[LABELS])
         flipped = problem.update.sign_flipped
         notes = [SIGN_WARNING] if flipped else []
         if view.private and (unused := self._unused_steps(view.private)):
@@ -524,6 +537,18 @@ class GradientMatching(Attack):
             knowledge=tuple(name for name, used in knowledge.items() if used),
             note="; ".join(notes),
         )
+
+
+def _unknown_targets(view: ServerView) -> str | None:
+    """Return why the targets can't be searched for, where they are unknown; else None."""
+    task = view.task
+    known = view.labels is not None or not view.method.uses_labels
+    if known or task.loss.variable_shape(task.output_shape) is not None:
+        return None
+    return (
+        "the targets are unknown, and nothing says what they can be under a loss of one's own: give it targets= (free, "
+        "binary or probabilities), or let the attacker know them (threat: knows_labels)"
+    )
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ Variables = dict[str, Tensor]
 Evaluation = Callable[[Variables], tuple[Tensor, Variables]]
 """Objectives (T,) of a stack and their gradients by variable."""
 INPUTS, LABELS, PRIVATE = "inputs", "labels", "private:"
-"""Names of the guessed images, in the units of the space searched, and of label logits; what a private tensor's begins
-with."""
+"""Names of the guessed images, in the units of the space searched, and of what stands for labels (`fl.losses`: logits
+of classes, say); what a private tensor's begins with."""
 
 
 def batching_key(view: ServerView) -> object:
@@ -46,6 +46,7 @@ def batching_key(view: ServerView) -> object:
         repr(settings),
         tuple(view.private.items()),
         str(task.model),
+        task.loss,
         digest(frozen(task.model), held),  # the stack has one network, so what is no constant of a row must agree
     )
 
@@ -232,7 +233,7 @@ class MatchingProblem:
 
     def _candidate(self, variables: Variables, constants: dict[str, Any]) -> Candidate:
         """Return one guess of what the client fed and kept."""
-        labels = variables[LABELS].softmax(-1) if LABELS in variables else constants["labels"]
+        labels = self.view.task.loss.relax(variables[LABELS]) if LABELS in variables else constants["labels"]
         private: Tensors = {name: variables[private_key(name)] for name in self.view.private}
         return Candidate(self._pixels(variables[INPUTS], constants), labels, private)
 

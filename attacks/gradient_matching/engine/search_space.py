@@ -140,4 +140,34 @@ class DecodedSpace(SearchSpace):
         return self.network(values)
 
 
+@dataclass(frozen=True)
+class TableSpace(SearchSpace):
+    """Rows of a table, whose categories are the softmax of their logits (TabLeak, Vero et al., ICML 2023, section 4).
+
+    Attributes:
+        categories: first column of each category and the one behind its last.
+    """
+
+    categories: tuple[tuple[int, int], ...]
+
+    def units(self, task: Task) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return units of numbers as the task has them; of logits, such that [0, 1] reaches from -10 to 10."""
+        offset, scale = list(task.mean), list(task.std)
+        for start, stop in self.categories:
+            for column in range(start, stop):
+                offset[column], scale[column] = 0.5, 1 / (2 * MAX_LOGIT)
+        return tuple(offset), tuple(scale)
+
+    def decode(self, values: Tensor) -> Tensor:
+        """Return rows (B, F, 1, 1) whose categories are probabilities."""
+        parts, last = [], 0
+        for start, stop in self.categories:
+            logits = (values[:, start:stop] - 0.5) * (2 * MAX_LOGIT)
+            parts += [values[:, last:start], logits.softmax(1)]
+            last = stop
+        return torch.cat([*parts, values[:, last:]], 1)
+
+
+MAX_LOGIT = 10.0
+"""Largest logit of a category in a search."""
 PIXEL_SPACE = SearchSpace()

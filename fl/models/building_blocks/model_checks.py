@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from fl.losses import Loss
+from fl.losses.cross_entropy import ONE_CLASS
+from fl.models.building_blocks.model_outputs import Choice, OutputHook, choose_output
+
 MAX_LISTED = 5
 """So many names stand in an error; of a large network nobody reads them all."""
-ONE_CLASS = "the loss is cross entropy, which is 0 with one output; give a yes or no two of them"
-"""Why a classifier of one output is refused."""
 FORWARD_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
 
@@ -22,17 +24,67 @@ def preserve_global_rng(device: torch.device) -> AbstractContextManager[None]:
     return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
-def count_logits(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
-    """Return how many logits `model` returns; runs a copy, so that no running statistic changes."""
+def probe_outputs(model: nn.Module, inputs: Tensor, described: str = "") -> object:
+    """Return what a copy of the model returns, in evaluation mode; no running statistic changes.
+
+    Args:
+        model: any.
+        inputs: of it.
+        described: what the user gave, for the error.
+
+    Raises:
+        ValueError: it does not take such inputs.
+    """
     probe = copy.deepcopy(model).eval()
     with torch.no_grad(), preserve_global_rng(inputs.device):
         try:
-            logits = probe(inputs[:1])
+            return probe(inputs)
         except FORWARD_ERRORS as error:
             raise ValueError(
-                f"expected inputs that fit the model, got {inputs.dtype} {tuple(inputs.shape)}: {error}"
+                f"expected inputs that fit the model, got {described or describe_tensor(inputs)}: {error}"
             ) from error
+
+
+def describe_tensor(value: Tensor) -> str:
+    """Return type and shape of a tensor in words."""
+    return f"{value.dtype} {tuple(value.shape)}"
+
+
+def prepare_outputs(
+    model: nn.Module, inputs: Tensor, loss: Loss, choice: Choice = None, described: str = ""
+) -> torch.Size:
+    """Return the shape of the model's outputs for one example, and let it return them alone (changes the model).
+
+    Args:
+        model: of which a copy is run.
+        inputs: of the model (B, C, H, W).
+        loss: which has to take the outputs.
+        choice: which part of what the model returns is meant, where that is not one tensor.
+        described: what the user gave as inputs, for errors.
+
+    Raises:
+        ValueError: the model does not take such inputs, or the loss does not take what it returns.
+    """
+    output = probe_outputs(model, inputs, described)
+    hook = OutputHook(choice)
+    found = choose_output(output, choice)
+    if found.ndim == 1 and len(found) == len(inputs) and not loss.is_cross_entropy:
+        found = found[:, None]
+    elif found.ndim == 0 or len(found) != len(inputs):
+        raise ValueError(
+            f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}"
+        )
+    loss.check_outputs(found)
+    if found is not output:
+        model.register_forward_hook(hook)
+    return found.shape[1:]
+
+
+def count_logits(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:
+    """Return how many logits `model` returns; runs a copy, so that no running statistic changes."""
+    logits = probe_outputs(model, inputs[:1])
     check_logits(logits)
+    assert isinstance(logits, Tensor)
     if logits.shape[1] < 2:
         raise ValueError(f"expected a model of 2 outputs or more, got {logits.shape[1]}: {ONE_CLASS}")
     if num_classes not in {None, logits.shape[1]}:
@@ -55,8 +107,15 @@ def check_logits(logits: object) -> None:
     raise ValueError(f"expected a model that returns logits (B, K), got {type(logits).__name__}{hint}")
 
 
-def find_head(model: nn.Module, head: str | None, num_classes: int) -> str:
-    """Return the prefix of the classifier's parameters, checked or guessed."""
+def find_head(model: nn.Module, head: str | None, num_classes: int, *, strict: bool = True) -> str:
+    """Return the prefix of the classifier's parameters, checked or guessed.
+
+    Args:
+        model: the network.
+        head: the prefix; None takes the last `nn.Linear`.
+        num_classes: its outputs.
+        strict: whether it has to be a linear layer of so many outputs; else the last layer with parameters is taken.
+    """
     names = [name for part in (model.named_parameters(), model.named_buffers()) for name, _ in part]
     if head is not None:
         if not any(name.startswith(head) for name in names):
@@ -65,15 +124,25 @@ def find_head(model: nn.Module, head: str | None, num_classes: int) -> str:
             )
         return head
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if not linear:
-        raise ValueError("expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.'")
+    if strict and not linear:
+        raise ValueError(
+            "expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.' (--head)"
+        )
+    if not strict:
+        return _last_layer(model)
     name, last = linear[-1]
     if last.out_features != num_classes:
         raise ValueError(
             f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
-            "give head='the.classifier.'"
+            "give head='the.classifier.' (--head)"
         )
     return f"{name}." if name else ""
+
+
+def _last_layer(model: nn.Module) -> str:
+    """Return the prefix of the last module with parameters of its own."""
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters()]
+    return f"{owners[-1]}." if owners[-1] else ""
 
 
 def abbreviate_list(words: Sequence[str]) -> str:

@@ -211,7 +211,7 @@ def test_a_captured_update(mine, tmp_path, suffix):
         (["--update", "nowhere.npz", "--model", "MINE:build"], "no file nowhere.npz"),
         (["--update", "nowhere.npz"], "expected --model MODULE:FUNCTION"),
         (["--update", "UPDATE", "--model", "MINE:build"], "expected --input-shape C,H,W"),
-        (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "8,8"], "such as 3,32,32"),
+        (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "8,x"], "such as 3,32,32"),
         (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "3,9,9"], "that fit the model"),
         (["--update", "UPDATE", "--model", "MINE:build", "--input-shape", "1,8,8", "--max-psnr", "9"], "true images"),
         (["--update", "TEXT", "--model", "MINE:build", "--input-shape", "1,8,8"], "expected tensors by parameter name"),

@@ -21,6 +21,9 @@ def build():
         p.data = torch.rand(p.shape, generator=generator) - 0.5
     return model
 
+def logits(output):
+    return output
+
 def whole():
     return build(), torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1, 2, 0])
 
@@ -54,6 +57,10 @@ OPTIONS = {
     "--input-shape": "1,8,8",
     "--mean": "0.5",
     "--std": "0.5",
+    "--loss": "cross-entropy",
+    "--output": "MINE:logits",
+    "--head": "3.",
+    "--input-range": "0,2",
     "--max-psnr": "99",
     "--max-ssim": "0.99",
     "--seed": "3",
@@ -65,7 +72,9 @@ OPTIONS = {
     "--minutes": "0.0001",
     "--import": "json",
 }
-"""Every option that takes a value."""
+"""Every option that takes a value and goes with pictures."""
+TABLES = {"--categories"}
+"""What goes with tables alone."""
 IDLE = {
     "method": {
         "--update",
@@ -77,6 +86,11 @@ IDLE = {
         "--after",
         "--kind",
         "--clients",
+        "--loss",
+        "--output",
+        "--head",
+        "--input-range",
+        "--categories",
     },
     "model": {"--dataset", "--model", "--rounds", "--input-shape", "--before", "--kind", "--clients"},
     "update": {"--dataset", "--count", "--rounds", "--workers", "--before", "--after"},
@@ -109,7 +123,7 @@ def test_the_table_has_every_option():
 
     command = get_command(cli.app).commands["audit"].commands["any"]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
-    assert known - set(OPTIONS) == {"--json"}
+    assert known - set(OPTIONS) == {"--json", *TABLES}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -119,7 +133,7 @@ def test_the_command_of_a_source_has_its_own_options_alone(mine, source):
     command = get_command(cli.app).commands["audit"].commands[source]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
     own = PAIR if source == "update" else set()
-    assert known == ({"--json", *OPTIONS} - IDLE[source] - {f"--{source}", "--update"} - PAIR) | own
+    assert known == ({"--json", *OPTIONS, *TABLES} - IDLE[source] - {f"--{source}", "--update"} - PAIR) | own
     words = [word.replace("MINE", mine) for word in SOURCES[source] if word not in {"--method", "--update"}]
     result = audit(source, *words, "--attack", "guess", "--device", "cpu")
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output

@@ -57,6 +57,24 @@ def lacking():
 def meta():
     return torch.nn.Linear(64, 3, device="meta")
 
+def table():
+    torch.manual_seed(0)
+    layers = torch.nn.Linear(12, 16), torch.nn.ReLU(), torch.nn.Linear(16, 1)
+    return torch.nn.Sequential(*layers), torch.randn(1, 12).clamp(-3, 3), torch.ones(1)
+
+class Named(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.features, self.head = torch.nn.Conv2d(1, 4, 3), torch.nn.Conv2d(4, 3, 1)
+
+    def forward(self, images):
+        scores = self.head(self.features(images).tanh())
+        return {"maps": scores, "scores": scores.mean((2, 3))}
+
+def named():
+    torch.manual_seed(0)
+    return Named(), torch.rand(1, 1, 8, 8), torch.tensor([1])
+
 def weightless():
     return torch.nn.Flatten()
 
@@ -303,3 +321,42 @@ def test_a_list_of_defenses_is_a_chain(mine, own):
     assert short.exit_code == 0, short.output
     assert json.loads(short.stdout) == json.loads(long.stdout)
     assert "did you mean 'prune'" in audit(*words, "--defense", "[prun]").output
+
+
+def test_a_table_under_another_loss_is_audited_on_the_command_line(mine, tmp_path):
+    words = (f"{mine}:table", "--loss", "bce", "--input-range=-3,3", "--attack", "analytic")
+    result = audit(*words, "--json", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["findings"][0]["images"]
+    assert row["row_accuracy"] == 1
+    assert row["label_correct"] is True
+    assert row["target"] == [1.0]
+    assert "100 % of its columns right" in audit(*words).stdout
+    other = audit(*words[:4], "--loss", "mse", *words[4:], "--out", tmp_path / "out")
+    assert other.exit_code == terminal.USAGE  # another audit than the folder's
+    assert "give loss='bce'" in audit(words[0], *words[3:]).stderr
+
+
+def test_an_output_and_a_head_are_named_on_the_command_line(mine):
+    words = (f"{mine}:named", "--attack", "{name: ig, iterations: 3}")
+    said = audit(*words).stderr
+    assert "dict of 'maps' (1, 3, 6, 6), 'scores' (1, 3)" in said
+    assert "(--output)" in said
+    assert "give head='its.prefix.' (--head)" in audit(*words, "--output", "scores").stderr
+    result = audit(*words, "--output", "scores", "--head", "head.")
+    assert result.exit_code in {0, terminal.UNDECIDED}, result.output
+    assert "image 0: PSNR" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--input-range", "3"), "expected --input-range as low,high"),
+        (("--categories", "3-7"), "expected --categories as first:last+1"),
+        (("--loss", "bcee"), "unknown loss 'bcee'; did you mean 'bce'"),
+    ],
+)
+def test_what_inputs_and_losses_are_not_is_said_by_the_option(mine, words, said):
+    result = audit(f"{mine}:table", *words)
+    assert result.exit_code == terminal.USAGE
+    assert said in result.stderr

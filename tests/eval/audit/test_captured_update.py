@@ -11,7 +11,7 @@ from defenses import Defense
 from eval.audit.captured_files import CapturedUpdate, load_update
 from eval.audit.captured_update import of_update
 from eval.audit.execution import audit_updates
-from eval.audit.input_shape import count_classes
+from eval.audit.input_shape import check_images_fit
 from eval.audit.tensor_names import with_model_names
 from fl.capture import ClientSettings, from_batch
 from fl.methods.fedavg import FedAvg
@@ -156,12 +156,12 @@ def test_images_that_are_not_the_first_are_found():
 def test_of_all_sizes_that_fit_a_model_the_likeliest_is_said():
     flat = nn.Sequential(nn.Flatten(), nn.Linear(100, 3))
     with pytest.raises(ValueError, match=r"got 3x32x32; it runs on 1x10x10$"):
-        count_classes(flat, (3, 32, 32))
+        check_images_fit(flat, (3, 32, 32))
     pooled = nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(16, 3))
     for shape, fits in (((1, 30, 30), "3x32x32"), ((1, 48, 48), "3x48x48")):
         with pytest.raises(ValueError, match=rf"it runs on {fits} \(and 10 more"):
-            count_classes(pooled, shape)
-    assert count_classes(pooled, (3, 50, 50)) == 3
+            check_images_fit(pooled, shape)
+    check_images_fit(pooled, (3, 50, 50))
 
 
 def test_the_order_of_local_steps_is_found():

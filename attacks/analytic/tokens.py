@@ -1,0 +1,124 @@
+"""Which ids a client fed, read off the update of an embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.labels.recovery import fixed_labels
+from attacks.network.embeddings import embedded_ids, embedding_weights
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import deviation_from_loss_gradient
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.types import Candidate
+from fl.view import ServerView
+
+TOKENS = "tokens/"
+"""What the names of ids begin with in a result; behind it stands the embedding's weight."""
+PROBES = 2
+"""Batches of the attacker's own that show whether a step moves the rows of its ids alone."""
+GRID = 8.0
+"""Spacings of the weights up to which a row has not moved, where decay was taken off."""
+
+
+@attacks.register("tokens")
+@dataclass(frozen=True, kw_only=True)
+class Tokens(Attack):
+    """Reads which ids (of tokens, of categories) occur in a client's data: their rows of an embedding moved.
+
+    The gradient of an embedding's weight is zero in every row that is not looked up (Melis et al., IEEE S&P 2019,
+    section 4.1; FILM, Gupta et al., NeurIPS 2022, section 3.1), and so is any step of an optimizer that starts from
+    rest. So every row that moved was fed. A row that was fed may stay: where nothing flows back into it (behind max
+    pooling, say), or where it stands for padding. In what order ids stand, and in which example, is not told.
+
+    Whether a step of this network moves the rows of its ids alone is asked of batches of the attacker's own: weights
+    that another layer uses, too, move in every row. Noise moves all rows, and then nothing is read. A method that adds
+    to the gradient may move others as well, and is refused.
+
+    Threat model: an honest server with the embedding's update; that rows start from rest is part of an optimizer that
+    was stated.
+    """
+
+    reads_ids: ClassVar[bool] = True
+    plain: ClassVar[str] = "reads which words a client's data hold off the rows of an embedding that moved."
+
+    def attack_view(self, view: ServerView, seed: int) -> Result:
+        """Return the ids of every embedding that was sent, ascending."""
+        if not view.update:
+            return NotApplicable("nothing is shared")
+        sent = [name for name in embedding_weights(view.task.model) if name in view.update and name in view.shared]
+        if not sent:
+            return NotApplicable("no embedding with a weight of its own (nn.Embedding) is in the update", limit=True)
+        if (reason := deviation_from_loss_gradient(view)) is not None:
+            return NotApplicable(reason)
+        sparse = _sparse_embeddings(view, sent)
+        observed, found = ObservedUpdate(view), dict[str, Tensor]()
+        for name in sparse:
+            moved = _moved_rows(view, name, dense(observed.change[name]))
+            if bool(moved.any()) and not bool(moved.all()):
+                found[name] = moved.nonzero().flatten().cpu()
+        if not found:
+            return NotApplicable(
+                "every row of the embeddings moved, or none: noise, decay of an unknown rule, or a weight that another "
+                "layer uses as well"
+            )
+        private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
+        known = view.threat.knows_optimizer and view.threat.knows_defense
+        return Reconstruction(
+            inputs=None,
+            labels=fixed_labels(view, "auto"),
+            private=private,
+            knowledge=() if view.labels is None else ("labels",),
+            verified=True if known else None,
+            note="" if known else UNSTATED,
+        )
+
+    def confirm(self, view: ServerView, result: Result) -> Result:
+        """Return the result as it is: that rows at rest were not looked up holds for any rule that starts from rest."""
+        return result
+
+
+UNSTATED = (
+    "not confirmed: the optimizer or the defense was not stated, and one that moves other rows (momentum kept from "
+    "earlier rounds, decay) would be read as ids; state it (method, --method) to rely on that"
+)
+
+
+def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:
+    """Return which rows (K,) of an embedding's update are no rounding."""
+    start = dense(view.shared[name])
+    decayed = bool((dense(view.update[name]) != change).any())
+    spacing = GRID * torch.finfo(view.dtype).eps * start.abs() if decayed else torch.zeros_like(start)
+    return (change.abs() > spacing).any(1)
+
+
+def _sparse_embeddings(view: ServerView, names: list[str]) -> list[str]:
+    """Return the embeddings of which a step moves the rows of the ids that they are given, and no others."""
+    kept, task = list(names), view.task
+    count = view.batch_size or 1
+    shape = task.loss.variable_shape(task.output_shape)
+    for number in range(PROBES):
+        draw = stream(number, "tokens")
+        inputs = torch.rand(count, *task.input_shape, generator=draw).to(view.device, view.dtype)
+        if view.labels is not None:
+            targets = view.labels
+        elif shape is None:
+            return kept
+        else:
+            targets = task.loss.relax(torch.randn(count, *shape, generator=draw)).to(view.device, view.dtype)
+        if view.schedule is None or view.private or view.parts:
+            return kept
+        ids = embedded_ids(task, inputs)
+        with torch.no_grad():
+            made = ObservedUpdate(view).without_decay(predict(view, Candidate(inputs, targets)))
+        for name in list(kept):
+            rows = _moved_rows(view, name, dense(made[name])).nonzero().flatten().tolist()
+            if not {*rows} <= {*ids.get(name, ())}:
+                kept.remove(name)
+    return kept

@@ -1,0 +1,96 @@
+"""Targets of other losses than cross entropy, of a single example: by what flows back into the model's outputs.
+
+The bias of a layer that returns the model's outputs has their gradient as its own. Of a yes or no its sign is the
+label, number by number. Of a squared error it is the difference of output and target, so that with the input the target
+is known, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from attacks.result import Reconstruction
+from attacks.update.classifier_update import classifier_names, classifier_tensors
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import deviation_from_loss_gradient
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import dense
+from fl.types import Candidate
+from fl.view import ServerView
+
+MIN_COSINE = 0.99
+"""Between the gradient of the outputs and the bias's update, from which on one is taken for the other."""
+
+
+def output_signal(view: ServerView) -> Tensor | None:
+    """Return the gradient of a single example's outputs, up to a positive factor; None where the update hides it.
+
+    Whether the last layer's bias has it is asked of what the model would send of an input of its own.
+
+    Args:
+        view: the server's.
+    """
+    hidden = view.private or view.parts or not view.method.uses_labels or deviation_from_loss_gradient(view) is not None
+    if view.batch_size != 1 or hidden or view.schedule is None:
+        return None
+    bias = classifier_tensors(view, ObservedUpdate(view).change)[1]
+    if bias is None or bias.shape != view.task.output_shape or not bool(bias.any()):
+        return None
+    loss, draw = view.task.loss, stream(0, "targets")
+    probe = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64)
+    shape = loss.variable_shape(view.task.output_shape)
+    if shape is None:
+        return None
+    target = loss.relax(torch.randn(1, *shape, generator=draw, dtype=torch.float64))
+    probe, target = (value.to(view.device, view.dtype) for value in (probe, target))
+    with torch.enable_grad():
+        outputs = outputs_of(view, probe).requires_grad_()
+        (expected,) = torch.autograd.grad(loss(outputs, target), outputs)
+    with torch.no_grad():
+        sent = classifier_tensors(view, predict(view, Candidate(probe, target)))[1]
+    if sent is None or float(nn.functional.cosine_similarity(sent.flatten(), expected.flatten(), dim=0)) < MIN_COSINE:
+        return None
+    return bias
+
+
+def read_targets(view: ServerView) -> Tensor | None:
+    """Return the target (1, ...) of a single example that the update tells without the input, or None."""
+    signal = output_signal(view)
+    return None if signal is None else view.task.loss.target_of_signal(signal)
+
+
+def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
+    """Return a result with the target of its one input, where the loss's target follows from both.
+
+    A search by direction alone leaves the size of such a target open; then it has none. So it has where the step size
+    is not known.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+    """
+    loss, found = view.task.loss, result.inputs
+    if loss.is_cross_entropy or loss.has_exact_targets or view.labels is not None or not view.method.uses_labels:
+        return result
+    if view.batch_size != 1 or found is None or len(found) != 1:
+        return result
+    signal, name = output_signal(view), classifier_names(view, view.update)[1]
+    observed, target = ObservedUpdate(view), None
+    if signal is not None and name is not None and view.threat.knows_optimizer and observed.steps(name) == 1:
+        scale = observed.scale(name)
+        if scale:
+            outputs = outputs_of(view, found.to(view.device, view.dtype))
+            target = loss.target_of_outputs(outputs, signal[None] / scale)
+    return replace(result, labels=target)
+
+
+def outputs_of(view: ServerView, inputs: Tensor) -> Tensor:
+    """Return what the network as it was sent makes of inputs (N, C, H, W), without a gradient."""
+    weights = {name: dense(value) for name, value in view.shared.items()}
+    network = view.client.network(weights, {**view.client.task.buffers, **view.buffers})  # type: ignore[arg-type]
+    with torch.no_grad():
+        return network(inputs).detach()

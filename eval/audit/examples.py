@@ -1,0 +1,88 @@
+"""Examples that a user gives beside a model: inputs of whatever form, and a target for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from fl.input_form import Inputs, tensors_of
+from fl.types import Batch
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Inputs and their targets.
+
+    Attributes:
+        inputs: one tensor (N, ...), several in the order of forward's arguments, or several by their names.
+        labels: (N, ...), in the form that the loss takes.
+    """
+
+    inputs: Inputs
+    labels: Tensor
+
+    @classmethod
+    def of(cls, given: Examples | Batch) -> Examples:
+        """Return a batch as examples."""
+        return given if isinstance(given, Examples) else cls(given.inputs, given.labels)
+
+    def __len__(self) -> int:
+        return len(tensors_of(self.inputs)[0])
+
+    def part(self, which: slice) -> Examples:
+        """Return some of them."""
+        return replace(self._map(lambda value: value[which]), labels=self.labels[which])
+
+    def stated(self) -> tuple[int, ...] | Inputs:
+        """Return the shape of one example, or an example where no shape says what inputs are."""
+        if isinstance(self.inputs, Tensor) and self.inputs.is_floating_point():
+            return tuple(self.inputs.shape[1:])
+        return self.part(slice(1)).inputs
+
+    def to(self, device: torch.device) -> Examples:
+        """Return them on a device."""
+        return replace(self._map(lambda value: value.to(device)), labels=self.labels.to(device))
+
+    def like(self, model: nn.Module) -> Examples:
+        """Return floating-point inputs in the type of the model's first such parameter, others as they are."""
+        kinds = [weight.dtype for weight in model.parameters() if weight.is_floating_point()]
+        return self._map(lambda value: value.to(kinds[0]) if kinds and value.is_floating_point() else value)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Examples:
+        if isinstance(self.inputs, Tensor):
+            return replace(self, inputs=change(self.inputs))
+        if isinstance(self.inputs, Mapping):
+            return replace(self, inputs={name: change(value) for name, value in self.inputs.items()})
+        return replace(self, inputs=tuple(map(change, self.inputs)))
+
+
+def check_examples(source: str, inputs: object, labels: object) -> Examples:
+    """Return inputs and their targets as they were given, if they are any.
+
+    Args:
+        source: what gave them, for errors.
+        inputs: a tensor, several, or several by name.
+        labels: a tensor.
+
+    Raises:
+        ValueError: they are no tensors, are none, or not as many of both.
+    """
+    if not isinstance(inputs, Tensor | Mapping | tuple | list):
+        raise ValueError(f"expected {source} to give inputs as a tensor, got {type(inputs).__name__}")
+    tensors = tensors_of(inputs)
+    if not tensors or not all(isinstance(value, Tensor) and value.ndim and len(value) for value in tensors):
+        got = [tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for value in tensors]
+        shown = got[0] if len(got) == 1 else got or "none"
+        raise ValueError(
+            f"expected {source} to give at least one image, as (N, C, H, W), or inputs (N, ...), got {shown}"
+        )
+    if not isinstance(labels, Tensor) or not labels.ndim or len(labels) != len(tensors[0]):
+        got_label = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        raise ValueError(
+            f"expected {source} to give one label per image, int64 ({len(tensors[0])},), got {got_label}; of another "
+            "loss a target for each example"
+        )
+    return Examples(inputs, labels)

@@ -1,0 +1,141 @@
+"""Losses, by name: what a client's outputs are trained towards, and what follows for its targets.
+
+A loss is a frozen object. It is called with a network's outputs and the targets, and knows the form of both, so that
+nobody else has to ask which loss it is: how unknown targets are searched for, what one example's gradient says of its
+target, and how a target that was found is compared with the true one.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fl.registry import Registry
+
+losses: Registry[Loss] = Registry("loss", "fl.losses")
+
+MAX_NAMED = 64
+"""Numbers of one target that rows of figures hold; larger ones (a mask) are left out of them."""
+
+
+class Loss:
+    """The base of every loss: targets of the outputs' shape (B, ...), which may be any numbers.
+
+    A subclass is a frozen dataclass that defines `__call__`.
+    """
+
+    name: ClassVar[str]
+    registry: ClassVar[Registry[Loss]] = losses
+    is_cross_entropy: ClassVar[bool] = False
+    """Whether it is the mean cross entropy of one class for each example, on which rules for labels rest."""
+    outputs: ClassVar[str] = "numbers (B, ...)"
+    """What it takes of a network, in words."""
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean loss, a number.
+
+        Args:
+            outputs: of the network (B, ...).
+            targets: (B, ...), in the form that `prepare` returns, or as `relax` makes them.
+        """
+        raise TypeError(f"{type(self).__name__} does not define __call__()")
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        """Refuse outputs (B, ...) that the loss does not take.
+
+        Raises:
+            ValueError: says what it takes, and what was given.
+        """
+
+    def prepare(self, targets: Tensor, output_shape: torch.Size) -> Tensor:
+        """Return the targets of a batch in the form that the loss takes.
+
+        Args:
+            targets: one for each example (B, ...).
+            output_shape: of one example's outputs.
+
+        Raises:
+            ValueError: they have another form; says which.
+        """
+        if targets.is_complex() or targets.dtype == torch.bool:
+            raise ValueError(f"expected real numbers as targets of {self.name}, got {targets.dtype}")
+        targets = targets if targets.is_floating_point() else targets.float()
+        if targets.shape[1:] != output_shape and targets.shape[1:].numel() != output_shape.numel():
+            raise ValueError(
+                f"expected a target of shape {tuple(output_shape)} for each example, as the model's outputs, got "
+                f"{tuple(targets.shape[1:])}"
+            )
+        if not bool(targets.isfinite().all()):
+            raise ValueError("expected finite targets, got NaN or infinity")
+        return targets.reshape(len(targets), *output_shape)
+
+    def variable_shape(self, output_shape: torch.Size) -> torch.Size | None:
+        """Return the shape of what stands for one unknown target in a search; None where none can be searched for.
+
+        Args:
+            output_shape: of one example's outputs.
+        """
+        return output_shape
+
+    def relax(self, variables: Tensor) -> Tensor:
+        """Return the targets that a search's variables (B, ...) stand for; differentiable."""
+        return variables
+
+    def harden(self, variables: Tensor) -> Tensor:
+        """Return the targets that variables (B, ...) come to at the end of a search."""
+        return variables
+
+    def every_target(self, output_shape: torch.Size, limit: int) -> Tensor | None:
+        """Return all targets that an example may have (M, ...), if there are finitely many and at most `limit`."""
+        return None
+
+    def target_of_signal(self, signal: Tensor) -> Tensor | None:
+        """Return the target of one example (1, ...) by the gradient of its outputs, known up to a positive factor.
+
+        Args:
+            signal: that gradient, of the shape of one example's outputs.
+        """
+        return None
+
+    def target_of_outputs(self, outputs: Tensor, signal: Tensor) -> Tensor | None:
+        """Return the target of one example (1, ...) by its outputs and their gradient, or None where it is not told.
+
+        Args:
+            outputs: (1, ...).
+            signal: the gradient of the loss by them, in its true size.
+        """
+        return None
+
+    def errors(self, found: Tensor, true: Tensor) -> Tensor:
+        """Return how far targets that were found are from the true ones (N,): 0 is right.
+
+        By default the root mean square of the difference.
+        """
+        return (found.double() - true.double()).flatten(1).square().mean(1).sqrt()
+
+    @property
+    def has_exact_targets(self) -> bool:
+        """Whether a target is right or wrong; if not, its error says how far it is off."""
+        return True
+
+    def plain(self, target: Tensor) -> list[float] | float | int | None:
+        """Return one target as plain data; None where it is too large for a table."""
+        return None if target.numel() > MAX_NAMED else target.tolist()
+
+
+def expect_dimensions(outputs: Tensor, expected: str, *, at_least: int, at_most: int | None = None) -> None:
+    """Refuse outputs of another number of dimensions.
+
+    Args:
+        outputs: of a network.
+        expected: what is expected, in words.
+        at_least: dimensions, the batch's included.
+        at_most: likewise; None is no limit.
+
+    Raises:
+        ValueError: says what was expected, and the shape given.
+    """
+    if outputs.ndim < at_least or (at_most is not None and outputs.ndim > at_most):
+        raise ValueError(f"expected a model that returns {expected}, got {tuple(outputs.shape)}")

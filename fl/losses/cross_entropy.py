@@ -1,0 +1,72 @@
+"""Cross entropy: one class for each example."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fl.losses import Loss, losses
+
+ONE_CLASS = (
+    "the loss is cross entropy, which is 0 with one output; for one logit of a yes or no give loss='bce', for a number "
+    "loss='mse'"
+)
+"""Why a classifier of one output is refused."""
+
+
+@losses.register("cross-entropy")
+@dataclass(frozen=True, kw_only=True)
+class CrossEntropy(Loss):
+    """Mean cross entropy of softmax(outputs), as torch.nn.CrossEntropyLoss has it (Bridle, 1990).
+
+    Outputs are logits (B, K), K >= 2. Targets are classes int64 (B,), or probabilities (B, K).
+    """
+
+    is_cross_entropy: ClassVar[bool] = True
+    outputs: ClassVar[str] = "logits (B, K)"
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean over the batch."""
+        return functional.cross_entropy(outputs, targets)
+
+    def check_outputs(self, outputs: Tensor) -> None:
+        """Refuse what is no logits (B, K) of two classes or more."""
+        if outputs.ndim != 2:
+            hint = ""
+            if outputs.ndim > 2:
+                hint = "; for a class of every pixel or step give loss='segmentation', for numbers loss='mse'"
+            elif outputs.ndim == 1:
+                hint = "; for one logit of a yes or no give loss='bce', for a number loss='mse'"
+            raise ValueError(f"expected a model that returns logits (B, K), got {tuple(outputs.shape)}{hint}")
+        if outputs.shape[1] < 2:
+            raise ValueError(f"expected a model of 2 outputs or more, got {outputs.shape[1]}: {ONE_CLASS}")
+
+    def prepare(self, targets: Tensor, output_shape: torch.Size) -> Tensor:
+        """Return classes int64 (B,)."""
+        classes = output_shape[0]
+        if targets.ndim != 1 or targets.dtype != torch.int64:
+            raise ValueError(f"expected labels int64 ({len(targets)},), got {targets.dtype} {tuple(targets.shape)}")
+        if int(targets.min()) < 0 or int(targets.max()) >= classes:
+            raise ValueError(f"expected labels in [0, {classes}), got {int(targets.min())} to {int(targets.max())}")
+        return targets
+
+    def relax(self, variables: Tensor) -> Tensor:
+        """Return probabilities (B, K)."""
+        return variables.softmax(-1)
+
+    def harden(self, variables: Tensor) -> Tensor:
+        """Return classes (B,)."""
+        return variables.argmax(-1)
+
+    def every_target(self, output_shape: torch.Size, limit: int) -> Tensor | None:
+        """Return all classes, or the first `limit` of them."""
+        return torch.arange(min(output_shape[0], limit))
+
+    def errors(self, found: Tensor, true: Tensor) -> Tensor:
+        """Return 1 for a wrong class."""
+        found, true = (labels.argmax(1) if labels.ndim == 2 else labels for labels in (found, true))
+        return (found != true.to(found.device)).double()

@@ -1,0 +1,154 @@
+"""A loss of the user's own: a function of the outputs and the targets."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl.losses import Loss, losses
+from fl.losses.bce import BinaryCrossEntropy
+from fl.losses.cross_entropy import CrossEntropy
+from fl.losses.mse import SquaredError
+from fl.runtime import user_code
+
+TargetKind = Literal["known", "free", "binary", "probabilities"]
+Function = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OwnLoss(Loss):
+    """What losses of the user's own have in common.
+
+    Attributes:
+        targets: what an unknown target is searched as, which has the shape of one example's outputs then: "free"
+            numbers, "binary" ones, or "probabilities" over the last dimension. "known": the attacker has to know it.
+    """
+
+    outputs: ClassVar[str] = "whatever the function takes, as one tensor"
+
+    targets: TargetKind = "known"
+
+    def prepare(self, targets: Tensor, output_shape: torch.Size) -> Tensor:
+        """Return targets as they are; in the outputs' shape where they may be searched for."""
+        return targets if self.targets == "known" else super().prepare(targets, output_shape)
+
+    def variable_shape(self, output_shape: torch.Size) -> torch.Size | None:
+        """Return the outputs' shape, or None."""
+        return None if self.targets == "known" else output_shape
+
+    def relax(self, variables: Tensor) -> Tensor:
+        """Return targets of the kind stated."""
+        if self.targets == "probabilities":
+            return variables.softmax(-1)
+        return variables.sigmoid() if self.targets == "binary" else variables
+
+    def harden(self, variables: Tensor) -> Tensor:
+        """Return targets of the kind stated; probabilities stay such."""
+        return (variables > 0).to(variables.dtype) if self.targets == "binary" else self.relax(variables)
+
+    @property
+    def has_exact_targets(self) -> bool:
+        """No: nobody knows what the function takes for right."""
+        return False
+
+
+@losses.register("function")
+@dataclass(frozen=True, kw_only=True)
+class NamedFunction(OwnLoss):
+    """A function of the user's own by its name, `loss: my_losses:focal` (hyperleak, 2026).
+
+    It is called with outputs and targets and returns the mean over the batch, differentiable twice.
+
+    Attributes:
+        function: `module:function`.
+        targets: as above.
+    """
+
+    function: str
+
+    def __post_init__(self) -> None:
+        user_code.split_target(self.function)
+
+    @classmethod
+    def example(cls) -> NamedFunction:
+        """Return the squared error of torch."""
+        return cls(function="torch.nn.functional:mse_loss", targets="free")
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what the function returns."""
+        return _checked(_find(self.function)(outputs, targets), self.function)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenFunction(OwnLoss):
+    """A function of the user's own as an object.
+
+    Attributes:
+        call: the function.
+        targets: as above.
+    """
+
+    name: ClassVar[str] = "function"
+
+    call: Function
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return what the function returns."""
+        return _checked(self.call(outputs, targets), getattr(self.call, "__name__", type(self.call).__name__))
+
+
+def build_loss(given: object) -> Loss:
+    """Return the loss that a user named or gave.
+
+    Args:
+        given: a name ("bce"), settings ({"name": "bce", ...}), `module:function`, a loss of torch.nn with its default
+            settings, a callable, or a loss.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, str) and ":" in given:
+        return NamedFunction(function=given)
+    if isinstance(given, str | dict):
+        return losses.build(given)
+    if isinstance(given, nn.Module):
+        return _known_module(given) or GivenFunction(call=given)
+    if callable(given) and not isinstance(given, type):
+        return GivenFunction(call=given)
+    raise ValueError(
+        f"expected loss as a name ({', '.join(losses.names())}), module:function or a callable, got "
+        f"{type(given).__name__} {given!r}"
+    )
+
+
+def _known_module(module: nn.Module) -> Loss | None:
+    """Return the registered loss that a module of torch.nn with default settings is, or None."""
+    kinds: dict[type, Loss] = {
+        nn.CrossEntropyLoss: CrossEntropy(),
+        nn.BCEWithLogitsLoss: BinaryCrossEntropy(),
+        nn.BCELoss: BinaryCrossEntropy(logits=False),
+        nn.MSELoss: SquaredError(),
+    }
+    plain = getattr(module, "reduction", "") == "mean" and not getattr(module, "label_smoothing", 0)
+    weighed = any(isinstance(value, Tensor) for value in module.buffers())
+    ignored = getattr(module, "ignore_index", -100) != -100
+    return kinds.get(type(module)) if plain and not weighed and not ignored else None
+
+
+@functools.cache
+def _find(target: str) -> Callable[..., object]:
+    return user_code.find_callable(target)
+
+
+def _checked(value: object, name: str) -> Tensor:
+    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
+        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"expected the loss {name} to return one number, a floating-point tensor (), got {got}")
+    return value

@@ -1,0 +1,78 @@
+import pytest
+import torch
+from torch import nn
+
+import attacks
+from attacks.base import NotApplicable
+from defenses.noise import Noise
+from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+
+IDS = torch.tensor([[3, 3, 7, 0], [11, 7, 2, 0]])
+LABELS = torch.tensor([1, 0])
+
+
+class Text(nn.Module):
+    """A mean of embeddings and a classifier; `tied` scores ids by the embedding itself."""
+
+    def __init__(self, *, tied: bool = False, pooled: bool = False) -> None:
+        super().__init__()
+        generator = stream(0, "text")
+        self.embedding = nn.Embedding(20, 6, padding_idx=0)
+        self.head = nn.Linear(6, 3)
+        self.tied, self.pooled = tied, pooled
+        with torch.no_grad():
+            for value in self.parameters():
+                value.normal_(0, 0.5, generator=generator)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows = self.embedding(ids)
+        if self.pooled:
+            return self.head(rows.amax(1))
+        return rows.mean(1) @ self.embedding.weight.T if self.tied else self.head(rows.mean(1))
+
+
+@pytest.mark.parametrize(
+    "method", [None, FedAvg(steps=3, batch_size=1), FedAvg(steps=1, optimizer="adam"), FedAvg(weight_decay=0.01)]
+)
+def test_ids_that_occur_are_read_but_for_padding(method):
+    view, _ = from_batch(Text(), IDS, LABELS, method=method)
+    found = attacks.build("tokens")(view)
+    assert found.private["tokens/embedding.weight"].tolist() == [2, 3, 7, 11]
+    assert found.verified is True
+    assert found.inputs is None
+
+
+def test_max_pooling_hides_ids_and_none_is_made_up():
+    view, _ = from_batch(Text(pooled=True), IDS, LABELS)
+    found = attacks.build("tokens")(view)
+    assert {*found.private["tokens/embedding.weight"].tolist()} <= {0, 2, 3, 7, 11}
+
+
+def test_nothing_is_read_where_other_rows_move_as_well():
+    tied, _ = from_batch(Text(tied=True), IDS, LABELS, head="embedding.")
+    noisy, _ = from_batch(Text(), IDS, LABELS, defense=Noise(std=0.1))
+    for view in (tied, noisy):
+        found = attacks.build("tokens")(view)
+        assert isinstance(found, NotApplicable)
+        assert found.reason.startswith("every row of the embeddings moved")
+
+
+def test_ids_of_an_update_by_an_unknown_rule_are_not_confirmed():
+    view, _ = from_batch(Text(), IDS, LABELS)
+    unstated = from_update(Text(), view.update, input_shape=IDS[:1], batch_size=2)
+    found = attacks.build("tokens")(unstated)
+    assert found.private["tokens/embedding.weight"].tolist() == [2, 3, 7, 11]
+    assert found.verified is None
+    assert "the optimizer or the defense was not stated" in found.note
+
+
+def test_what_can_not_read_ids_says_so():
+    view, _ = from_batch(Text(), IDS, LABELS)
+    for name in ("ig", "dlg", "rconv", "cascade", "spear", "april", "headless+ig", "surrogate+ig", "rgap", "rog"):
+        found = attacks.build(name)(view)
+        assert isinstance(found, NotApplicable)
+        assert "`tokens` reads off" in found.reason
+    images, _ = from_batch(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), torch.rand(1, 1, 4, 4), torch.tensor([1]))
+    assert "no embedding" in attacks.build("tokens")(images).reason

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from torch import nn
+
+from fl.losses import losses
+from fl.losses.bce import BinaryCrossEntropy
+from fl.losses.cross_entropy import CrossEntropy
+from fl.losses.function import GivenFunction, build_loss
+from fl.losses.mse import SquaredError
+from fl.losses.segmentation import Segmentation
+
+LOGITS = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.2, 0.3]])
+
+
+@pytest.mark.parametrize(
+    ("loss", "own", "outputs", "targets"),
+    [
+        (CrossEntropy(), nn.CrossEntropyLoss(), LOGITS, torch.tensor([2, 0])),
+        (BinaryCrossEntropy(), nn.BCEWithLogitsLoss(), LOGITS, torch.tensor([[1.0, 0, 1], [0, 0, 1]])),
+        (BinaryCrossEntropy(logits=False), nn.BCELoss(), LOGITS.sigmoid(), torch.tensor([[1.0, 0, 1], [0, 0, 1]])),
+        (SquaredError(), nn.MSELoss(), LOGITS, torch.zeros(2, 3)),
+        (Segmentation(), nn.CrossEntropyLoss(), LOGITS[:, :, None].expand(2, 3, 4), torch.tensor([[0, 1, 2, 1]] * 2)),
+    ],
+)
+def test_losses_are_those_of_torch(loss, own, outputs, targets):
+    assert torch.equal(loss(outputs, loss.prepare(targets, outputs.shape[1:])), own(outputs, targets))
+    if not isinstance(loss, Segmentation):
+        assert build_loss(own) == loss
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "targets", "said"),
+    [
+        ("cross-entropy", (3,), torch.tensor([0.0, 1.0]), "expected labels int64"),
+        ("cross-entropy", (3,), torch.tensor([0, 3]), r"expected labels in \[0, 3\), got 0 to 3"),
+        ("bce", (1,), torch.tensor([0.0, 2.0]), "0 or 1, or between, got 0 to 2"),
+        ("bce", (3,), torch.tensor([0.0, 1.0]), r"expected a target of shape \(3,\)"),
+        ("mse", (1,), torch.tensor([0.0, torch.nan]), "expected finite targets"),
+        ("mse", (1,), torch.tensor([1j, 1j]), "expected real numbers"),
+        ("segmentation", (3, 2, 2), torch.zeros(2, 2, 2), r"expected masks int64 \(2, 2, 2\)"),
+        ("segmentation", (3, 2, 2), torch.full((2, 2, 2), 3), r"expected classes in \[0, 3\)"),
+    ],
+)
+def test_targets_that_do_not_fit_are_refused_by_what_they_are(name, shape, targets, said):
+    with pytest.raises(ValueError, match=said):
+        losses.build(name).prepare(targets, torch.Size(shape))
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "said"),
+    [
+        ("cross-entropy", torch.zeros(2, 1), "for one logit of a yes or no give loss='bce'"),
+        ("cross-entropy", torch.zeros(2), "loss='bce'"),
+        ("cross-entropy", torch.zeros(2, 3, 4, 4), "loss='segmentation'"),
+        ("segmentation", torch.zeros(2, 3), r"logits \(B, K, ...\)"),
+        ("segmentation", torch.zeros(2, 1, 4, 4), "expected 2 classes or more"),
+        ({"name": "bce", "logits": False}, torch.full((2, 1), 3.0), r"expected probabilities in \[0, 1\]"),
+    ],
+)
+def test_outputs_that_do_not_fit_are_refused_with_what_to_take(name, outputs, said):
+    with pytest.raises(ValueError, match=said):
+        losses.build(name).check_outputs(outputs)
+
+
+def test_labels_of_a_yes_or_no_are_targets_in_the_shape_of_the_outputs():
+    loss = BinaryCrossEntropy()
+    assert loss.prepare(torch.tensor([1, 0]), torch.Size([1])).tolist() == [[1.0], [0.0]]
+    assert loss.every_target(torch.Size([2]), 4).tolist() == [[0, 0], [0, 1], [1, 0], [1, 1]]
+    assert loss.every_target(torch.Size([2]), 3) is None
+
+
+@pytest.mark.parametrize("loss", [BinaryCrossEntropy(), SquaredError()])
+def test_the_gradient_of_the_outputs_tells_the_target(loss):
+    outputs = torch.tensor([[0.3, -2.0, 1.5]], requires_grad=True)
+    target = torch.tensor([[1.0, 0.0, 1.0]])
+    (signal,) = torch.autograd.grad(loss(outputs, target), outputs)
+    told = loss.target_of_signal(3 * signal[0])
+    if told is None:
+        told = loss.target_of_outputs(outputs.detach(), signal)
+    torch.testing.assert_close(told, target)
+
+
+def test_a_loss_of_ones_own_is_taken_by_name_or_as_a_callable():
+    named = build_loss("torch.nn.functional:l1_loss")
+    given = build_loss(nn.functional.l1_loss)
+    assert named(LOGITS, LOGITS + 1) == given(LOGITS, LOGITS + 1) == 1
+    weighed = build_loss(nn.BCEWithLogitsLoss(pos_weight=torch.ones(3)))
+    assert isinstance(weighed, GivenFunction)
+    assert weighed.variable_shape(torch.Size([3])) is None  # nobody said what its targets can be
+    with pytest.raises(ValueError, match=r"to return one number, a floating-point tensor \(\), got"):
+        build_loss(lambda outputs, targets: outputs)(LOGITS, LOGITS)
+    with pytest.raises(ValueError, match="unknown loss 'bcee'; did you mean 'bce'"):
+        build_loss("bcee")
+    with pytest.raises(ValueError, match="expected loss as a name"):
+        build_loss(3)
