@@ -26,6 +26,7 @@ from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
+from attacks.update.float_rounding import half_precision
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.returned_buffers import predict_buffers
@@ -68,6 +69,9 @@ def confirm(view: ServerView, result: Result) -> Result:
         view: that was attacked.
         result: of an attack on it.
     """
+    if isinstance(result, Reconstruction) and result.verified is False and (kind := half_precision(view)):
+        note = "; ".join(filter(None, (result.note, f"{ROUNDED_FURTHER} {kind}")))
+        return replace(result, verified=None, fixed=None, note=note)
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction) or not (result.verified or (unstated and result.fixed is not None)):
         return result
@@ -78,8 +82,11 @@ def confirm(view: ServerView, result: Result) -> Result:
         return result
     looks = guess_update_rule(view)
     untried = answer is False and _leaves_labels_untried(view, result)
+    kind = half_precision(view) if answer is False else ""
     if untried:
         reason = LABELS_UNTRIED
+    elif kind:
+        reason = f"{ROUNDED_FURTHER} {kind}"
     elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
     elif answer is None and explains_statistics(view, result) is False:
@@ -93,7 +100,7 @@ def confirm(view: ServerView, result: Result) -> Result:
     else:
         return result
     note = "; ".join(filter(None, (result.note, reason)))
-    return replace(result, verified=False if answer is False and not untried else None, fixed=None, note=note)
+    return replace(result, verified=False if answer is False and not (untried or kind) else None, fixed=None, note=note)
 
 
 CONTRADICTED = (
@@ -110,6 +117,7 @@ RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"
 )
+ROUNDED_FURTHER = "not confirmed, nor ruled out: a miss may be no more than the rounding of what was sent in"
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 STATISTICS_CONTRADICTED = (
     "not confirmed: the update does not tell how bright the picture is, and the statistics of batch normalization that "

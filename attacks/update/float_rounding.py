@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl.tensors import dense
+from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
 RMS_ROUNDING = 0.25
@@ -26,6 +26,36 @@ def relative_rounding(view: ServerView, name: str) -> float:
         return step
     moved, start = dense(view.update[name]).norm(), dense(view.shared[name]).norm()
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
+
+
+def half_precision(view: ServerView) -> str:
+    """Return the type of two bytes that all numbers of an update, or of the weights after it, were sent in; or nothing.
+
+    What attacks on `view.dtype` take for a miss may then be no more than rounding.
+    """
+    pairs = [(view.shared.get(name), value) for name, value in view.update.items()]
+    if view.dtype.itemsize < 4 or any(isinstance(part, LowRank) for pair in pairs for part in pair):
+        return ""
+    sent = [(dense(value), dense(value).abs()) for _, value in pairs]
+    both = [(dense(start), dense(value)) for start, value in pairs if start is not None] if view.rounded else []
+    after = [(start - value, start.abs() + value.abs()) for start, value in both]
+    for numbers in (sent, after):
+        for kind in (torch.bfloat16, torch.float16):
+            if any(bool(value.any()) for value, _ in numbers) and all(_lie_on(kind, *value) for value in numbers):
+                return str(kind).removeprefix("torch.")
+    return ""
+
+
+def _lie_on(kind: torch.dtype, values: Tensor, sizes: Tensor) -> bool:
+    """Return whether numbers are those of a coarser type, up to the rounding of what they were computed from.
+
+    Args:
+        kind: the type.
+        values: numbers.
+        sizes: of what they were computed from.
+    """
+    apart = (values.to(kind).to(values) - values).abs()
+    return bool((apart <= 2 * torch.finfo(values.dtype).eps * sizes).all())
 
 
 def relative_entry_rounding(view: ServerView, name: str) -> Tensor | None:

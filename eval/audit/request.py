@@ -142,8 +142,8 @@ class AuditRequest:
     @property
     def name(self) -> str:
         """What is audited."""
-        if self.update is not None:
-            return f"{self.update.name} of {self.model or self.target}"
+        if self.source == "update":
+            return f"{self._files} of {self.model or self.target}"
         method = yaml12.parse_settings(self.method or "fedavg").get("name")
         images = _count(self.batch_size, "image")
         size = f"{images} per update"
@@ -155,11 +155,17 @@ class AuditRequest:
         return f"{method} on {dataset}, {size}, after {_count(self.rounds, 'round')}"
 
     @property
+    def _files(self) -> str:
+        """The names of a captured update's files."""
+        return " - ".join(path.name for path in (self.update, self.before, self.after) if path)
+
+    @property
     def attacks(self) -> dict[str, Attack]:
         """The attacks to try, by label: the name, with a number where one comes again."""
         method = methods.build(yaml12.parse_settings(self.method or "fedavg"))
         found: dict[str, Attack] = {}
-        for text in self.attack or attack_selection.default_attacks(method, self.batch_size):
+        size = self.batch_size * (self.clients or 1)
+        for text in self.attack or attack_selection.default_attacks(method, size):
             attack = attacks.build(yaml12.parse_settings(text))
             name = label = attacks.label(attack)
             number = 1
@@ -221,7 +227,7 @@ class AuditRequest:
             "images": _shareable_source(self.images) if self.images else "",
         }
         if self.source == "update":
-            source["update"] = " - ".join(path.name for path in (self.update, self.before, self.after) if path)
+            source["update"] = self._files
         elif not self.images:
             source["images"] = source["model"]
         request = CaptureRequest(

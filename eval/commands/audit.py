@@ -133,6 +133,7 @@ Sarif = Annotated[Path | None, typer.Option(help="Write them as SARIF 2.1.0, for
 _ANY = "any"
 """The hidden command that takes the options of every source."""
 _NOTHING = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
+_NO_FILE = "expected FILE, the update, or --after FILE, the weights that came back (`hyperleak audit update --help`)"
 _NO_DATASET = "expected --dataset beside --method: what the method is trained on (`hyperleak list datasets`)"
 _ARGUMENTS: dict[str, tuple[str, Any]] = {
     "model": (
@@ -343,6 +344,9 @@ def _command_of_source(source: str) -> Callable[..., None]:
     parameters = [argument, *(parameter for other, parameter in own.items() if other != name)]
 
     def command(**given: Any) -> None:
+        if source == "update" and not any(given[key] for key in ("update", "before", "after")):
+            print_message(f"error: {_NO_FILE}")
+            raise typer.Exit(USAGE)
         audit(**given)
 
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
