@@ -11,7 +11,8 @@ PY ?= python3
 BIN := .venv/bin
 TORCH_CPU := https://download.pytorch.org/whl/cpu
 FEDERATIONS := 'flwr[simulation]==1.42.0' 'nvflare==2.9.*'
-FEDERATION_TESTS := tests/federations tests/eval/federations $(wildcard tests/hyperleak/test_flower.py tests/hyperleak/test_nvflare.py) \
+FEDERATION_TESTS := tests/federations $(wildcard tests/eval/federations/test_flower*.py) \
+  $(wildcard tests/hyperleak/test_flower.py tests/hyperleak/test_nvflare.py) \
   'tests/test_docs.py::test_python_blocks_run[docs/how-to/audit-in-flower.md]'
 export OMP_NUM_THREADS ?= 1
 

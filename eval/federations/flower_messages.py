@@ -29,6 +29,8 @@ EXAMPLES = ("num-examples", "num-samples", "num-train-examples")
 ROUNDS = ("server-round", "current-round", "round")
 PROXIMAL = ("proximal-mu",)
 """FedProx's penalty, which moves every local step but the first."""
+LEAST_SHARE = 0.25
+"""Of the norm of what was sent, that weights after a round are taken to have at least."""
 OPTIMIZER_FACTS = ("optimizer", "momentum", "weight_decay")
 """Facts that are taken from one source together: a momentum means nothing without its optimizer."""
 
@@ -86,7 +88,7 @@ class UpdateReader:
 
         Raises:
             UnreadableError: the reply has more or less than one record of arrays, or one that does not fit what was
-                sent, or bytes beside it that nobody can audit.
+                sent, or seems to be a difference, or bytes beside it that nobody can audit.
         """
         key, ended = _only_record(reply)
         begun = _matching_record(sent, key, ended)
@@ -96,6 +98,7 @@ class UpdateReader:
             if value.shape != before[name].shape:
                 shapes = f"{tuple(before[name].shape)}, got {tuple(value.shape)}"
                 raise UnreadableError(f"expected {name!r} in the shape that was sent, {shapes}")
+        _refuse_differences(before, after)
         training, sources = self._facts(sent, reply, watched or {})
         said = {"facts": sources} if sources else {}
         return RecordedUpdate(before=before, after=after, training=training, origin={**origin, **said})
@@ -189,6 +192,21 @@ def _tensor(name: str, array: Array, as_sent: str) -> Tensor:
     except (TypeError, ValueError) as error:
         raise UnreadableError(f"expected numbers under {name!r}, got an array that can't be read: {error}") from error
     return found.float() if found.dtype == torch.float64 and as_sent == "float32" else found
+
+
+def _refuse_differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse arrays that are too small for weights: the difference of a difference would give nothing away."""
+    sent, ended = _norm(before), _norm(after)
+    if ended < LEAST_SHARE * sent:
+        raise UnreadableError(
+            f"expected weights in the reply, got arrays of norm {ended:.3g} where {sent:.3g} was sent: they seem to "
+            "be differences or gradients; send weights, as Flower's strategies average them"
+        )
+
+
+def _norm(arrays: Mapping[str, Tensor]) -> float:
+    squares = [value.double().square().sum() for value in arrays.values() if value.is_floating_point()]
+    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
 
 
 def _joined(records: Mapping[str, ConfigRecord] | Mapping[str, MetricRecord]) -> dict[str, Any]:

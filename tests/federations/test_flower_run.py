@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("flwr")
 
 from support import flower_processes
 
+from eval.audit.recorded_update import RecordedUpdate
+
 pytestmark = pytest.mark.slow
 
 AUDITED = {
     "\napp = ClientApp()\n": "\nfrom hyperleak.flower import audit_mod\n\n"
-    "app = ClientApp(mods=[audit_mod(Net, input_shape=(3, 32, 32))])\n",
+    "app = ClientApp(mods=[audit_mod(Net, input_shape=(3, 32, 32), record=True)])\n",
 }
 """All that is changed in the app."""
 
@@ -43,4 +46,8 @@ def test_a_planted_leak_is_withheld_and_named(engine, tmp_path):
         assert sorted(row["response"].partition(":")[0] for row in found.values()) == ["sent", "withheld"]
         (page,) = tmp_path.glob(f"hyperleak-audit/run-*/round-{round}/report.html")
         assert f"Shown to leak: {refused.copy().pop()}" in page.read_text()
-    assert (tmp_path / "final.pt").exists()
+    # the mean of round 2 is what the other client sent, and nothing else
+    (sent,) = (row["update"] for row in found.values() if row["verdict"] != "leaked")
+    (kept,) = tmp_path.glob(f"hyperleak-audit/run-*/round-2/{sent}")
+    final = torch.load(tmp_path / "final.pt", weights_only=True)
+    torch.testing.assert_close(dict(final), dict(RecordedUpdate.load(kept).after), rtol=0, atol=0)

@@ -189,6 +189,9 @@ STRANGE: dict[str, Callable[[RecordDict], RecordDict]] = {
     "two records": lambda content: RecordDict({"a": content["arrays"], "b": content["arrays"]}),
     "bytes": with_bytes,
     "bytes alone": lambda content: RecordDict({"further": ConfigRecord({"model": b"all of it"})}),
+    "differences": lambda content: RecordDict(
+        {"arrays": ArrayRecord({k: 0.01 * v for k, v in content["arrays"].to_torch_state_dict().items()})}
+    ),
     "new names": lambda content: RecordDict({"arrays": ArrayRecord([np.ones(3)])}),
     "other shapes": lambda content: RecordDict({"arrays": ArrayRecord({k: torch.ones(2) for k in content["arrays"]})}),
 }

@@ -1,10 +1,9 @@
 """The clients of the app."""
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
-
 from flower_app.task import Net, load_data
 from flower_app.task import train as train_fn
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
 
 app = ClientApp()
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import torch
+from flower_app.task import Net
 from flwr.app import ArrayRecord, ConfigRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
-
-from flower_app.task import Net
 
 app = ServerApp()
 
