@@ -115,9 +115,9 @@ def refuse_secure_aggregation(defense: Defense | None) -> None:
     if defense is not None and defense.group_size > 1:
         name = next(part.name for part in defense.members() if part.group_size > 1)
         raise ValueError(
-            f"{name}: a single client's batch or update has no group; leave the defense out and, where an update is the "
-            "mean of N clients, say --clients N (clients=N of hyperleak.audit), or simulate a federation (hyperleak "
-            "audit --method, fl.federation)"
+            f"{name}: a single client's batch or update has no group; leave the defense out and, where an update is "
+            "the mean of N clients, say --clients N (clients=N of hyperleak.audit), or simulate a federation "
+            "(hyperleak audit --method, fl.federation)"
         )
 
 
