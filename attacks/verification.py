@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.labels.assignment import assign_labels
+from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
@@ -58,6 +59,8 @@ BRIGHTNESS_CHANGE = 0.02
 """A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
 PARTIAL_TOLERANCE = 0.1
 """What a picture of which only some pixels are fixed may leave of any tensor."""
+FAR_TARGET = 1e6
+"""How far away a target is put of which only the direction is known, in units of the outputs."""
 MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
 
@@ -89,6 +92,8 @@ def confirm(view: ServerView, result: Result) -> Result:
         reason = f"{ROUNDED_FURTHER} {kind}"
     elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
+    elif answer is None and _leaves_targets_unasked(view, result):
+        reason = TARGETS_UNKNOWN
     elif answer is None and explains_statistics(view, result) is False:
         reason = STATISTICS_CONTRADICTED
     elif unstated:
@@ -112,6 +117,10 @@ POSSIBLE_RULES = "another optimizer, clipping by tensor, step sizes by layer, ot
 LABELS_UNTRIED = (
     f"not confirmed: the label is unknown, and with none of the first {MAX_TRIED_LABELS} does one step of SGD make the "
     "update; state the labels to rely on that"
+)
+TARGETS_UNKNOWN = (
+    "not confirmed: the targets are unknown and can't be told from the update, so nobody can ask whether one step on "
+    "the picture makes all of it; state them (threat: knows_labels) to rely on that"
 )
 RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
@@ -169,7 +178,12 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     It is asked where no direction tells how bright images are (one layer and two classes, say).
     """
     asked = None if view.private else _comparison(view, result)
-    return None if asked is None else _most_favorable(asked.check.has_stated_size(*guess) for guess in asked.guesses)
+    if asked is None:
+        return None
+    guesses, images, target = asked.guesses, result.inputs, result.labels
+    if view.task.loss.is_linear_in_targets and view.labels is None:  # what tells a direction alone has no size
+        guesses = [] if images is None or target is None else [(images, target)]
+    return _most_favorable(asked.check.has_stated_size(*guess) for guess in guesses)
 
 
 def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None:
@@ -269,6 +283,17 @@ def _leaves_labels_untried(view: ServerView, result: Reconstruction) -> bool:
     return not known and view.task.loss.is_cross_entropy and view.task.num_classes > MAX_TRIED_LABELS
 
 
+def _leaves_targets_unasked(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether targets of another loss than cross entropy matter, and there are none to ask the update with."""
+    task = view.task
+    if task.loss.is_cross_entropy or view.labels is not None or not view.method.uses_labels or view.private:
+        return False
+    if task.loss.is_linear_in_targets:
+        return False
+    unread = result.labels is None and task.loss.every_target(task.output_shape, MAX_TRIED_LABELS) is None
+    return unread or not task.loss.has_exact_targets
+
+
 def _most_favorable(answers: Iterable[bool | None]) -> bool | None:
     """Return what the one of several guesses that fits best comes to, asking until one fits; None of none."""
     others: list[bool | None] = []
@@ -281,6 +306,9 @@ def _most_favorable(answers: Iterable[bool | None]) -> bool | None:
 
 def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     """Return labels that the images may have (N,), the likeliest first."""
+    if not view.task.loss.is_cross_entropy and not view.task.loss.has_exact_targets and view.labels is None:
+        yield from _far_targets(view, result)
+        return
     several = result.inputs is not None and len(result.inputs) > 1
     # the server knows the labels of several images in no order: those found stand in the order of the images
     known = [result.labels, assign_labels(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
@@ -293,6 +321,21 @@ def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tens
     elif view.batch_size == 1:
         every = view.task.loss.every_target(view.task.output_shape, MAX_TRIED_LABELS)
         yield from () if every is None else every[:, None]
+
+
+def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
+    """Yield a target (1, ...) in the direction that the outputs' bias tells, where targets are unknown numbers.
+
+    It is far away, so that what flows back has that direction whatever the picture is: a near one, fitted to this
+    picture, would speak against any other. One step is the same up to a factor, further ones are not.
+    """
+    steps = [step for steps in training_phases(view)[1] or () for step in steps]
+    if not view.task.loss.is_linear_in_targets:
+        return
+    if result.inputs is None or len(steps) != 1 or (signal := output_signal(view)) is None:
+        return
+    outputs = outputs_of(view, result.inputs.to(view.device, view.dtype))
+    yield outputs - FAR_TARGET * (1 + float(outputs.abs().max())) * signal[None] / signal.abs().max()
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ class Loss:
     registry: ClassVar[Registry[Loss]] = losses
     is_cross_entropy: ClassVar[bool] = False
     """Whether it is the mean cross entropy of one class for each example, on which rules for labels rest."""
+    is_linear_in_targets: ClassVar[bool] = False
+    """Whether its gradient by the outputs falls in proportion to the targets, which may be any numbers."""
     outputs: ClassVar[str] = "numbers (B, ...)"
     """What it takes of a network, in words."""
 

@@ -19,6 +19,7 @@ class SquaredError(Loss):
     Outputs are numbers (B,) or (B, ...); targets are of the same shape.
     """
 
+    is_linear_in_targets: ClassVar[bool] = True
     outputs: ClassVar[str] = "numbers (B,) or (B, ...)"
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:

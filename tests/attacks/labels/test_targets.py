@@ -88,3 +88,16 @@ def test_adam_is_not_taken_for_sgd_under_another_loss():
     view = from_update(model, update, input_shape=(6,), loss="bce")
     for name in ("analytic", "cascade", "rconv"):
         assert getattr(attacks.build(name)(view), "verified", None) is not True
+
+
+def test_a_wrong_rule_is_not_verified_where_targets_are_unknown_numbers():
+    model, target = network(3), torch.tensor([[2.5, 1.0, -1.0]])
+    gradient = torch.autograd.grad(nn.functional.mse_loss(model(ROW), target), list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    plain = dict(zip(names, gradient, strict=True))
+    apart = {**plain, "0.bias": 0.7 * plain["0.bias"]}  # a step size of its own: the row seems brighter
+    method = FedAvg(steps=1, batch_size=None, lr=1.0)
+    for update, verified in ((plain, True), (apart, False)):
+        for known in ({}, {"method": method}):
+            found = attacks.build("analytic")(from_update(model, update, input_shape=(6,), loss="mse", **known))
+            assert found.verified is verified, found.note
