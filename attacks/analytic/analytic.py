@@ -12,6 +12,7 @@ from torch import Tensor
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
+from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -19,6 +20,9 @@ from fl.view import ServerView
 
 ALTERNATIONS = 20
 """Rounds of the rank-one fit: under noise or a mask the bias alone is a poor guess of the signal."""
+
+ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
+"""What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 
 
 @attacks.register("analytic")
@@ -41,7 +45,7 @@ class Analytic(Attack):
 
     Attributes:
         fits: share of the update that one image may leave unexplained, and of the rank test's equations that may miss,
-            for the result to be `verified`.
+            for the result to be `verified`. Of steps so small that the weights' rounding is more, that may stay, too.
     """
 
     reads_ids: ClassVar[bool] = True
@@ -73,8 +77,7 @@ class Analytic(Attack):
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
         private: Tensors = {} if layer.is_given_images else {"features": fit.inputs.to(view.dtype)}
-        fits = fit.left <= self.fits and fit.error_of_noise(layer) <= self.fits
-        sized = fits and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
+        sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
         whole = bool(fit.known.all())
         if not whole:
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
@@ -103,7 +106,7 @@ class Analytic(Attack):
         sizes = [part.size for part in form.parts]
         for number, layer in layers.items():
             fit = RankOneFit.of(layer)
-            if not bool(fit.known.all()) or max(fit.left, fit.error_of_noise(layer)) > self.fits:
+            if not (bool(fit.known.all()) and self._is_explained(view, layer, fit)):
                 continue
             part, begin = form.parts[number], sum(sizes[:number])
             own = slice(begin, begin + part.size)
@@ -126,6 +129,14 @@ class Analytic(Attack):
             fixed=fixed.reshape(1, *form.shape).to(view.device) if stated else None,
             note="; ".join(filter(None, (note, said))),
         )
+
+    def _is_explained(self, view: ServerView, layer: LinearLayer, fit: RankOneFit) -> bool:
+        """Return whether one image explains the layer's update, up to what rounding of the weights leaves of small steps.
+
+        Rounding is different in every number, so that the input, a mean over all rows, is known several times better.
+        """
+        rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0])
+        return fit.left <= max(self.fits, min(rounding, MAX_ROUNDING)) and fit.error_of_noise(layer) <= self.fits
 
     def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
         """Return images that one neuron sees alone, at most `count`.

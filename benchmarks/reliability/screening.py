@@ -111,7 +111,7 @@ def record(kind: Kind, number: int) -> tuple[nn.Module, RecordedUpdate]:
     model = kind.network(number)
     model.train(not kind.in_evaluation_mode)
     first = FIRST_PICTURE + number * kind.examples % 2900
-    batch = _pictures().take(torch.arange(first, first + kind.examples))
+    batch = pictures().take(torch.arange(first, first + kind.examples))
     defense = None if kind.noise is None else DPSGD(clip=1.0, noise_multiplier=kind.noise)
     seed = derive_seed(number, "screening")
     view, _ = from_batch(model, batch.inputs, batch.labels, method=kind.method, defense=defense, seed=seed)
@@ -130,7 +130,8 @@ def record(kind: Kind, number: int) -> tuple[nn.Module, RecordedUpdate]:
 
 
 @cache
-def _pictures() -> Batch:
+def pictures() -> Batch:
+    """CIFAR-10's test images."""
     return read_batch(find_file("cifar10_test.npz"))[0]
 
 

@@ -16,7 +16,7 @@ from fl.types import Batch
 def made_up_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(0)
     batch = Batch(torch.rand(3000, 3, 32, 32, generator=draw), torch.arange(3000) % 10)
-    monkeypatch.setattr(screening, "_pictures", lambda: batch)
+    monkeypatch.setattr(screening, "pictures", lambda: batch)
     monkeypatch.setattr(screening, "FIRST_PICTURE", 0)
 
 
@@ -37,7 +37,7 @@ def test_updates_are_what_the_facts_say() -> None:
     model, update = record(kind, 1)
     assert update.training.examples == 2
     difference = update.difference()
-    images = screening._pictures().take(torch.arange(2, 4))
+    images = screening.pictures().take(torch.arange(2, 4))
     torch.nn.functional.cross_entropy(model(images.inputs), images.labels).backward()
     for name, weight in model.named_parameters():
         assert weight.grad is not None

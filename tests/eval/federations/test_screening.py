@@ -116,3 +116,12 @@ def _without_loader(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Weights by the names that they have where the first module is not there."""
     parts = {name: name.split(".", 1) for name in state}
     return {f"{int(first) - 1}.{rest}": state[name] for name, (first, rest) in parts.items()}
+
+
+@pytest.mark.parametrize("lr", [1e-2, 1e-4, 1e-5])
+def test_small_steps_leak_as_well_although_rounding_is_a_larger_share(lr: float) -> None:
+    model = support.network()
+    facts = replace(support.PLAIN, lr=lr)
+    assert "features" in kinds(screener(model)(support.recorded(model, 1, facts)))
+    two = replace(support.recorded(model, 2, facts), training=replace(facts, examples=1))
+    assert not kinds(screener(model)(two))
