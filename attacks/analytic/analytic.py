@@ -131,7 +131,7 @@ class Analytic(Attack):
         )
 
     def _is_explained(self, view: ServerView, layer: LinearLayer, fit: RankOneFit) -> bool:
-        """Return whether one image explains the layer's update, up to what rounding of the weights leaves of small steps.
+        """Return whether one image explains the layer's update, up to what rounding of the weights leaves of it.
 
         Rounding is different in every number, so that the input, a mean over all rows, is known several times better.
         """

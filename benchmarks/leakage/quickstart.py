@@ -63,9 +63,8 @@ SIZED = {"name": "adaptive-step+ig", "iterations": 1000, "restarts": 1}
 SHORT = {**IG, "iterations": 200}
 SGD = FedAvg(lr=0.01, steps=1, batch_size=None)
 ADAM = FedAvg(lr=1e-3, steps=1, batch_size=None, optimizer="adam")
-SGD_EPOCH, ADAM_EPOCH = (
-    FedAvg(lr=lr, epochs=1, batch_size=32, optimizer=kind) for lr, kind in ((0.01, "sgd"), (1e-3, "adam"))
-)
+SGD_EPOCH = FedAvg(lr=0.01, epochs=1, batch_size=32)
+ADAM_EPOCH = FedAvg(lr=1e-3, epochs=1, batch_size=32, optimizer="adam")
 KINDS = {
     "one picture, one step of SGD": Kind(1, SGD, ("analytic", "cascade", IG)),
     "one picture, one step of Adam": Kind(1, ADAM, ("adaptive-step", SIZED, IG)),

@@ -11,7 +11,7 @@ from typing import Literal
 from torch import Tensor, nn
 
 import attacks as attack_registry
-from attacks.base import NotApplicable, Result
+from attacks.base import Attack, NotApplicable, Result
 from attacks.search_control import SearchControl
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
@@ -31,6 +31,8 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 Verdict = Literal["leaked", "not shown to leak", "failed"]
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
+FIRST_ATTACK = "analytic"
+"""What is tried where no attack that solves is one of the usual ones."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
 log = logging.getLogger(__name__)
@@ -154,10 +156,7 @@ class Screener:
     def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
         found: dict[str, Result] = {}
-        for name in default_attacks(view.method, view.batch_size or 1):
-            attack = attack_registry.build(name)
-            if attack.is_controllable:  # a search proves nothing in seconds
-                continue
+        for name, attack in _solving_attacks(view).items():
             if reason := control.stop_reason():
                 found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
                 continue
@@ -190,6 +189,14 @@ class Screener:
             notes=notes,
             seconds=seconds,
         )
+
+
+def _solving_attacks(view: ServerView) -> dict[str, Attack]:
+    """Return the attacks that solve for what is in an update, by name; a search proves nothing in seconds."""
+    names = default_attacks(view.method, view.batch_size or 1)
+    found = {name: attack_registry.build(name) for name in names}
+    solving = {name: attack for name, attack in found.items() if not attack.is_controllable}
+    return solving or {FIRST_ATTACK: attack_registry.build(FIRST_ATTACK)}  # which says why it does not apply
 
 
 def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Exposure]:
