@@ -31,6 +31,8 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 Verdict = Literal["leaked", "not shown to leak", "failed"]
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
+ADAPTIVE_STEP, MAX_STANDARD_ERRORS = "adaptive-step", 2.0
+"""The attack on a step of Adam and its like, and the misfit of its layer up to which that is one image's."""
 FIRST_ATTACK = "analytic"
 """What is tried where no attack that solves is one of the usual ones."""
 ATTACKING_SHARE = 0.75
@@ -203,7 +205,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
     """Return what a result proves of an update without the truth; nothing that it merely found.
 
     Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
-    where the optimizer is not known only what the whole update confirms counts.
+    where the optimizer is not known only what the whole update confirms counts. After one step of an adaptive optimizer
+    they are known as far as rounding lets, and count where one image explains the layer to within its errors.
 
     Args:
         attack: its name.
@@ -213,13 +216,15 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
     if isinstance(result, NotApplicable):
         return []
     shown: list[Exposure] = []
-    if result.verified and result.inputs is not None:
+    sized = attack == ADAPTIVE_STEP and result.objective <= MAX_STANDARD_ERRORS
+    if result.inputs is not None and (result.verified or sized):
         count = len(result.inputs)
         words = "an image is" if count == 1 else f"{count} images are"
-        shown.append(Exposure("images", attack, f"{words} recovered, and the update confirms it"))
+        how = "as far as rounding lets, and its layer confirms it" if sized else "and the update confirms it"
+        shown.append(Exposure("images", attack, f"{words} recovered, {how}"))
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
-        if first != "features" or not (result.verified or (layer and view.threat.knows_optimizer)):
+        if first != "features" or not (result.verified or sized or (layer and view.threat.knows_optimizer)):
             continue
         missed = result.private.get(f"residual/{layer}")
         if missed is None or not float(dense(missed).max()) > MAX_MISSED:

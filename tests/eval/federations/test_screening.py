@@ -42,7 +42,7 @@ def test_what_the_first_dense_layer_takes_is_proved_behind_a_convolution() -> No
 
 @pytest.mark.parametrize(
     ("count", "facts"),
-    [(1, ADAM), (8, ADAM), (1, TrainingFacts(optimizer="sgd", lr=0.1, steps=20))],
+    [(8, ADAM), (1, replace(ADAM, steps=20)), (1, TrainingFacts(optimizer="sgd", lr=0.1, steps=20))],
 )
 def test_what_is_not_proved_is_not_said(count: int, facts: TrainingFacts) -> None:
     model = support.network()
@@ -125,3 +125,12 @@ def test_small_steps_leak_as_well_although_rounding_is_a_larger_share(lr: float)
     assert "features" in kinds(screener(model)(support.recorded(model, 1, facts)))
     two = replace(support.recorded(model, 2, facts), training=replace(facts, examples=1))
     assert not kinds(screener(model)(two))
+
+
+def test_one_step_of_adam_shows_one_image_and_no_more() -> None:
+    model = support.dense_network()
+    assert "images" in kinds(screener(model)(support.recorded(model, 1, ADAM)))
+    for count, noise in ((2, 0.0), (1, 1e-5)):
+        update = support.recorded(model, count, ADAM, noise=noise)
+        one = replace(update, training=replace(ADAM, examples=1))
+        assert not kinds(screener(model)(one)) - {"labels"}, (count, noise)
