@@ -29,8 +29,8 @@ class NVFlarePercentile(Defense):
     it is where a setting is out of range; here that is an error. Numbers without dimension pass as they are.
 
     An attacker who knows it takes what lies between as exact, a zero for an interval, as wide as the smallest number
-    sent, and a number at the limit for a bound. A search counts no error inside them. `analytic` fits what is exact
-    and says which pixels that fixes; attacks that need whole tensors refuse where numbers were cut to the limit.
+    sent, and a number at the limit for a bound. A search counts no error inside them. `analytic` fits what is exact,
+    takes narrow intervals for zero, and says which pixels that fixes; attacks that need whole tensors refuse where numbers were cut to the limit.
 
     Attributes:
         percentile: share in percent of all numbers, the smallest, that are not sent; of equal sizes all or none.
@@ -87,6 +87,11 @@ class NVFlarePercentile(Defense):
             name: dense(value) * _is_exact(dense(observed[name]), torch.tensor(self.limit))
             for name, value in known.items()
         }
+
+    def gap_limit(self, observed: Tensors) -> float:
+        """Return the size of the smallest number that came through as it was, which the percentile is at most."""
+        limit = torch.tensor(self.limit)
+        return float(_smallest_sent((dense(value), limit) for value in observed.values()))
 
     def with_unknown_scale(self) -> Defense:
         """Return the filter with limits in an unknown unit."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,6 +152,13 @@ class Defense(FormerHooks):
     def tensor_trust(self, observed: Tensors) -> dict[str, float]:
         """Return how much the attacker trusts each tensor: a factor on both sides of its objective."""
         return dict.fromkeys(observed, 1.0)
+
+    def gap_limit(self, observed: Tensors) -> float:
+        """Return the largest size that a number can have had which came as zero, in units of the update.
+
+        It is infinite where nothing is known of that.
+        """
+        return math.inf
 
     def noise_std(self, observed: Tensors) -> dict[str, float]:
         """Return the standard deviation of the noise in each tensor, in units of the update; 0 where none is known."""

@@ -18,6 +18,8 @@ from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
 
+GAP_TOLERANCE = 1e-3
+"""How far an entry of the input may be from zero, relative to the root mean square of all, that a gap bounds."""
 ALTERNATIONS = 20
 """Rounds of the rank-one fit: under noise or a mask the bias alone is a poor guess of the signal."""
 
@@ -216,23 +218,34 @@ class RankOneFit:
         x = _ratio_or_zero(signal @ moved, energy)
         # the fit knows x up to a factor that the bias alone fixes; at the optimum it is right already
         left = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
-        return cls(x, _determined_inputs(sent, heard > 0, signal), energy, left)
+        known, rows = _determined_inputs(sent, heard > 0, signal)
+        if not bool(known.all()) and layer.gap_limit < math.inf:
+            known |= layer.gap_limit <= GAP_TOLERANCE * x.square().mean().sqrt() * _weakest_gap(
+                layer.update, signal * rows
+            )
+        return cls(x, known, energy, left)
 
     def error_of_noise(self, layer: LinearLayer) -> float:
         """Return the standard error that a known defense's noise leaves in the known inputs, relative to their size."""
         of_weight, of_bias = layer.noise
         if not of_weight and not of_bias:
             return 0.0
-        size = float(self.inputs.square().mean().sqrt())
-        if not size or not bool(self.known.any()):
+        size, told = float(self.inputs.square().mean().sqrt()), self.energy[self.known & (self.energy > 0)]
+        if not size or not len(told):
             return math.inf
-        return math.hypot(
-            of_weight / size / float(self.energy[self.known].min().sqrt()), of_bias / float(layer.bias_update.norm())
-        )
+        return math.hypot(of_weight / size / float(told.min().sqrt()), of_bias / float(layer.bias_update.norm()))
 
 
-def _determined_inputs(sent: Tensor, heard: Tensor, signal: Tensor) -> Tensor:
-    """Return which entries of the input (n,) follow from what was sent.
+def _weakest_gap(update: Tensor, signal: Tensor) -> Tensor:
+    """Return the largest signal (n,) beside which an entry of the input left a zero in the update (m, n).
+
+    The entry times that signal was no more than what is left out.
+    """
+    return ((update == 0) * signal.abs()[:, None]).amax(0)
+
+
+def _determined_inputs(sent: Tensor, heard: Tensor, signal: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which entries of the input (n,) follow from what was sent, and 1 where the signal (m,) does.
 
     An entry of the bias that was sent gives its neuron's signal; an entry of the weight then gives the pixel that it
     belongs to, and a pixel that is known the signal of a further neuron. What no such chain reaches has a free factor.
@@ -248,7 +261,7 @@ def _determined_inputs(sent: Tensor, heard: Tensor, signal: Tensor) -> Tensor:
         columns = (rows @ sent > 0).to(sent)
         reached = torch.maximum(rows, (sent @ columns > 0).to(sent) * loud)
         if torch.equal(reached, rows):
-            return columns > 0
+            return columns > 0, rows
         rows = reached
 
 

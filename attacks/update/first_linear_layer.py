@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -51,6 +52,7 @@ class LinearLayer:
         transmitted: 1 where a known defense let an entry through, 0 elsewhere (m, n); None is everywhere.
         bias_transmitted: likewise of the bias's (m,).
         trust: how far a known defense lets the bias be trusted, relative to the weight.
+        gap_limit: largest size, in the same unit, that a number can have had which a known defense sent as zero.
         noise: standard deviations of a known defense's noise in the weight's and the bias's, in the same unit.
         is_given_images: whether its input is the image itself, normalized.
         steps: optimizer steps in which it moves; None if unknown.
@@ -67,6 +69,7 @@ class LinearLayer:
     transmitted: Tensor | None
     bias_transmitted: Tensor | None
     trust: float
+    gap_limit: float
     noise: tuple[float, float]
     is_given_images: bool
     steps: int | None
@@ -241,6 +244,7 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         transmitted=sent,
         bias_transmitted=sent_bias,
         trust=_trust(view, *names),
+        gap_limit=_gap_limit(observed, names) / float(unit),
         noise=_noise(view, names, float(unit)),
         is_given_images=images or origin is not None,
         steps=steps,
@@ -272,6 +276,13 @@ def _trust(view: ServerView, weight: str, bias: str) -> float:
     trusts, noise = defense.tensor_trust(view.update), defense.noise_std(view.update)
     cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
     return cleaner * trusts[bias] / trusts[weight]
+
+
+def _gap_limit(observed: ObservedUpdate, names: Iterable[str]) -> float:
+    """Return the largest size that a number can have had which came as zero; infinite beside weight decay."""
+    if observed.decay_shares.keys() & set(names):
+        return math.inf
+    return observed.view.client.defense.gap_limit(observed.view.update)
 
 
 def _noise(view: ServerView, names: Iterable[str], unit: float) -> tuple[float, float]:

@@ -11,7 +11,16 @@ from benchmarks.common import RESULTS
 from benchmarks.exact import cascade, cascade_batches, cascade_ends, residual_page
 from benchmarks.exact.residual_victims import CASES
 from benchmarks.hyperfl import peel, published_hyperfl, several_steps
-from benchmarks.leakage import defenses, leakage, own_models, presets, rog_spaces, same_network, settings
+from benchmarks.leakage import (
+    defenses,
+    framework_filters,
+    leakage,
+    own_models,
+    presets,
+    rog_spaces,
+    same_network,
+    settings,
+)
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report, speed
 from benchmarks.performance import gpu, peer_rounds, rounds, scaling
@@ -40,6 +49,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "cascade_batches": lambda known: cascade_batches.document(known["rows"], known["first"]),
     "cascade_ends": lambda known: cascade_ends.document(known["rows"]),
     "defenses": lambda known: defenses.document(known["rows"], known["search"]),
+    "framework_filters": lambda known: framework_filters.document(known["rows"], known["cosines"], known["search"]),
     "gpu": gpu.page,
     "hyperfl_fashion_mnist": leakage._known,
     "own_models": lambda known: own_models.document(known["rows"]),

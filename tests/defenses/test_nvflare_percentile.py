@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -91,8 +92,10 @@ def test_a_prediction_is_charged_for_what_lies_outside_of_an_interval() -> None:
     predicted: Tensors = {"a": torch.tensor([1.5, -2.5, 2.25, 3.0, 12.0, -9.0])}
     assert dense(defense.surrogate(predicted, observed)["a"]).tolist() == [0.0, -0.5, 2.25, 3.0, 10.0, -9.0]
     assert dense(defense.transmit_known_part(predicted, observed)["a"]).tolist() == [0.0, 0.0, 2.25, 3.0, 0.0, 0.0]
+    assert defense.gap_limit(observed) == 2.0
     everything_cut: Tensors = {"a": torch.tensor([0.0, 10.0])}  # the percentile may have been far above the limit
     assert dense(defense.surrogate({"a": torch.tensor([50.0, 60.0])}, everything_cut)["a"]).tolist() == [0.0, 10.0]
+    assert defense.gap_limit(everything_cut) == math.inf
 
 
 def test_in_another_unit_the_largest_size_is_taken_for_the_limit() -> None:

@@ -139,6 +139,22 @@ def test_part_of_the_pixels_is_said_to_follow() -> None:
     assert parts
 
 
+def test_features_that_are_zero_follow_from_a_narrow_gap() -> None:
+    """Behind a ReLU half of them are: no number of theirs is sent, and next to nothing is what they can have been."""
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 4))
+    for value in net.parameters():
+        nn.init.uniform_(value, -0.1, 0.1, stream(2, str(tuple(value.shape))))
+    pixels = torch.rand(1, 192, 1, 1, generator=stream(2, "features"))
+    pixels[:, ::2] = 0
+    for percentile, verified in ((10.0, True), (80.0, False)):
+        defense = defenses.build({"name": "nvflare-percentile", "percentile": percentile, "gamma": 10.0})
+        view, truth = from_batch(net, pixels, torch.tensor([1]), method=FedAvg(lr=0.1, steps=1), defense=defense)
+        result = build("analytic")(view)
+        assert isinstance(result, Reconstruction)
+        assert bool(result.verified) is verified
+        assert float(claimed_errors(result, truth).max()) < HALF_A_LEVEL
+
+
 @pytest.mark.parametrize(
     ("filter_", "reason"),
     [("percentile", "has cut or altered"), ("svt", "leaves no ratio"), ("no biases", "with a bias")],
