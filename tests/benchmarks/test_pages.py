@@ -49,7 +49,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "cascade_batches": lambda known: cascade_batches.document(known["rows"], known["first"]),
     "cascade_ends": lambda known: cascade_ends.document(known["rows"]),
     "defenses": lambda known: defenses.document(known["rows"], known["search"]),
-    "framework_filters": lambda known: framework_filters.document(known["rows"], known["cosines"], known["search"]),
+    "framework_filters": lambda known: framework_filters.document(known["rows"], known["cosines"]),
     "gpu": gpu.page,
     "hyperfl_fashion_mnist": leakage._known,
     "own_models": lambda known: own_models.document(known["rows"]),
