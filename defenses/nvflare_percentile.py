@@ -30,7 +30,8 @@ class NVFlarePercentile(Defense):
 
     An attacker who knows it takes what lies between as exact, a zero for an interval, as wide as the smallest number
     sent, and a number at the limit for a bound. A search counts no error inside them. `analytic` fits what is exact,
-    takes narrow intervals for zero, and says which pixels that fixes; attacks that need whole tensors refuse where numbers were cut to the limit.
+    takes narrow intervals for zero, and says which pixels that fixes. Attacks that need whole tensors refuse where
+    numbers were cut to the limit.
 
     Attributes:
         percentile: share in percent of all numbers, the smallest, that are not sent; of equal sizes all or none.
