@@ -38,6 +38,8 @@ class Reconstruction:
             words; empty where nothing did. Without it the result may have been another.
         misfit: 1 - cos between the update that a search's result would give and the one observed, in [0, 2]; None of
             other attacks.
+        relative_error: standard error of the inputs or features found, root mean square, relative to their size; None
+            where an attack does not know it.
     """
 
     inputs: Tensor | None
@@ -52,6 +54,7 @@ class Reconstruction:
     given_up: str = ""
     cut_short: str = ""
     misfit: float | None = None
+    relative_error: float | None = None
 
 
 @dataclass(frozen=True)

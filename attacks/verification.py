@@ -170,6 +170,25 @@ def explains_update(view: ServerView, result: Reconstruction) -> bool | None:
     return None if asked is None else _most_favorable(asked.check.is_explained(*guess) for guess in asked.guesses)
 
 
+def contradicts_features(view: ServerView, result: Reconstruction, layer: str) -> bool:
+    """Return whether the rest of the update speaks against what is said to be the input of a linear layer.
+
+    Rules that treat single numbers or tensors alike leave a layer's update an outer product, of which a wrong input
+    follows. The layers above send back another update for it. Of another layer than the first one with a bias it is
+    asked whether the update looks like that of such a rule.
+
+    Args:
+        view: that was attacked.
+        result: holds the input under `features/layer`.
+        layer: its name.
+    """
+    first = first_linear(view)
+    if isinstance(first, NotApplicable) or first.name != layer:
+        return bool(guess_update_rule(view))
+    alone = {"features": result.private[f"features/{layer}"]}
+    return explains_update(view, replace(result, inputs=None, private=alone, verified=None, fixed=None)) is False
+
+
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     """Return whether the update is as large as the stated step makes it of the result's images.
 

@@ -109,6 +109,7 @@ class AdaptiveStep(ViewRewriter):
             private={} if images else {"features": inputs.to(view.dtype)},
             knowledge=() if view.labels is None else ("labels",),
             note="; ".join(filter(None, (read_words, note))),
+            relative_error=float(errors.norm() / inputs.norm()),
         )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import attacks as attack_registry
 from attacks.base import Attack, NotApplicable, Result
 from attacks.search_control import SearchControl
+from attacks.verification import contradicts_features
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
@@ -31,8 +32,9 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 Verdict = Literal["leaked", "not shown to leak", "failed"]
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
-ADAPTIVE_STEP, MAX_STANDARD_ERRORS = "adaptive-step", 2.0
-"""The attack on a step of Adam and its like, and the misfit of its layer up to which that is one image's."""
+ADAPTIVE_STEP, MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = "adaptive-step", 2.0, 0.1
+"""The attack on a step of Adam and its like, the misfit of its layer up to which that is one image's, and the standard
+error up to which what it found is a picture: of one that is known less well the misfit tells nothing, either."""
 FIRST_ATTACK = "analytic"
 """What is tried where no attack that solves is one of the usual ones."""
 ATTACKING_SHARE = 0.75
@@ -205,8 +207,9 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
     """Return what a result proves of an update without the truth; nothing that it merely found.
 
     Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
-    where the optimizer is not known only what the whole update confirms counts. After one step of an adaptive optimizer
-    they are known as far as rounding lets, and count where one image explains the layer to within its errors.
+    where the optimizer is not known only what the whole update confirms counts, and nothing that the layers above
+    contradict. After one step of an adaptive optimizer inputs are known as far as rounding lets. They count where one
+    image explains the layer to within its errors, and where these are small.
 
     Args:
         attack: its name.
@@ -216,19 +219,23 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
     if isinstance(result, NotApplicable):
         return []
     shown: list[Exposure] = []
-    sized = attack == ADAPTIVE_STEP and result.objective <= MAX_STANDARD_ERRORS
+    error = result.relative_error if attack == ADAPTIVE_STEP else None
+    sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
     if result.inputs is not None and (result.verified or sized):
         count = len(result.inputs)
         words = "an image is" if count == 1 else f"{count} images are"
-        how = "as far as rounding lets, and its layer confirms it" if sized else "and the update confirms it"
-        shown.append(Exposure("images", attack, f"{words} recovered, {how}"))
+        how = f"{_say_error(error)}, and its layer confirms it" if sized else ", and the update confirms it"
+        shown.append(Exposure("images", attack, f"{words} recovered{how}"))
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
         if first != "features" or not (result.verified or sized or (layer and view.threat.knows_optimizer)):
             continue
         missed = result.private.get(f"residual/{layer}")
-        if missed is None or not float(dense(missed).max()) > MAX_MISSED:
-            shown.append(Exposure("features", attack, _say_features(layer, dense(value))))
+        if missed is not None and float(dense(missed).max()) > MAX_MISSED:
+            continue
+        if result.verified or sized or not contradicts_features(view, result, layer):
+            words = _say_features(layer, dense(value)) + (_say_error(error) if sized else "")
+            shown.append(Exposure("features", attack, words))
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
     return shown
@@ -237,6 +244,10 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
 def _say_features(layer: str, value: Tensor) -> str:
     what = f"what {layer} takes" if layer else "what the first fully connected layer takes"
     return f"{what} is recovered: {value.numel()} numbers"
+
+
+def _say_error(error: float | None) -> str:
+    return "" if error is None else f", with a standard error of {100 * error:.2g}% of its size"
 
 
 def _outcome(result: Result) -> str:

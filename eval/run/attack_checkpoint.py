@@ -130,6 +130,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "given_up": result.given_up,
         "cut_short": result.cut_short,
         "misfit": result.misfit,
+        "relative_error": result.relative_error,
     }
 
 
@@ -159,6 +160,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         given_up=told["given_up"],
         cut_short=told["cut_short"],
         misfit=told["misfit"],
+        relative_error=told.get("relative_error"),
         private=private,
     )
 

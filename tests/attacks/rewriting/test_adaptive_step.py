@@ -57,6 +57,7 @@ def test_one_picture_comes_back_from_the_first_step(name, optimizer, settings):
     assert 0.3 < result.objective < 2  # misfit in standard errors
     error = float(result.note.split("standard error is ")[1].split(" ")[0])
     assert 0.1 * off < error < 10 * off
+    assert 0.3 * off < result.relative_error * float(images(1).square().mean().sqrt()) < 3 * off
 
 
 def test_a_layer_behind_others_gives_its_input():

@@ -128,9 +128,34 @@ def test_small_steps_leak_as_well_although_rounding_is_a_larger_share(lr: float)
 
 
 def test_one_step_of_adam_shows_one_image_and_no_more() -> None:
-    model = support.dense_network()
-    assert "images" in kinds(screener(model)(support.recorded(model, 1, ADAM)))
+    model, facts = support.dense_network(), replace(ADAM, lr=1e-2)
+    found = screener(model)(support.recorded(model, 1, facts))
+    assert "images" in kinds(found)
+    assert "with a standard error of 8.1% of its size" in found.reason
     for count, noise in ((2, 0.0), (1, 1e-5)):
-        update = support.recorded(model, count, ADAM, noise=noise)
-        one = replace(update, training=replace(ADAM, examples=1))
+        update = support.recorded(model, count, facts, noise=noise)
+        one = replace(update, training=replace(facts, examples=1))
         assert not kinds(screener(model)(one)) - {"labels"}, (count, noise)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_picture_that_rounding_hides_is_none(count: int) -> None:
+    """At this step size the misfit says nothing: the errors of the sizes are as large as the sizes."""
+    model = support.dense_network()
+    for lr in (1e-4, 1e-3):
+        update = support.recorded(model, count, replace(ADAM, lr=lr))
+        found = screener(model)(replace(update, training=replace(update.training, examples=1)))
+        assert not kinds(found)
+
+
+def test_features_that_the_layers_above_contradict_do_not_count() -> None:
+    """Step sizes by tensor leave a layer's update an outer product, of an input that is off by a factor."""
+    model = support.network()
+    update = support.recorded(model, noise=1e-6)
+    for factor in (1.0, 2.0):
+        after = {
+            name: update.before[name] - (factor if name.endswith("bias") else 1.0) * (update.before[name] - value)
+            for name, value in update.after.items()
+        }
+        found = screener(model, seconds=30)(replace(update, after=after))
+        assert [one.attack for one in found.exposures if one.kind == "features"] == (["cascade"] if factor == 1 else [])

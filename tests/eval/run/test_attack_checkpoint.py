@@ -48,6 +48,7 @@ def whole() -> Reconstruction:
         given_up="it stopped at 10 iterations",
         cut_short="after 10 of 20 iterations",
         misfit=0.25,
+        relative_error=0.125,
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
