@@ -1,0 +1,71 @@
+"""Situations in which people are: `python -m benchmarks.reliability.situations`.
+
+Each is given to `hyperleak.audit` or to the command, and ends attacked or refused. Results are written after each row,
+and the same call goes on where it was stopped. It ends with 1 where a row ends in a traceback or is not right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from benchmarks.common import RESULTS, publish, rewrite
+from benchmarks.reliability.situations import models, updates
+from benchmarks.reliability.situations.page import MOST_REFUSED, document
+from benchmarks.reliability.situations.row import Row, Situation, measure
+
+PAGE = "situations"
+log = logging.getLogger(__name__)
+
+
+def all_situations() -> dict[str, Situation]:
+    """Return all situations by their words, in the order of the page."""
+    return {one.words: one for one in (*models.situations(), *updates.situations())}
+
+
+def known_rows() -> dict[str, Row]:
+    """Return what has been measured, by situation."""
+    path = RESULTS / f"{PAGE}.json"
+    return {row["situation"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what is missing, write the page, and return the code to end with."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose words hold one of these")
+    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    if chosen.rewrite:
+        rewrite(PAGE, lambda known: document(known["rows"]))
+        return 0
+    every, rows = all_situations(), known_rows()
+    wanted = [name for name in every if not chosen.rows or any(word in name for word in chosen.rows)]
+    failed = False
+    for name in wanted:
+        if not chosen.again and rows.get(name, {}).get("right"):
+            continue
+        row = measure(every[name])
+        log.info("%s: %s%s, %s s", name, row["outcome"], "" if row["right"] else ", NOT RIGHT", row.get("seconds"))
+        failed |= not row["right"]
+        if row["outcome"] == "crashed":
+            log.error("%s", row["crashed"])
+            rows.pop(name, None)
+            continue
+        rows[name] = row
+        found = [rows[known] for known in every if known in rows]
+        publish(PAGE, {"rows": found}, document(found))
+    refused = sum(row["outcome"] == "refused" for row in rows.values())
+    if refused > MOST_REFUSED:
+        log.error("expected at most %d refusals, got %d", MOST_REFUSED, refused)
+    return int(failed or refused > MOST_REFUSED)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,229 @@
+"""Models as people have them: networks from libraries and of one's own, with all kinds of inputs, outputs and losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.transforms import Normalize
+
+from benchmarks.reliability.situations import architectures as own
+from benchmarks.reliability.situations.networks import CLASSES, dense, drawn, lenet, normed, photos
+from benchmarks.reliability.situations.row import Given, Python, Right, Situation
+from fl.seeds import stream
+
+NETWORKS = "Networks as people have them"
+STYLES = "The same in the ways in which people write them"
+TASKS = "Other inputs, outputs and losses"
+SEARCH = {"name": "ig", "iterations": 300}
+BRIEF = {"name": "ig", "iterations": 40}
+MINUTES = 0.5
+"""Of audits whose exact attack may take long."""
+EXACT, CLOSER, HIDDEN = Right(kind="exact"), Right(kind="closer"), Right(kind="hidden")
+Build = Callable[[], nn.Module]
+
+
+def row(
+    part: str,
+    words: str,
+    build: Build,
+    right: Right,
+    given: tuple[Any, Tensor] | None = None,
+    shown: Mapping[str, str] | None = None,
+    **settings: Any,
+) -> Situation:
+    """Return a situation of a model; the input is one photograph where nothing else is given."""
+
+    def give(_: Path) -> Given:
+        inputs, targets = _pictures() if given is None else given
+        return Python(model=drawn(build), inputs=inputs, targets=targets, settings=settings, shown=shown or {})
+
+    return Situation(words=words, part=part, give=give, right=right)
+
+
+def _pictures(count: int = 1, size: int = 32) -> tuple[Tensor, Tensor]:
+    images, labels = photos(size)
+    return images[:count], labels[:count]
+
+
+def networks() -> Iterator[Situation]:
+    """Yield networks from libraries, and small ones of one's own."""
+
+    def one(words: str, build: Build, right: Right, attacks: Sequence[Any], **more: Any) -> Situation:
+        return row(NETWORKS, words, build, right, attacks=[*attacks], **more)
+
+    def chain(*layers: Callable[[], nn.Module], features: int) -> Build:
+        return lambda: nn.Sequential(*(layer() for layer in layers), nn.Flatten(), nn.Linear(features, CLASSES))
+
+    def conv(before: int, after: int, size: int, stride: int = 1, padding: int = 0) -> Callable[[], nn.Module]:
+        return lambda: nn.Conv2d(before, after, size, stride, padding)
+
+    both, solve, bounded = (SEARCH, "cascade"), ("cascade",), {"minutes": MINUTES}
+    yield one("MLP", dense, EXACT, ("analytic",))
+    yield one("LeNet of the literature, sigmoid, strided convolutions", lenet, EXACT, solve)
+    pooled = conv(3, 6, 5), nn.Tanh, lambda: nn.AvgPool2d(2), conv(6, 16, 5), nn.Tanh, lambda: nn.AvgPool2d(2)
+    yield one("LeNet-5, average pooling behind the activation", chain(*pooled, features=400), CLOSER, both, **bounded)
+    twice = conv(3, 32, 3), nn.ReLU, conv(32, 32, 3), nn.ReLU, lambda: nn.MaxPool2d(2)
+    yield one("two convolutions a pooling", chain(*twice, features=32 * 196), CLOSER, both, **bounded)
+    over = conv(3, 32, 5, 1, 2), nn.ReLU, lambda: nn.MaxPool2d(3, 2)
+    yield one("overlapping max pooling", chain(*over, features=32 * 225), CLOSER, both, **bounded)
+    wide = conv(3, 24, 5, 2, 2), nn.LeakyReLU, conv(24, 48, 5, 2, 2), nn.LeakyReLU
+    yield one("64 pixels", chain(*wide, features=48 * 256), EXACT, solve, given=_pictures(size=64))
+    few = conv(3, 8, 3, 1, 1), nn.ReLU, conv(8, 8, 3, 1, 1), nn.ReLU
+    yield one("few 3x3 filters", chain(*few, features=8 * 1024), CLOSER, both, **bounded)
+    for name, active in (("GELU", nn.GELU), ("SiLU", nn.SiLU), ("ELU", nn.ELU)):
+        layers = conv(3, 24, 5, 2, 2), active, conv(24, 24, 5, 2, 2), active
+        yield one(f"CNN with {name}", chain(*layers, features=24 * 64), CLOSER, both, **bounded)
+    grouped = conv(3, 24, 5, 2, 2), lambda: nn.GroupNorm(4, 24), nn.ReLU, conv(24, 24, 5, 2, 2), nn.ReLU
+    yield one("CNN with GroupNorm", chain(*grouped, features=24 * 64), CLOSER, both, **bounded)
+    yield one("batch norm in evaluation mode", normed, CLOSER, both, **bounded)
+    yield one("batch norm in training mode, two pictures", lambda: normed().train(), CLOSER, (SEARCH,), given=_pictures(2), batch_size=2)
+    dropped = conv(3, 24, 5, 2, 2), nn.ReLU, lambda: nn.Dropout(0.25)
+    yield one("dropout in training mode", chain(*dropped, features=24 * 256), CLOSER, both, **bounded)
+
+    def resnet() -> nn.Module:
+        return torchvision.models.resnet18(num_classes=CLASSES)
+
+    yield one("torchvision ResNet-18, evaluation mode", lambda: resnet().eval(), CLOSER, (BRIEF, "cascade"), **bounded)
+    yield one(
+        "torchvision ResNet-18, training mode, two pictures", resnet, CLOSER, (BRIEF,), given=_pictures(2), batch_size=2
+    )
+    large = {"given": _pictures(size=224)}
+    yield one("torchvision ResNet-18, evaluation mode, 224 pixels", lambda: resnet().eval(), CLOSER, (BRIEF,), **bounded, **large)
+    yield one(
+        "MobileNetV3, evaluation mode",
+        lambda: torchvision.models.mobilenet_v3_small(num_classes=CLASSES).eval(),
+        CLOSER,
+        (BRIEF,),
+    )
+    vit = {"img_size": 32, "patch_size": 8, "embed_dim": 192, "depth": 2, "num_heads": 3, "num_classes": CLASSES}
+    yield one("timm's ViT", lambda: timm.models.VisionTransformer(**vit), EXACT, ("april",))
+    yield one("a ViT of one's own, mean over tokens", own.ViT, EXACT, ("april",))
+    yield one(
+        "SqueezeNet: its head is a convolution",
+        lambda: torchvision.models.squeezenet1_1(num_classes=CLASSES).eval(),
+        CLOSER,
+        (SEARCH,),
+        head="classifier.1.",
+    )
+
+
+def styles() -> Iterator[Situation]:
+    """Yield wrappers, and ways of writing that change nothing of what a model computes."""
+
+    def one(words: str, build: Build, right: Right = EXACT, attacks: Sequence[Any] = ("cascade",), **more: Any) -> Any:
+        return row(STYLES, words, build, right, attacks=[*attacks], **more)
+
+    quickstart = "functions in place of modules: Flower's quickstart"
+    yield one(quickstart, own.Functional, CLOSER, (SEARCH, "cascade"), minutes=4 * MINUTES)
+    yield one("one activation object used twice", own.Reused)
+    yield one("normalization by arithmetic in forward", own.Scaled)
+    usual = Normalize((0.5,) * 3, (0.5,) * 3)
+    yield one("torchvision's Normalize in the model", lambda: nn.Sequential(usual, own.Reused()))
+    half = {"mean": (0.5,) * 3, "std": (0.5,) * 3}
+    yield one("normalization in the loader", own.Reused, **half)
+    yield one("DataParallel", lambda: nn.DataParallel(own.Reused()))
+    yield one("torch.compile", lambda: torch.compile(own.Reused()))  # type: ignore[arg-type, return-value]
+
+    def with_norm(norm: Callable[[nn.Module], nn.Module]) -> Build:
+        return lambda: nn.Sequential(nn.Flatten(), norm(nn.Linear(3072, 64)), nn.ReLU(), nn.Linear(64, CLASSES)).eval()
+
+    both, utils = ("analytic", SEARCH), nn.utils
+    yield one("torch.nn.utils.spectral_norm", with_norm(utils.spectral_norm), CLOSER, both)
+    yield one("torch.nn.utils.weight_norm", with_norm(utils.weight_norm), CLOSER, both)
+    yield one("spectral_norm as a parametrization", with_norm(utils.parametrizations.spectral_norm), CLOSER, both)
+    yield one("weight_norm as a parametrization", with_norm(utils.parametrizations.weight_norm), CLOSER, both)
+
+    def frozen() -> nn.Module:
+        model = own.Reused()
+        model.first.requires_grad_(requires_grad=False)
+        return model
+
+    yield one("frozen layers: the first", frozen, CLOSER, (SEARCH, "cascade"), minutes=MINUTES)
+
+
+def tasks() -> Iterator[Situation]:
+    """Yield inputs, outputs and losses beyond a picture, its logits and cross entropy."""
+    draw = stream(0, "situations")
+    table = torch.rand(1, 30, generator=draw)
+    label, series = torch.tensor([1]), _waves()
+    ids = torch.randint(1000, (1, 24), generator=draw)
+    image, _ = _pictures()
+
+    def one(
+        words: str, build: Build, given: Any, right: Right = EXACT, attacks: Sequence[Any] = ("analytic",), **more: Any
+    ) -> Situation:
+        return row(TASKS, words, build, right, given, attacks=[*attacks], **more)
+
+    def mlp(inputs: int, outputs: int) -> Build:
+        return lambda: nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+    rows = {"inputs": "rows"}
+    yield one("a table of 30 numbers", mlp(30, 2), (table, label), shown=rows)
+    wide = 5 * table - 2
+    yield one("a table scaled to (-2, 3)", mlp(30, 2), (wide, label), shown=rows, input_range=(-2, 3))
+    unsaid = Right(kind="refused", words=("input_range", "state what the attacker knows of their range"))
+    yield one("the same, nobody says the range", mlp(30, 2), (wide, label), unsaid, shown=rows)
+    kinds = torch.cat([wide[:, :5], F.one_hot(torch.tensor([2]), 4), F.one_hot(torch.tensor([5]), 7)], 1)
+    columns = {"input_range": (-2, 3), "categories": [(5, 9), (9, 16)]}
+    searched = Right(kind="closer")
+    yield one("a table with categories, no bias", _unbiased, (kinds, label), searched, (SEARCH,), shown=rows, **columns)
+    yield one("one logit", mlp(3072, 1), (image, torch.tensor([1.0])), loss="bce")
+    many = torch.tensor([[1.0, 0, 1, 0, 0]])
+    yield one("several labels a picture", mlp(3072, 5), (image, many), loss="bce")
+    yield one("regression", mlp(3072, 1), (image, torch.tensor([2.5])), loss="mse")
+    small, _ = _pictures(size=16)
+    masks = (4 * small.mean(1)).long().clamp(0, 3)
+    yield one("segmentation, 16 pixels, masks not known", _segmenter, (small, masks), CLOSER, (SEARCH,), loss="segmentation")
+    box = torch.tensor([[0.0, 1, 0, 0, 0.2, 0.3, 0.6, 0.8]])
+    detect = {"loss": own.detection_loss, "output": own.class_and_box}
+    yield one("detection: class and box", own.Detector, (image, box), **detect)
+    share = F.one_hot(torch.tensor([3]), CLASSES).float()
+    yield one("a loss of one's own: focal", mlp(3072, CLASSES), (image, share), loss=own.focal_loss)
+    smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
+    shown = {"loss": "nn.CrossEntropyLoss(label_smoothing=0.1)"}
+    yield one("cross entropy with label smoothing", mlp(3072, CLASSES), _pictures(), loss=smooth, shown=shown)
+    yield one("a dictionary with logits", lambda: own.Wrapped(lambda y, z: {"logits": y, "z": z}), _pictures())
+    yield one("a named tuple with logits", lambda: own.Wrapped(own.Several), _pictures())
+    yield one("a tuple, its first part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), output=0)
+    which = Right(kind="refused", words=("say which",))
+    yield one("a tuple, nobody says which part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), which)
+    two = {"image": image, "row": table[:, :6]}
+    yield one("two inputs: a picture and a row", own.TwoInputs, (two, label), shown={"inputs": "{image, row}"})
+    steps = {"inputs": "series"}
+    yield one("a series, Conv1d", _over_steps, (series, label), CLOSER, (SEARCH, "cascade"), shown=steps)
+    yield one("a series, GRU", lambda: own.Recurrent(nn.GRU), (series, label), CLOSER, (SEARCH,), shown=steps)
+    yield one("a series, LSTM", lambda: own.Recurrent(nn.LSTM), (series, label), CLOSER, (SEARCH,), shown=steps)
+    read = Right(kind="found", figure="tokens_recall")
+    yield one("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+    yield one("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+
+
+def _waves() -> Tensor:
+    """Return a series of two channels and 48 steps in [0, 1]."""
+    steps = torch.linspace(0, 1, 48)
+    return torch.stack([0.5 + 0.4 * (7 * steps).sin(), 0.5 + 0.3 * (9 * steps).cos()])[None]
+
+
+def _unbiased() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Sigmoid(), nn.Linear(32, 2))
+
+
+def _segmenter() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1))
+
+
+def _over_steps() -> nn.Module:
+    layers = nn.Conv1d(2, 12, 5), nn.Tanh(), nn.Conv1d(12, 12, 5), nn.Tanh(), nn.Flatten(), nn.Linear(480, 3)
+    return nn.Sequential(*layers)
+
+
+def situations() -> list[Situation]:
+    """Return all of these parts."""
+    return [*networks(), *styles(), *tasks()]

@@ -1,0 +1,358 @@
+"""Updates as frameworks write them: made by plain torch, given to the command as a file or to `hyperleak.audit`."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from benchmarks.reliability.situations import networks
+from benchmarks.reliability.situations.row import OWN_MODEL, Command, Given, Python, Right, Situation
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from fl.data.sources.npz_files import save_images
+
+PART = "Updates as frameworks write them"
+SHAPE = (3, 32, 32)
+RATE = 0.1
+PLAIN = "{name: fedavg, lr: 0.1, steps: 1}"
+SEARCH = "{name: ig, iterations: 300}"
+State = dict[str, Tensor]
+sgd = partial(torch.optim.SGD, lr=RATE)
+
+
+def trained(
+    model: nn.Module,
+    count: int = 1,
+    optimizer: Callable[..., torch.optim.Optimizer] = sgd,
+    steps: int = 1,
+    first: int = 0,
+) -> State:
+    """Return the state after steps on all of `count` photographs."""
+    after = copy.deepcopy(model)
+    images, labels = (part[first : first + count] for part in networks.photos())
+    rule = optimizer([value for value in after.parameters() if value.requires_grad])
+    for _ in range(steps):
+        rule.zero_grad()
+        nn.functional.cross_entropy(after(images), labels).backward()
+        rule.step()
+    return {name: value.detach().clone() for name, value in after.state_dict().items()}
+
+
+def difference(model: nn.Module, after: Mapping[str, Tensor]) -> State:
+    """Return weights before - after, buffers included."""
+    return {name: value.detach() - after[name] for name, value in model.state_dict().items()}
+
+
+def arrays(state: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return tensors as NumPy has them."""
+    return {name: value.numpy() for name, value in state.items()}
+
+
+def command(
+    folder: Path,
+    *words: str,
+    model: str = "dense",
+    count: int = 1,
+    first: int = 0,
+    attacks: Sequence[str] = ("analytic",),
+) -> Command:
+    """Return `hyperleak audit update ...` of a model of `networks`, with the true photographs beside it."""
+    images, labels = (part[first : first + count] for part in networks.photos())
+    pixels = (255 * images).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    save_images(folder / "true.npz", pixels, labels.numpy(), [str(number) for number in range(networks.CLASSES)])
+    tried = [word for name in attacks for word in ("--attack", name)]
+    given = ["audit", "update", *words, "--model", OWN_MODEL, "--images", "true.npz", *tried]
+    return Command(model=f"{networks.__name__}:{model}", words=given, folder=folder)
+
+
+def files() -> Iterator[Situation]:
+    """Yield what files of updates look like."""
+    exact, how = Right(kind="exact"), ("--method", PLAIN)
+
+    def situation(words: str, write: Callable[[Path], Given], right: Right = exact) -> Situation:
+        return Situation(words=words, part=PART, give=write, right=right)
+
+    def change() -> State:
+        model = networks.dense()
+        return difference(model, trained(model))
+
+    def named(words: str, prefix: str, note: str) -> Situation:
+        def write(folder: Path) -> Given:
+            np.savez(folder / "update.npz", **arrays({prefix + name: value for name, value in change().items()}))
+            return command(folder, "update.npz", *how)
+
+        return situation(words, write, Right(kind="exact", words=(note,)))
+
+    def flower(folder: Path) -> Given:
+        np.savez(folder / "update.npz", *arrays(change()).values())
+        return command(folder, "update.npz", *how)
+
+    yield situation("Flower's list of arrays without names, .npz", flower)
+
+    def pickled(folder: Path) -> Given:
+        values = list(arrays(change()).values())
+        held = np.empty(len(values), dtype=object)
+        held[:] = values
+        held.dump(folder / "update.pkl")
+        return command(folder, "update.pkl", *how)
+
+    words = ("pickle can run code", "numpy.savez")
+    yield situation("Flower's list as a pickle, .pkl", pickled, Right(kind="refused", words=words))
+    yield named("Opacus: `_module.` before all names", "_module.", "_module")
+    yield named("Lightning: `model.` before all names", "model.", "model")
+    yield named("a wrapper of one's own: `net.` before all names", "net.", "net")
+    yield named("DataParallel: `module.` before all names", "module.", "module")
+    yield named("torch.compile: `_orig_mod.` before all names", "_orig_mod.", "_orig_mod")
+
+    def checkpoint(folder: Path) -> Given:
+        wrapped = {f"model.{name}": value for name, value in change().items()}
+        held = {"epoch": 1, "state_dict": {**wrapped, "loss.weight": torch.ones(3)}, "hyper_parameters": {"lr": RATE}}
+        torch.save(held, folder / "update.ckpt")
+        return command(folder, "update.ckpt", *how)
+
+    yield situation("Lightning's checkpoint, .ckpt", checkpoint)
+
+    def one_file(folder: Path) -> Given:
+        model = networks.dense()
+        torch.save({"before": dict(model.state_dict()), "after": trained(model)}, folder / "round.pt")
+        return command(folder, "round.pt", *how)
+
+    yield situation("weights before and after in one file", one_file)
+
+    def two_files(folder: Path) -> Given:
+        model = networks.dense()
+        torch.save(dict(model.state_dict()), folder / "sent.pt")
+        safetensors.torch.save_file(trained(model), folder / "returned.safetensors")
+        return command(folder, "--before", "sent.pt", "--after", "returned.safetensors", *how)
+
+    yield situation("weights before and after in two files", two_files)
+
+    def returned(folder: Path) -> Given:
+        np.savez(folder / "returned.npz", **arrays(trained(networks.dense())))
+        return command(folder, "--after", "returned.npz", *how)
+
+    yield situation("the weights that came back alone", returned)
+
+    def kept(folder: Path) -> Given:
+        safetensors.torch.save_file(change(), folder / "update.safetensors")
+        return command(folder, "update.safetensors", *how)
+
+    yield situation("Hugging Face's .safetensors", kept)
+
+    def cut(folder: Path) -> Given:
+        given, path = kept(folder), folder / "update.safetensors"
+        path.write_bytes(path.read_bytes()[:-1000])
+        return given
+
+    yield situation(
+        "a .safetensors file that was cut off",
+        cut,
+        Right(kind="refused", words=("can't be read as .safetensors", "If it was cut off, get it again")),
+    )
+
+    def nothing(folder: Path) -> Given:
+        return command(folder, "missing.npz", *how)
+
+    yield situation("a file that is not there", nothing, Right(kind="refused", words=("no file",)))
+
+    def half(kind: torch.dtype, folder: Path) -> Given:
+        torch.save({name: value.to(kind) for name, value in change().items()}, folder / "update.pt")
+        return command(folder, "update.pt", *how)
+
+    closer = Right(kind="closer")
+    yield situation("rounded to float16", partial(half, torch.float16), closer)
+    yield situation("rounded to bfloat16", partial(half, torch.bfloat16), closer)
+
+    def gradient(folder: Path) -> Given:
+        np.savez(folder / "gradient.npz", **arrays({name: value / RATE for name, value in change().items()}))
+        return command(folder, "gradient.npz", "--kind", "gradient", *how)
+
+    yield situation("gradients in place of an update", gradient)
+
+    def lora(folder: Path) -> Given:
+        model = networks.adapted()
+        change = difference(model, trained(model))
+        sent = {name.replace(".default", ""): value for name, value in change.items() if "lora_" in name}
+        safetensors.torch.save_file(sent, folder / "adapter_model.safetensors")
+        tried = ("analytic", SEARCH)
+        return command(folder, "adapter_model.safetensors", *how, model="adapted", attacks=tried)
+
+    yield situation("PEFT: LoRA adapters alone, the base frozen", lora, closer)
+
+    def some(folder: Path) -> Given:
+        sent = {name: value for name, value in change().items() if name.startswith("1.")}
+        np.savez(folder / "update.npz", **arrays(sent))
+        return command(folder, "update.npz", *how)
+
+    yield situation("only some layers sent: the first", some)
+
+    def last(folder: Path) -> Given:
+        model = networks.lenet()
+        sent = {name: value for name, value in difference(model, trained(model)).items() if name.startswith("7.")}
+        np.savez(folder / "update.npz", **arrays(sent))
+        return command(folder, "update.npz", *how, model="lenet", attacks=("cascade", SEARCH))
+
+    yield situation("only some layers sent: the classifier", last, closer)
+
+    def tied(folder: Path) -> Given:
+        model = networks.tied()
+        np.savez(folder / "update.npz", **arrays(difference(model, trained(model))))
+        return command(folder, "update.npz", *how, model="tied")
+
+    yield situation("tied weights, by both of their names", tied)
+
+    def moved(how: Sequence[str], folder: Path) -> Given:
+        model = networks.normed().train()
+        np.savez(folder / "update.npz", **arrays(difference(model, trained(model, 2))))
+        words = ("update.npz", "--batch-size", "2", *how)
+        return command(folder, *words, model="normed", count=2, attacks=(SEARCH,))
+
+    words = ("running statistics, say",)
+    told = "batch norm moved in the file, the model in evaluation mode"
+    yield situation(told, partial(moved, how), Right(kind="closer", words=words))
+    warned = Right(kind="warned", words=("evaluation mode",))
+    yield situation(f"{told}, training not stated", partial(moved, ()), warned)
+
+
+def training() -> Iterator[Situation]:
+    """Yield how clients train, as far as that is known."""
+
+    def situation(
+        words: str,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        method: str | None,
+        right: Right,
+        steps: int = 1,
+        attacks: Sequence[str] = ("analytic", SEARCH),
+        count: int = 1,
+    ) -> Situation:
+        def write(folder: Path) -> Given:
+            model = networks.dense()
+            np.savez(folder / "update.npz", **arrays(difference(model, trained(model, count, optimizer, steps))))
+            how = () if method is None else ("--method", method)
+            size = () if count == 1 else ("--batch-size", str(count))
+            return command(folder, "update.npz", *size, *how, attacks=attacks, count=count)
+
+        return Situation(words=words, part=PART, give=write, right=right)
+
+    optim, exact, closer = torch.optim, Right(kind="exact"), Right(kind="closer")
+    adam = partial(optim.Adam, lr=1e-3)
+    sized = ("adaptive-step", "{name: adaptive-step+ig, iterations: 300}")
+    for name, rule in (("Adam", adam), ("AdamW", partial(optim.AdamW, lr=1e-3)), ("RMSprop", optim.RMSprop)):
+        rate = 0.01 if name == "RMSprop" else 0.001
+        told = f"{{name: fedavg, optimizer: {name.lower()}, lr: {rate}, steps: 1}}"
+        yield situation(f"one step of {name}", rule, told, closer, attacks=sized)
+    unsaid = Right(kind="warned", words=("does not look like a step of SGD",))
+    yield situation("one step of Adam, which nobody says", adam, None, unsaid)
+    momentum = partial(optim.SGD, lr=RATE, momentum=0.9)
+    yield situation("one step of SGD with momentum", momentum, "{name: fedavg, lr: 0.1, momentum: 0.9, steps: 1}", exact)
+    told = "{name: fedavg, lr: 0.1, momentum: 0.9, steps: 5, batch_size: null}"
+    yield situation("five steps of SGD with momentum", momentum, told, closer, steps=5)
+    decay = partial(optim.SGD, lr=RATE, weight_decay=0.01)
+    yield situation("weight decay, stated", decay, "{name: fedavg, lr: 0.1, weight_decay: 0.01, steps: 1}", exact)
+    yield situation("weight decay, which nobody says", decay, PLAIN, closer)
+    told = "{name: fedavg, lr: 0.1, epochs: 5, batch_size: null}"
+    yield situation("five epochs on two pictures", sgd, told, closer, steps=5, count=2)
+    yield situation("five epochs of Adam", adam, told.replace("0.1", "0.001, optimizer: adam"), closer, steps=5)
+    yield situation("step size not known", sgd, "{name: fedavg, steps: 1}", exact)
+    yield situation("number of steps not known", sgd, "{name: fedavg, lr: 0.1}", closer, steps=3)
+    yield situation("nothing known of the training", sgd, None, Right(kind="closer"))
+
+
+def mistakes() -> Iterator[Situation]:
+    """Yield what people get wrong, and what several clients make of it."""
+
+    def situation(words: str, write: Callable[[Path], Given], right: Right) -> Situation:
+        return Situation(words=words, part=PART, give=write, right=right)
+
+    def weights(folder: Path) -> Given:
+        np.savez(folder / "update.npz", **arrays(trained(networks.dense())))
+        return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
+
+    yield situation("weights in place of a difference", weights, Right(kind="warned", words=("--after",)))
+
+    def turned(folder: Path) -> Given:
+        model = networks.dense()
+        change = {name: -value for name, value in difference(model, trained(model)).items()}
+        np.savez(folder / "update.npz", **arrays(change))
+        return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
+
+    yield situation("the wrong sign: after minus before", turned, Right(kind="warned", words=("sign",)))
+
+    def size(folder: Path) -> Given:
+        model = networks.dense()
+        np.savez(folder / "update.npz", **arrays(difference(model, trained(model, 4))))
+        return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
+
+    yield situation("four pictures, called one", size, Right(kind="warned", words=("--batch-size",)))
+
+    def other(folder: Path) -> Given:
+        model = networks.dense()
+        np.savez(folder / "update.npz", **arrays(difference(model, trained(model))))
+        return command(folder, "update.npz", "--method", PLAIN, model="lenet")
+
+    yield situation("another model than the update's", other, Right(kind="refused", words=("1.weight",)))
+
+    def mean(folder: Path) -> Given:
+        model = networks.dense()
+        parts = [difference(model, trained(model, 2, first=first)) for first in (0, 2)]
+        np.savez(folder / "mean.npz", **arrays({name: sum(p[name] for p in parts) / 2 for name in parts[0]}))
+        words = ("mean.npz", "--clients", "2", "--batch-size", "2", "--method", PLAIN)
+        return command(folder, *words, count=4, attacks=("spear", SEARCH))
+
+    yield situation("the mean of two clients, two pictures each", mean, Right(kind="closer"))
+
+    def recorded(folder: Path) -> Given:
+        model = networks.dense()
+        facts = TrainingFacts(optimizer="sgd", lr=RATE, steps=1, batch_size=1, examples=1)
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        origin = {"framework": "flower", "round": "3", "client": "7"}
+        made = RecordedUpdate(before=before, after=trained(model), training=facts, origin=origin)
+        made.save(folder / "round-3.npz")
+        return command(folder, "round-3.npz")
+
+    right = Right(kind="exact", words=("recorded: client 7",))
+    yield situation("an update that a federation recorded, facts included", recorded, right)
+
+
+def defended() -> Iterator[Situation]:
+    """Yield updates that clients defend, by attackers who know it."""
+    pictures, labels = networks.photos()
+
+    def situation(
+        words: str, defense: Any, right: Right, attacks: Sequence[Any] = ("analytic",), count: int = 1, **settings: Any
+    ) -> Situation:
+        def give(folder: Path) -> Given:
+            given = {"defense": defense, "attacks": [*attacks], **settings}
+            return Python(
+                model=networks.dense(), inputs=pictures[:count], targets=labels[:count], settings=given
+            )
+
+        return Situation(words=words, part=PART, give=give, right=right)
+
+    search = {"name": "ig", "iterations": 300}
+    both, hidden, closer = ("analytic", search), Right(kind="hidden"), Right(kind="closer")
+    noise = {"name": "dp-sgd", "clip": 1.0, "noise_multiplier": 1.0}
+    yield situation("DP-SGD, noise as large as the clip", noise, hidden, both)
+    faint = {"name": "dp-sgd", "clip": 1.0, "noise_multiplier": 1e-4}
+    yield situation("DP-SGD, noise that protects nobody", faint, closer, both)
+    yield situation("nine of ten numbers pruned", {"name": "prune", "ratio": 0.9}, closer, both)
+    yield situation("signs alone: signSGD", "signsgd", hidden, both)
+    yield situation("8 bits a number", {"name": "quantize", "bits": 8}, closer, both)
+    yield situation("NVFlare's percentile filter", "nvflare-percentile", closer, both)
+    yield situation("Flower's LocalDpMod", "flower-local-dp", hidden, both)
+    yield situation(
+        "secure aggregation of two clients", {"name": "secagg", "group_size": 2}, Right(kind="refused"), both, count=2
+    )
+
+
+def situations() -> list[Situation]:
+    """Return all of this part."""
+    return [*files(), *training(), *mistakes(), *defended()]
