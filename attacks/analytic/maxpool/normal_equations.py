@@ -12,6 +12,7 @@ from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.gaussian_prior import GaussianPrior
 from attacks.analytic.maxpool.spd_linalg import gram
+from attacks.search_control import check_time_limit
 
 Preconditioner = Literal["channels", "mean", "whole"]
 """What `NormalEquations.solve` inverts."""
@@ -124,6 +125,7 @@ class NormalEquations:
         for _ in range(MAX_ITERATIONS):
             if not norm > tolerance**2 * rhs_norm:
                 break
+            check_time_limit()
             image = self(direction)
             length = norm / (direction * image).sum()
             x, residual = x + length * direction, residual - length * image

@@ -21,6 +21,7 @@ from attacks.analytic.maxpool.pixel_levels import SHARP, PixelLevels
 from attacks.analytic.maxpool.refinement import evaluate, evaluate_with_ties, refine, select_largest
 from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.maxpool.solver import _reweight, solve_layer
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from fl.seeds import stream
 
 SHAPES = {
@@ -170,6 +171,15 @@ def test_positions_are_found_where_filters_are_fewer() -> None:
     assert torch.equal(solved.fit.selection, select_largest(equations, x))
     assert torch.allclose(solved.fit.x, x, atol=1e-6)
     assert float(solved.deviations().max()) < 1e-3
+
+
+def test_solving_a_large_layer_ends_at_the_time_limit() -> None:
+    made = ConvPoolLayer(randn(16, 4, 3, 3, key="w"), randn(16, key="b"), (4, 8, 8), (1, 1), window=(2, 2))
+    equations = problem(made, randn(4, 8, 8))
+    even, forward = equations.noise_floor.expand(16), 1e-5 * equations.output_scale
+    system = NormalEquations.of(equations, select_largest(equations, randn(4, 8, 8)), even, forward)
+    with limited_by(SearchControl(time_limit=0)), pytest.raises(StoppedError):
+        system.solve(torch.zeros(4, 8, 8, dtype=torch.float64))
 
 
 def test_features_are_weighed_by_the_gradient_s_rounding_and_not_by_what_a_search_had_left() -> None:
