@@ -25,6 +25,7 @@ from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report, speed
 from benchmarks.performance import gpu, peer_rounds, rounds, scaling
 from benchmarks.reliability import screening
+from benchmarks.reliability.situations import page as situations
 
 Known = dict[str, Any]
 
@@ -70,6 +71,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "scaling": scaling.page,
     "screening": lambda known: screening.document(known["rows"]),
     "settings": lambda known: settings.document(known["sweeps"]),
+    "situations": lambda known: situations.document(known["rows"]),
     "several_steps": lambda known: several_steps.page(known["searches"], known["read"]),
 }
 

@@ -45,6 +45,8 @@ class Reused(nn.Module):
 class Scaled(nn.Module):
     """A network that normalizes by arithmetic of its own."""
 
+    mean: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.tensor([0.49, 0.48, 0.45]).view(3, 1, 1))

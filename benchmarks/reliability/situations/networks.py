@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +62,9 @@ class Adapted(nn.Module):
         super().__init__()
         self.base_layer = base.requires_grad_(requires_grad=False)
         self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, rank, bias=False)})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, base.out_features, bias=False)})
+        last = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.normal_(last.weight, std=0.1)  # zero before the first round, and then the other adapter has no gradient
+        self.lora_B = nn.ModuleDict({"default": last})
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, out) of (B, in)."""
@@ -75,10 +76,8 @@ def adapted() -> nn.Module:
     """Return a dense network whose layers have adapters, as after a first round."""
 
     def construct() -> nn.Module:
-        first, last = Adapted(nn.Linear(3072, 64)), Adapted(nn.Linear(64, CLASSES))
-        nn.init.normal_(first.lora_B["default"].weight, std=0.1)
-        nn.init.normal_(last.lora_B["default"].weight, std=0.1)
-        return nn.Sequential(nn.Flatten(), first, nn.ReLU(), last)
+        layers = Adapted(nn.Linear(3072, 64)), nn.ReLU(), Adapted(nn.Linear(64, CLASSES))
+        return nn.Sequential(nn.Flatten(), *layers)
 
     return drawn(construct)
 
@@ -101,5 +100,3 @@ class Tied(nn.Module):
 def tied() -> nn.Module:
     """Return a network of tied weights."""
     return drawn(Tied)
-
-

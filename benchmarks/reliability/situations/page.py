@@ -22,9 +22,9 @@ def document(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "# Situations in which people are",
         "",
         "Models as people have them and updates as frameworks write them, each given in the public way that a row "
-        "shows. A row ends in an attack or in a refusal. A refusal is given word by word, with the way on that it names.",
+        "shows. A row ends in an attack or in a refusal. A refusal is quoted, with the way on that it names.",
         "",
-        "Networks are untrained and updates are of photographs in 32x32 pixels, where nothing else is said. Every model "
+        "Networks are untrained and updates are of one photograph of 32x32 pixels, where nothing else is said. Each "
         "comes from a fixed seed. Searches are cut short to keep the page cheap, so a search's figure is no limit of "
         "what an attacker finds. `model`, `images` and `labels` are the user's own; `true.npz` holds the pictures that "
         "an update is of, to score what comes back.",

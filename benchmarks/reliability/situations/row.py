@@ -14,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -151,10 +150,10 @@ def measure(situation: Situation) -> Row:
     row: Row = {"situation": situation.words, "part": situation.part}
     with TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = situation.give(Path(folder))
-        row["given"] = given.line()
-        began = time.process_time()
         try:
+            given = situation.give(Path(folder))
+            row["given"] = given.line()
+            began = time.process_time()
             found = given.report()
         except Exception:  # noqa: BLE001 - whatever it is, the row says so and the command ends with 1
             return {**row, "outcome": "crashed", "crashed": traceback.format_exc(), "right": False}
@@ -178,7 +177,7 @@ def _outcome(found: Mapping[str, Any]) -> Row:
         reasons = [f"{one['attack']}: {one['refused'] or one['spared'] or one['verdict']}" for one in findings]
         return {"outcome": "refused", "reason": "; ".join(reasons), "said": said}
     best = max(ran, key=_merit)
-    row = max(best["images"], key=_gain, default={})
+    row: Row = max(best["images"], key=_gain, default={})
     wrong = [
         f"{one['attack']} at {image['psnr']:.1f} dB"
         for one in findings
@@ -228,7 +227,7 @@ def is_right(row: Mapping[str, Any], right: Right) -> bool:
     if any(word not in told for word in right.words) or row.get("wrongly verified"):
         return False
     if right.kind == "refused" or row["outcome"] == "refused":
-        return right.kind == row["outcome"] == "refused"
+        return right.kind == "refused" and row["outcome"] == "refused"
     figures = row["figures"]
     psnr, guess = figures.get("psnr"), row["guess"]
     if right.kind == "exact":
@@ -269,5 +268,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, Tensor):
         return "example"
     return getattr(value, "__name__", type(value).__name__)
-
-

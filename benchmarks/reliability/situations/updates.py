@@ -214,9 +214,8 @@ def files() -> Iterator[Situation]:
         words = ("update.npz", "--batch-size", "2", *how)
         return command(folder, *words, model="normed", count=2, attacks=(SEARCH,))
 
-    words = ("running statistics, say",)
     told = "batch norm moved in the file, the model in evaluation mode"
-    yield situation(told, partial(moved, how), Right(kind="closer", words=words))
+    yield situation(told, partial(moved, how), Right(kind="closer", words=("running statistics, say",)))
     warned = Right(kind="warned", words=("evaluation mode",))
     yield situation(f"{told}, training not stated", partial(moved, ()), warned)
 
@@ -247,12 +246,15 @@ def training() -> Iterator[Situation]:
     sized = ("adaptive-step", "{name: adaptive-step+ig, iterations: 300}")
     for name, rule in (("Adam", adam), ("AdamW", partial(optim.AdamW, lr=1e-3)), ("RMSprop", optim.RMSprop)):
         rate = 0.01 if name == "RMSprop" else 0.001
-        told = f"{{name: fedavg, optimizer: {name.lower()}, lr: {rate}, steps: 1}}"
+        shrunk = ", weight_decay: 0.01" if name == "AdamW" else ""  # torch's default
+        told = f"{{name: fedavg, optimizer: {name.lower()}, lr: {rate}{shrunk}, steps: 1}}"
         yield situation(f"one step of {name}", rule, told, closer, attacks=sized)
     unsaid = Right(kind="warned", words=("does not look like a step of SGD",))
     yield situation("one step of Adam, which nobody says", adam, None, unsaid)
     momentum = partial(optim.SGD, lr=RATE, momentum=0.9)
-    yield situation("one step of SGD with momentum", momentum, "{name: fedavg, lr: 0.1, momentum: 0.9, steps: 1}", exact)
+    yield situation(
+        "one step of SGD with momentum", momentum, "{name: fedavg, lr: 0.1, momentum: 0.9, steps: 1}", exact
+    )
     told = "{name: fedavg, lr: 0.1, momentum: 0.9, steps: 5, batch_size: null}"
     yield situation("five steps of SGD with momentum", momentum, told, closer, steps=5)
     decay = partial(optim.SGD, lr=RATE, weight_decay=0.01)
@@ -303,7 +305,7 @@ def mistakes() -> Iterator[Situation]:
     def mean(folder: Path) -> Given:
         model = networks.dense()
         parts = [difference(model, trained(model, 2, first=first)) for first in (0, 2)]
-        np.savez(folder / "mean.npz", **arrays({name: sum(p[name] for p in parts) / 2 for name in parts[0]}))
+        np.savez(folder / "mean.npz", **arrays({name: (parts[0][name] + parts[1][name]) / 2 for name in parts[0]}))
         words = ("mean.npz", "--clients", "2", "--batch-size", "2", "--method", PLAIN)
         return command(folder, *words, count=4, attacks=("spear", SEARCH))
 
@@ -331,9 +333,7 @@ def defended() -> Iterator[Situation]:
     ) -> Situation:
         def give(folder: Path) -> Given:
             given = {"defense": defense, "attacks": [*attacks], **settings}
-            return Python(
-                model=networks.dense(), inputs=pictures[:count], targets=labels[:count], settings=given
-            )
+            return Python(model=networks.dense(), inputs=pictures[:count], targets=labels[:count], settings=given)
 
         return Situation(words=words, part=PART, give=give, right=right)
 
@@ -349,10 +349,26 @@ def defended() -> Iterator[Situation]:
     yield situation("NVFlare's percentile filter", "nvflare-percentile", closer, both)
     yield situation("Flower's LocalDpMod", "flower-local-dp", hidden, both)
     yield situation(
-        "secure aggregation of two clients", {"name": "secagg", "group_size": 2}, Right(kind="refused"), both, count=2
+        "secure aggregation, of one client's own model",
+        {"name": "secagg", "group_size": 2},
+        Right(kind="refused", words=("hyperleak audit --method",)),
+        both,
+        count=2,
     )
+
+
+def aggregated() -> Situation:
+    """Return a federation whose server sees the mean of two clients alone."""
+    group, how = "{name: secagg, group_size: 2}", "{name: fedavg, lr: 0.1, steps: 1}"
+    words = ["audit", "method", how, "--dataset", "faces", "--defense", group, "--attack", SEARCH, "--count", "1"]
+
+    def give(folder: Path) -> Given:
+        return Command(model="", words=[*words, "--workers", "1"], folder=folder)
+
+    words_of_row = "secure aggregation of two clients, faces of 28x28 pixels"
+    return Situation(words=words_of_row, part=PART, give=give, right=Right(kind="hidden"))
 
 
 def situations() -> list[Situation]:
     """Return all of this part."""
-    return [*files(), *training(), *mistakes(), *defended()]
+    return [*files(), *training(), *mistakes(), *defended(), aggregated()]
