@@ -29,6 +29,7 @@ def document(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         "what an attacker finds. `model`, `images` and `labels` are the user's own; `true.npz` holds the pictures that "
         "an update is of, to score what comes back.",
         "",
+        "Features are the input of a later layer, of which an audit has no true value. "
         "The last column says whether the outcome is the right one, and how that is known. No row may call verified "
         "what is wrong.",
         "",
@@ -63,7 +64,7 @@ def document(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def _attacked(row: Mapping[str, Any]) -> list[str]:
     guess = "" if row["guess"] is None else f"{row['guess']:.1f} dB"
     verified = {True: "yes", False: "no", None: "can't tell"}[row["verified"]]
-    found = _figures(row["figures"])
+    found = ", ".join(filter(None, [_figures(row["figures"]), "features" if row["features"] else ""]))
     return [row["situation"], _code(row["given"]), f"`{row['attack']}`", found, guess, verified, *_end(row)]
 
 
@@ -84,7 +85,7 @@ def _figures(figures: Mapping[str, Any]) -> str:
             found.append(f"{100 * figures[name]:.0f} % {words}")
     if "label_error" in figures:
         found.append(f"target off by {figures['label_error']:.1e}")
-    return ", ".join(found) or "features"
+    return ", ".join(found)
 
 
 def _code(line: str) -> str:

@@ -188,6 +188,7 @@ def _outcome(found: Mapping[str, Any]) -> Row:
         "outcome": "attacked",
         "attack": best["attack"],
         "figures": {key: row[key] for key in FIGURES if row.get(key) is not None},
+        "features": [name for name in row.get("unscored", ()) if name.startswith("features")],
         "guess": best_baseline(row) if row.get("psnr") is not None else None,
         "verified": best["verified"],
         "wrongly verified": wrong,
