@@ -262,7 +262,8 @@ def training() -> Iterator[Situation]:
     yield situation("weight decay, stated", decay, "{name: fedavg, lr: 0.1, weight_decay: 0.01, steps: 1}", exact)
     yield situation("weight decay, which nobody says", decay, PLAIN, closer)
     told = "{name: fedavg, lr: 0.1, epochs: 5, batch_size: null}"
-    yield situation("five epochs on two pictures", sgd, told, closer, steps=5, count=2)
+    slow = partial(optim.SGD, lr=0.01)
+    yield situation("five epochs on two pictures", slow, told.replace("0.1", "0.01"), closer, steps=5, count=2)
     yield situation("five epochs of Adam", adam, told.replace("0.1", "0.001, optimizer: adam"), label, steps=5)
     yield situation("step size not known", sgd, "{name: fedavg, steps: 1}", exact)
     yield situation("number of steps not known", sgd, "{name: fedavg, lr: 0.1}", closer, steps=3)
@@ -367,7 +368,7 @@ def aggregated() -> Situation:
         return Command(model="", words=[*words, "--workers", "1"], folder=folder)
 
     words_of_row = "secure aggregation of two clients, faces of 28x28 pixels"
-    return Situation(words=words_of_row, part=PART, give=give, right=Right(kind="hidden"))
+    return Situation(words=words_of_row, part=PART, give=give, right=Right(kind="closer"))
 
 
 def situations() -> list[Situation]:
