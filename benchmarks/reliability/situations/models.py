@@ -185,7 +185,7 @@ def tasks() -> Iterator[Situation]:
     wide = 5 * table - 2
     yield one("a table scaled to (-2, 3)", mlp(30, 2), (wide, label), shown=rows, input_range=(-2, 3))
     unsaid = Right(kind="refused", words=("input_range", "state what the attacker knows of their range"))
-    yield one("the same, nobody says the range", mlp(30, 2), (wide, label), unsaid, shown=rows)
+    yield one("a table scaled to (-2, 3), its range not said", mlp(30, 2), (wide, label), unsaid, shown=rows)
     kinds = torch.cat([wide[:, :5], F.one_hot(torch.tensor([2]), 4), F.one_hot(torch.tensor([5]), 7)], 1)
     columns: dict[str, Any] = {"input_range": (-2, 3), "categories": [(5, 9), (9, 16)]}
     searched = Right(kind="closer")

@@ -13,7 +13,7 @@ EVERY = command.all_situations()
 CHEAP = (
     "a table scaled to (-2, 3)",
     "a dictionary with logits",
-    "the same, nobody says the range",
+    "a table scaled to (-2, 3), its range not said",
     "Flower's list of arrays without names, .npz",
     "a .safetensors file that was cut off",
 )
