@@ -172,10 +172,17 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
         layers = probe.layers
     except MODEL_ERRORS as error:
         return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
+    still: NotApplicable | None = None
     for name, images in layers.items():
-        if set(probe.parameter_names(name)) <= set(observed.change):
-            return _read_layer(observed, probe, name, images)
-    return NotApplicable("no linear layer with a bias, given one vector per image, is in the update", limit=True)
+        names = probe.parameter_names(name)
+        if not set(names) <= set(observed.change):
+            continue
+        layer = _read_layer(observed, probe, name, images)
+        if isinstance(layer, LinearLayer) or any(bool(dense(observed.change[n]).any()) for n in names):
+            return layer
+        still = still or layer  # it was frozen, or nothing flows through it: layers above may have moved
+    nowhere = "no linear layer with a bias, given one vector per image, is in the update"
+    return still or NotApplicable(nowhere, limit=True)
 
 
 def layers_of_inputs(view: ServerView) -> dict[int, LinearLayer]:

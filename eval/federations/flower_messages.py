@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -30,7 +31,7 @@ ROUNDS = ("server-round", "current-round", "round")
 PROXIMAL = ("proximal-mu",)
 """FedProx's penalty, which moves every local step but the first."""
 LEAST_SHARE = 0.25
-"""Of the norm of what was sent, that weights after a round are taken to have at least."""
+"""Of what was sent, that weights after a round are taken to have in them at least."""
 OPTIMIZER_FACTS = ("optimizer", "momentum", "weight_decay")
 """Facts that are taken from one source together: a momentum means nothing without its optimizer."""
 
@@ -106,13 +107,13 @@ class UpdateReader:
     def _facts(self, sent: SentWeights, reply: RecordDict, watched: Mapping[str, Any]) -> tuple[TrainingFacts, str]:
         """Return the facts of training, and where each comes from, in words."""
         given = {f.name: getattr(self.training, f.name) for f in fields(TrainingFacts)}
-        examples = _look_up(_joined(reply.metric_records), EXAMPLES)
+        examples = _count(_look_up(_joined(reply.metric_records), EXAMPLES))
         sources: list[tuple[str, Mapping[str, Any]]] = [
             ("given", _only_known(given)),
             ("seen of the optimizer", watched),
             ("message", _facts_of(sent.config)),
             ("run config", _facts_of(self.run_config)),
-            ("metrics", {} if examples is None else {"examples": int(examples)}),
+            ("metrics", {} if examples is None else {"examples": examples}),
         ]
         found: dict[str, Any] = {}
         origins: dict[str, str] = {}
@@ -149,9 +150,17 @@ def with_arrays(reply: RecordDict, recorded: RecordedUpdate, after: Mapping[str,
 
 def carries_numbers(reply: RecordDict) -> bool:
     """Return whether a reply has arrays, or bytes that may be arrays."""
-    return bool(reply.array_records) or any(
-        isinstance(value, bytes) for value in _joined(reply.config_records).values()
-    )
+    return bool(reply.array_records) or bool(_places_of_bytes(reply))
+
+
+def _places_of_bytes(reply: RecordDict) -> list[str]:
+    """Return the names of all config entries that are bytes, or lists of them."""
+    entries = [entry for record in reply.config_records.values() for entry in record.items()]
+    return [
+        key
+        for key, value in entries
+        if isinstance(value, bytes) or (isinstance(value, list) and any(isinstance(one, bytes) for one in value))
+    ]
 
 
 def _only_record(reply: RecordDict) -> tuple[str, ArrayRecord]:
@@ -161,9 +170,8 @@ def _only_record(reply: RecordDict) -> tuple[str, ArrayRecord]:
             f"expected a reply with one record of arrays, got {len(records)} ({', '.join(records) or 'none'}): only "
             "one can be audited as an update"
         )
-    held = next((key for key, value in _joined(reply.config_records).items() if isinstance(value, bytes)), None)
-    if held is not None:
-        raise UnreadableError(f"expected a reply without bytes, got some under {held!r}, which can't be audited")
+    if held := _places_of_bytes(reply):
+        raise UnreadableError(f"expected a reply without bytes, got some under {held[0]!r}, which can't be audited")
     return next(iter(records.items()))
 
 
@@ -195,18 +203,21 @@ def _tensor(name: str, array: Array, as_sent: str) -> Tensor:
 
 
 def _refuse_differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Refuse arrays that are too small for weights: the difference of a difference would give nothing away."""
-    sent, ended = _norm(before), _norm(after)
-    if ended < LEAST_SHARE * sent:
+    """Refuse arrays that are no weights sent and then trained: the difference of a difference would show nothing."""
+    sent, kept = _product(before, before), _product(before, after)
+    if kept < LEAST_SHARE * sent:
         raise UnreadableError(
-            f"expected weights in the reply, got arrays of norm {ended:.3g} where {sent:.3g} was sent: they seem to "
+            f"expected weights in the reply, got arrays that hold {kept / sent:.3g} times what was sent: they seem to "
             "be differences or gradients; send weights, as Flower's strategies average them"
         )
 
 
-def _norm(arrays: Mapping[str, Tensor]) -> float:
-    squares = [value.double().square().sum() for value in arrays.values() if value.is_floating_point()]
-    return float(torch.stack(squares).sum().sqrt()) if squares else 0.0
+def _product(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Return the inner product of two sets of arrays."""
+    products = [
+        (value.double() * second[name].double()).sum() for name, value in first.items() if value.is_floating_point()
+    ]
+    return float(torch.stack(products).sum()) if products else 0.0
 
 
 def _joined(records: Mapping[str, ConfigRecord] | Mapping[str, MetricRecord]) -> dict[str, Any]:
@@ -234,6 +245,13 @@ def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
         elif name != "optimizer" and isinstance(value, int | float) and value >= 0:
             facts[name] = float(value) if name in {"lr", "momentum", "weight_decay"} else int(value)
     return facts
+
+
+def _count(said: Any) -> int | None:
+    """Return a number of examples; None where what is said is none."""
+    if not isinstance(said, int | float) or not 1 <= said < math.inf:
+        return None
+    return int(said)
 
 
 def _only_known(facts: Mapping[str, Any]) -> dict[str, Any]:

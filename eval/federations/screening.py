@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import Tensor, nn
@@ -127,18 +127,21 @@ class Screener:
         began = time.monotonic()
         try:
             subject = self._subject(recorded)
-            found = self._attack(subject.view, SearchControl(time_limit=ATTACKING_SHARE * self.seconds))
+            control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
+            alone, found = self._attack_as_one(recorded, subject, control)
+            others = {} if self._is_too_much(alone) else self._attack(subject.view, control)
         except RUN_ERRORS as error:
             log.exception("the screening of an update failed")
             reason = f"the screening failed: {type(error).__name__}: {' '.join(str(error).split())}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
-        shown = [one for name, result in found.items() for one in proved_exposures(name, result, subject.view)]
+        shown = [one for name, result in others.items() for one in proved_exposures(name, result, subject.view)]
         notes = (
             *subject.notes,
+            *([f"it is stated to be of {subject.view.batch_size} examples, and is that of one"] if alone else ()),
             *assumptions(recorded, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
         )
-        return self._judge(shown, found, notes, time.monotonic() - began)
+        return self._judge([*alone, *shown], {**found, **others}, notes, time.monotonic() - began)
 
     def _subject(self, recorded: RecordedUpdate) -> Subject:
         """Return the update as the server's view of it."""
@@ -156,6 +159,26 @@ class Screener:
         channels = self.input_shape[0]
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
         return nn.Sequential(normalize, model).train(model.training)
+
+    def _attack_as_one(
+        self, recorded: RecordedUpdate, subject: Subject, control: SearchControl
+    ) -> tuple[list[Exposure], dict[str, Result]]:
+        """Return what an update of several examples shows if it is really of one, and what the attack came to.
+
+        Clients say how many examples they hold, which may be more than they fed. What one of them explains is proved
+        whatever was said.
+        """
+        if (subject.view.batch_size or 1) == 1 or control.stop_reason():
+            return [], {}
+        facts = replace(recorded.training, examples=1, batch_size=None)
+        name = ADAPTIVE_STEP if facts.optimizer not in {None, "sgd"} else FIRST_ATTACK
+        try:
+            view = self._subject(replace(recorded, training=facts)).view
+            result = attack_registry.build(name)(view, seed=self.seed, control=control)
+        except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
+            log.debug("not screened as of one example: %s", error)
+            return [], {}
+        return proved_exposures(name, result, view), {f"{name}, as of one example": result}
 
     def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,8 +190,15 @@ STRANGE: dict[str, Callable[[RecordDict], RecordDict]] = {
     "two records": lambda content: RecordDict({"a": content["arrays"], "b": content["arrays"]}),
     "bytes": with_bytes,
     "bytes alone": lambda content: RecordDict({"further": ConfigRecord({"model": b"all of it"})}),
+    "list of bytes": lambda content: RecordDict({**content, "further": ConfigRecord({"model": [b"all of it"]})}),
+    "bytes by a name that another record has": lambda content: RecordDict(
+        {**content, "a": ConfigRecord({"model": "text"}), "b": ConfigRecord({"model": b"all of it"})}
+    ),
     "differences": lambda content: RecordDict(
         {"arrays": ArrayRecord({k: 0.01 * v for k, v in content["arrays"].to_torch_state_dict().items()})}
+    ),
+    "large differences": lambda content: RecordDict(
+        {"arrays": ArrayRecord({k: torch.randn_like(v) for k, v in content["arrays"].to_torch_state_dict().items()})}
     ),
     "new names": lambda content: RecordDict({"arrays": ArrayRecord([np.ones(3)])}),
     "other shapes": lambda content: RecordDict({"arrays": ArrayRecord({k: torch.ones(2) for k in content["arrays"]})}),
@@ -338,6 +346,9 @@ def test_the_message_goes_before_the_run_config():
 
 def test_values_that_can_be_no_fact_are_none():
     assert facts({"lr": "cosine", "batch-size": -1, "epochs": [1, 2]}) == TrainingFacts()
+    for number in (math.nan, math.inf, 0, -1, [3, 4]):
+        assert facts({}, num_examples=number) == TrainingFacts()  # type: ignore[arg-type]
+    assert facts({}, num_examples=3.0) == TrainingFacts(examples=3)
 
 
 def test_fedprox_is_plain_in_its_first_step_alone():

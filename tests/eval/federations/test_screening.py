@@ -159,3 +159,29 @@ def test_features_that_the_layers_above_contradict_do_not_count() -> None:
         }
         found = screener(model, seconds=30)(replace(update, after=after))
         assert [one.attack for one in found.exposures if one.kind == "features"] == (["cascade"] if factor == 1 else [])
+
+
+@pytest.mark.parametrize("facts", [support.PLAIN, replace(ADAM, lr=1e-2)])
+def test_one_picture_is_found_whatever_number_is_stated(facts: TrainingFacts) -> None:
+    model = support.dense_network()
+    update = support.recorded(model, 1, facts)
+    found = screener(model)(replace(update, training=replace(facts, examples=32)))
+    assert "images" in kinds(found)
+    assert "it is stated to be of 32 examples, and is that of one" in found.notes
+    eight = screener(model)(support.recorded(model, 8, facts))
+    assert not any("is that of one" in note for note in eight.notes)
+    assert any(name.endswith(", as of one example") for name in eight.tried)
+
+
+def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)).train()
+    found = screener(model)(support.recorded(model, 4))
+    assert found.verdict == "not shown to leak"
+
+
+def test_a_head_above_frozen_layers_shows_what_it_takes() -> None:
+    model = support.network()
+    update = support.recorded(model)
+    frozen = {name: value if name.startswith("6.") else update.before[name] for name, value in update.after.items()}
+    found = screener(model, seconds=0.5)(replace(update, after=frozen))
+    assert found.reason == "what the first fully connected layer takes is recovered: 24 numbers (analytic)"
