@@ -25,6 +25,12 @@ ALTERNATIONS = 20
 
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
+FAR_OUTSIDE = 0.1
+"""How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
+OTHER_RANGE = (
+    "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
+    "them (mean, std)?"
+)
 
 
 @attacks.register("analytic")
@@ -78,16 +84,18 @@ class Analytic(Attack):
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
-        private: Tensors = {} if layer.is_given_images else {"features": fit.inputs.to(view.dtype)}
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
-        whole = bool(fit.known.all())
+        whole, images = bool(fit.known.all()), layer.is_given_images
+        if images and sized and whole and not bool(_within_pixel_range(layer, fit.inputs[None], FAR_OUTSIDE).all()):
+            images, note = False, "; ".join(filter(None, (note, OTHER_RANGE)))
+        private: Tensors = {} if images else {"features": fit.inputs.to(view.dtype)}
         if not whole:
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
             note = "; ".join(
                 filter(None, (note, f"{count} numbers of the input follow from what the defense let through"))
             )
         return Reconstruction(
-            inputs=layer.pixels(fit.inputs[None]) if layer.is_given_images else None,
+            inputs=layer.pixels(fit.inputs[None]) if images else None,
             labels=labels,
             objective=fit.left,
             private=private,
@@ -136,8 +144,9 @@ class Analytic(Attack):
         """Return whether one image explains the layer's update, up to what rounding of the weights leaves of it.
 
         Rounding is different in every number, so that the input, a mean over all rows, is known several times better.
+        In a view of two bytes a number it is no excuse: the rest of the update could not confirm the size, either.
         """
-        rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0])
+        rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0]) if view.dtype.itemsize > 2 else 0
         return fit.left <= max(self.fits, min(rounding, MAX_ROUNDING)) and fit.error_of_noise(layer) <= self.fits
 
     def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:

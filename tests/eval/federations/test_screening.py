@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch
 from support import recorded as support
 from torch import Tensor, nn
 
@@ -107,6 +109,15 @@ def test_what_the_loader_does_to_pixels_counts() -> None:
     assert "images" in kinds(found)
 
 
+def test_pixels_of_a_loader_that_nobody_stated_leak_as_features() -> None:
+    model = support.dense_network()
+    update = support.recorded(nn.Sequential(_Loader(), *model))
+    bare = {half: _without_loader(getattr(update, half)) for half in ("before", "after")}
+    found = screener(model, seconds=0.5)(replace(update, **bare))
+    assert kinds(found) == {"features", "labels"}
+    assert "does a loader normalize them (mean, std)?" in found.tried["analytic"]
+
+
 class _Loader(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return (x - 0.5) / 0.25
@@ -185,3 +196,16 @@ def test_a_head_above_frozen_layers_shows_what_it_takes() -> None:
     frozen = {name: value if name.startswith("6.") else update.before[name] for name, value in update.after.items()}
     found = screener(model, seconds=0.5)(replace(update, after=frozen))
     assert found.reason == "what the first fully connected layer takes is recovered: 24 numbers (analytic)"
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_a_model_of_half_precision_confirms_no_picture_that_is_too_dark(kind: torch.dtype) -> None:
+    model = support.dense_network()
+    update = support.recorded(model)
+    after = {
+        name: update.before[name] - (1.3 if name.endswith("bias") else 1.0) * (update.before[name] - value)
+        for name, value in update.after.items()
+    }
+    halves = {"before": update.before, "after": after}
+    rounded = {half: {name: value.to(kind) for name, value in state.items()} for half, state in halves.items()}
+    assert not kinds(screener(copy.deepcopy(model).to(kind), seconds=0.5)(replace(update, **rounded)))
