@@ -128,7 +128,7 @@ class Screener:
         try:
             subject = self._subject(recorded)
             control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
-            alone, found = self._attack_as_one(recorded, subject, control)
+            alone, found = self._attack_as_one_step(recorded, subject, control)
             others = {} if self._is_too_much(alone) else self._attack(subject.view, control)
         except RUN_ERRORS as error:
             log.exception("the screening of an update failed")
@@ -137,7 +137,7 @@ class Screener:
         shown = [one for name, result in others.items() for one in proved_exposures(name, result, subject.view)]
         notes = (
             *subject.notes,
-            *([f"it is stated to be of {subject.view.batch_size} examples, and is that of one"] if alone else ()),
+            *(["whatever was stated, it is that of one step on one example"] if alone else ()),
             *assumptions(recorded, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
         )
@@ -160,25 +160,27 @@ class Screener:
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
         return nn.Sequential(normalize, model).train(model.training)
 
-    def _attack_as_one(
+    def _attack_as_one_step(
         self, recorded: RecordedUpdate, subject: Subject, control: SearchControl
     ) -> tuple[list[Exposure], dict[str, Result]]:
-        """Return what an update of several examples shows if it is really of one, and what the attack came to.
+        """Return what an update of more shows if it is really of one step on one example, and what the attack came to.
 
-        Clients say how many examples they hold, which may be more than they fed. What one of them explains is proved
-        whatever was said.
+        Clients say how many examples they hold, which may be more than they fed, and frameworks may count examples as
+        steps. What one step on one of them explains is proved whatever was said.
         """
-        if (subject.view.batch_size or 1) == 1 or control.stop_reason():
+        facts = recorded.training
+        stated = (subject.view.batch_size or 1, facts.epochs if facts.steps is None else facts.steps)
+        if stated in {(1, 1), (1, None)} or control.stop_reason():
             return [], {}
-        facts = replace(recorded.training, examples=1, batch_size=None)
+        facts = replace(facts, examples=1, batch_size=None, steps=None if stated[1] is None else 1, epochs=None)
         name = ADAPTIVE_STEP if facts.optimizer not in {None, "sgd"} else FIRST_ATTACK
         try:
             view = self._subject(replace(recorded, training=facts)).view
             result = attack_registry.build(name)(view, seed=self.seed, control=control)
         except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
-            log.debug("not screened as of one example: %s", error)
+            log.debug("not screened as of one step on one example: %s", error)
             return [], {}
-        return proved_exposures(name, result, view), {f"{name}, as of one example": result}
+        return proved_exposures(name, result, view), {f"{name}, as of one step on one example": result}
 
     def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""

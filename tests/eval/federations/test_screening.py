@@ -176,12 +176,13 @@ def test_features_that_the_layers_above_contradict_do_not_count() -> None:
 def test_one_picture_is_found_whatever_number_is_stated(facts: TrainingFacts) -> None:
     model = support.dense_network()
     update = support.recorded(model, 1, facts)
-    found = screener(model)(replace(update, training=replace(facts, examples=32)))
-    assert "images" in kinds(found)
-    assert "it is stated to be of 32 examples, and is that of one" in found.notes
+    for stated in ({"examples": 32}, {"examples": 1, "steps": 32}, {"examples": 64, "epochs": 2, "steps": None}):
+        found = screener(model)(replace(update, training=replace(facts, **stated)))  # type: ignore[arg-type]
+        assert "images" in kinds(found)
+        assert "whatever was stated, it is that of one step on one example" in found.notes
     eight = screener(model)(support.recorded(model, 8, facts))
-    assert not any("is that of one" in note for note in eight.notes)
-    assert any(name.endswith(", as of one example") for name in eight.tried)
+    assert not any("it is that of one step" in note for note in eight.notes)
+    assert any(name.endswith(", as of one step on one example") for name in eight.tried)
 
 
 def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:
