@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from defenses import defenses
 from defenses.flower_fixed_clipping import NoisyMeanOfClipped
-from fl.ranges import Count, Positive, Share, Weight
+from fl.ranges import Count, Positive, Range, Share, Weight
+
+LARGEST_SHARE = 1e6
+NoisyShare = Annotated[float, Range(-LARGEST_SHARE, LARGEST_SHARE)]
+"""A share that noise may have put below 0 or above 1."""
 
 
 @defenses.register("flower-adaptive-clipping")
@@ -46,7 +50,7 @@ class FlowerAdaptiveClipping(NoisyMeanOfClipped):
     target_clipped_quantile: Share = 0.5
     clip_norm_lr: Positive = 0.2
     clipped_count_stddev: Weight | None = None
-    clipped_share: float = 1.0
+    clipped_share: NoisyShare = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -57,8 +61,8 @@ class FlowerAdaptiveClipping(NoisyMeanOfClipped):
             raise ValueError(f"expected target_clipped_quantile in [0, 1], got {self.target_clipped_quantile}")
         if self.clipped_count_stddev is not None and not 0 <= self.clipped_count_stddev < math.inf:
             raise ValueError(f"expected clipped_count_stddev >= 0 or None, got {self.clipped_count_stddev}")
-        if not math.isfinite(self.clipped_share):
-            raise ValueError(f"expected clipped_share as a finite number, got {self.clipped_share}")
+        if not abs(self.clipped_share) <= LARGEST_SHARE:
+            raise ValueError(f"expected clipped_share in [-1e6, 1e6], got {self.clipped_share}")
         if self.noise_multiplier > 0 and self.noise_multiplier >= 2 * self.count_stddev:
             raise ValueError(
                 f"expected noise_multiplier < 2 * clipped_count_stddev = {2 * self.count_stddev:g}, got "

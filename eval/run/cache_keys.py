@@ -246,7 +246,12 @@ CHOSE_OPTIMIZER = frozenset({"hfedf", "hfedf-latent", "hyperfedzero", "hypergenf
 
 
 def _without_optimizer(method: dict[str, Any]) -> dict[str, Any]:
-    """Return a method's settings without an optimizer of SGD, as in cells from before there was a choice."""
+    """Return a method's settings without an optimizer of SGD, as in cells from before there was a choice.
+
+    The optimizer's eps came later still, and is left out where it is the optimizer's own.
+    """
+    if method.get("eps", 0) is None:
+        method = {key: value for key, value in method.items() if key != "eps"}
     if method.get("optimizer") != "sgd" or method["name"] in CHOSE_OPTIMIZER:
         return method
     return {key: value for key, value in method.items() if key != "optimizer"}
