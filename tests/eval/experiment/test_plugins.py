@@ -46,7 +46,7 @@ class Own(Attack):
 def _as_before(monkeypatch, tmp_path):
     """Registries, modules and places as they were, whatever is imported; the current folder is a new one."""
     monkeypatch.setattr("eval.commands.system_errors.signal.signal", lambda *_: None)
-    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place])  # some command adds the current folder
     monkeypatch.setattr(plugins, "_sources", {})
     monkeypatch.chdir(tmp_path)
     before, modules = [set(registry.names()) for registry in plugins.REGISTRIES], set(sys.modules)
