@@ -86,7 +86,9 @@ class Analytic(Attack):
         labels, note = single_label(view)
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
         whole, images = bool(fit.known.all()), layer.is_given_images
-        if images and sized and whole and not bool(_within_pixel_range(layer, fit.inputs[None], FAR_OUTSIDE).all()):
+        # under other losses no label can be tried, and nothing would tell another range from a wrong size
+        classified = view.task.loss.is_cross_entropy
+        if images and sized and whole and classified and not _is_within_range(layer, fit.inputs):
             images, note = False, "; ".join(filter(None, (note, OTHER_RANGE)))
         private: Tensors = {} if images else {"features": fit.inputs.to(view.dtype)}
         if not whole:
@@ -277,6 +279,11 @@ def _determined_inputs(sent: Tensor, heard: Tensor, signal: Tensor) -> tuple[Ten
 def _ratio_or_zero(top: Tensor, bottom: Tensor) -> Tensor:
     """Return `top / bottom`, zero where nothing was sent."""
     return torch.where(bottom > 0, top / bottom.where(bottom > 0, torch.ones_like(bottom)), torch.zeros_like(top))
+
+
+def _is_within_range(layer: LinearLayer, inputs: Tensor) -> bool:
+    """Return whether the input (n,) is about what pixels in [0, 1] are."""
+    return bool(_within_pixel_range(layer, inputs[None], FAR_OUTSIDE).all())
 
 
 def _within_pixel_range(layer: LinearLayer, inputs: Tensor, slack: float) -> Tensor:
