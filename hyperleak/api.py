@@ -220,8 +220,9 @@ class AuditOptions:
         input_shape: (channels, height, width); needed for a captured update without images.
         kind: "gradient" where a captured update is that and no difference of weights.
         clients: how many clients a captured update is the mean of, each of `batch_size` images.
-        mean: subtracted from each channel by the model's own training loop, where the model does not do it itself.
-        std: what each channel is divided by, likewise.
+        mean: per channel, of the normalization inside the model, in whose units attacks search. Where a data loader
+            normalizes, put that in front of the model.
+        std: per channel, what the model divides by, likewise.
         head: prefix of the names of the classifier's parameters; None takes the last linear layer.
         loss: what clients minimize: "cross-entropy", "bce", "mse", "segmentation", `module:function` or a callable.
         output: which part of what the model returns that is taken of: a name, a place, or a function of the whole.
