@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
-from fl.input_form import InputForm, InputHook, Inputs, Range, check_values, describe_inputs, tensors_of
+from fl.inputs.description import Range, check_values, describe_inputs
+from fl.inputs.form import InputForm, InputHook, Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS

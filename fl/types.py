@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fl.input_form import InputForm, image_form
+from fl.inputs.form import InputForm, image_form
 from fl.losses import Loss
 from fl.losses.cross_entropy import CrossEntropy
 from fl.tensors import Payloads, Tensors

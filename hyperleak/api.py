@@ -33,7 +33,8 @@ from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir, default_folder
 from fl.capture import ClientSettings
-from fl.input_form import Inputs, Range, tensors_of
+from fl.inputs.description import Range
+from fl.inputs.form import Inputs, tensors_of
 from fl.losses import Loss
 from fl.method import Method, methods
 from fl.models.building_blocks.model_outputs import Choice

@@ -23,7 +23,7 @@ from benchmarks.common import RESULTS, publish, rewrite, table
 from eval.metrics.score import Row, score
 from fl.capture import from_batch
 from fl.data import datasets
-from fl.input_form import Inputs
+from fl.inputs.form import Inputs
 from fl.runtime.user_code import global_generator
 from fl.seeds import stream
 

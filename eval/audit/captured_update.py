@@ -18,7 +18,8 @@ from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.aggregated_view import as_mean_of_clients
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_update, task_of_update
-from fl.input_form import Inputs, check_values, tensors_of
+from fl.inputs.description import check_values
+from fl.inputs.form import Inputs, tensors_of
 from fl.parametrization import Parametrization
 from fl.types import Batch, Scope
 from fl.view import ServerView

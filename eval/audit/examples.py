@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from fl.input_form import Inputs, tensors_of
+from fl.inputs.form import Inputs, tensors_of
 from fl.types import Batch
 
 

@@ -28,7 +28,7 @@ from eval.run import runner
 from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
-from fl.input_form import Inputs
+from fl.inputs.form import Inputs
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
 from fl.privacy.private_method import PrivateMethod

@@ -27,7 +27,7 @@ from eval.metrics.matching import assign
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.tables import table_scores
 from eval.metrics.tokens import token_scores
-from fl.input_form import InputForm, image_form
+from fl.inputs.form import InputForm, image_form
 from fl.losses import Loss
 from fl.losses.cross_entropy import CrossEntropy
 from fl.tensors import Value, dense

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl.input_form import InputForm
+from fl.inputs.form import InputForm
 
 TOLERANCE = 0.319
 """Standard deviations of its column by which a number may be off and still count as right (Vero et al., ICML 2023, and

@@ -13,7 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from fl.client import Client
 from fl.defense import Defense, overrides
-from fl.input_form import Inputs, Range, tensors_of
+from fl.inputs.description import Range
+from fl.inputs.form import Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.method import Method

@@ -5,7 +5,7 @@ from attacks.base import Reconstruction
 from eval.metrics.score import score
 from eval.metrics.tables import TOLERANCE, table_scores
 from fl.capture import from_batch
-from fl.input_form import describe_inputs
+from fl.inputs.description import describe_inputs
 
 ROW = torch.tensor([[2.0, -1.0, 0.0, 1.0, 0.0, 1.0, 0.0]])  # two numbers, categories of three and of two
 

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from fl.input_form import check_values, describe_inputs, image_form
+from fl.inputs.description import check_values, describe_inputs
+from fl.inputs.form import image_form
 
 ROWS = torch.tensor([[-2.0, 0.0, 1.0, 3.0], [1.0, 1.0, 0.0, 0.5]])
 

@@ -1,0 +1,1 @@
+"""What a network takes: pictures, series, tables, ids, or several of them."""
