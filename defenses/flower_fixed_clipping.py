@@ -14,7 +14,8 @@ from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.noise import Noise
 from fl.defense import Defense
 from fl.method import Method
-from fl.privacy.accounting import Charge, compute_epsilon
+from fl.privacy.accounting import Charge
+from fl.privacy.client_level import state_client_level
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import Count, OpenShare, Positive, Weight
 from fl.tensors import Tensors
@@ -118,28 +119,15 @@ class NoisyMeanOfClipped(Defense):
         self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
     ) -> PrivacyStatement:
         """Return what a client has against the observer after `rounds` rounds in which it took part."""
-        sigma = self.std * self.num_sampled_clients / self.limit
-        reason = "" if sigma else "no noise is added"
-        if self.observer == "server":
-            reason = "the observer is the server, which has every update before it adds noise"
-        charge = [Charge(sigma, 1.0, rounds)]
-        epsilon, by_rdp = (None, None) if reason else (compute_epsilon(charge, self.delta, k) for k in ("prv", "rdp"))
-        return PrivacyStatement(
-            unit="client",
-            adjacency="zero-out",
+        blind = self.observer == "clients"
+        return state_client_level(
+            Charge(self.std * self.num_sampled_clients / self.limit, 1.0, rounds),
+            clip=self.limit,
+            delta=self.delta,
             mode="central",
             released="the mean of the clients' updates",
             trusted="the server, which sees every update without noise",
-            sampler="whole",
-            rate=1.0,
-            noise_multiplier=sigma,
-            clip=self.limit,
-            steps=rounds,
-            delta=self.delta,
-            epsilon=epsilon,
-            epsilon_rdp=by_rdp,
-            reason=reason,
-            profile="experiment",
+            reason="" if blind else "the observer is the server, which has every update before it adds noise",
         )
 
 

@@ -14,7 +14,8 @@ from defenses.clip import Clip, ClipOfUnknownNorm
 from defenses.noise import Noise
 from fl.defense import Defense
 from fl.method import Method
-from fl.privacy.accounting import Charge, compute_epsilon
+from fl.privacy.accounting import Charge
+from fl.privacy.client_level import state_client_level
 from fl.privacy_statement import PrivacyStatement
 from fl.ranges import OpenShare, Positive, Weight
 from fl.tensors import Tensors
@@ -107,25 +108,11 @@ class FlowerLocalDp(Defense):
         self, method: Method, task: Task, sizes: Sequence[int], rounds: int, *, beside: Sequence[Defense] = ()
     ) -> PrivacyStatement:
         """Return what a client has after `rounds` rounds: whether it took part with its images or with nothing."""
-        sigma = self.std / self.clipping_norm
-        charge = [Charge(sigma, 1.0, rounds)]
-        epsilon, by_rdp = (
-            (compute_epsilon(charge, self.delta, kind) for kind in ("prv", "rdp")) if sigma else (None,) * 2
-        )
-        return PrivacyStatement(
-            unit="client",
-            adjacency="zero-out",
+        return state_client_level(
+            Charge(self.std / self.clipping_norm, 1.0, rounds),
+            clip=self.clipping_norm,
+            delta=self.delta,
             mode="local",
             released="the client's update",
             trusted="nobody else",
-            sampler="whole",
-            rate=1.0,
-            noise_multiplier=sigma,
-            clip=self.clipping_norm,
-            steps=rounds,
-            delta=self.delta,
-            epsilon=epsilon,
-            epsilon_rdp=by_rdp,
-            reason="" if sigma else "no noise is added",
-            profile="experiment",
         )
