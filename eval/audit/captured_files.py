@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts
+from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from fl.runtime import tensor_archives
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
@@ -290,13 +290,6 @@ def _difference(halves: Mapping[str, CapturedUpdate], words: Mapping[str, str], 
     coarse = half_precision_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
     nameless = halves["before"].nameless
     return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless)
-
-
-def subtract(before: Tensor, after: Tensor) -> Tensor:
-    """Return before - after; of numbers of two bytes in four, so that the difference is not rounded once more."""
-    if before.is_floating_point() and before.dtype.itemsize < 4:
-        before = before.float()
-    return before - after.to(before.dtype)
 
 
 def half_precision_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:

@@ -95,14 +95,14 @@ class RecordedUpdate:
     origin: Mapping[str, str] = field(default_factory=dict)
 
     def difference(self) -> dict[str, Tensor]:
-        """Return weights before - after.
+        """Return weights before - after; of numbers of two bytes in four.
 
         Raises:
             ValueError: they have not the same names.
         """
         if odd := next(iter(self.before.keys() ^ self.after.keys()), None):
             raise ValueError(f"expected the same names before and after training, got {odd!r} in one alone")
-        return {name: value - self.after[name] for name, value in self.before.items()}
+        return {name: subtract(value, self.after[name]) for name, value in self.before.items()}
 
     def save(self, path: Path) -> None:
         """Write it to an `.npz` file, which `hyperleak audit update` reads, facts included.
@@ -162,3 +162,10 @@ def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str
     if odd := sorted(training.keys() - known):
         raise ValueError(f"expected training facts {', '.join(sorted(known))} in {path}, got {odd[0]!r}")
     return TrainingFacts(**training), {str(name): str(value) for name, value in origin.items()}
+
+
+def subtract(before: Tensor, after: Tensor) -> Tensor:
+    """Return before - after; of numbers of two bytes in four, so that the difference is not rounded once more."""
+    if before.is_floating_point() and before.dtype.itemsize < 4:
+        before = before.float()
+    return before - after.to(before.dtype)

@@ -9,7 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from eval.audit.captured_files import CapturedUpdate, half_precision_note, subtract
+from eval.audit.captured_files import CapturedUpdate, half_precision_note
+from eval.audit.recorded_update import subtract
 from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import untie_parameters, unwrap_model
 from fl.types import frozen

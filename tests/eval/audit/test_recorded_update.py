@@ -37,6 +37,14 @@ def test_numbers_of_two_bytes_are_kept(tmp_path: Path) -> None:
     assert all(torch.equal(value.float(), again.after[name]) for name, value in half.items())
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_the_difference_of_numbers_of_two_bytes_is_not_rounded_once_more(kind: torch.dtype) -> None:
+    before, after = torch.tensor([1.0]).to(kind), torch.tensor([-(2.0**-12)]).to(kind)
+    difference = RecordedUpdate(before={"w": before}, after={"w": after}).difference()["w"]
+    assert torch.equal(difference, before.double().sub(after.double()).float())
+    assert not torch.equal(difference, (before - after).float())
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
