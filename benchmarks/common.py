@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +52,29 @@ def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> N
     known = json.loads((RESULTS / f"{name}.json").read_text())
     with atomic_write(RESULTS / f"{name}.md") as file:
         file.write(_page(document(known), known["machine"]).encode() + b"\n")
+
+
+def known_rows(name: str) -> list[dict[str, Any]]:
+    """The rows of `results/name.json`; none where nothing has been measured."""
+    path = RESULTS / f"{name}.json"
+    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
+
+
+def results_parser(description: str | None, *, has_again: bool = True) -> argparse.ArgumentParser:
+    """A command line with `--rewrite`, and with `--again` where rows that are known are left out otherwise."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if has_again:
+        parser.add_argument("--again", action="store_true", help="measure anew what the results have")
+    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
+    return parser
+
+
+def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the arguments (None: the process's own); log progress, and compute in one thread from here on."""
+    chosen = parser.parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    return chosen
 
 
 def _page(lines: Sequence[str], measured_on: Mapping[str, Any]) -> str:

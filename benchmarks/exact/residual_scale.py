@@ -19,10 +19,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
 from attacks.base import attacks
-from benchmarks.common import RESULTS, publish, rewrite, table
+from benchmarks.common import RESULTS, publish, results_parser, rewrite, start, table
 from benchmarks.exact.residual import attempt
 from benchmarks.exact.residual_networks import registered
 from benchmarks.exact.residual_victims import CASES, Case, Goal, observe
@@ -129,16 +127,12 @@ def add(row: Row) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__)
     names = [case.name for case in SIZES]
     parser.add_argument("--only", nargs="+", metavar="SIZE", choices=names, help="sizes")
-    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
     parser.add_argument("--list", action="store_true", help="name the sizes")
-    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     parser.add_argument("--one", metavar="SIZE", choices=names, help=argparse.SUPPRESS)
-    chosen = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
+    chosen = start(parser, arguments)
     sizes = {case.name: case for case in SIZES}
     if chosen.one:
         sys.stdout.write(json.dumps(measure(sizes[chosen.one])) + "\n")

@@ -8,8 +8,6 @@ not knowing it. A case is written to the results as soon as it is done (`--only`
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import statistics
 import time
@@ -24,7 +22,7 @@ from torch import nn
 import attacks
 import fl.data
 from attacks.base import Reconstruction, Result
-from benchmarks.common import RESULTS, publish, rewrite, table
+from benchmarks.common import known_rows, publish, results_parser, rewrite, start, table
 from benchmarks.exact.residual import attempt
 from defenses import defenses
 from defenses.nvflare_svt import NVFlareSVT
@@ -374,19 +372,16 @@ def _cosine_lines(cosines: Sequence[Row]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__, has_again=False)
     parser.add_argument("--images", type=int, default=5)
     parser.add_argument("--networks", nargs="+", choices=list(LAYERS), default=list(NETWORKS))
     parser.add_argument("--only", nargs="+", metavar="CASE", help="these filters, or cases; other rows stay")
-    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
-    chosen = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+    chosen = start(parser, arguments)
     if chosen.rewrite:
         rewrite(PAGE, lambda found: document(found["rows"], found["cosines"]))
         return
     data = pictures(chosen.images)
-    path = RESULTS / f"{PAGE}.json"
-    rows: list[Row] = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = known_rows(PAGE)
     told = cosines()
     for kind in chosen.networks:
         for case in CASES:

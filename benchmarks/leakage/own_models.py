@@ -5,8 +5,6 @@ It goes on where it was stopped: a case that stands in the results is not measur
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +17,7 @@ from torch.nn import functional
 
 import attacks
 from attacks.base import NotApplicable
-from benchmarks.common import RESULTS, publish, rewrite, table
+from benchmarks.common import known_rows, publish, results_parser, rewrite, start, table
 from eval.metrics.score import Row, score
 from fl.capture import from_batch
 from fl.data import datasets
@@ -255,13 +253,13 @@ def _target(rows: Sequence[Mapping[str, Any]]) -> str:
     return f"off by {median(off):.1e}" if off else ""
 
 
-def main() -> None:
-    """Measure all cases, or write the page anew (`--page`)."""
-    if "--page" in sys.argv:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure all cases, or write the page anew."""
+    chosen = start(results_parser(__doc__, has_again=False), arguments)
+    if chosen.rewrite:
         rewrite("own_models", lambda known: document(known["rows"]))
         return
-    path = RESULTS / "own_models.json"
-    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = known_rows("own_models")
     for case in CASES:
         if any(row["case"] == case.name for row in rows):
             continue
@@ -270,5 +268,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     main()

@@ -9,7 +9,6 @@ goes on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 import json
 import logging
 import statistics
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 import attacks as attack_registry
 from attacks.base import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
-from benchmarks.common import RESULTS, machine, publish, rewrite, table
+from benchmarks.common import known_rows, machine, publish, results_parser, rewrite, start, table
 from benchmarks.reliability.screening import pictures, quickstart_cnn
 from eval.metrics.image import psnr
 from eval.metrics.matching import assign
@@ -187,25 +186,15 @@ def _line(row: Row) -> list[object]:
     ]
 
 
-def known_rows() -> list[Row]:
-    """Return what has been measured."""
-    path = RESULTS / f"{PAGE}.json"
-    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__)
     parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND")
-    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
-    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
-    chosen = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
+    chosen = start(parser, arguments)
     if chosen.rewrite:
         rewrite(PAGE, lambda known: document(known["rows"]))
         return
-    rows = {(row["kind"], row["attack"]): row for row in known_rows()}
+    rows = {(row["kind"], row["attack"]): row for row in known_rows(PAGE)}
     wanted = [(name, settings) for name in chosen.kinds for settings in KINDS[name].attacks]
     for name, settings in wanted:
         key = (name, attack_registry.label(attack_registry.build(settings)))

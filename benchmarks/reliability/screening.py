@@ -9,9 +9,7 @@ stopped; `--limit` bounds the updates of a row.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import logging
 import statistics
 from collections import Counter
@@ -23,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.common import RESULTS, machine, publish, rewrite, table
+from benchmarks.common import known_rows, machine, publish, results_parser, rewrite, start, table
 from benchmarks.exact.residual_networks import drawn
 from benchmarks.exact.residual_victims import resnet18
 from defenses.dp_sgd import DPSGD
@@ -208,29 +206,19 @@ def _seconds(row: Row) -> str:
     return f"{statistics.median(row['seconds']):.2f} ({max(row['seconds']):.1f})"
 
 
-def known_rows() -> list[Row]:
-    """Return what has been measured."""
-    path = RESULTS / f"{PAGE}.json"
-    return list(json.loads(path.read_text())["rows"]) if path.exists() else []
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__)
     parser.add_argument(
         "--kinds", nargs="+", choices=list(KINDS), default=list(KINDS), metavar="KIND", help="of update"
     )
     parser.add_argument("--limit", type=int, default=10**6, help="updates of each kind")
-    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
-    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
-    chosen = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
+    chosen = start(parser, arguments)
     if chosen.rewrite:
         rewrite(PAGE, lambda known: document(known["rows"]))
         return
     measure(next(iter(KINDS)), next(iter(KINDS.values())), 1)  # imports and first calls are no part of a round
-    rows = {row["kind"]: row for row in known_rows()}
+    rows = {row["kind"]: row for row in known_rows(PAGE)}
     for name in chosen.kinds:
         count = min(chosen.limit, KINDS[name].count)
         if not chosen.again and rows.get(name, {}).get("updates", 0) >= count:

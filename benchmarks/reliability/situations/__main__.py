@@ -6,17 +6,13 @@ and the same call goes on where it was stopped. It ends with 1 where a row ends 
 
 from __future__ import annotations
 
-import argparse
-import json
 import logging
 from collections.abc import Sequence
 
-import torch
-
-from benchmarks.common import RESULTS, publish, rewrite
+from benchmarks.common import known_rows, publish, results_parser, rewrite, start
 from benchmarks.reliability.situations import models, updates
 from benchmarks.reliability.situations.page import MOST_REFUSED, document
-from benchmarks.reliability.situations.row import Row, Situation, measure
+from benchmarks.reliability.situations.row import Situation, measure
 
 PAGE = "situations"
 log = logging.getLogger(__name__)
@@ -27,25 +23,15 @@ def all_situations() -> dict[str, Situation]:
     return {one.words: one for one in (*models.situations(), *updates.situations())}
 
 
-def known_rows() -> dict[str, Row]:
-    """Return what has been measured, by situation."""
-    path = RESULTS / f"{PAGE}.json"
-    return {row["situation"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure what is missing, write the page, and return the code to end with."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results_parser(__doc__)
     parser.add_argument("--rows", nargs="+", default=[], metavar="WORD", help="rows whose words hold one of these")
-    parser.add_argument("--again", action="store_true", help="measure anew what the results have")
-    parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
-    chosen = parser.parse_args(arguments)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(1)
+    chosen = start(parser, arguments)
     if chosen.rewrite:
         rewrite(PAGE, lambda known: document(known["rows"]))
         return 0
-    every, rows = all_situations(), known_rows()
+    every, rows = all_situations(), {row["situation"]: row for row in known_rows(PAGE)}
     wanted = [name for name in every if not chosen.rows or any(word in name for word in chosen.rows)]
     failed = False
     for name in wanted:

@@ -73,8 +73,7 @@ def test_what_is_not_sent_counts_as_zero() -> None:
 
 
 def test_results_are_kept_case_by_case(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for module in (framework_filters, common):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
     shown = {"moved": 0.0, "cosine": 1.0, "numbers": 10, "floor": 9.0, "analytic": {"reason": "no"}, "knowing": 12.0}
     monkeypatch.setattr(framework_filters, "pictures", lambda count: PICTURE)
     monkeypatch.setattr(framework_filters, "cosines", lambda: [])
