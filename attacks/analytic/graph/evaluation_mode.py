@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.feature_inversion import InvertedImages
-from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
     SolvedPictures,
@@ -109,12 +109,16 @@ def _solve(
         if bool((found.residual <= NEAR).all()):
             explained = bool(found.converged.all())  # by the gradient, too, which may see what features do not
             found = _finish_by_features(network, stem.target, found, seed)
-            unseen = 0 if explained else _count_unseen(network, [stem.target], found, seed)
+            unseen = 0
+            if not explained:
+                wanted, functions = [as_target(network, stem.target)], _features_of(network, [stem.target])
+                unseen = count_open_numbers(*functions, wanted, found, seed)
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     targets = _choose_targets(solver)
-    forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
-    found = search_pictures(forward, single_forward, [as_target(network, t) for t in targets], (count, *shape), seed)
-    return SolvedPictures(found, _lowest(solver), _explain_end(solver), _count_unseen(network, targets, found, seed))
+    wanted, (forward, single_forward) = [as_target(network, t) for t in targets], _features_of(network, targets)
+    found = search_pictures(forward, single_forward, wanted, (count, *shape), seed)
+    unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
+    return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen)
 
 
 def _lowest(solver: GraphSolver) -> SolvedTensor:
@@ -122,33 +126,34 @@ def _lowest(solver: GraphSolver) -> SolvedTensor:
     return min(solver.solved, key=lambda solved: solved.ref.node)
 
 
-def _count_unseen(network: NetworkGraph, targets: Sequence[SolvedTensor], found: InvertedImages, seed: int) -> int:
-    """Return how many numbers of the pictures move none of the targets."""
-    forward, single_forward = (_features_of(network, targets, dtype) for dtype in (torch.float64, torch.float32))
-    return count_open_numbers(forward, single_forward, [as_target(network, t) for t in targets], found, seed)
-
-
 def _finish_by_features(network: NetworkGraph, target: SolvedTensor, near: InvertedImages, seed: int) -> InvertedImages:
     """Return pictures whose features are met, found from near ones; these where features are few or it does not end."""
     enough = int((target.values > 0).sum()) >= FEATURES_ALONE * near.images.numel()
     if bool(near.converged.all()) or not enough:
         return near
-    forward, single_forward = (_features_of(network, [target], dtype) for dtype in (torch.float64, torch.float32))
     wanted = [as_target(network, target)]
-    found = search_pictures(forward, single_forward, wanted, near.images.shape, seed, near.images)
+    found = search_pictures(*_features_of(network, [target]), wanted, near.images.shape, seed, near.images)
     return found if bool(found.converged.all()) else near
 
 
-def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor], dtype: torch.dtype) -> Forward:
-    """Return the function from images to what the targets are compared with: of ReLUs, what goes into them."""
+def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> tuple[Forward, RecordedFunction]:
+    """Return the function from images to what the targets are compared with, in double and in single precision.
+
+    Of ReLUs that is what goes into them.
+    """
     paths = paths_around_activations(network, targets)
-    nodes, graph = network.operations_to([path.start for path in paths]), network.graph_in_precision(dtype)
+    nodes = network.operations_to([path.start for path in paths])
 
-    def features(images: Tensor) -> list[Tensor]:
-        values = graph.replay_values(nodes, {Ref(IMAGE): images})
-        return [path.follow(graph, values) for path in paths]
+    def in_precision(dtype: torch.dtype) -> Forward:
+        graph = network.graph_in_precision(dtype)
 
-    return features
+        def features(images: Tensor) -> list[Tensor]:
+            values = graph.replay_values(nodes, {Ref(IMAGE): images})
+            return [path.follow(graph, values) for path in paths]
+
+        return features
+
+    return in_precision(torch.float64), RecordedFunction(in_precision(torch.float32))
 
 
 def _choose_targets(solver: GraphSolver) -> list[SolvedTensor]:

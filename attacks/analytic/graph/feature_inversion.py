@@ -45,7 +45,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.graph.gradient_descent import anneal, descend
-from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
+from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, RecordedFunction
 from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
@@ -163,6 +163,7 @@ def invert_features(
         shape: (B, C, H, W) of the images.
         settings: bounds of the search.
         single_forward: the same network in float32, for all products with its Jacobian: three to six times as fast.
+            Records of its derivative are kept for the next search where it is a `RecordedFunction`.
         start: (B, C, H, W), where the first search starts; otherwise around gray.
 
     Returns:
@@ -174,7 +175,9 @@ def invert_features(
     for target in targets:
         if len(target.value) != shape[0]:
             raise ValueError(f"A target of {len(target.value)} images for {shape[0]} images to find.")
-    problem = _Problem(forward, single_forward or forward, tuple(targets))
+    function = RecordedFunction.of(forward)
+    single = function if single_forward in (None, forward) else RecordedFunction.of(single_forward)
+    problem = _Problem(function, single, tuple(targets))
     value = targets[0].value
     generator = stream(settings.seed, "feature inversion")
 
@@ -274,7 +277,7 @@ def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], ima
     """
     at = images.detach().to(targets[0].value.dtype).requires_grad_()
     with torch.enable_grad():
-        missed = _Problem(forward, forward, tuple(targets)).residuals(tuple(forward(at)))
+        missed = tuple(_residual(f, t) for f, t in zip(forward(at), targets, strict=True))
         generator = stream(0, "unseen numbers")
         weights = [torch.randn(r.shape, generator=generator).to(r) for r in missed]
         (moved,) = torch.autograd.grad(missed, at, weights)
@@ -299,8 +302,8 @@ def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> Inv
 class _Problem:
     """The residuals of all images, and of some of them."""
 
-    forward: Forward
-    single_forward: Forward
+    forward: RecordedFunction
+    single_forward: RecordedFunction
     targets: tuple[FeatureTarget, ...]
 
     @property
@@ -414,7 +417,6 @@ class _Search:
         self.count = len(images)
         self.late = late
         self.iterations = 0
-        self.records: dict[tuple[int, ...], RecordedDerivative | None] = {}
         self.work_type = torch.float32 if problem.single_forward is not problem.forward else images.dtype
         self.single_problem = problem.to(self.work_type)
 
@@ -424,7 +426,8 @@ class _Search:
         found = self.images.clone()
         residual = torch.full((number,), float("inf"), dtype=self.images.dtype, device=device)
         steps = torch.zeros(number, dtype=torch.long, device=device)
-        active = torch.arange(number, device=device)
+        places = torch.arange(number, device=device)  # in the batch, of the images that steps are taken with
+        waiting = torch.ones(number, dtype=torch.bool, device=device)
         curvature = self._curvature()
         state = _State(self, self.images)
         for _ in range(self.settings.max_steps):
@@ -432,16 +435,17 @@ class _Search:
             if self.late():
                 break
             state.step(curvature)
-            steps[active] += 1
-            found[active], residual[active] = state.images, state.relative
-            done = state.done()
-            if bool(done.all()):
+            now = places[waiting]
+            steps[now] += 1
+            found[now], residual[now] = state.images[waiting], state.relative[waiting]
+            waiting = waiting & ~state.done()
+            if not bool(waiting.any()):
                 break
-            if bool(done.any()) and self.count > 1:
-                keep = ~done
-                active = active[keep]
-                self.count = int(keep.sum())
-                state.select(keep)
+            if 2 * int(waiting.sum()) <= self.count:  # a record for fewer images costs as much as some steps
+                places = places[waiting]
+                self.count = len(places)
+                state.select(waiting)
+                waiting = torch.ones_like(places, dtype=torch.bool)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
 
     def begin_elsewhere(self, near: Tensor, begin: Tensor, annealing_steps: int) -> None:
@@ -470,20 +474,10 @@ class _Search:
         self.images = self.images.clone()
         self.images[far] = found.to(self.images.dtype)
 
-    def record(self, images: Tensor) -> RecordedDerivative | None:
-        """Return the record for this number of images, made when it is first asked for."""
-        shape = tuple(images.shape)
-        if shape not in self.records:
-            try:
-                self.records[shape] = RecordedDerivative(self.problem.single_forward, images)
-            except UnrecordableError:  # what cannot be recorded is differentiated twice instead
-                self.records[shape] = None
-        return self.records[shape]
-
     def _curvature(self) -> PixelCurvature:
         """Return a model of J^T J, averaged over images."""
         images = self.images.to(self.work_type)
-        jacobian = _Jacobian(self.single_problem, images, self.record(images))
+        jacobian = _Jacobian(self.single_problem, images, self.problem.single_forward.record(images))
         generator = stream(self.settings.seed, "probes of the diagonal")
         residuals = self.single_problem.evaluate(images, single=True)
         pulled = []
@@ -544,7 +538,7 @@ class _State:
         self.before = self.relative
         work = self.images.to(self.search.work_type)
         self._set_smoothness()
-        jacobian = _Jacobian(self.single, work, self.search.record(work), self.smoothness)
+        jacobian = _Jacobian(self.single, work, self.single.single_forward.record(work), self.smoothness)
         direction = self._solve(jacobian, curvature).nan_to_num(0.0, 0.0, 0.0)  # a step that is no number is none
         self._move(direction.to(self.images.dtype))
 

@@ -74,6 +74,38 @@ class RecordedDerivative:
         return product
 
 
+class RecordedFunction:
+    """A function with records of its derivative: one for each shape of images, made when it is first asked for.
+
+    Attributes:
+        forward: the function, as for `RecordedDerivative`.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        """Begin without records."""
+        self.forward = forward
+        self._records: dict[tuple[int, ...], RecordedDerivative | None] = {}
+
+    @classmethod
+    def of(cls, forward: Forward) -> RecordedFunction:
+        """Return a function with records: this one, if it has them already."""
+        return forward if isinstance(forward, cls) else cls(forward)
+
+    def __call__(self, images: Tensor) -> Sequence[Tensor]:
+        """Return the function's values."""
+        return self.forward(images)
+
+    def record(self, images: Tensor) -> RecordedDerivative | None:
+        """Return the record for images of this shape; None where torch can make none."""
+        shape = tuple(images.shape)
+        if shape not in self._records:
+            try:
+                self._records[shape] = RecordedDerivative(self.forward, images)
+            except UnrecordableError:  # what cannot be recorded is differentiated twice instead
+                self._records[shape] = None
+        return self._records[shape]
+
+
 class Linearization:
     """A function's values at a point, and products with its Jacobian J there."""
 

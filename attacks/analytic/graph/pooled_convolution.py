@@ -46,7 +46,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.grad import conv2d_input, conv2d_weight
 
-from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, UnrecordableError
+from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, RecordedFunction
 from attacks.search_control import check_time_limit
 
 SMALL_SIGMA = 3e-3
@@ -312,12 +312,9 @@ class _Inputs:
 
     def __init__(self, before: InputMap | None, images: Tensor, precision: torch.dtype) -> None:
         self.before, self.precision = before, precision
-        self.record: RecordedDerivative | None = None
+        self.record = None
         if before is not None:
-            try:
-                self.record = RecordedDerivative(before.single_forward, images.to(precision))
-            except UnrecordableError:
-                self.record = None  # products cost more without
+            self.record = RecordedFunction(before.single_forward).record(images.to(precision))
 
     def at(self, images: Tensor) -> _InputAt:
         """Return it at a point, in full precision."""

@@ -21,7 +21,7 @@ from attacks.analytic.graph.batch_normalization import (
 )
 from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_blocks
 from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
-from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import (
     FeaturePath,
@@ -114,9 +114,10 @@ def _find_pictures(
     alone, start = None, None
     if fixed is not None:
         double, single = (fixed.features(joint.paths, dtype) for dtype in (torch.float64, torch.float32))
+        single = RecordedFunction(single)
         alone = search_pictures(double, single, wanted, shape, seed)
         start = alone.images.reshape(joint.shape)
-    whole, whole_single = joint.features(torch.float64), joint.features(torch.float32)
+    whole, whole_single = joint.features(torch.float64), RecordedFunction(joint.features(torch.float32))
     tied = joint.targets(wanted)
     found = search_pictures(whole, whole_single, tied, joint.shape, seed, start)
     if alone is not None and not bool(found.converged.all()):

@@ -5,7 +5,13 @@ import torch
 from torch import Tensor, nn
 
 from attacks.analytic.graph.feature_inversion import FeatureTarget, invert_features
-from attacks.analytic.graph.linearization import Linearization, RecordedDerivative, UnrecordableError
+from attacks.analytic.graph.linearization import (
+    Forward,
+    Linearization,
+    RecordedDerivative,
+    RecordedFunction,
+    UnrecordableError,
+)
 
 
 def network(generator: torch.Generator, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -81,3 +87,25 @@ def test_a_fault_of_the_record_is_not_taken_for_a_function_that_cannot_be_record
     monkeypatch.setattr("attacks.analytic.graph.linearization._split", fail)
     with pytest.raises(TypeError, match="a fault"):
         invert_features(lambda z: [2 * z], [FeatureTarget(torch.ones(1, 1, 2, 2))], (1, 1, 2, 2))
+
+
+def test_records_last_from_one_search_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    layers = network(torch.Generator().manual_seed(0))
+    images = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    made: list[torch.Size] = []
+
+    class Counted(RecordedDerivative):
+        def __init__(self, forward: Forward, images: Tensor) -> None:
+            made.append(images.shape)
+            super().__init__(forward, images)
+
+    monkeypatch.setattr("attacks.analytic.graph.linearization.RecordedDerivative", Counted)
+    features = RecordedFunction(lambda z: [layers[:2](z)])
+    for _ in range(2):
+        start = images + 0.01
+        found = invert_features(features, [FeatureTarget(layers[:2](images))], images.shape, start=start)
+        assert bool(found.converged.all())
+    assert len(set(made)) == len(made) > 0
+    made.clear()
+    RecordedFunction.of(features).record(images)
+    assert not made
