@@ -25,6 +25,7 @@ SEARCH = {"name": "ig", "iterations": 300}
 BRIEF = {"name": "ig", "iterations": 40}
 MINUTES = 0.25
 """Of audits whose exact attack may take long."""
+BOTH, BOUNDED = (SEARCH, "cascade"), {"minutes": MINUTES}
 EXACT, CLOSER, HIDDEN = Right(kind="exact"), Right(kind="closer"), Right(kind="hidden")
 Build = Callable[[], nn.Module]
 
@@ -54,36 +55,50 @@ def _pictures(count: int = 1, size: int = 32) -> tuple[Tensor, Tensor]:
 
 def networks() -> Iterator[Situation]:
     """Yield networks from libraries, and small ones of one's own."""
+    yield from _chains()
+    yield from _normalized_and_dropped()
+    yield from _of_libraries()
 
-    def one(words: str, build: Build, right: Right, attacks: Sequence[Any], **more: Any) -> Situation:
-        return row(NETWORKS, words, build, right, attacks=[*attacks], **more)
 
-    def chain(*layers: Callable[[], nn.Module], features: int) -> Build:
-        return lambda: nn.Sequential(*(layer() for layer in layers), nn.Flatten(), nn.Linear(features, CLASSES))
+def _network(words: str, build: Build, right: Right, attacks: Sequence[Any], **more: Any) -> Situation:
+    return row(NETWORKS, words, build, right, attacks=[*attacks], **more)
 
-    def conv(before: int, after: int, size: int, stride: int = 1, padding: int = 0) -> Callable[[], nn.Module]:
-        return lambda: nn.Conv2d(before, after, size, stride, padding)
 
-    both, solve, bounded = (SEARCH, "cascade"), ("cascade",), {"minutes": MINUTES}
-    yield one("MLP", dense, EXACT, ("analytic",))
-    yield one("LeNet of the literature, sigmoid, strided convolutions", lenet, EXACT, solve)
-    pooled = conv(3, 6, 5), nn.Tanh, lambda: nn.AvgPool2d(2), conv(6, 16, 5), nn.Tanh, lambda: nn.AvgPool2d(2)
-    yield one("LeNet-5, average pooling behind the activation", chain(*pooled, features=400), CLOSER, both, **bounded)
-    twice = conv(3, 32, 3), nn.ReLU, conv(32, 32, 3), nn.ReLU, lambda: nn.MaxPool2d(2)
-    yield one("two convolutions a pooling", chain(*twice, features=32 * 196), CLOSER, both, **bounded)
-    over = conv(3, 32, 5, 1, 2), nn.ReLU, lambda: nn.MaxPool2d(3, 2)
-    yield one("overlapping max pooling", chain(*over, features=32 * 225), CLOSER, both, **bounded)
-    wide = conv(3, 24, 5, 2, 2), nn.LeakyReLU, conv(24, 48, 5, 2, 2), nn.LeakyReLU
-    yield one("64 pixels", chain(*wide, features=48 * 256), CLOSER, both, given=_pictures(size=64), **bounded)
-    few = conv(3, 8, 3, 1, 1), nn.ReLU, conv(8, 8, 3, 1, 1), nn.ReLU
-    yield one("few 3x3 filters", chain(*few, features=8 * 1024), CLOSER, both, **bounded)
+def _chain(*layers: Callable[[], nn.Module], features: int) -> Build:
+    return lambda: nn.Sequential(*(layer() for layer in layers), nn.Flatten(), nn.Linear(features, CLASSES))
+
+
+def _conv(before: int, after: int, size: int, stride: int = 1, padding: int = 0) -> Callable[[], nn.Module]:
+    return lambda: nn.Conv2d(before, after, size, stride, padding)
+
+
+def _chains() -> Iterator[Situation]:
+    """Yield layers one after the other, as courses and papers have them."""
+    yield _network("MLP", dense, EXACT, ("analytic",))
+    yield _network("LeNet of the literature, sigmoid, strided convolutions", lenet, EXACT, ("cascade",))
+    pooled = _conv(3, 6, 5), nn.Tanh, lambda: nn.AvgPool2d(2), _conv(6, 16, 5), nn.Tanh, lambda: nn.AvgPool2d(2)
+    yield _network(
+        "LeNet-5, average pooling behind the activation", _chain(*pooled, features=400), CLOSER, BOTH, **BOUNDED
+    )
+    twice = _conv(3, 32, 3), nn.ReLU, _conv(32, 32, 3), nn.ReLU, lambda: nn.MaxPool2d(2)
+    yield _network("two convolutions a pooling", _chain(*twice, features=32 * 196), CLOSER, BOTH, **BOUNDED)
+    over = _conv(3, 32, 5, 1, 2), nn.ReLU, lambda: nn.MaxPool2d(3, 2)
+    yield _network("overlapping max pooling", _chain(*over, features=32 * 225), CLOSER, BOTH, **BOUNDED)
+    wide = _conv(3, 24, 5, 2, 2), nn.LeakyReLU, _conv(24, 48, 5, 2, 2), nn.LeakyReLU
+    yield _network("64 pixels", _chain(*wide, features=48 * 256), CLOSER, BOTH, given=_pictures(size=64), **BOUNDED)
+    few = _conv(3, 8, 3, 1, 1), nn.ReLU, _conv(8, 8, 3, 1, 1), nn.ReLU
+    yield _network("few 3x3 filters", _chain(*few, features=8 * 1024), CLOSER, BOTH, **BOUNDED)
     for name, active in (("GELU", nn.GELU), ("SiLU", nn.SiLU), ("ELU", nn.ELU)):
-        layers = conv(3, 24, 5, 2, 2), active, conv(24, 24, 5, 2, 2), active
-        yield one(f"CNN with {name}", chain(*layers, features=24 * 64), CLOSER, both, **bounded)
-    grouped = conv(3, 24, 5, 2, 2), lambda: nn.GroupNorm(4, 24), nn.ReLU, conv(24, 24, 5, 2, 2), nn.ReLU
-    yield one("CNN with GroupNorm", chain(*grouped, features=24 * 64), CLOSER, both, **bounded)
-    yield one("batch norm in evaluation mode", normed, CLOSER, both, **bounded)
-    yield one(
+        layers = _conv(3, 24, 5, 2, 2), active, _conv(24, 24, 5, 2, 2), active
+        yield _network(f"CNN with {name}", _chain(*layers, features=24 * 64), CLOSER, BOTH, **BOUNDED)
+
+
+def _normalized_and_dropped() -> Iterator[Situation]:
+    """Yield small networks with normalization or dropout."""
+    grouped = _conv(3, 24, 5, 2, 2), lambda: nn.GroupNorm(4, 24), nn.ReLU, _conv(24, 24, 5, 2, 2), nn.ReLU
+    yield _network("CNN with GroupNorm", _chain(*grouped, features=24 * 64), CLOSER, BOTH, **BOUNDED)
+    yield _network("batch norm in evaluation mode", normed, CLOSER, BOTH, **BOUNDED)
+    yield _network(
         "batch norm in training mode, two pictures",
         lambda: normed().train(),
         CLOSER,
@@ -91,27 +106,33 @@ def networks() -> Iterator[Situation]:
         given=_pictures(2),
         batch_size=2,
     )
-    dropped = conv(3, 24, 5, 2, 2), nn.ReLU, lambda: nn.Dropout(0.25)
+    dropped = _conv(3, 24, 5, 2, 2), nn.ReLU, lambda: nn.Dropout(0.25)
     masked = Right(kind="refused", words=("masks are drawn from the global generator", "train_mode"))
-    yield one("dropout in training mode", chain(*dropped, features=24 * 256), masked, both)
+    yield _network("dropout in training mode", _chain(*dropped, features=24 * 256), masked, BOTH)
     still = {"name": "fedavg", "train_mode": False, "steps": 1}
-    yield one("dropout, which the client switches off", chain(*dropped, features=24 * 256), CLOSER, both, method=still)
+    yield _network(
+        "dropout, which the client switches off", _chain(*dropped, features=24 * 256), CLOSER, BOTH, method=still
+    )
+
+
+def _of_libraries() -> Iterator[Situation]:
+    """Yield networks of torchvision and timm, and a transformer of one's own."""
 
     def resnet() -> nn.Module:
         return torchvision.models.resnet18(num_classes=CLASSES)
 
     label = Right(kind="found", figure="label_overlap", why="true label; no picture in these seconds")
     solved = ("analytic", "cascade")
-    yield one("torchvision ResNet-18, evaluation mode", lambda: resnet().eval(), label, solved, **bounded)
+    yield _network("torchvision ResNet-18, evaluation mode", lambda: resnet().eval(), label, solved, **BOUNDED)
     trained = {"given": _pictures(2), "batch_size": 2}
-    yield one("torchvision ResNet-18, training mode, two pictures", resnet, label, (BRIEF,), **trained)
-    large: dict[str, Any] = {"given": _pictures(size=224), **bounded}
-    yield one("torchvision ResNet-18, 224 pixels", lambda: resnet().eval(), label, solved, **large)
+    yield _network("torchvision ResNet-18, training mode, two pictures", resnet, label, (BRIEF,), **trained)
+    large: dict[str, Any] = {"given": _pictures(size=224), **BOUNDED}
+    yield _network("torchvision ResNet-18, 224 pixels", lambda: resnet().eval(), label, solved, **large)
 
     def mobile() -> nn.Module:
         return torchvision.models.mobilenet_v3_small(num_classes=CLASSES).eval()
 
-    yield one("MobileNetV3, evaluation mode", mobile, label, (*solved, BRIEF))
+    yield _network("MobileNetV3, evaluation mode", mobile, label, (*solved, BRIEF))
     vit: dict[str, Any] = {
         "img_size": 32,
         "patch_size": 8,
@@ -120,14 +141,14 @@ def networks() -> Iterator[Situation]:
         "num_heads": 3,
         "num_classes": CLASSES,
     }
-    yield one("timm's ViT", lambda: timm.models.VisionTransformer(**vit), EXACT, ("april",))
-    yield one("a ViT of one's own, mean over tokens", own.ViT, EXACT, ("april",))
+    yield _network("timm's ViT", lambda: timm.models.VisionTransformer(**vit), EXACT, ("april",))
+    yield _network("a ViT of one's own, mean over tokens", own.ViT, EXACT, ("april",))
 
     def squeezed() -> nn.Module:
         return torchvision.models.squeezenet1_1(num_classes=CLASSES).eval()
 
-    head: dict[str, Any] = {"head": "classifier.1.", **bounded}
-    yield one("SqueezeNet: its head is a convolution", squeezed, label, (BRIEF, "cascade"), **head)
+    head: dict[str, Any] = {"head": "classifier.1.", **BOUNDED}
+    yield _network("SqueezeNet: its head is a convolution", squeezed, label, (BRIEF, "cascade"), **head)
 
 
 def styles() -> Iterator[Situation]:
@@ -168,64 +189,89 @@ def tasks() -> Iterator[Situation]:
     """Yield inputs, outputs and losses beyond a picture, its logits and cross entropy."""
     draw = stream(0, "situations")
     table = torch.rand(1, 30, generator=draw)
-    label, series = torch.tensor([1]), _waves()
     ids = torch.randint(1000, (1, 24), generator=draw)
-    image, _ = _pictures()
+    yield from _tables(table)
+    yield from _losses()
+    yield from _outputs()
+    yield from _inputs(table, ids)
 
-    def one(
-        words: str, build: Build, given: Any, right: Right = EXACT, attacks: Sequence[Any] = ("analytic",), **more: Any
-    ) -> Situation:
-        return row(TASKS, words, build, right, given, attacks=[*attacks], **more)
 
-    def mlp(inputs: int, outputs: int) -> Build:
-        return lambda: nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
+def _task(
+    words: str, build: Build, given: Any, right: Right = EXACT, attacks: Sequence[Any] = ("analytic",), **more: Any
+) -> Situation:
+    return row(TASKS, words, build, right, given, attacks=[*attacks], **more)
 
+
+def _mlp(inputs: int, outputs: int) -> Build:
+    return lambda: nn.Sequential(nn.Flatten(), nn.Linear(inputs, 64), nn.ReLU(), nn.Linear(64, outputs))
+
+
+def _tables(table: Tensor) -> Iterator[Situation]:
+    """Yield rows of a table (1, 30) in [0, 1], scaled and with categories."""
+    label = torch.tensor([1])
     rows = {"inputs": "rows"}
-    yield one("a table of 30 numbers", mlp(30, 2), (table, label), shown=rows)
+    yield _task("a table of 30 numbers", _mlp(30, 2), (table, label), shown=rows)
     wide = 5 * table - 2
-    yield one("a table scaled to (-2, 3)", mlp(30, 2), (wide, label), shown=rows, input_range=(-2, 3))
+    yield _task("a table scaled to (-2, 3)", _mlp(30, 2), (wide, label), shown=rows, input_range=(-2, 3))
     unsaid = Right(kind="refused", words=("input_range", "state what the attacker knows of their range"))
-    yield one("a table scaled to (-2, 3), its range not said", mlp(30, 2), (wide, label), unsaid, shown=rows)
+    yield _task("a table scaled to (-2, 3), its range not said", _mlp(30, 2), (wide, label), unsaid, shown=rows)
     kinds = torch.cat([wide[:, :5], F.one_hot(torch.tensor([2]), 4), F.one_hot(torch.tensor([5]), 7)], 1)
     columns: dict[str, Any] = {"input_range": (-2, 3), "categories": [(5, 9), (9, 16)]}
     searched = Right(kind="closer")
-    yield one("a table with categories, no bias", _unbiased, (kinds, label), searched, (SEARCH,), shown=rows, **columns)
-    yield one("one logit", mlp(3072, 1), (image, torch.tensor([1.0])), loss="bce")
+    yield _task(
+        "a table with categories, no bias", _unbiased, (kinds, label), searched, (SEARCH,), shown=rows, **columns
+    )
+
+
+def _losses() -> Iterator[Situation]:
+    """Yield losses beyond cross entropy of one class."""
+    image, _ = _pictures()
+    yield _task("one logit", _mlp(3072, 1), (image, torch.tensor([1.0])), loss="bce")
     many = torch.tensor([[1.0, 0, 1, 0, 0]])
-    yield one("several labels a picture", mlp(3072, 5), (image, many), loss="bce")
-    yield one("regression", mlp(3072, 1), (image, torch.tensor([2.5])), loss="mse")
+    yield _task("several labels a picture", _mlp(3072, 5), (image, many), loss="bce")
+    yield _task("regression", _mlp(3072, 1), (image, torch.tensor([2.5])), loss="mse")
     small, _ = _pictures(size=16)
     masks = (4 * small.mean(1)).long().clamp(0, 3)
-    yield one(
+    yield _task(
         "segmentation, 16 pixels, masks not known", _segmenter, (small, masks), HIDDEN, (SEARCH,), loss="segmentation"
     )
     box = torch.tensor([[0.0, 1, 0, 0, 0.2, 0.3, 0.6, 0.8]])
     detect: dict[str, Any] = {"loss": own.detection_loss, "output": own.class_and_box}
-    yield one("detection: class and box", own.Detector, (image, box), **detect)
+    yield _task("detection: class and box", own.Detector, (image, box), **detect)
     share = F.one_hot(torch.tensor([3]), CLASSES).float()
-    yield one("a loss of one's own: focal", mlp(3072, CLASSES), (image, share), loss=own.focal_loss)
+    yield _task("a loss of one's own: focal", _mlp(3072, CLASSES), (image, share), loss=own.focal_loss)
     smooth = nn.CrossEntropyLoss(label_smoothing=0.1)
     shown = {"loss": "nn.CrossEntropyLoss(label_smoothing=0.1)"}
-    yield one("cross entropy with label smoothing", mlp(3072, CLASSES), _pictures(), loss=smooth, shown=shown)
-    yield one("a dictionary with logits", lambda: own.Wrapped(lambda y, z: {"logits": y, "z": z}), _pictures())
-    yield one("a named tuple with logits", lambda: own.Wrapped(own.Several), _pictures())
-    yield one("a tuple, its first part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), output=0)
+    yield _task("cross entropy with label smoothing", _mlp(3072, CLASSES), _pictures(), loss=smooth, shown=shown)
+
+
+def _outputs() -> Iterator[Situation]:
+    """Yield models that return more than logits."""
+    yield _task("a dictionary with logits", lambda: own.Wrapped(lambda y, z: {"logits": y, "z": z}), _pictures())
+    yield _task("a named tuple with logits", lambda: own.Wrapped(own.Several), _pictures())
+    yield _task("a tuple, its first part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), output=0)
     which = Right(kind="refused", words=("say which",))
-    yield one("a tuple, nobody says which part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), which)
+    yield _task("a tuple, nobody says which part", lambda: own.Wrapped(lambda y, z: (y, z)), _pictures(), which)
+
+
+def _inputs(table: Tensor, ids: Tensor) -> Iterator[Situation]:
+    """Yield two inputs, series and ids (1, 24)."""
+    label, series = torch.tensor([1]), _waves()
+    image, _ = _pictures()
     two = {"image": image, "row": table[:, :6]}
-    yield one("two inputs: a picture and a row", own.TwoInputs, (two, label), shown={"inputs": "{image, row}"})
+    yield _task("two inputs: a picture and a row", own.TwoInputs, (two, label), shown={"inputs": "{image, row}"})
     steps = {"inputs": "series"}
-    yield one("a series of 48 steps, Conv1d", _over_steps, (series, label), CLOSER, (SEARCH, "cascade"), shown=steps)
+    yield _task("a series of 48 steps, Conv1d", _over_steps, (series, label), CLOSER, (SEARCH, "cascade"), shown=steps)
     brief = series[:, :, ::4]
-    yield one(
+    yield _task(
         "a series of 12 steps, GRU", lambda: own.Recurrent(nn.GRU), (brief, label), CLOSER, (SEARCH,), shown=steps
     )
-    yield one(
+    yield _task(
         "a series of 12 steps, LSTM", lambda: own.Recurrent(nn.LSTM), (brief, label), CLOSER, (SEARCH,), shown=steps
     )
     read = Right(kind="found", figure="tokens_recall")
-    yield one("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
-    yield one("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+    yield _task("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+    yield _task("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
 
 
 def _waves() -> Tensor:

@@ -23,6 +23,8 @@ SHAPE = (3, 32, 32)
 RATE = 0.1
 PLAIN = "{name: fedavg, lr: 0.1, steps: 1}"
 SEARCH = "{name: ig, iterations: 300}"
+HOW = ("--method", PLAIN)
+EXACT, CLOSER = Right(kind="exact"), Right(kind="closer")
 State = dict[str, Tensor]
 sgd = partial(torch.optim.SGD, lr=RATE)
 
@@ -74,107 +76,129 @@ def command(
 
 def files() -> Iterator[Situation]:
     """Yield what files of updates look like."""
-    exact, how = Right(kind="exact"), ("--method", PLAIN)
+    yield from _names_of_tensors()
+    yield from _containers()
+    yield from _numbers()
+    yield from _parts_of_models()
+    yield from _running_statistics()
 
-    def situation(words: str, write: Callable[[Path], Given], right: Right = exact) -> Situation:
-        return Situation(words=words, part=PART, give=write, right=right)
 
-    def change() -> State:
-        model = networks.dense()
-        return difference(model, trained(model))
+def _of_file(words: str, write: Callable[[Path], Given], right: Right = EXACT) -> Situation:
+    return Situation(words=words, part=PART, give=write, right=right)
+
+
+def _change() -> State:
+    """Return the update of the perceptron after one step on one picture."""
+    model = networks.dense()
+    return difference(model, trained(model))
+
+
+def _names_of_tensors() -> Iterator[Situation]:
+    """Yield what tensors are called, and arrays without names."""
 
     def named(words: str, prefix: str, note: str) -> Situation:
         def write(folder: Path) -> Given:
-            np.savez(folder / "update.npz", **arrays({prefix + name: value for name, value in change().items()}))
-            return command(folder, "update.npz", *how)
+            np.savez(folder / "update.npz", **arrays({prefix + name: value for name, value in _change().items()}))
+            return command(folder, "update.npz", *HOW)
 
-        return situation(words, write, Right(kind="exact", words=(note,)))
+        return _of_file(words, write, Right(kind="exact", words=(note,)))
 
     def flower(folder: Path) -> Given:
-        np.savez(folder / "update.npz", *arrays(change()).values())
-        return command(folder, "update.npz", *how)
+        np.savez(folder / "update.npz", *arrays(_change()).values())
+        return command(folder, "update.npz", *HOW)
 
-    yield situation("Flower's list of arrays without names, .npz", flower)
+    yield _of_file("Flower's list of arrays without names, .npz", flower)
 
     def pickled(folder: Path) -> Given:
-        values = list(arrays(change()).values())
+        values = list(arrays(_change()).values())
         held = np.empty(len(values), dtype=object)
         held[:] = values
         held.dump(folder / "update.pkl")
-        return command(folder, "update.pkl", *how)
+        return command(folder, "update.pkl", *HOW)
 
     words = ("pickle can run code", "numpy.savez")
-    yield situation("Flower's list as a pickle, .pkl", pickled, Right(kind="refused", words=words))
+    yield _of_file("Flower's list as a pickle, .pkl", pickled, Right(kind="refused", words=words))
     yield named("Opacus: `_module.` before all names", "_module.", "_module")
     yield named("Lightning: `model.` before all names", "model.", "model")
     yield named("a wrapper of one's own: `net.` before all names", "net.", "net")
     yield named("DataParallel: `module.` before all names", "module.", "module")
     yield named("torch.compile: `_orig_mod.` before all names", "_orig_mod.", "_orig_mod")
 
+
+def _containers() -> Iterator[Situation]:
+    """Yield weights before, after or both, in the files that frameworks write."""
+
     def checkpoint(folder: Path) -> Given:
-        wrapped = {f"model.{name}": value for name, value in change().items()}
+        wrapped = {f"model.{name}": value for name, value in _change().items()}
         held = {"epoch": 1, "state_dict": {**wrapped, "loss.weight": torch.ones(3)}, "hyper_parameters": {"lr": RATE}}
         torch.save(held, folder / "update.ckpt")
-        return command(folder, "update.ckpt", *how)
+        return command(folder, "update.ckpt", *HOW)
 
-    yield situation("Lightning's checkpoint, .ckpt", checkpoint)
+    yield _of_file("Lightning's checkpoint, .ckpt", checkpoint)
 
     def one_file(folder: Path) -> Given:
         model = networks.dense()
         torch.save({"before": dict(model.state_dict()), "after": trained(model)}, folder / "round.pt")
-        return command(folder, "round.pt", *how)
+        return command(folder, "round.pt", *HOW)
 
-    yield situation("weights before and after in one file", one_file)
+    yield _of_file("weights before and after in one file", one_file)
 
     def two_files(folder: Path) -> Given:
         model = networks.dense()
         torch.save(dict(model.state_dict()), folder / "sent.pt")
         safetensors.torch.save_file(trained(model), folder / "returned.safetensors")
-        return command(folder, "--before", "sent.pt", "--after", "returned.safetensors", *how)
+        return command(folder, "--before", "sent.pt", "--after", "returned.safetensors", *HOW)
 
-    yield situation("weights before and after in two files", two_files)
+    yield _of_file("weights before and after in two files", two_files)
 
     def returned(folder: Path) -> Given:
         np.savez(folder / "returned.npz", **arrays(trained(networks.dense())))
-        return command(folder, "--after", "returned.npz", *how)
+        return command(folder, "--after", "returned.npz", *HOW)
 
-    yield situation("the weights that came back alone", returned)
+    yield _of_file("the weights that came back alone", returned)
 
     def kept(folder: Path) -> Given:
-        safetensors.torch.save_file(change(), folder / "update.safetensors")
-        return command(folder, "update.safetensors", *how)
+        safetensors.torch.save_file(_change(), folder / "update.safetensors")
+        return command(folder, "update.safetensors", *HOW)
 
-    yield situation("Hugging Face's .safetensors", kept)
+    yield _of_file("Hugging Face's .safetensors", kept)
 
     def cut(folder: Path) -> Given:
         given, path = kept(folder), folder / "update.safetensors"
         path.write_bytes(path.read_bytes()[:-1000])
         return given
 
-    yield situation(
+    yield _of_file(
         "a .safetensors file that was cut off",
         cut,
         Right(kind="refused", words=("can't be read as .safetensors", "If it was cut off, get it again")),
     )
 
     def nothing(folder: Path) -> Given:
-        return command(folder, "missing.npz", *how)
+        return command(folder, "missing.npz", *HOW)
 
-    yield situation("a file that is not there", nothing, Right(kind="refused", words=("no file",)))
+    yield _of_file("a file that is not there", nothing, Right(kind="refused", words=("no file",)))
+
+
+def _numbers() -> Iterator[Situation]:
+    """Yield an update in fewer digits, and gradients."""
 
     def half(kind: torch.dtype, folder: Path) -> Given:
-        torch.save({name: value.to(kind) for name, value in change().items()}, folder / "update.pt")
-        return command(folder, "update.pt", *how)
+        torch.save({name: value.to(kind) for name, value in _change().items()}, folder / "update.pt")
+        return command(folder, "update.pt", *HOW)
 
-    closer = Right(kind="closer")
-    yield situation("rounded to float16", partial(half, torch.float16), closer)
-    yield situation("rounded to bfloat16", partial(half, torch.bfloat16), closer)
+    yield _of_file("rounded to float16", partial(half, torch.float16), CLOSER)
+    yield _of_file("rounded to bfloat16", partial(half, torch.bfloat16), CLOSER)
 
     def gradient(folder: Path) -> Given:
-        np.savez(folder / "gradient.npz", **arrays({name: value / RATE for name, value in change().items()}))
-        return command(folder, "gradient.npz", "--kind", "gradient", *how)
+        np.savez(folder / "gradient.npz", **arrays({name: value / RATE for name, value in _change().items()}))
+        return command(folder, "gradient.npz", "--kind", "gradient", *HOW)
 
-    yield situation("gradients in place of an update", gradient)
+    yield _of_file("gradients in place of an update", gradient)
+
+
+def _parts_of_models() -> Iterator[Situation]:
+    """Yield updates that hold a part of the tensors, or one of them twice."""
 
     def lora(folder: Path) -> Given:
         model = networks.adapted()
@@ -182,31 +206,35 @@ def files() -> Iterator[Situation]:
         sent = {name.replace(".default", ""): value for name, value in change.items() if "lora_" in name}
         safetensors.torch.save_file(sent, folder / "adapter_model.safetensors")
         tried = ("analytic", SEARCH)
-        return command(folder, "adapter_model.safetensors", *how, model="adapted", attacks=tried)
+        return command(folder, "adapter_model.safetensors", *HOW, model="adapted", attacks=tried)
 
-    yield situation("PEFT: LoRA adapters alone, the base frozen", lora, closer)
+    yield _of_file("PEFT: LoRA adapters alone, the base frozen", lora, CLOSER)
 
     def some(folder: Path) -> Given:
-        sent = {name: value for name, value in change().items() if name.startswith("1.")}
+        sent = {name: value for name, value in _change().items() if name.startswith("1.")}
         np.savez(folder / "update.npz", **arrays(sent))
-        return command(folder, "update.npz", *how)
+        return command(folder, "update.npz", *HOW)
 
-    yield situation("only some layers sent: the first", some)
+    yield _of_file("only some layers sent: the first", some)
 
     def last(folder: Path) -> Given:
         model = networks.lenet()
         sent = {name: value for name, value in difference(model, trained(model)).items() if name.startswith("7.")}
         np.savez(folder / "update.npz", **arrays(sent))
-        return command(folder, "update.npz", *how, model="lenet", attacks=("cascade", SEARCH))
+        return command(folder, "update.npz", *HOW, model="lenet", attacks=("cascade", SEARCH))
 
-    yield situation("only some layers sent: the classifier", last, closer)
+    yield _of_file("only some layers sent: the classifier", last, CLOSER)
 
     def tied(folder: Path) -> Given:
         model = networks.tied()
         np.savez(folder / "update.npz", **arrays(difference(model, trained(model))))
-        return command(folder, "update.npz", *how, model="tied")
+        return command(folder, "update.npz", *HOW, model="tied")
 
-    yield situation("tied weights, by both of their names", tied)
+    yield _of_file("tied weights, by both of their names", tied)
+
+
+def _running_statistics() -> Iterator[Situation]:
+    """Yield an update that holds the running statistics of batch normalization."""
 
     def moved(how: Sequence[str], folder: Path) -> Given:
         model = networks.normed().train()
@@ -215,9 +243,9 @@ def files() -> Iterator[Situation]:
         return command(folder, *words, model="normed", count=2, attacks=(SEARCH,))
 
     told = "batch norm moved in the file, the model in evaluation mode"
-    yield situation(told, partial(moved, how), Right(kind="closer", words=("running statistics, say",)))
+    yield _of_file(told, partial(moved, HOW), Right(kind="closer", words=("running statistics, say",)))
     warned = Right(kind="warned", words=("evaluation mode",))
-    yield situation(f"{told}, training not stated", partial(moved, ()), warned)
+    yield _of_file(f"{told}, training not stated", partial(moved, ()), warned)
 
 
 def training() -> Iterator[Situation]:
