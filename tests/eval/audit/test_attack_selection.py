@@ -6,13 +6,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.audit_command import audit, written
 from support.runs import tiny
 from support.tiny import Registered
-from typer.testing import CliRunner
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
-from eval import cli
 from eval.audit import attack_selection, execution
 from eval.audit import user_model as audited
 from eval.audit.request import AuditRequest
@@ -47,17 +46,9 @@ LINEAR += ("--model", "{name: linear, input_shape: [1, 12, 12]}")
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"tried_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "tried", MODULE)
     with Registered(), torch.random.fork_rng():
         yield name
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def test_a_network_with_max_pooling_is_solved_and_not_only_searched(mine):

@@ -6,10 +6,9 @@ import re
 import numpy as np
 import pytest
 import torch
+from support.audit_command import PERCEPTRON, audit, written
 from support.tiny import Registered
-from typer.testing import CliRunner
 
-from eval import cli
 from eval.audit.findings import report_from_rows
 from eval.audit.request import AuditRequest
 from eval.commands import terminal
@@ -19,16 +18,7 @@ from fl.data.sources import npz_files
 from fl.methods.fedavg import FedAvg
 from fl.view import ThreatModel
 
-MODULE = """
-import torch
-
-def build():
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3))
-    for p in model.parameters():
-        p.data = torch.rand(p.shape, generator=generator) - 0.5
-    return model
-
+MODULE = f"""{PERCEPTRON}
 def whole():
     generator = torch.Generator().manual_seed(1)
     return build(), torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])
@@ -57,11 +47,7 @@ CAPTURED = ("--update", "UPDATE", "--model", "MINE:build", "--input-shape", "1,8
 
 @pytest.fixture(autouse=True)
 def _guesses(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"mine_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "mine", MODULE)
     with Registered():
         yield name
 
@@ -69,10 +55,6 @@ def _guesses(monkeypatch, tmp_path):
 @pytest.fixture
 def mine(_guesses):
     return _guesses
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def test_a_method(tmp_path, monkeypatch):

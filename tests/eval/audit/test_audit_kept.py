@@ -6,10 +6,9 @@ import sys
 
 import pytest
 import torch
+from support.audit_command import audit, written
 from support.tiny import CONFIG, Crash, Refuse, Registered
-from typer.testing import CliRunner
 
-from eval import cli
 from eval.commands import terminal
 
 MODULE = """
@@ -28,17 +27,9 @@ def other():
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"kept_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "kept", MODULE)
     with Registered(), torch.random.fork_rng():
         yield name
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def files(folder):

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 import torch
 from support import tiny
+from support.audit_command import audit, written
 from support.tiny import Registered
-from typer.testing import CliRunner
 
-from eval import cli
 from eval.commands import terminal
 from eval.io.errors import describe_origin
 from fl.capture import from_batch
@@ -97,17 +96,9 @@ METHOD = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model"
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"own_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "own", MODULE)
     with Registered(), torch.random.fork_rng():
         yield name
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 CRASHING = ("--attack", "{name: crash, fault: true}", "--attack", "guess")

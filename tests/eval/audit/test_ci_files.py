@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from support import sarif_rules
+from support.audit_command import PERCEPTRON, audit, written
 from support.tiny import Crash, Registered
 from typer.testing import CliRunner
 
@@ -15,18 +16,7 @@ from eval.commands import terminal
 from eval.experiment import plugins
 from fl.capture import from_batch
 
-MODULE = """
-import torch
-
-
-def build():
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3))
-    for p in model.parameters():
-        p.data = torch.rand(p.shape, generator=generator) - 0.5
-    return model
-
-
+MODULE = f"""{PERCEPTRON}
 def whole():
     return build(), torch.rand(2, 1, 8, 8, generator=torch.Generator().manual_seed(1)), torch.tensor([0, 1])
 """
@@ -37,16 +27,9 @@ FILES = ("--junit", "ci/found.xml", "--sarif", "ci/found.sarif")
 @pytest.fixture(autouse=True)
 def mine(monkeypatch, tmp_path):
     assert plugins  # names of the tests' own attacks are looked up in the registry, not read off the source
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"ci_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "ci", MODULE)
     with Registered():
         yield name
-
-
-def audit(*words):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def captured(mine):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.audit_command import PERCEPTRON, audit, written
 from support.scripts import script
 from support.tiny import Registered
 from typer.testing import CliRunner
@@ -30,32 +31,19 @@ def linear():
     model.load_state_dict({"1.weight": saved["weight"], "1.bias": saved["bias"]})
     return model, saved["images"], saved["labels"]
 """
-SLOW = """
-import torch
-
-def build():
-    generator = torch.Generator().manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 16), torch.nn.Sigmoid(), torch.nn.Linear(16, 3))
-    for p in model.parameters():
-        p.data = torch.rand(p.shape, generator=generator) - 0.5
-    return model, torch.rand(4, 1, 8, 8, generator=generator), torch.tensor([0, 1, 2, 0])
+SLOW = f"""{PERCEPTRON}
+def whole():
+    inputs = torch.rand(4, 1, 8, 8, generator=torch.Generator().manual_seed(1))
+    return build(), inputs, torch.tensor([0, 1, 2, 0])
 """
 SEARCH = "{name: ig, iterations: %d, stack: 1}"
 
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"one_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(SLOW)
+    name = written(monkeypatch, tmp_path, "one", SLOW)
     with Registered():
         yield name
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def files(folder: Path, *names: str) -> dict[str, bytes]:
@@ -108,12 +96,12 @@ def test_the_same_case_gives_the_same_figures_from_every_source(mine, tmp_path, 
 
 @pytest.mark.parametrize("source", ["own", "update"])
 def test_an_audit_without_a_training_leaves_what_one_of_a_method_does(mine, tmp_path, source):
-    words = [f"{mine}:build"]
+    words = [f"{mine}:whole"]
     if source == "update":
-        model, images, labels = __import__(mine).build()
+        model, images, labels = __import__(mine).whole()
         view, _ = from_batch(model, images[:1], labels[:1])
         np.savez("update.npz", **{name: dense(value).numpy() for name, value in view.update.items()})
-        (tmp_path / f"bare{mine}.py").write_text(SLOW + "\ndef bare():\n    return build()[0]\n")
+        (tmp_path / f"bare{mine}.py").write_text(SLOW + "\ndef bare():\n    return build()\n")
         words = ["--update", "update.npz", "--model", f"bare{mine}:bare", "--input-shape", "1,8,8"]
     found = audit(*words, "--attack", "analytic", "--attack", SEARCH % 50, "--out", "kept", "--json")
     assert found.exit_code in {0, terminal.UNDECIDED}, found.output
@@ -144,7 +132,7 @@ def test_two_workers_give_the_same_bytes(mine, monkeypatch, tmp_path):
     monkeypatch.setattr("attacks.parallel.AttackPool.__init__.__defaults__", (1, 0.0))
     for workers in (1, 2):
         words = ("--attack", SEARCH % 60, "--workers", workers, "--out", f"kept{workers}")
-        assert audit(f"{mine}:build", *words).exit_code in {0, terminal.UNDECIDED}
+        assert audit(f"{mine}:whole", *words).exit_code in {0, terminal.UNDECIDED}
     names = ("images.jsonl", "table.md", "images/fedavg-none-ig-round0-seed0.npz", "config.yaml")
     assert files(tmp_path / "kept1", *names) == files(tmp_path / "kept2", *names)
 
@@ -152,7 +140,7 @@ def test_two_workers_give_the_same_bytes(mine, monkeypatch, tmp_path):
 def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     """Killed after one attack and in the middle of the next, it computes only what is left, to the same bytes."""
     first, second = SEARCH % 10, "{name: ig, iterations: 30, max_parallel_trials: 1, restarts: 3}"
-    words = [f"{mine}:build", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
+    words = [f"{mine}:whole", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
     told = script("killed_audit.py", tmp_path, *words)
     assert told["finished"] == told["kept"] == 1
     assert told["codes"][0] == told["codes"][1] in {0, terminal.UNDECIDED}

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 import torch
+from support.audit_command import written
 from support.paced import paced
 from support.runs import tiny
 from support.tiny import CONFIG, Registered
@@ -47,11 +48,7 @@ def interruptible():
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"timed_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "timed", MODULE)
     return name
 
 

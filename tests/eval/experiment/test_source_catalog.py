@@ -8,7 +8,7 @@ import pytest
 
 from eval.commands import show
 from eval.commands.list_ import registries
-from eval.experiment import config_catalog, source_catalog
+from eval.experiment import config_catalog, source_catalog, yaml_config
 from eval.experiment.docstrings import citations, plain_words, summarize
 from eval.experiment.serialization import SECTIONS
 from eval.io import yaml12
@@ -49,7 +49,7 @@ def test_sections_are_those_of_a_config():
         )
 
 
-def test_what_the_source_leaves_open_is_not_made_up(tmp_path, monkeypatch):
+def test_what_the_source_leaves_leftis_not_made_up(tmp_path, monkeypatch):
     (tmp_path / "fl").mkdir()
     (tmp_path / "fl" / "odd.py").write_text(
         "from dataclasses import dataclass, field\n\n\n"
@@ -78,9 +78,19 @@ def test_a_misspelled_name_is_refused_as_its_registry_refuses_it(kind, spec):
     assert known.sub("", str(early.value)) == known.sub("", str(late.value))
 
 
-def test_names_that_may_be_known_are_left_to_who_reads_them():
-    for kind, spec in (("models", "mine:build"), ("methods", {"lr": 1}), ("attacks", None), ("attacks", "peel+ig")):
-        source_catalog.check_names(kind, spec)
+@pytest.mark.parametrize(
+    ("kind", "left", "wrong"),
+    [
+        ("models", "mine:build", "mine"),
+        ("methods", {"lr": 1}, {"lr": 1, "name": "mine"}),
+        ("attacks", None, "None"),
+        ("attacks", "peel+ig", "peel+mine"),
+    ],
+)
+def test_names_that_may_be_known_are_left_to_who_reads_them(kind, left, wrong):
+    source_catalog.check_names(kind, left)
+    with pytest.raises(UnknownNameError):
+        source_catalog.check_names(kind, wrong)
 
 
 QUICK = {  # commands, and the codes they leave with
@@ -104,14 +114,19 @@ QUICK = {  # commands, and the codes they leave with
 }
 
 
-def test_every_name_in_shipped_configs_is_known_from_the_source():
-    for name in config_catalog.list_config_names():
-        source_catalog.check_config_names(yaml12.parse(yaml12.read(config_catalog.find_config(name))))
+@pytest.mark.parametrize("name", config_catalog.list_config_names())
+def test_every_name_in_shipped_configs_is_known_from_the_source(name):
+    config = yaml12.parse(yaml12.read(config_catalog.find_config(name)))
+    source_catalog.check_config_names(config)
+    with pytest.raises(SettingError, match=r"^method: unknown method 'mine'"):
+        source_catalog.check_config_names({**config, "method": "mine"})
 
 
-@pytest.mark.parametrize("config", [None, [], "text", {"method": 3}, {"task": "faces"}, {"method": "fedavg"}])
+@pytest.mark.parametrize("config", [None, [], "text", {"method": 3}, {"task": "faces"}])
 def test_what_is_no_config_is_left_to_who_reads_it(config):
     source_catalog.check_config_names(config)
+    with pytest.raises((ValueError, TypeError)):
+        yaml_config.read(config)
 
 
 @pytest.mark.parametrize(

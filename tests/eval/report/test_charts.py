@@ -266,7 +266,8 @@ render_svg(Heatmap([[1.0]], 0.0, 1.0), style.NARROW)
 assert "matplotlib" in sys.modules
 assert "matplotlib.pyplot" not in sys.modules
 """
-    subprocess.run([sys.executable, "-c", script], check=True)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_accuracies_beyond_100_percent_are_not_drawn():

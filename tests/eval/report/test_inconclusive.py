@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.audit_command import audit, written
 from support.tiny import Registered
-from typer.testing import CliRunner
 
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
-from eval import cli
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.commands import terminal
 from eval.report.sections import inconclusive
@@ -57,17 +56,9 @@ SEARCH = "{name: ig, iterations: 20}"
 
 @pytest.fixture
 def mine(monkeypatch, tmp_path):
-    monkeypatch.setenv("COLUMNS", "160")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    name = f"undecided_{tmp_path.name.replace('-', '_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
+    name = written(monkeypatch, tmp_path, "undecided", MODULE)
     with Registered():
         yield name
-
-
-def audit(*words: object):
-    return CliRunner().invoke(cli.app, ["audit", *map(str, words), "--device", "cpu"])
 
 
 def test_too_few_images_are_mended_as_the_source_of_updates_allows():
