@@ -16,7 +16,7 @@ from fl.capture import from_batch
 
 
 class PooledNetwork(nn.Module):
-    """A stem with max pooling, two convolutions and a linear layer, for pictures of 16 by 16 pixels."""
+    """A stem with max pooling, two convolutions and a linear layer, for pictures of 8 by 8 pixels."""
 
     def __init__(self, *, pool_first: bool) -> None:
         super().__init__()
@@ -45,10 +45,10 @@ def victim(*, pool_first: bool) -> nn.Module:
     return model
 
 
-def picture() -> Tensor:
+def picture(size: int = 8) -> Tensor:
     draw = torch.Generator().manual_seed(1)
-    coarse = torch.rand(1, 3, 4, 4, generator=draw)
-    smooth = functional.interpolate(coarse, size=16, mode="bicubic", align_corners=False).clamp(0, 1)
+    coarse = torch.rand(1, 3, size // 4, size // 4, generator=draw)
+    smooth = functional.interpolate(coarse, size=size, mode="bicubic", align_corners=False).clamp(0, 1)
     return (255 * smooth).round() / 255
 
 
@@ -122,7 +122,7 @@ def test_one_wrong_level_of_a_large_picture_does_not_count_as_explained(
     monkeypatch: pytest.MonkeyPatch, *, off: bool
 ) -> None:
     noise = torch.randn(1, 3, 176, 176, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    images = functional.interpolate(picture().double(), size=176, mode="bicubic") + 0.1 * noise
+    images = functional.interpolate(picture(16).double(), size=176, mode="bicubic") + 0.1 * noise
     images = (255 * images.clamp(0, 1)).round() / 255
     stem, wrong = wide_stem(images), images.clone()
     wrong[0, 0, 0, 175] += (1 if float(wrong[0, 0, 0, 175]) < 0.5 else -1) / 255

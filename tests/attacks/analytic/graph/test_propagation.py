@@ -114,7 +114,7 @@ def test_a_signal_goes_up_through_scalings_and_sums() -> None:
 
 def test_a_network_deeper_than_the_recursion_limit_is_worked_through() -> None:
     """What follows from what over hundreds of operations is no deep recursion."""
-    depth = 150
+    depth = 80
 
     class Deep(nn.Module):
         def __init__(self) -> None:
