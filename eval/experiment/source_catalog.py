@@ -72,10 +72,10 @@ _UNCLEAR = object()
 def certain() -> bool:
     """Return whether the source says all that there is to know in this process.
 
-    It does not once the registries are imported, which may hold names of the user's own, nor where a module of ours
-    needs a package that is not installed.
+    It does not once the registries may be imported, which may hold names of the user's own, nor where a module of ours
+    needs a package that is not installed. All that registers something needs torch, so without that none is.
     """
-    if "eval.experiment.plugins" in sys.modules:
+    if "torch" in sys.modules:
         return False
     roots = {root for text in _sources().values() for root in _IMPORT.findall(text)} - OURS
     return all(root in sys.modules or find_spec(root) is not None for root in roots)
