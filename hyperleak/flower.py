@@ -24,8 +24,8 @@ from eval.federations.flower import (
     recorded_update,
     with_mod,
 )
-from eval.federations.flower_messages import UnreadableError
 from eval.federations.flower_methods import client_app, server_app
+from eval.federations.reply_checks import UnreadableError
 from eval.federations.response import LeakageError, Responder
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from fl.methods.fedavg import FedAvg
+from fl.ranges import Count, ShareBelow1, StepSize, Weight
 from fl.runtime import tensor_archives
 from fl.runtime.atomic_files import atomic_write
+from fl.settings import fit_value
+from fl.types import Optimizer
 
 FACTS = "hyperleak.json"
 """The member of a recorded file that holds what is known beside the weights, as JSON in bytes."""
+COUNTS = ("steps", "epochs", "batch_size", "examples")
+"""Facts of training that are whole numbers."""
 VERSION = 1
 """Of that member's form."""
 
@@ -36,17 +42,24 @@ class TrainingFacts:
         batch_size: examples in a step.
         examples: that the client holds.
         train_mode: whether the model was in training mode; where it is not known, the model says so itself.
+
+    Raises:
+        ValueError: what no client can have, such as a step size that is no finite number; says which.
     """
 
-    optimizer: str | None = None
-    lr: float | None = None
-    momentum: float = 0.0
-    weight_decay: float = 0.0
-    steps: int | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    examples: int | None = None
+    optimizer: Optimizer | None = None
+    lr: StepSize | None = None
+    momentum: ShareBelow1 = 0.0
+    weight_decay: Weight = 0.0
+    steps: Count | None = None
+    epochs: Count | None = None
+    batch_size: Count | None = None
+    examples: Count | None = None
     train_mode: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name in (one.name for one in fields(self)):
+            object.__setattr__(self, name, fit_fact(name, getattr(self, name)))
 
     def method(self, model: nn.Module) -> FedAvg | None:
         """Return the method that trains a model so; None where too little is known.
@@ -64,7 +77,7 @@ class TrainingFacts:
             return None
         return FedAvg(
             lr=1.0 if self.lr is None else self.lr,
-            optimizer=self.optimizer,  # type: ignore[arg-type]
+            optimizer=self.optimizer,
             momentum=self.momentum,
             weight_decay=self.weight_decay,
             batch_size=self.batch_size,
@@ -74,8 +87,36 @@ class TrainingFacts:
 
     def in_words(self) -> str:
         """Return what is known as a list of settings, in the order of the attributes."""
-        known = {name: value for name, value in asdict(self).items() if value is not None and value != 0}
+        known = {
+            name: value for name, value in asdict(self).items() if value is not None and (value != 0 or value is False)
+        }
         return ", ".join(f"{name} {value}" for name, value in known.items()) or "nothing is known"
+
+
+def fit_fact(name: str, value: Any) -> Any:
+    """Return a fact of training in its form: a Python number for one of NumPy or PyTorch, a whole one for 32.0.
+
+    Args:
+        name: of an attribute of `TrainingFacts`.
+        value: as somebody states it.
+
+    Raises:
+        ValueError: no client can have it.
+    """
+    held = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
+    plain = held.item() if isinstance(held, np.generic | np.ndarray) and held.size == 1 else value
+    if isinstance(plain, float) and plain.is_integer() and name in COUNTS:
+        plain = int(plain)
+    return fit_value(TrainingFacts, name, plain)
+
+
+def usable_facts(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those facts of training that a client can have, in their form, of what somebody who may err states."""
+    found: dict[str, Any] = {}
+    for name, value in said.items():
+        with suppress(ValueError, TypeError):
+            found[name] = fit_fact(name, value)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +202,11 @@ def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str
     known = {one.name for one in fields(TrainingFacts)}
     if odd := sorted(training.keys() - known):
         raise ValueError(f"expected training facts {', '.join(sorted(known))} in {path}, got {odd[0]!r}")
-    return TrainingFacts(**training), {str(name): str(value) for name, value in origin.items()}
+    try:
+        facts = TrainingFacts(**training)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return facts, {str(name): str(value) for name, value in origin.items()}
 
 
 def subtract(before: Tensor, after: Tensor) -> Tensor:

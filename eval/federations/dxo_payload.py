@@ -5,13 +5,15 @@ NumPy arrays and PyTorch tensors come both; what goes back is of the kind and ty
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from eval.federations.reply_checks import Beside, UnreadableError
 
 STEPS = "NUM_STEPS_CURRENT_ROUND"
 """The key of a DXO's meta by which NVFlare's aggregators weigh an update (`MetaKey.NUM_STEPS_CURRENT_ROUND`)."""
@@ -20,10 +22,6 @@ NEXT_TO_NOTHING = 2.0**-20
 FLOAT32_EPSILON = torch.finfo(torch.float32).eps
 PLAIN = (str, bool, int, float, np.bool_, np.integer, np.floating)
 """What a DXO's meta may hold beside containers of the same."""
-
-
-class UnreadableError(ValueError):
-    """What a DXO holds is no set of named arrays."""
 
 
 @dataclass(frozen=True)
@@ -120,8 +118,24 @@ def withhold_meta(meta: Mapping[str, object]) -> dict[str, object]:
     """Return a DXO's meta with plain values as they are, arrays as zeros and nothing else.
 
     Control variates of SCAFFOLD travel in the meta. Its server asks for them, and zeros leave its own as they are.
+    Of plain values that are more than may leave unseen the largest entries are left out.
     """
-    return {name: kept for name, value in meta.items() if (kept := _harmless(value)) is not None}
+    harmless = {name: found for name, value in meta.items() if (found := _harmless(value)) is not None}
+    plain = {name: _without_arrays(value) for name, value in harmless.items()}
+    left: dict[str, object] = {}
+    for name in sorted(plain, key=lambda name: Beside.of(plain[name]).size):
+        if not Beside.of(left | {name: plain[name]}).excess:
+            left[name] = plain[name]
+    return {name: value for name, value in harmless.items() if name in left}
+
+
+def _without_arrays(value: object) -> object:
+    """Return nested containers with nothing in the place of arrays, which are zeros by now."""
+    if isinstance(value, Mapping):
+        return {key: _without_arrays(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_without_arrays(entry) for entry in value]
+    return None if isinstance(value, Tensor | np.ndarray) else value
 
 
 def _harmless(value: object) -> object:
@@ -136,25 +150,3 @@ def _harmless(value: object) -> object:
     if isinstance(value, list | tuple):
         return [kept for entry in value if (kept := _harmless(entry)) is not None]
     return None
-
-
-def find_array(value: object, place: str = "") -> str:
-    """Return where in nested containers lies what is no plain value (an array, bytes, an object); "" for nowhere.
-
-    An array or a tensor of one number counts as that number.
-    """
-    if value is None or isinstance(value, PLAIN) or _is_number(value):
-        return ""
-    inner: Iterable[tuple[object, object]]
-    if isinstance(value, Mapping):
-        inner = value.items()
-    elif isinstance(value, list | tuple):
-        inner = enumerate(value)
-    else:
-        return place or type(value).__name__
-    places = (find_array(entry, f"{place}/{key}" if place else str(key)) for key, entry in inner)
-    return next(filter(None, places), "")
-
-
-def _is_number(value: object) -> bool:
-    return (isinstance(value, Tensor) and value.numel() == 1) or (isinstance(value, np.ndarray) and value.size == 1)

@@ -20,15 +20,16 @@ from flwr.serverapp.strategy import Strategy
 from torch import nn
 
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from eval.federations.fail_closed import attempt
+from eval.federations.file_names import as_file_name, free_file
 from eval.federations.flower_messages import (
     SentWeights,
-    UnreadableError,
     UpdateReader,
     carries_numbers,
     round_of,
     with_arrays,
 )
-from eval.federations.optimizer_watch import watch_optimizers
+from eval.federations.optimizer_watch import OptimizerWatch, watch_optimizers
 from eval.federations.response import LeakageError, OnLeak, Responder
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
@@ -52,13 +53,13 @@ class Exchange:
         sent: the weights it started from.
         reply: its answer, with content.
         origin: where the update comes from.
-        watched: what was seen of the optimizer.
+        watch: what was seen of the optimizer; None where nobody could look.
     """
 
     sent: SentWeights
     reply: Message
     origin: Mapping[str, str]
-    watched: Mapping[str, Any] = field(default_factory=dict)
+    watch: OptimizerWatch | None = None
 
     def read(self, training: TrainingFacts, run_config: Mapping[str, Any]) -> RecordedUpdate:
         """Return the update that was sent.
@@ -67,7 +68,8 @@ class Exchange:
             UnreadableError: there is none that can be audited.
         """
         reader = UpdateReader(training=training, run_config=run_config)
-        return reader.read(self.sent, self.reply.content, origin=self.origin, watched=self.watched)
+        watched = {} if self.watch is None else self.watch.facts()
+        return reader.read(self.sent, self.reply.content, origin=self.origin, watched=watched)
 
     def may_go_on(self, respond: Responder, training: TrainingFacts, run_config: Mapping[str, Any]) -> bool:
         """Return whether the reply may go on; where noise is the policy, its arrays are replaced.
@@ -78,19 +80,21 @@ class Exchange:
             LeakageError: the policy is to stop, and the reply must not go on.
         """
         if respond.reports is not None:
-            folder = respond.reports.folder / f"run-{self.origin['run']}"
+            folder = respond.reports.folder / f"run-{as_file_name(self.origin['run'])}"
             respond = replace(respond, reports=replace(respond.reports, folder=folder))
-        try:
-            recorded = self.read(training, run_config)
-        except UnreadableError as error:
-            failed = Screening(verdict="failed", reason=f"the reply can't be screened: {error}")
-            recorded = RecordedUpdate(before={}, after={}, origin=self.origin)
+
+        def unread(words: str) -> RecordedUpdate:
+            nonlocal respond
+            failed = Screening(verdict="failed", reason=f"the reply can't be screened: {words}")
             respond = replace(respond, screen=lambda _: failed)
+            return RecordedUpdate(before={}, after={}, origin=self.origin)
+
+        recorded = attempt(lambda: self.read(training, run_config), unread)
         response = respond(recorded)
         log.info("round %s, client %s: %s", self.origin.get("round", "?"), self.origin["client"], response.words)
-        if response.action == "send" and recorded.after:
-            with_arrays(self.reply.content, recorded, response.after)
-        return response.action == "send"
+        if response.action == "withhold" or not response.changed:
+            return response.action == "send"
+        return attempt(lambda: with_arrays(self.reply.content, recorded, response.after), lambda _: False)
 
 
 @dataclass(frozen=True)
@@ -141,10 +145,10 @@ class RecordMod:
         reply, exchange = _pass_on(message, context, call_next)
         if exchange is None:
             return reply
-        try:
-            _keep(exchange.read(self.training, context.run_config), self.folder)
-        except UnreadableError as error:
-            log.warning("client %s: not recorded: %s", context.node_id, error)
+        attempt(
+            lambda: _keep(exchange.read(self.training, context.run_config), self.folder),
+            lambda words: log.warning("client %s: not recorded: %s", context.node_id, words),
+        )
         return reply
 
 
@@ -341,7 +345,7 @@ def _pass_on(message: Message, context: Context, call_next: ClientFunction) -> t
         reply = call_next(message, context)
     if reply.has_error() or not carries_numbers(reply.content):
         return reply, None
-    return reply, Exchange(sent, reply, origin, watch.facts())
+    return reply, Exchange(sent, reply, origin, watch)
 
 
 def _origin(side: str, message: Message, node: int) -> dict[str, str]:
@@ -354,9 +358,9 @@ def _origin(side: str, message: Message, node: int) -> dict[str, str]:
 def _keep(recorded: RecordedUpdate, folder: Path) -> None:
     """Save an update in a folder of its run and round."""
     origin = recorded.origin
-    place = folder / f"run-{origin['run']}" / f"round-{origin.get('round', 'unknown')}"
+    place = folder / f"run-{as_file_name(origin['run'])}" / f"round-{as_file_name(origin.get('round', 'unknown'))}"
     place.mkdir(parents=True, exist_ok=True)
-    recorded.save(place / f"client-{origin['client']}.npz")
+    recorded.save(free_file(place / f"client-{as_file_name(origin['client'])}.npz"))
 
 
 def _refuse(message: Message, words: str) -> Message:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -12,8 +11,8 @@ import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
-from fl.types import OPTIMIZERS
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts, usable_facts
+from eval.federations.reply_checks import Beside, UnreadableError, refuse_differences, refuse_unseen
 
 CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "lr": ("lr", "learning-rate", "client-lr", "local-lr", "client-learning-rate"),
@@ -30,14 +29,8 @@ EXAMPLES = ("num-examples", "num-samples", "num-train-examples")
 ROUNDS = ("server-round", "current-round", "round")
 PROXIMAL = ("proximal-mu",)
 """FedProx's penalty, which moves every local step but the first."""
-LEAST_SHARE = 0.25
-"""Of what was sent, that weights after a round are taken to have in them at least."""
 OPTIMIZER_FACTS = ("optimizer", "momentum", "weight_decay")
 """Facts that are taken from one source together: a momentum means nothing without its optimizer."""
-
-
-class UnreadableError(ValueError):
-    """What a message carries can't be audited as one update of known weights."""
 
 
 @dataclass(frozen=True)
@@ -89,8 +82,9 @@ class UpdateReader:
 
         Raises:
             UnreadableError: the reply has more or less than one record of arrays, or one that does not fit what was
-                sent, or seems to be a difference, or bytes beside it that nobody can audit.
+                sent, or seems to be a difference, or more beside it than may leave unseen.
         """
+        beside = refuse_unseen(_other_records(reply))
         key, ended = _only_record(reply)
         begun = _matching_record(sent, key, ended)
         before = {name: _tensor(name, begun[name], as_sent=array.dtype) for name, array in ended.items()}
@@ -99,21 +93,22 @@ class UpdateReader:
             if value.shape != before[name].shape:
                 shapes = f"{tuple(before[name].shape)}, got {tuple(value.shape)}"
                 raise UnreadableError(f"expected {name!r} in the shape that was sent, {shapes}")
-        _refuse_differences(before, after)
+        refuse_differences(before, after)
         training, sources = self._facts(sent, reply, watched or {})
-        said = {"facts": sources} if sources else {}
+        said = {"facts": sources, "beside the update, not looked at": beside.words}
+        said = {name: words for name, words in said.items() if words}
         return RecordedUpdate(before=before, after=after, training=training, origin={**origin, **said})
 
     def _facts(self, sent: SentWeights, reply: RecordDict, watched: Mapping[str, Any]) -> tuple[TrainingFacts, str]:
         """Return the facts of training, and where each comes from, in words."""
         given = {f.name: getattr(self.training, f.name) for f in fields(TrainingFacts)}
-        examples = _count(_look_up(_joined(reply.metric_records), EXAMPLES))
+        examples = _look_up(_joined(reply.metric_records), EXAMPLES)
         sources: list[tuple[str, Mapping[str, Any]]] = [
             ("given", _only_known(given)),
-            ("seen of the optimizer", watched),
+            ("seen of the optimizer", usable_facts(watched)),
             ("message", _facts_of(sent.config)),
             ("run config", _facts_of(self.run_config)),
-            ("metrics", {} if examples is None else {"examples": examples}),
+            ("metrics", {} if examples is None else usable_facts({"examples": examples})),
         ]
         found: dict[str, Any] = {}
         origins: dict[str, str] = {}
@@ -138,29 +133,29 @@ def round_of(message: Message) -> str:
     return str(message.metadata.group_id or "") if found is None else str(found)
 
 
-def with_arrays(reply: RecordDict, recorded: RecordedUpdate, after: Mapping[str, Tensor]) -> None:
-    """Replace the arrays of a reply by others, each in the type of numbers that it had; those that stay are kept."""
+def with_arrays(reply: RecordDict, recorded: RecordedUpdate, after: Mapping[str, Tensor]) -> bool:
+    """Replace the arrays of a reply by others, each in the type of numbers that it had; those that stay are kept.
+
+    Returns:
+        True, once they are replaced.
+    """
     key, record = _only_record(reply)
     arrays = {}
     for name, array in record.items():
         same = after[name] is recorded.after[name] or torch.equal(after[name], recorded.after[name])
         arrays[name] = array if same else Array(after[name].detach().numpy().astype(array.numpy().dtype))
     reply[key] = ArrayRecord(arrays)
+    return True
 
 
 def carries_numbers(reply: RecordDict) -> bool:
-    """Return whether a reply has arrays, or bytes that may be arrays."""
-    return bool(reply.array_records) or bool(_places_of_bytes(reply))
+    """Return whether a reply has arrays, or else what may hold examples."""
+    return bool(reply.array_records) or bool(Beside.of(_other_records(reply)).excess)
 
 
-def _places_of_bytes(reply: RecordDict) -> list[str]:
-    """Return the names of all config entries that are bytes, or lists of them."""
-    entries = [entry for record in reply.config_records.values() for entry in record.items()]
-    return [
-        key
-        for key, value in entries
-        if isinstance(value, bytes) or (isinstance(value, list) and any(isinstance(one, bytes) for one in value))
-    ]
+def _other_records(reply: RecordDict) -> dict[str, dict[str, Any]]:
+    """Return the metrics and configs of a reply by name, which no attack looks at."""
+    return {name: dict(record) for name, record in [*reply.metric_records.items(), *reply.config_records.items()]}
 
 
 def _only_record(reply: RecordDict) -> tuple[str, ArrayRecord]:
@@ -170,8 +165,6 @@ def _only_record(reply: RecordDict) -> tuple[str, ArrayRecord]:
             f"expected a reply with one record of arrays, got {len(records)} ({', '.join(records) or 'none'}): only "
             "one can be audited as an update"
         )
-    if held := _places_of_bytes(reply):
-        raise UnreadableError(f"expected a reply without bytes, got some under {held[0]!r}, which can't be audited")
     return next(iter(records.items()))
 
 
@@ -202,24 +195,6 @@ def _tensor(name: str, array: Array, as_sent: str) -> Tensor:
     return found.float() if found.dtype == torch.float64 and as_sent == "float32" else found
 
 
-def _refuse_differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
-    """Refuse arrays that are no weights sent and then trained: the difference of a difference would show nothing."""
-    sent, kept = _product(before, before), _product(before, after)
-    if kept < LEAST_SHARE * sent:
-        raise UnreadableError(
-            f"expected weights in the reply, got arrays that hold {kept / sent:.3g} times what was sent: they seem to "
-            "be differences or gradients; send weights, as Flower's strategies average them"
-        )
-
-
-def _product(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """Return the inner product of two sets of arrays."""
-    products = [
-        (value.double() * second[name].double()).sum() for name, value in first.items() if value.is_floating_point()
-    ]
-    return float(torch.stack(products).sum()) if products else 0.0
-
-
 def _joined(records: Mapping[str, ConfigRecord] | Mapping[str, MetricRecord]) -> dict[str, Any]:
     """Return the entries of all records, by name; of equal names that of the first record."""
     found: dict[str, Any] = {}
@@ -238,20 +213,11 @@ def _look_up(entries: Mapping[str, Any], names: Sequence[str]) -> Any:
 def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the facts that a config states, as far as their values can be such."""
     found = {fact: _look_up(config, names) for fact, names in CONFIG_NAMES.items()}
-    facts: dict[str, Any] = {}
-    for name, value in found.items():
-        if name == "optimizer" and str(value).lower() in OPTIMIZERS:
-            facts[name] = str(value).lower()
-        elif name != "optimizer" and isinstance(value, int | float) and value >= 0:
-            facts[name] = float(value) if name in {"lr", "momentum", "weight_decay"} else int(value)
-    return facts
-
-
-def _count(said: Any) -> int | None:
-    """Return a number of examples; None where what is said is none."""
-    if not isinstance(said, int | float) or not 1 <= said < math.inf:
-        return None
-    return int(said)
+    said = {
+        name: value.lower() if name == "optimizer" and isinstance(value, str) else value
+        for name, value in found.items()
+    }
+    return usable_facts({name: value for name, value in said.items() if value is not None})
 
 
 def _only_known(facts: Mapping[str, Any]) -> dict[str, Any]:

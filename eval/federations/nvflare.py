@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from numbers import Real
 from pathlib import Path
@@ -26,20 +26,26 @@ from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.app_common.app_constant import AppConstants
 from torch import Tensor, nn
 
-from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts, usable_facts
 from eval.audit.user_model import load_user_model
 from eval.federations.dxo_payload import (
     Received,
     ReceivedWeights,
-    UnreadableError,
-    find_array,
     read_tensors,
     weight_of_withheld,
     withhold_meta,
     write_like,
 )
+from eval.federations.fail_closed import attempt
 from eval.federations.optimizer_watch import OptimizerWatch, watch_optimizers
-from eval.federations.response import LeakageError, OnLeak, Responder
+from eval.federations.reply_checks import (
+    Beside,
+    UnreadableError,
+    refuse_differences,
+    refuse_unseen,
+    refuse_weights,
+)
+from eval.federations.response import LeakageError, OnLeak, Responder, Response
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
 
@@ -53,6 +59,8 @@ SEEN_FACTS = {"optimizer", "lr", "momentum", "weight_decay", "steps"}
 """What is seen of an optimizer of PyTorch; what is not seen of one that took steps is not known."""
 RECEIVED_KEY = "_hyperleak_received_"
 """The property of a task's context in which a filter among `task_data_filters` leaves the weights that came."""
+SERVER_HEADERS = (ReservedHeaderKey.PEER_CTX, ReservedHeaderKey.PEER_PROPS, "fl_client")
+"""What NVFlare's server itself writes into the header of a result that has come."""
 UNSEEN = (
     "the weights that {site} was sent with this task were not seen: name the filter among task_data_filters as well, "
     "behind whatever decodes them"
@@ -107,8 +115,10 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         self.model, self.input_shape, self.on_leak, self.training = model, input_shape, on_leak, training
         self.screening, self.out, self.record = screening, out, record
         self._facts = _known("training", training or {}, FACTS)
+        TrainingFacts(**self._facts)  # refuses what no client can have
         self._received = ReceivedWeights()
         self._watching, self._watch = ExitStack(), OptimizerWatch(None)
+        self._rounds: dict[str, int | None] = {}
         self._component: object = None
         known = [field.name for field in fields(Screener) if field.name not in {"model", "input_shape"}]
         settings = _known("screening", screening or {}, known)
@@ -127,10 +137,11 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         if event_type == EventType.AFTER_TASK_DATA_FILTER:
             site, task = _site(fl_ctx), str(fl_ctx.get_prop(FLContextKey.TASK_ID))
             sent = fl_ctx.get_prop(FLContextKey.TASK_DATA)
-            try:
-                self._received.remember(site, task, _weights(sent), _round(sent))
-            except UnreadableError as error:
-                self.log_debug(fl_ctx, f"the task holds no weights that can be read: {error}")
+            self._rounds[site] = _round(sent)
+            attempt(
+                lambda: self._received.remember(site, task, _weights(sent), _round(sent)),
+                lambda words: self.log_debug(fl_ctx, f"the task holds no weights that can be read: {words}"),
+            )
 
     def process(self, shareable: Shareable, fl_ctx: FLContext) -> Shareable:
         """Audit a result, or look at the weights that came with a task.
@@ -142,48 +153,48 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         if self._only_looks():
             self._leave_for_the_result(shareable, fl_ctx)
             return shareable
-        if shareable.get_return_code() != ReturnCode.OK:
-            return _without_content(shareable)
-        if reason := _other_content(shareable):
+        if reason := attempt(lambda: _unseen_content(shareable, _on_server(fl_ctx)), str):
             self._block(reason, fl_ctx)
             return shareable
+        if shareable.get_return_code() != ReturnCode.OK:
+            return _without_content(shareable)
         return super().process(shareable, fl_ctx)
 
     def process_dxo(self, dxo: DXO, shareable: Shareable, fl_ctx: FLContext) -> DXO | None:
         """Return what is passed on in place of an update, or None for the update as it is."""
-        try:
-            recorded = self._record(dxo, fl_ctx)
-        except ValueError as error:  # unreadable, or odd facts of training
-            self._block(str(error), fl_ctx)
+        recorded = attempt(lambda: self._record(dxo, fl_ctx), str)
+        if isinstance(recorded, str):  # unreadable, or odd facts of training
+            self._block(recorded, fl_ctx)
             return None
         responder = self._responder_in(fl_ctx)
-        if place := find_array(dxo.meta):
-            part = Screening(verdict="failed", reason=f"the meta of the update holds {place!r}, which no attack sees")
+        if excess := Beside.of(dxo.meta).excess:
+            reason = f"the meta of the update holds {excess}: no attack looks at it"
+            part = Screening(verdict="failed", reason=reason)
             responder = replace(responder, screen=lambda _: part)
         try:
             response = responder(recorded)
         except LeakageError as error:
             self._stop(str(error), fl_ctx)
-        if response.action == "withhold":
-            return _unchanged(dxo, recorded.before)
-        if all(value is recorded.after[name] for name, value in response.after.items()):
+        answer = attempt(lambda: _answer(dxo, recorded, response), str)
+        if isinstance(answer, str):
+            self._block(answer, fl_ctx)
             return None
-        base = recorded.before if dxo.data_kind == DataKind.WEIGHT_DIFF else {}
-        changed = {name: value - base[name] if base else value for name, value in response.after.items()}
-        dxo.data = write_like(changed, dxo.data)
-        return dxo
+        return answer
 
     def _only_looks(self) -> bool:
         return bool(self.get_prop(FilterContextKey.CHAIN_TYPE) == FilterChainType.TASK_DATA_CHAIN)
 
     def _leave_for_the_result(self, shareable: Shareable, fl_ctx: FLContext) -> None:
         """Put the weights that came with a task where the filter in the other chain finds them."""
-        try:
-            received = Received(read_tensors(_weights(shareable)), _round(shareable))
-        except UnreadableError as error:
-            self.log_debug(fl_ctx, f"the task holds no weights that can be read: {error}")
-            return
-        fl_ctx.set_prop(RECEIVED_KEY, received, private=True, sticky=False)
+        attempt(
+            lambda: fl_ctx.set_prop(
+                RECEIVED_KEY,
+                Received(read_tensors(_weights(shareable)), _round(shareable)),
+                private=True,
+                sticky=False,
+            ),
+            lambda words: self.log_debug(fl_ctx, f"the task holds no weights that can be read: {words}"),
+        )
 
     def _record(self, dxo: DXO, fl_ctx: FLContext) -> RecordedUpdate:
         """Return the update with all that matters for an attack; takes what is said of training out of the meta.
@@ -203,31 +214,52 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
             raise UnreadableError(f"the update is encoded by {algorithm}: the filter has to stand before that")
         after = _after(dxo, received.weights)
         before = {name: received.weights[name] for name in after}
-        told = _known(TRAINING_KEY, said if isinstance(said, Mapping) else {}, FACTS)
-        seen, self._watch = self._watch.facts(), OptimizerWatch(None)
+        if said is not None and not isinstance(said, Mapping):
+            raise UnreadableError(
+                f"expected facts of training by name under {TRAINING_KEY!r}, got {type(said).__name__}"
+            )
+        told = _known(TRAINING_KEY, said or {}, FACTS)
+        seen, self._watch = usable_facts(self._watch.facts()), OptimizerWatch(None)
         settings = {name: value for name, value in self._facts.items() if not seen or name not in SEEN_FACTS}
         facts = settings | seen | told
         steps = meta.get(MetaKey.NUM_STEPS_CURRENT_ROUND)
-        if facts.get("steps") is None and isinstance(steps, Real) and float(steps) >= 1:
-            facts["steps"] = int(float(steps))
+        if facts.get("steps") is None and isinstance(steps, Real):
+            facts |= usable_facts({"steps": float(steps) // 1})
         origin = {
-            "framework": f"NVFlare {nvflare.__version__}",
-            "job": str(fl_ctx.get_job_id("")),
-            "client": site,
+            **self._origin(fl_ctx),
             "round": str(received.round),
-            "seen by": "server" if _on_server(fl_ctx) else "client",
             "data kind": str(DataKind(dxo.data_kind).value),
             "weight in the mean": str(steps),
             "filters before": ", ".join(dxo.get_filter_history() or ()),
+            "beside the update, not looked at": Beside.of(meta).words,
         }
-        return RecordedUpdate(before=before, after=after, training=TrainingFacts(**facts), origin=origin)
+        said_of_it = {name: words for name, words in origin.items() if words}
+        return RecordedUpdate(before=before, after=after, training=TrainingFacts(**facts), origin=said_of_it)
+
+    def _origin(self, fl_ctx: FLContext) -> dict[str, str]:
+        """Return where a result comes from."""
+        site = _site(fl_ctx)
+        return {
+            "framework": f"NVFlare {nvflare.__version__}",
+            "job": str(fl_ctx.get_job_id("")),
+            "client": site,
+            "round": str(self._rounds.get(site)),
+            "seen by": "server" if _on_server(fl_ctx) else "client",
+        }
 
     def _responder_in(self, fl_ctx: FLContext) -> Responder:
         """Return what audits updates of this job, and where it writes its reports."""
-        if self._responder.reports is None:
+
+        def find_folder() -> None:
             run = Path(fl_ctx.get_workspace().get_run_dir(fl_ctx.get_job_id()))
             self._responder = replace(self._responder, reports=RoundReports(folder=run / self.out, record=self.record))
             self._component = None if ":" in self.model else fl_ctx.get_engine().get_component(self.model)
+
+        if self._responder.reports is None:
+            attempt(
+                find_folder,
+                lambda words: self.log_error(fl_ctx, f"no reports can be written: {words}", fire_event=False),
+            )
         return self._responder
 
     def _make_model(self) -> nn.Module:
@@ -239,9 +271,13 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
 
     def _block(self, reason: str, fl_ctx: FLContext) -> None:
         """Let a result that can't be audited pass under "warn", and otherwise raise what keeps NVFlare from that."""
-        if self.on_leak == "stop":
-            self._stop(reason, fl_ctx)
-        if self.on_leak != "warn":
+        failed = Screening(verdict="failed", reason=f"the result can't be audited: {reason}")
+        responder = replace(self._responder_in(fl_ctx), screen=lambda _: failed)
+        try:
+            response = responder(RecordedUpdate(before={}, after={}, origin=self._origin(fl_ctx)))
+        except LeakageError as error:
+            self._stop(str(error), fl_ctx)
+        if response.action == "withhold":
             raise ContentBlockedException(f"blocked, since it could not be audited: {reason}")
         self.log_warning(fl_ctx, f"passed on without an audit: {reason}", fire_event=False)
 
@@ -308,7 +344,9 @@ def _after(dxo: DXO, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
             kinds = f"{value.dtype} for {before[name].dtype}"
             raise UnreadableError(f"the update has {name!r} encoded, {kinds}: the filter has to stand before that")
     if dxo.data_kind == DataKind.WEIGHTS:
+        refuse_differences({name: before[name] for name in sent}, sent)
         return sent
+    refuse_weights({name: before[name] for name in sent}, sent)
     return {name: before[name] + value for name, value in sent.items()}
 
 
@@ -322,18 +360,37 @@ def _unchanged(dxo: DXO, before: Mapping[str, Tensor]) -> DXO:
     return dxo
 
 
-def _other_content(shareable: Shareable) -> str:
-    """Return what in a result is neither an update by itself nor plain values; "" for nothing."""
-    content = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}
-    try:
+def _answer(dxo: DXO, recorded: RecordedUpdate, response: Response) -> DXO | None:
+    """Return what is passed on in place of an update, or None for the update as it is."""
+    if response.action == "withhold":
+        return _unchanged(dxo, recorded.before)
+    if not response.changed:
+        return None
+    base = recorded.before if dxo.data_kind == DataKind.WEIGHT_DIFF else {}
+    changed = {name: value - base[name] if base else value for name, value in response.after.items()}
+    dxo.data = write_like(changed, dxo.data)
+    return dxo
+
+
+def _unseen_content(shareable: Shareable, on_server: bool) -> str:
+    """Return "" for a result that is an update by itself, or that holds no more than may leave unseen.
+
+    Raises:
+        UnreadableError: it holds more.
+    """
+    own = SERVER_HEADERS if on_server else ()
+    headers = shareable.get(ReservedHeaderKey.HEADERS) or {}
+    refuse_unseen({key: value for key, value in headers.items() if key not in own}, "the header of the result")
+    if shareable.get_return_code() != ReturnCode.OK:
+        return ""
+    content, what = {key: value for key, value in shareable.items() if key != ReservedHeaderKey.HEADERS}, "no DXO"
+    with suppress(ValueError):
         dxo = from_shareable(shareable)
-    except ValueError:
-        place = find_array(content)
-        return f"the result is no DXO and holds {place!r}" if place else ""
-    if dxo.data_kind in AUDITED and dxo.data:
-        content.pop(AppConstants.DXO)
-    place = find_array(content)
-    return f"the result ({dxo.data_kind}) holds {place!r}, which is no update by itself" if place else ""
+        what = str(dxo.data_kind)
+        if dxo.data_kind in AUDITED and dxo.data:
+            content.pop(AppConstants.DXO)
+    refuse_unseen(content, f"the result ({what})")
+    return ""
 
 
 def _without_content(shareable: Shareable) -> Shareable:

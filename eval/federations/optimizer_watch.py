@@ -12,6 +12,7 @@ from typing import Any
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from fl.runtime.user_code import RUN_ERRORS
 from fl.types import OPTIMIZERS
 
 FREE_SETTINGS = {"params", "lr", "weight_decay", "foreach", "fused", "capturable", "differentiable"}
@@ -29,6 +30,7 @@ class OptimizerWatch:
         optimizers: those that took them.
         settings: of all their parameter groups at all steps, each once.
         carried_over: whether one of them came with a state (momentum) of earlier steps.
+        unclear: whether settings of one could not be read.
     """
 
     thread: int | None
@@ -36,11 +38,18 @@ class OptimizerWatch:
     optimizers: list[Optimizer] = field(default_factory=list)
     settings: list[tuple[Any, ...]] = field(default_factory=list)
     carried_over: bool = False
+    unclear: bool = False
 
     def begin_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Take down what a step will be taken with."""
+        """Take down what a step will be taken with; nothing in it may disturb the training that is watched."""
         if not self._counts():
             return
+        try:
+            self._take_down(optimizer)
+        except RUN_ERRORS:
+            self.unclear = True
+
+    def _take_down(self, optimizer: Optimizer) -> None:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
             self.carried_over |= any(optimizer.state.values())
@@ -66,6 +75,8 @@ class OptimizerWatch:
         """
         if not self.steps:
             return {}
+        if self.unclear:
+            return {"optimizer": None}
         rates, *others = ({setting[i] for setting in self.settings} for i in range(len(SETTINGS)))
         found: dict[str, Any] = {"steps": self.steps} if len(self.optimizers) == 1 else {}
         if len(rates) == 1:
@@ -78,14 +89,18 @@ class OptimizerWatch:
         return {**found, "optimizer": name, "momentum": momentum, "weight_decay": decay}
 
     def _is_unusual(self) -> bool:
-        """Return whether a constant of an optimizer is another than it comes with."""
-        for optimizer in self.optimizers:
-            usual = {name: one.default for name, one in signature(type(optimizer)).parameters.items()}
-            free = {*FREE_SETTINGS, "momentum"} if isinstance(optimizer, SGD) else FREE_SETTINGS
-            for group in optimizer.param_groups:
-                if any(value != usual[name] for name, value in group.items() if name in usual.keys() - free):
-                    return True
-        return False
+        """Return whether a constant of an optimizer is another than it comes with, or can't be compared with that."""
+        try:
+            return any(map(_has_unusual_constant, self.optimizers))
+        except RUN_ERRORS:
+            return True
+
+
+def _has_unusual_constant(optimizer: Optimizer) -> bool:
+    usual = {name: one.default for name, one in signature(type(optimizer)).parameters.items()}
+    free = {*FREE_SETTINGS, "momentum"} if isinstance(optimizer, SGD) else FREE_SETTINGS
+    known = usual.keys() - free
+    return any(bool(group[name] != usual[name]) for group in optimizer.param_groups for name in known & group.keys())
 
 
 def _to_number(value: Any) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.fail_closed import attempt
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screening
 
@@ -33,12 +34,14 @@ class Response:
         after: the weights to send, as they came or with noise; those before training where they are withheld.
         screening: what it rests on.
         words: the same in a sentence, for logs.
+        changed: whether the weights to send are others than came.
     """
 
     action: Literal["send", "withhold"]
     after: dict[str, Tensor]
     screening: Screening
     words: str
+    changed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,16 +75,28 @@ class Responder:
     def __call__(self, recorded: RecordedUpdate) -> Response:
         """Screen one update and return what is to be done with it.
 
+        An error of whatever kind, in the screening or in the noise, is a screening that failed. A report that can't be
+        written changes nothing; the log says so.
+
         Raises:
             LeakageError: it must not leave, and the response to that is "stop".
         """
-        response = self._decide(recorded, self.screen(recorded))
+        response = attempt(
+            lambda: self._decide(recorded, self.screen(recorded)), lambda words: self._fail(recorded, words)
+        )
         log.log(logging.WARNING if response.screening.must_not_leave else logging.INFO, "%s", response.words)
-        if self.reports is not None:
-            self.reports.add(recorded, response.screening, response.words)
+        if (reports := self.reports) is not None:
+            attempt(
+                lambda: reports.add(recorded, response.screening, response.words),
+                lambda words: log.error("the report could not be written: %s", words),
+            )
         if response.screening.must_not_leave and self.on_leak == "stop":
             raise LeakageError(response.words)
         return response
+
+    def _fail(self, recorded: RecordedUpdate, words: str) -> Response:
+        """Return the response to a screening that ended in an error."""
+        return self._decide(recorded, Screening(verdict="failed", reason=f"the screening failed: {words}"))
 
     def _decide(self, recorded: RecordedUpdate, screening: Screening) -> Response:
         """Return the response to a screening; "stop" is one that withholds, for the report."""
@@ -111,7 +126,8 @@ class Responder:
             noisy = replace(recorded, after=_add_noise(recorded.after, size * scale, draw))
             again = self.screen(noisy)
             if not again.must_not_leave:
-                return _send(noisy.after, again, f"sent with noise of {size:g} of the update: {again.reason}")
+                words = f"sent with noise of {size:g} of the update: {again.reason}"
+                return replace(_send(noisy.after, again, words), changed=True)
         return None
 
 

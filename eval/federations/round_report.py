@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.file_names import as_file_name, free_file
 from eval.federations.screening import Screening
 from eval.io import jsonl
 from eval.report.blocks import DefinitionList, Paragraph, Report, Section, TableBlock
@@ -48,7 +49,7 @@ class RoundReports:
             words: what became of it.
         """
         number = recorded.origin.get("round", "unknown")
-        place = self.folder / f"round-{_as_name(number)}"
+        place = self.folder / f"round-{as_file_name(number)}"
         make_folder(place)
         client = recorded.origin.get("client", "unknown")
         row = {
@@ -60,20 +61,15 @@ class RoundReports:
             "training": asdict(recorded.training),
             "response": words,
         }
-        if self.record:
-            name = f"client-{_as_name(client)}.npz"
-            recorded.save(place / name)
-            row["update"] = name
+        if self.record and recorded.after:
+            kept = free_file(place / f"client-{as_file_name(client)}.npz")
+            recorded.save(kept)
+            row["update"] = kept.name
         jsonl.write_rows(place / ROWS, [row])
         with jsonl.locked(place):
             page = render_html(_report(jsonl.read_rows(place / ROWS), number))
             jsonl.write_text(place / PAGE, page)
         return place / PAGE
-
-
-def _as_name(text: str) -> str:
-    """Return text as a part of a file's name."""
-    return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text) or "unknown"
 
 
 def _report(rows: list[dict[str, Any]], number: str) -> Report:
@@ -121,7 +117,12 @@ def _details(row: dict[str, Any]) -> list[Any]:
     """Return what was known of an update, and what each attack came to."""
     training = {name: value for name, value in row["training"].items() if value not in (None, 0.0)}
     known = json.dumps(training) if training else "nothing"
-    entries = [("Training, as far as known", known), *row["tried"].items(), *(("Note", note) for note in row["notes"])]
+    entries = [
+        ("Finding", row["reason"]),
+        ("Training, as far as known", known),
+        *row["tried"].items(),
+        *(("Note", note) for note in row["notes"]),
+    ]
     if "update" in row:
         entries.append(("Recorded as", row["update"]))
     return [DefinitionList([(str(term), str(value)) for term, value in entries])]

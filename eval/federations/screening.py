@@ -20,6 +20,7 @@ from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
+from eval.federations.fail_closed import attempt
 from fl.capture import ClientSettings
 from fl.models.building_blocks.layers import Normalize
 from fl.runtime.user_code import RUN_ERRORS
@@ -122,18 +123,27 @@ class Screener:
     def __call__(self, recorded: RecordedUpdate) -> Screening:
         """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened.
 
-        What is no error of the model or an attack (an interrupt, say) is raised: then nothing leaves, either.
+        An interrupt is raised: then nothing leaves, either.
         """
         began = time.monotonic()
-        try:
-            subject = self._subject(recorded)
-            control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
-            alone, found = self._attack_as_one_step(recorded, subject, control)
-            others = {} if self._is_too_much(alone) else self._attack(subject.view, control)
-        except RUN_ERRORS as error:
-            log.exception("the screening of an update failed")
-            reason = f"the screening failed: {type(error).__name__}: {' '.join(str(error).split())}"
+
+        def failed(words: str) -> Screening:
+            reason = f"the screening failed: {words}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
+
+        return attempt(lambda: self._screen(recorded, began), failed)
+
+    def _screen(self, recorded: RecordedUpdate, began: float) -> Screening:
+        """Return the outcome for one update.
+
+        Args:
+            recorded: the update.
+            began: the time when its screening began.
+        """
+        subject = self._subject(recorded)
+        control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
+        alone, found = self._attack_as_one_step(recorded, subject, control)
+        others = {} if self._is_too_much(alone) else self._attack(subject.view, control)
         shown = [one for name, result in others.items() for one in proved_exposures(name, result, subject.view)]
         notes = (
             *subject.notes,

@@ -1,6 +1,8 @@
 """The filter of NVFlare jobs on made-up results of tasks: what it passes on, replaces and blocks."""
 
 import json
+import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,7 +23,7 @@ from nvflare.apis.filter import ContentBlockedException, FilterChainType, Filter
 from nvflare.apis.fl_constant import FLContextKey, ProcessType, ReturnCode
 from nvflare.apis.fl_context import FLContext, FLContextManager
 from nvflare.apis.fl_exception import UnsafeJobError
-from nvflare.apis.shareable import Shareable
+from nvflare.apis.shareable import ReservedHeaderKey, Shareable
 from nvflare.apis.workspace import Workspace
 from nvflare.app_common.aggregators.intime_accumulate_model_aggregator import InTimeAccumulateWeightedAggregator
 from nvflare.app_common.aggregators.weighted_aggregation_helper import WeightedAggregationHelper
@@ -294,6 +296,27 @@ def test_stop_ends_the_job_from_the_server(verdicts: Verdicts, engine: Engine) -
     assert EventType.FATAL_SYSTEM_ERROR in engine.events
 
 
+PICTURE = [number / 784 for number in range(784)]
+
+
+def beside_the_update(held: object) -> Shareable:
+    result = result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS))
+    result["other"] = held
+    return result
+
+
+def in_the_header(held: object, code: str = ReturnCode.OK) -> Shareable:
+    result = result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS))
+    result.set_header("other", held)
+    result.set_return_code(code)
+    return result
+
+
+def rows_of(engine: Engine, round: int) -> list[dict[str, Any]]:
+    path = engine.folder / f"job/hyperleak/round-{round}/screenings.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 COLLECTION = {"main": DXO(DataKind.WEIGHTS, data=dict(WEIGHTS))}
 
 
@@ -315,6 +338,18 @@ COLLECTION = {"main": DXO(DataKind.WEIGHTS, data=dict(WEIGHTS))}
         (result_of(DataKind.WEIGHTS, {"w": object()}), "expected an array under 'w', got object"),
         (result_of(DataKind.WEIGHTS, WEIGHTS, **{MetaKey.PROCESSED_ALGORITHM: "HE"}), "encoded by HE"),
         (result_of(DataKind.WEIGHTS, WEIGHTS, hyperleak_training={"rate": 1}), "got 'rate'"),
+        (result_of(DataKind.WEIGHTS, WEIGHTS, hyperleak_training={"lr": float("nan")}), "lr: expected a number"),
+        (result_of(DataKind.WEIGHTS, WEIGHTS, hyperleak_training={"examples": "many"}), "examples: expected"),
+        (result_of(DataKind.WEIGHTS, WEIGHTS, hyperleak_training=WEIGHTS["w"]), "got ndarray"),
+        (result_of(DataKind.WEIGHTS, {"w": 0.01 * WEIGHTS["w"]}), "seem to be differences"),
+        (result_of(DataKind.WEIGHT_DIFF, {"w": 1.01 * WEIGHTS["w"]}), "seem to be weights"),
+        (DXO(DataKind.METRICS, data={"m": PICTURE}).to_shareable(), "holds 784 numbers, .* 'DXO/data/m'"),
+        (DXO(DataKind.APP_DEFINED, data={"m": str(PICTURE)}).to_shareable(), "text of .* under 'DXO/data/m'"),
+        (Shareable({"values": {"m": PICTURE}}), "784 numbers"),
+        (beside_the_update(PICTURE), "under 'other'"),
+        (in_the_header(PICTURE), "the header of the result holds 784 numbers"),
+        (in_the_header(WEIGHTS["w"]), "the header of the result holds 'other'"),
+        (in_the_header(WEIGHTS["w"], ReturnCode.EXECUTION_EXCEPTION), "the header of the result holds 'other'"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -324,6 +359,70 @@ def test_what_cannot_be_audited_is_blocked(result: Shareable, reason: str, verdi
     with pytest.raises(ContentBlockedException, match=reason):
         filter_.process(result, where)
     assert not verdicts.seen
+    (row,) = rows_of(engine, 4)
+    assert re.search(reason, row["reason"])
+    assert (row["verdict"], row["client"]) == ("failed", "site-1")
+
+
+@pytest.mark.parametrize(
+    "held",
+    [PICTURE, [[x] for x in PICTURE], str(PICTURE), {str(x): "" for x in PICTURE}, 3**20_000],
+    ids=["list", "lists", "text", "names", "whole number"],
+)
+def test_what_the_meta_holds_beside_is_not_passed_on_unseen(held: object, verdicts: Verdicts, engine: Engine) -> None:
+    result = result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS), held=held, loss=0.5)
+    passed = filtered(LeakageFilter(**SETTINGS), result, context(engine))
+    assert np.array_equal(passed.data["w"], WEIGHTS["w"])
+    assert passed.meta.keys() == {"loss", MetaKey.NUM_STEPS_CURRENT_ROUND, MetaKey.FILTER_HISTORY}
+    assert not verdicts.seen
+    assert "the meta of the update holds" in rows_of(engine, 4)[0]["reason"]
+
+
+def test_what_little_lies_beside_an_update_is_named(verdicts: Verdicts, engine: Engine) -> None:
+    filtered(LeakageFilter(**SETTINGS), result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS), loss=0.5), context(engine))
+    said = verdicts.seen[0].origin["beside the update, not looked at"]
+    assert said == "NUM_STEPS_CURRENT_ROUND, loss (2 numbers, 27 characters)"
+
+
+def test_server_does_not_mind_what_it_writes_into_a_header_itself(verdicts: Verdicts, engine: Engine) -> None:
+    result, where = result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS)), context(engine, server=True)
+    for name in (ReservedHeaderKey.PEER_CTX, "fl_client"):
+        result.set_header(name, object())
+    filtered(LeakageFilter(**SETTINGS), result, where)
+    assert verdicts.seen
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [OwnError("no luck"), NameError("no luck"), SystemExit("no luck")])
+@pytest.mark.parametrize("on_leak", ["withhold", "warn", "stop", "noise"])
+def test_any_error_of_the_model_ends_in_the_policy(
+    error: BaseException, on_leak: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build() -> nn.Module:
+        raise error
+
+    monkeypatch.setitem(sys.modules, "odd_model", SimpleNamespace(build=build))
+    filter_ = LeakageFilter("odd_model:build", [1, 2, 2], on_leak=on_leak)  # type: ignore[arg-type]
+    sent = moved(DataKind.WEIGHTS)
+    if on_leak == "stop":
+        with pytest.raises(UnsafeJobError, match="no luck"):
+            filtered(filter_, result_of(DataKind.WEIGHTS, sent), context(engine))
+    else:
+        passed = filtered(filter_, result_of(DataKind.WEIGHTS, sent), context(engine))
+        assert np.array_equal(passed.data["w"], sent["w"] if on_leak == "warn" else WEIGHTS["w"])
+    (row,) = rows_of(engine, 4)
+    assert row["verdict"] == "failed"
+    assert "no luck" in row["reason"]
+
+
+def test_reports_that_cannot_be_written_change_nothing(verdicts: Verdicts, engine: Engine) -> None:
+    verdicts.verdict = "leaked"
+    (engine.folder / "job").write_text("a file where the folder should be")
+    passed = filtered(LeakageFilter(**SETTINGS), result_of(DataKind.WEIGHTS, moved(DataKind.WEIGHTS)), context(engine))
+    assert np.array_equal(passed.data["w"], WEIGHTS["w"])
 
 
 def test_update_is_blocked_where_the_weights_before_were_not_seen(verdicts: Verdicts, engine: Engine) -> None:
@@ -438,6 +537,8 @@ def test_component_that_is_no_model_is_refused(verdicts: Verdicts, engine: Engin
         ({"training": {"rate": 0.1}}, r"expected of optimizer, .* in `training`, got 'rate'"),
         ({"screening": {"time": 1}}, r"expected of .* seconds, .* in `screening`, got 'time'"),
         ({"screening": {"seconds": 0}}, "expected seconds > 0"),
+        ({"training": {"lr": float("inf")}}, "lr: expected a number"),
+        ({"training": {"optimizer": "newton"}}, "optimizer: expected 'sgd'"),
         ({"on_leak": "ask"}, "expected on_leak .* got 'ask'"),
     ],
 )

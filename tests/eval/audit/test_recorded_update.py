@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ from typer.testing import CliRunner
 
 import hyperleak
 from eval.audit.captured_files import load_update
-from eval.audit.recorded_update import FACTS, RecordedUpdate, TrainingFacts
+from eval.audit.recorded_update import FACTS, RecordedUpdate, TrainingFacts, usable_facts
 from eval.cli import app
 
 
@@ -52,6 +54,8 @@ def test_the_difference_of_numbers_of_two_bytes_is_not_rounded_once_more(kind: t
         (b"[]", "other bytes"),
         (b'{"version": 2, "training": {}, "origin": {}}', "version 1"),
         (b'{"version": 1, "training": {"speed": 3}, "origin": {}}', "'speed'"),
+        (b'{"version": 1, "training": {"lr": NaN}, "origin": {}}', r"update\.npz: lr: expected a number"),
+        (b'{"version": 1, "training": {"steps": "many"}, "origin": {}}', r"update\.npz: steps: expected"),
     ],
 )
 def test_other_facts_are_refused_by_name(tmp_path: Path, content: bytes, words: str) -> None:
@@ -114,3 +118,26 @@ def test_the_command_takes_the_facts_from_the_file(tmp_path: Path, monkeypatch: 
     said = json.loads(result.stdout)
     assert any("examples 3" in note for note in said["notes"])
     assert "fewer than 3 directions" in said["findings"][0]["refused"]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"lr": math.nan}, {"lr": math.inf}, {"lr": "0.1"}, {"lr": torch.ones(2)}, {"momentum": math.nan},
+        {"weight_decay": -1.0}, {"steps": 0}, {"steps": 2.5}, {"epochs": math.inf}, {"batch_size": True},
+        {"examples": -3}, {"optimizer": "newton"}, {"train_mode": "yes"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_facts_that_no_client_can_have_are_refused(odd: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(odd))}: expected"):
+        TrainingFacts(**odd)
+    assert not usable_facts(odd)
+
+
+def test_numbers_of_any_kind_are_facts() -> None:
+    counts: dict[str, Any] = {"steps": np.int64(3), "examples": torch.tensor(4), "batch_size": 2.0}
+    facts = TrainingFacts(lr=np.float32(0.5), **counts)  # type: ignore[arg-type]
+    assert facts == TrainingFacts(lr=0.5, steps=3, examples=4, batch_size=2)
+    assert json.loads(json.dumps(asdict(facts))) == asdict(facts)
+    assert replace(facts, train_mode=False).in_words().endswith("train_mode False")

@@ -6,13 +6,12 @@ import torch
 
 from eval.federations.dxo_payload import (
     ReceivedWeights,
-    UnreadableError,
-    find_array,
     read_tensors,
     weight_of_withheld,
     withhold_meta,
     write_like,
 )
+from eval.federations.reply_checks import UnreadableError
 
 
 class OnDisk:
@@ -124,16 +123,20 @@ def test_withheld_meta_has_plain_values_and_zeros():
 
 
 @pytest.mark.parametrize(
-    ("value", "place"),
+    "hidden",
     [
-        (None, ""),
-        ({"a": 1, "b": ["x", (2.5, True)], "c": np.float32(1)}, ""),
-        ({"loss": torch.tensor(1.0), "accuracy": np.array(0.5)}, ""),
-        ({"a": {"b": [1, np.ones(2)]}}, "a/b/1"),
-        (torch.ones(2), "Tensor"),
-        ({"a": b""}, "a"),
-        ({"a": object()}, "a"),
+        [0.5] * 400,
+        "0.123 " * 400,
+        {"a" * 2000: 1},
+        2**40_000,
+        {str(i): 0.5 for i in range(300)},
     ],
+    ids=["list", "text", "name", "whole number", "names"],
 )
-def test_arrays_are_found_wherever_they_lie(value: object, place: str):
-    assert find_array(value) == place
+def test_withheld_meta_has_no_room_for_a_picture(hidden: object):
+    kept = withhold_meta({"hidden": hidden, "steps": 3, "c": np.ones(2)})
+    assert kept.keys() == {"steps", "c"}
+    kept = withhold_meta({"c": {"w": np.ones(500), "hidden": hidden}, "steps": 3})
+    assert kept.keys() == {"steps"}
+    halves = withhold_meta({"a": [0.5] * 200, "b": [0.5] * 199})
+    assert halves.keys() == {"b"}

@@ -133,6 +133,8 @@ def test_an_update_is_recorded_as_it_was_made(app, task, screener):
     net.load_state_dict(recorded.before)
     task.train(net, task.load_data(1, 32), epochs=1, lr=0.05)
     torch.testing.assert_close(dict(recorded.after), dict(net.state_dict()), rtol=0, atol=0)
+    beside = recorded.origin["beside the update, not looked at"]
+    assert beside == "metrics/train_loss, metrics/num-examples (2 numbers, 29 characters)"
     assert recorded.training == TrainingFacts(optimizer="sgd", lr=0.05, steps=2, epochs=1, batch_size=32, examples=64)
     assert {name: recorded.origin[name] for name in ("framework", "side", "run", "client", "round")} == {
         "framework": "flower", "side": "client", "run": "7", "client": str(HARMLESS), "round": "1",
@@ -200,6 +202,11 @@ STRANGE: dict[str, Callable[[RecordDict], RecordDict]] = {
     "large differences": lambda content: RecordDict(
         {"arrays": ArrayRecord({k: torch.randn_like(v) for k, v in content["arrays"].to_torch_state_dict().items()})}
     ),
+    "metrics of a picture": lambda content: RecordDict({**content, "metrics": MetricRecord({"x": [0.5] * 784})}),
+    "config of a picture": lambda content: RecordDict({**content, "more": ConfigRecord({"x": [7] * 784})}),
+    "text of a picture": lambda content: RecordDict({**content, "more": ConfigRecord({"x": "0.5, " * 784})}),
+    "many names": lambda content: RecordDict({**content, "m": MetricRecord({f"pixel {i}": 0.5 for i in range(784)})}),
+    "metrics alone": lambda content: RecordDict({"metrics": MetricRecord({"x": [0.5] * 784})}),
     "new names": lambda content: RecordDict({"arrays": ArrayRecord([np.ones(3)])}),
     "other shapes": lambda content: RecordDict({"arrays": ArrayRecord({k: torch.ones(2) for k in content["arrays"]})}),
 }
@@ -291,6 +298,36 @@ def test_recorded_updates_are_audited_later(app, task, screener, tmp_path):
     }
 
 
+def test_names_that_the_server_chose_make_no_paths(task, tmp_path):
+    grid = LocalGrid(flower.with_mod(echo(lambda content: content), flower.record_mod(tmp_path / "in")))
+    config = ConfigRecord({"server-round": "../../../x"})
+    for _ in range(2):
+        sent = RecordDict({"arrays": ArrayRecord(task.Net().state_dict()), "config": config})
+        grid.send_and_receive([Message(sent, HARMLESS, "train")])
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+    assert len(list((tmp_path / "in").rglob("client-*.npz"))) == 2
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [OwnError("no luck"), SystemExit("no luck")])
+def test_any_error_of_the_model_ends_in_the_policy(task, tmp_path, error):
+    def build() -> nn.Module:
+        raise error
+
+    for on_leak in ("withhold", "noise", "stop", "warn"):
+        mod = flower.audit_mod(build, input_shape=(3, 32, 32), on_leak=on_leak, out=tmp_path / on_leak)
+        grid = LocalGrid(flower.with_mod(echo(lambda content: content), mod))
+        sent = RecordDict({"arrays": ArrayRecord(task.Net().state_dict())})
+        (reply,) = grid.send_and_receive([Message(sent, HARMLESS, "train")])
+        assert reply.has_error() == (on_leak != "warn")
+        assert "no luck" not in str(reply.error if reply.has_error() else "")
+        (page,) = (tmp_path / on_leak).rglob("report.html")
+        assert f"{type(error).__name__}: no luck" in page.read_text()
+
+
 def test_what_can_not_be_recorded_is_sent_all_the_same(task, tmp_path):
     grid = LocalGrid(flower.with_mod(echo(STRANGE["two records"]), flower.record_mod(tmp_path)))  # type: ignore[arg-type]
     (reply,) = grid.send_and_receive([Message(RecordDict({"arrays": ArrayRecord([np.ones(2)])}), HARMLESS, "train")])
@@ -346,6 +383,8 @@ def test_the_message_goes_before_the_run_config():
 
 def test_values_that_can_be_no_fact_are_none():
     assert facts({"lr": "cosine", "batch-size": -1, "epochs": [1, 2]}) == TrainingFacts()
+    odd = {"lr": math.inf, "momentum": 7.0, "local-epochs": math.inf, "batch-size": math.nan, "optimizer": "newton"}
+    assert facts(odd) == TrainingFacts()
     for number in (math.nan, math.inf, 0, -1, [3, 4]):
         assert facts({}, num_examples=number) == TrainingFacts()  # type: ignore[arg-type]
     assert facts({}, num_examples=3.0) == TrainingFacts(examples=3)

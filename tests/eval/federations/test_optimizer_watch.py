@@ -124,3 +124,29 @@ def test_other_threads_count_where_all_are_watched():
         other.start()
         other.join()
     assert watch.facts()["steps"] == 1
+
+
+class Odd(torch.optim.SGD):
+    """An optimizer whose settings are of a form that nobody expects."""
+
+    def __init__(self, params, setting):
+        super().__init__(params, lr=0.1)
+        self.param_groups[0].update(setting)
+
+    def step(self, closure=None):
+        return None
+
+
+@pytest.mark.parametrize("setting", [{"lr": "fast"}, {"lr": torch.ones(3)}, {"momentum": object()}])
+def test_odd_settings_disturb_no_training_and_say_nothing(setting):
+    with watch_optimizers() as watch:
+        step(Odd(weights(), setting), times=2)
+    assert watch.facts() == {"optimizer": None}
+
+
+def test_constants_that_cannot_be_compared_are_unusual():
+    optimizer = torch.optim.SGD(weights(), lr=0.1)
+    optimizer.param_groups[0]["dampening"] = torch.zeros(2)
+    with watch_optimizers() as watch:
+        optimizer.step()
+    assert watch.facts()["optimizer"] is None

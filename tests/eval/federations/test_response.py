@@ -87,3 +87,39 @@ def test_what_could_not_be_screened_stops_too() -> None:
 def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Responder(screen=failing, **settings)  # type: ignore[arg-type]
+
+
+class OwnError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("error", [OwnError("no luck"), NameError("no luck"), SystemExit("no luck")])
+def test_any_error_is_a_screening_that_failed(error: BaseException, tmp_path: Path) -> None:
+    def broken(recorded: RecordedUpdate) -> Screening:
+        raise error
+
+    update, reports = support.recorded(support.dense_network()), RoundReports(folder=tmp_path)
+    for on_leak, action in (("withhold", "withhold"), ("noise", "withhold"), ("warn", "send")):
+        response = Responder(screen=broken, on_leak=on_leak, reports=reports)(update)  # type: ignore[arg-type]
+        assert (response.action, response.screening.verdict) == (action, "failed")
+    with pytest.raises(LeakageError, match="no luck"):
+        Responder(screen=broken, on_leak="stop", reports=reports)(update)
+    page = (tmp_path / "round-3" / "report.html").read_text()
+    assert page.count(f"the screening failed: {type(error).__name__}: no luck") >= 4
+
+
+def test_an_error_while_noise_is_added_withholds() -> None:
+    shown = Screening(verdict="leaked", reason="it leaks")
+    update = support.recorded(support.dense_network())
+    odd = RecordedUpdate(before={}, after=update.after, origin=update.origin)  # of which there is no difference
+    response = Responder(screen=lambda _: shown, on_leak="noise")(odd)
+    assert (response.action, response.screening.verdict) == ("withhold", "failed")
+
+
+def test_a_report_that_cannot_be_written_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").write_text("")
+    reports = RoundReports(folder=tmp_path / "taken", record=True)
+    assert responder("withhold", reports=reports)(support.recorded(support.dense_network())).action == "withhold"
+    assert "the report could not be written: " in caplog.text
+    with pytest.raises(LeakageError):
+        responder("stop", reports=reports)(support.recorded(support.dense_network()))

@@ -44,3 +44,20 @@ def test_names_from_outside_make_no_paths(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in"]
     kept = next(page.parent.glob("client-*.npz"))
     assert RecordedUpdate.load(kept).origin["client"] == "../../x"
+
+
+def test_clients_whose_names_look_alike_keep_a_file_each(tmp_path: Path) -> None:
+    names = ["a/b", "a-b", "a.b", "A-B", "x" * 5000, "x" * 5001]
+    reports = RoundReports(folder=tmp_path, record=True)
+    for name in (*names, "a-b"):
+        reports.add(support.recorded(support.network(), client=name), QUIET, "sent")
+    rows = jsonl.read_rows(tmp_path / "round-3" / ROWS)
+    assert [row["client"] for row in rows] == [*names, "a-b"]
+    assert len({row["update"].casefold() for row in rows}) == len(rows)
+    for row in rows:
+        assert RecordedUpdate.load(tmp_path / "round-3" / row["update"]).origin["client"] == row["client"]
+
+
+def test_a_reply_that_could_not_be_read_leaves_no_file(tmp_path: Path) -> None:
+    RoundReports(folder=tmp_path, record=True).add(RecordedUpdate(before={}, after={}), QUIET, "withheld")
+    assert not list(tmp_path.rglob("*.npz"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from support import recorded as support
 from torch import Tensor, nn
 
 from eval.audit.recorded_update import TrainingFacts
+from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
 
 ADAM = TrainingFacts(optimizer="adam", lr=1e-3, steps=1)
@@ -78,6 +80,35 @@ def test_an_error_inside_is_a_verdict() -> None:
 
     found = Screener(model=broken, input_shape=support.SHAPE)(support.recorded(support.network()))
     assert found.reason == "the screening failed: RuntimeError: no weights"
+
+
+@pytest.mark.parametrize("error", [Exception("no luck"), NameError("no luck"), SystemExit("no luck")])
+def test_any_error_of_the_model_is_a_verdict(error: BaseException) -> None:
+    class Failing(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            raise error
+
+    def build() -> nn.Module:
+        raise error
+
+    for make in (build, lambda: nn.Sequential(nn.Flatten(), Failing(196, 10))):
+        found = Screener(model=make, input_shape=support.SHAPE)(support.recorded(support.dense_network()))
+        assert found.verdict == "failed"
+        assert "no luck" in found.reason or "names" in found.reason
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_reported(number: float, tmp_path: Path) -> None:
+    model, update = support.network(), support.recorded(support.network())
+    for halves in (
+        {"before": update.before, "after": {n: v * number for n, v in update.after.items()}},
+        {"before": {n: v * number for n, v in update.before.items()}, "after": update.after},
+    ):
+        odd = replace(update, **halves)
+        found = screener(model)(odd)
+        assert found.must_not_leave
+        page = RoundReports(folder=tmp_path, record=True).add(odd, found, "withheld")
+        assert "finite" in page.read_text()
 
 
 def test_numbers_that_are_not_finite_are_never_shown() -> None:

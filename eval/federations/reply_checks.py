@@ -1,0 +1,177 @@
+"""What a reply of a client may hold: weights that were sent and then trained, and little beside them.
+
+The same rules hold in Flower and in NVFlare. Nothing here needs either.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+LEAST_SHARE = 0.25
+"""Of what was sent, that weights after a round are taken to have in them at least."""
+MIN_WEIGHT_COSINE, WEIGHT_SIZES = 0.9, (0.5, 2.0)
+"""Cosine with the weights before above which a difference is none, if its length is so many times theirs."""
+MAX_NUMBERS, MAX_CHARACTERS = 256, 1024
+"""What may leave beside an update, where no attack looks: metrics and names, but no picture of 28 by 28 pixels."""
+NAMED = 6
+"""Entries that are named of what lies beside an update."""
+INT_BITS = 64
+"""Of a whole number that counts as one; a larger one may hold anything."""
+
+
+class UnreadableError(ValueError):
+    """What a client sends can't be audited as one update of known weights."""
+
+
+@dataclass
+class Beside:
+    """What lies in nested containers beside an update.
+
+    Attributes:
+        numbers: how many there are.
+        characters: of texts and of the names of entries.
+        unseen: where lies what is neither number nor text (an array, bytes, an object), the first of it; "" for
+            nowhere.
+        places: entries that hold something, with how much.
+    """
+
+    numbers: int = 0
+    characters: int = 0
+    unseen: str = ""
+    places: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, value: object) -> Beside:
+        """Return what lies in nested containers; an array or a tensor of one number counts as that number."""
+        found = cls()
+        found._add(value, "", "")
+        return found
+
+    @property
+    def excess(self) -> str:
+        """Why it is too much to leave where no attack looks, in words; "" where it is not."""
+        if self.unseen:
+            return f"{self.unseen!r}, which is neither a number nor a text"
+        if self.numbers > MAX_NUMBERS:
+            return f"{self.numbers} numbers, more than {MAX_NUMBERS}, most of them under {self._largest!r}"
+        if self.characters > MAX_CHARACTERS:
+            return (
+                f"text of {self.characters} characters, more than {MAX_CHARACTERS}, most of it under {self._largest!r}"
+            )
+        return ""
+
+    @property
+    def size(self) -> int:
+        """How many numbers and characters there are."""
+        return self.numbers + self.characters
+
+    @property
+    def words(self) -> str:
+        """What it is, for a report; "" for nothing."""
+        names = list(self.places)
+        if not names:
+            return ""
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        return f"{', '.join(names[:NAMED])}{more} ({self.numbers} numbers, {self.characters} characters)"
+
+    @property
+    def _largest(self) -> str:
+        return max(self.places, key=self.places.__getitem__, default="")
+
+    def _add(self, value: object, place: str, entry: str) -> None:
+        """Count what a value holds.
+
+        Args:
+            value: whatever lies there.
+            place: where, with the places inside of lists.
+            entry: without these.
+        """
+        numbers, characters = _count_numbers(value), len(value) if isinstance(value, str) else 0
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                name = f"{place}/{key}" if place else str(key)
+                self.characters += len(str(key))
+                self._add(inner, name, name)
+        elif isinstance(value, list | tuple):
+            for number, inner in enumerate(value):
+                self._add(inner, f"{place}/{number}" if place else str(number), entry)
+        elif numbers or isinstance(value, str):
+            self.numbers += numbers
+            self.characters += characters
+            self.places[entry] = self.places.get(entry, 0) + numbers + characters
+        elif value is not None:
+            self.unseen = self.unseen or place or type(value).__name__
+
+
+def refuse_unseen(content: object, what: str = "the reply") -> Beside:
+    """Refuse what may hold examples and that no attack looks at; return what there is of the rest.
+
+    Args:
+        content: nested containers, without the update itself.
+        what: it is a part of, in errors.
+
+    Raises:
+        UnreadableError: it holds an array, bytes or an object, or more than a few numbers or characters.
+    """
+    found = Beside.of(content)
+    if found.excess:
+        raise UnreadableError(f"{what} holds {found.excess}: no attack looks at it")
+    return found
+
+
+def refuse_differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse arrays that are no weights sent and then trained: the difference of a difference would show nothing.
+
+    Raises:
+        UnreadableError: they have too little of the weights before in them.
+    """
+    sent, kept = _product(before, before), _product(before, after)
+    if kept < LEAST_SHARE * sent:
+        raise UnreadableError(
+            f"expected weights, got arrays that hold {kept / sent:.3g} times what was sent: they seem to be "
+            "differences or gradients; send weights, or say what they are"
+        )
+
+
+def refuse_weights(before: Mapping[str, Tensor], change: Mapping[str, Tensor]) -> None:
+    """Refuse differences that are the weights themselves: added to the weights before they would show nothing.
+
+    Raises:
+        UnreadableError: they lie along the weights before, and are about as long.
+    """
+    sent, moved, along = _product(before, before), _product(change, change), _product(before, change)
+    if not sent or not moved:
+        return
+    low, high = WEIGHT_SIZES
+    if low < math.sqrt(moved / sent) < high and along > MIN_WEIGHT_COSINE * math.sqrt(sent * moved):
+        raise UnreadableError(
+            "expected differences, got arrays along the weights that were sent (cosine "
+            f"{along / math.sqrt(sent * moved):.2f}): they seem to be weights; send differences, or say what they are"
+        )
+
+
+def _product(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """Return the inner product of two sets of arrays."""
+    products = [
+        (first[name].double() * value.double()).sum() for name, value in second.items() if value.is_floating_point()
+    ]
+    return float(torch.stack(products).sum()) if products else 0.0
+
+
+def _count_numbers(value: object) -> int:
+    """Return for how many numbers a value counts; 0 where it is none."""
+    if isinstance(value, bool | np.bool_ | float | np.integer | np.floating):
+        return 1
+    if isinstance(value, int):
+        return max(1, math.ceil(value.bit_length() / INT_BITS))
+    if isinstance(value, Tensor):
+        return int(value.numel() == 1)
+    if isinstance(value, np.ndarray):
+        return int(value.size == 1 and value.dtype.kind in "biuf")
+    return 0
