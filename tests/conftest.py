@@ -23,6 +23,7 @@ from eval.report.charts.specs import Chart
 # compile the packages anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["HYPERLEAK_OFFLINE"] = "1"  # no test fetches weights for LPIPS, nor does a command that it starts
 
 torch.set_num_threads(1)
 gc.set_threshold(50_000, 20, 100)  # ten thousand collected tests are looked through at every full collection
@@ -51,6 +52,14 @@ def _charts_drawn_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.report.blocks.render_svg", render)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_lpips_of_this_machine() -> Iterator[None]:
+    """Leave the backbone in the data folder alone, which some machines have: tests of LPIPS ask for one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("eval.metrics.perceptual.DATA_FILES", {})
         yield
 
 

@@ -48,7 +48,7 @@ class CaptureRequest:
         source: the same in plain data: names of the model, of the images, of the update's file.
         seed: of all randomness.
         device: `auto`, `cpu` or `cuda`.
-        score: figures beyond those that are always taken.
+        score: figures beyond those that are always taken; nothing is downloaded for them unless that is asked for.
         imports: modules that register what the attacks name.
         notes: what a reader has to know of the updates.
     """
@@ -57,7 +57,7 @@ class CaptureRequest:
     source: Mapping[str, str]
     seed: int = 0
     device: str = "auto"
-    score: ScoreSpec = field(default_factory=ScoreSpec)
+    score: ScoreSpec = field(default_factory=lambda: ScoreSpec(download=False))
     imports: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 

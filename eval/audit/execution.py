@@ -21,6 +21,7 @@ from eval.metrics.score import Row
 from eval.run import results, runner
 from eval.run.attack_cell import LABELS
 from eval.run.execute import run_and_publish
+from eval.run.lpips_columns import with_finished_cells
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure
@@ -61,6 +62,7 @@ def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
     if execution.early_stop:
         plan, options = leave_out_settled(plan), replace(options, needed=stopping)
     with folder.locked(), folder.logged():
+        plan = with_finished_cells(plan, folder)
         outcome = run_and_publish(
             plan,
             folder,

@@ -23,6 +23,7 @@ from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import serialization
+from eval.experiment.spec import ScoreSpec
 from eval.io import yaml12
 from eval.run import runner
 from eval.run.federation_data import resolve_device
@@ -110,6 +111,7 @@ class AuditRequest:
         seed: of all randomness.
         device: `auto`, `cpu` or `cuda`.
         imports: modules that register what is named here.
+        download: whether weights of LPIPS may be fetched where none are at hand.
     """
 
     target: str | None = None
@@ -138,6 +140,7 @@ class AuditRequest:
     seed: int = 0
     device: str = "auto"
     imports: tuple[str, ...] = ()
+    download: bool = False
 
     @property
     def name(self) -> str:
@@ -235,6 +238,7 @@ class AuditRequest:
             source={key: value for key, value in source.items() if value},
             seed=self.seed,
             device=self.device,
+            score=ScoreSpec(download=self.download),
             imports=self.imports,
             notes=notes,
         )
@@ -271,6 +275,7 @@ class AuditRequest:
                 "method": {key: value for key, value in observed.items() if key in settings},
             },
             "seeds": [self.seed],
+            "score": {"download": self.download},
             **({"imports": list(self.imports)} if self.imports else {}),
         }
         try:

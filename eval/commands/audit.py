@@ -26,6 +26,7 @@ from eval.commands.terminal import (
     Imports,
     Json,
     Minutes,
+    Offline,
     Workers,
     console,
     exit_on_errors,
@@ -224,6 +225,7 @@ def audit(
     workers: Workers = None,
     minutes: Minutes = None,
     import_: Imports = None,
+    offline: Offline = False,
     json: Json = False,
 ) -> None:
     """Attack what a client would send and say what leaked.
@@ -275,6 +277,7 @@ def audit(
         seed=seed,
         device=device,
         imports=imports,
+        download=not offline,
     )
     _audit(request, outputs)
 

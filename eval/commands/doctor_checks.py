@@ -99,5 +99,5 @@ def _lpips() -> Check:
     except (ValueError, FileNotFoundError) as error:
         return Check("LPIPS weights", ABSENT, str(error), "unset HYPERLEAK_LPIPS or give another file")
     if isinstance(found, Unavailable):
-        return Check("LPIPS weights", ABSENT, found.reason, f"{found.remedy}; or run with --set score.download=true")
+        return Check("LPIPS weights", ABSENT, found.reason, f"{found.remedy}; a run with a network gets it")
     return Check("LPIPS weights", FINE, found.net)

@@ -19,6 +19,7 @@ from eval.commands.terminal import (
     Imports,
     Json,
     Minutes,
+    Offline,
     Workers,
     console,
     exit_on_errors,
@@ -75,6 +76,7 @@ def run(
         bool, typer.Option("--keep-checkpoints", help="Keep trained states, so that later attacks need no training.")
     ] = False,
     checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 60.0,
+    offline: Offline = False,
     json: Json = False,
 ) -> None:
     """Train the methods of an experiment, attack what the server sees, and say what leaked.
@@ -96,6 +98,7 @@ def run(
     stop_on_signals()  # so that a run ended politely ends its worker processes
     screen, notes = console(as_json=json), list[str]()
     overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
+    overrides += ["score.download=false"] if offline else []
     with exit_on_errors(USAGE):
         control = _time_limit(minutes)
         selection = {"imports": import_ or (), "without": without or (), "only": only or ()}

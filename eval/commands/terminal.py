@@ -54,6 +54,9 @@ Minutes = Annotated[
         "left out. The same command without it computes the rest."
     ),
 ]
+Offline = Annotated[
+    bool, typer.Option("--offline", help="Fetch no weights for LPIPS; HYPERLEAK_OFFLINE=1 does the same everywhere.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 SEARCH_LINE_SECONDS = 30.0
 """Between two lines on a search, where there is no terminal."""

@@ -148,8 +148,10 @@ class ScoreSpec:
     """Figures beyond those that are always taken.
 
     Attributes:
-        lpips: "auto" takes LPIPS if a backbone is at hand; "off", or the backbone's name.
-        download: whether its weights may be downloaded.
+        lpips: "auto" takes LPIPS with the backbone that is at hand, AlexNet's or SqueezeNet's; "off", or the
+            backbone's name.
+        download: whether the backbone's weights may be downloaded where none is at hand, AlexNet's by "auto"; never
+            where `HYPERLEAK_OFFLINE` is set.
         target_accuracies: accuracies in [0, 1] of which the report says in how many rounds, and with how many numbers
             sent, they were reached; `()` takes those that published figures have.
         target_metric: the accuracy that is meant.
@@ -158,7 +160,7 @@ class ScoreSpec:
     former_names: ClassVar[Mapping[str, str]] = {"levels": "target_accuracies", "level_of": "target_metric"}
 
     lpips: Literal["auto", "off", "alex", "squeeze", "vgg"] = "auto"
-    download: bool = False
+    download: bool = True
     target_accuracies: tuple[Share, ...] = ()
     target_metric: Accuracy = "accuracy"
 

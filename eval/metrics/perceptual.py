@@ -1,18 +1,25 @@
 """LPIPS v0.1 (Zhang et al., CVPR 2018) with a backbone whose weights are known, or a reason why there is none.
 
 The `lpips` package ships the linear heads; the ImageNet backbone comes from a file, from torchvision's cache
-(`$TORCH_HOME/hub/checkpoints`) or, on request, from torchvision's server. Its SHA-256 is checked every time. Values
-from a random backbone look like LPIPS and mean nothing, so there is no such fallback.
+(`$TORCH_HOME/hub/checkpoints`), from the data folder (`weights/`) or, where that is allowed, from torchvision's server.
+Its SHA-256 is checked every time. Values from a random backbone look like LPIPS and mean nothing, so there is no such
+fallback.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import warnings
 from dataclasses import dataclass
+from functools import cache
+from http.client import HTTPException
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TYPE_CHECKING, Any, Protocol
+from urllib.request import urlopen
 
 import numpy as np
 import torch
@@ -21,7 +28,9 @@ from torch.backends import cudnn
 from torch.nn.functional import interpolate
 
 from eval.metrics.image import prepare
+from fl.data.sources.npz_files import data_folder
 from fl.registry import UnknownNameError
+from fl.runtime.atomic_files import atomic_write
 from fl.runtime.safe_paths import is_accessible_file
 
 if TYPE_CHECKING:
@@ -29,6 +38,9 @@ if TYPE_CHECKING:
 
 ENVIRONMENT = "HYPERLEAK_LPIPS"
 """Environment variable that names a backbone file."""
+
+OFFLINE = "HYPERLEAK_OFFLINE"
+"""Environment variable that forbids every download, where it is set to anything but 0."""
 
 CHECKPOINTS = {
     "alex": "alexnet-owt-7be5be79.pth",
@@ -40,9 +52,18 @@ CHECKPOINTS = {
 ARRAY_FILES = {"ec921224c58e6acf468f09e4ebffd2515b4a7cedfcca2856fa29f0cc1aad118d": "squeeze"}
 """SHA-256 of `.npz` files of plain arrays under torchvision's names, and whose backbone each is."""
 
+DATA_FILES = {"squeeze": "squeezenet1_1_imagenet_fp16.npz"}
+"""Files of plain arrays that may lie in the data folder under `weights/`, by the backbone they hold."""
+
+log = logging.getLogger(__name__)
 _URL = "https://download.pytorch.org/models/"
+_SECONDS = 5.0
+"""Within which a server has to answer; of a download that has begun, between two pieces."""
+_PIECE = 2**20
 _SMALLEST, _RESIZED = 32, 64
 _BATCH = 32
+_TAKEN_UNASKED = ("alex", "squeeze")
+"""Backbones that are taken where none is asked for, in this order; VGG's takes many times as long."""
 
 
 class Perceptual(Protocol):
@@ -135,12 +156,16 @@ class Lpips:
 def load_lpips(
     net: str | None = None, file: str | Path | None = None, *, allow_download: bool = False
 ) -> Lpips | Unavailable:
-    """Load LPIPS with weights from `file`, else `$HYPERLEAK_LPIPS`, else torchvision's cache, else downloaded.
+    """Load LPIPS with weights from `file`, else `$HYPERLEAK_LPIPS`, else those at hand, else downloaded.
+
+    At hand are torchvision's cache and `weights/` in the data folder, in this order.
 
     Args:
-        net: "alex", "squeeze" or "vgg"; None takes the file's, or AlexNet where no file is named.
+        net: "alex", "squeeze" or "vgg"; None takes the file's where one is named, else AlexNet or SqueezeNet, whichever
+            is at hand, else AlexNet.
         file: torchvision's checkpoint, or an `.npz` listed in `ARRAY_FILES`.
-        allow_download: fetch torchvision's checkpoint into its cache if there is none.
+        allow_download: fetch torchvision's checkpoint into its cache if there is none, unless `$HYPERLEAK_OFFLINE` is
+            set. A line in the log says so; where there is no network it takes five seconds, and once a process.
 
     Returns:
         The measure, or `Unavailable` with reason and remedy where no file is named and none found.
@@ -164,24 +189,80 @@ def load_lpips(
         if net not in (None, owner):
             raise ValueError(f"expected a backbone for net {net!r}, got {path}, which is one for {owner!r}")
         return Lpips(owner, _build(owner, _read(path)))
-    return _from_cache(net or "alex", allow_download)
+    return _find(net, allow_download and os.environ.get(OFFLINE, "0") in {"", "0"})
 
 
-def _from_cache(net: str, allow_download: bool) -> Lpips | Unavailable:
-    path = Path(torch.hub.get_dir()) / "checkpoints" / CHECKPOINTS[net]
+def _find(net: str | None, allow_download: bool) -> Lpips | Unavailable:
+    """Return LPIPS with the first backbone that is at hand, or the one asked for downloaded."""
+    damaged = None
+    for owner in _TAKEN_UNASKED if net is None else (net,):
+        for path in _places(owner):
+            if not is_accessible_file(path):
+                continue
+            if _identify(path) == owner:
+                return Lpips(owner, _build(owner, _read(path)))
+            expected = f" (its SHA-256 does not begin {_prefix(path.name)})" if path.suffix == ".pth" else ""
+            damaged = damaged or Unavailable(owner, f"{path.name} is damaged{expected}", _remedy(owner))
+    wanted = net or "alex"
+    cached, *_ = _places(wanted)
+    if damaged is None and allow_download and _download(wanted, cached):
+        return Lpips(wanted, _build(wanted, _read(cached)))
+    # the same words whether a download was tried or not: rows quote them, and are the same on every machine
+    return damaged or Unavailable(wanted, f"no {cached.name} found", _remedy(wanted))
+
+
+def _places(net: str) -> list[Path]:
+    """Return where a backbone's file may be at hand: torchvision's cache, then the data folder."""
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / CHECKPOINTS[net]
+    return [cached, *([data_folder() / "weights" / DATA_FILES[net]] if net in DATA_FILES else [])]
+
+
+def _remedy(net: str) -> str:
     # results quote this: the variable, not this machine's folder
-    remedy = f"put {path.name} into $TORCH_HOME/hub/checkpoints (~/.cache/torch by default), or set {ENVIRONMENT}"
-    if not is_accessible_file(path):
-        if not allow_download:
-            return Unavailable(net, f"no {path.name} found", remedy)
-        try:
+    return f"put {CHECKPOINTS[net]} into $TORCH_HOME/hub/checkpoints (~/.cache/torch by default), or set {ENVIRONMENT}"
+
+
+@cache
+def _download(net: str, path: Path) -> bool:
+    """Fetch a checkpoint; return whether it is there now. What failed is not tried again in this process."""
+    try:
+        with _open(_URL + path.name) as answer:
+            log.warning(
+                "fetching %s for LPIPS from %s (%s MB, once; --offline, %s=1 or score.download=false forbids it)",
+                *(path.name, _URL, round(int(answer.headers.get("Content-Length") or 0) / 1e6) or "?", OFFLINE),
+            )
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(_URL + path.name, str(path), _prefix(path.name), progress=False)
-        except (OSError, RuntimeError) as error:  # no network; RuntimeError is torch's for a wrong hash
-            return Unavailable(net, f"{path.name} could not be downloaded ({error})", remedy)
-    if _identify(path) != net:
-        return Unavailable(net, f"{path.name} is damaged (its SHA-256 does not begin {_prefix(path.name)})", remedy)
-    return Lpips(net, _build(net, _read(path)))
+            digest = hashlib.sha256()
+            with atomic_write(path) as file:
+                while piece := answer.read(_PIECE):
+                    digest.update(piece)
+                    file.write(piece)
+                if not digest.hexdigest().startswith(_prefix(path.name)):
+                    raise ValueError("what came has another SHA-256")
+    except (OSError, ValueError, HTTPException) as error:
+        log.warning("%s for LPIPS could not be downloaded (%s); %s", path.name, error, _remedy(net))
+        return False
+    return True
+
+
+def _open(address: str) -> Any:
+    """Open an address, or give up after `_SECONDS`: the time limit of `urlopen` is that of each of a server's hosts."""
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(urlopen(address, timeout=_SECONDS))
+        except (OSError, ValueError, HTTPException) as error:
+            answers.put(error)
+
+    Thread(target=ask, daemon=True).start()
+    try:
+        found = answers.get(timeout=_SECONDS)
+    except Empty:
+        raise TimeoutError(f"no answer within {_SECONDS:g} s") from None
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
 def _prefix(checkpoint: str) -> str:

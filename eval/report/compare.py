@@ -21,7 +21,7 @@ from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
 from eval.report.formatting import NO_VALUE, format_interval, format_percent_interval
 from eval.report.load import Run, explain_damage, load
-from eval.report.result_groups import IMAGE, ResultGroup, image_key
+from eval.report.result_groups import IMAGE, ResultGroup, image_key, lpips_column
 from eval.report.settings import entry_label
 from eval.report.training_results import format_accuracy
 
@@ -120,7 +120,7 @@ class Comparison:
 
 COLUMNS = (
     *("method", "defense", "attack", "round", "run", "accuracy", "PSNR (dB)", "above best baseline (dB)"),
-    *("\N{GREATER-THAN OR EQUAL TO} 20 dB", "labels", "difference (dB)", "how"),
+    *("SSIM", "LPIPS", "\N{GREATER-THAN OR EQUAL TO} 20 dB", "labels", "difference (dB)", "how"),
 )
 NOTE = (
     "Differences are those of mean PSNR from {first}. Paired: over the same images and seeds, image by image. "
@@ -222,6 +222,8 @@ def _cells(line: ComparisonLine) -> list[str]:
     figures = [
         format_interval(group.psnr),
         format_interval(group.gain, sign=True),
+        format_interval(group.mean_interval("ssim"), 2),
+        _lpips(group),
         *map(format_percent_interval, (group.share_reaching(20), group.label_recovery_rate)),
     ]
     if not group.attacked_rows:
@@ -230,17 +232,28 @@ def _cells(line: ComparisonLine) -> list[str]:
     return [*head, line.accuracy, *figures, *told]
 
 
+def _lpips(group: ResultGroup) -> str:
+    """Return LPIPS with its interval and its backbone, which runs may have different ones of."""
+    column = lpips_column(group.image_rows)
+    if column is None:
+        return NO_VALUE
+    return f"{format_interval(group.mean_interval(column), 2)} {column.removeprefix('lpips_')}"
+
+
 def _line_to_plain(line: ComparisonLine) -> dict[str, Any]:
     head = {key: getattr(line, key) for key in ("method", "defense", "attack", "round", "run")}
     if line.group is None:
         return {**head, "present": False}
     group, apart = line.group, line.difference
+    perceptual = lpips_column(group.image_rows)
     return {
         **head,
         "present": True,
         "accuracy": group.accuracy,
         "psnr": _numbers(group.psnr),
         "gain": _numbers(group.gain),
+        "ssim": _numbers(group.mean_interval("ssim")),
+        **({perceptual: _numbers(group.mean_interval(perceptual))} if perceptual else {}),
         "reaching_20": _numbers(group.share_reaching(20)),
         "labels": _numbers(group.label_recovery_rate),
         "not_applicable": group.refusals,

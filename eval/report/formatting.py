@@ -77,3 +77,8 @@ def format_error(value: float | None) -> str:
     digits, _, power = f"{value:.0e}".partition("e")
     exponent = str(int(power)).translate(_SUPERSCRIPTS)
     return f"{digits}\N{NO-BREAK SPACE}\N{MULTIPLICATION SIGN}\N{NO-BREAK SPACE}10{exponent}"
+
+
+def lpips_name(column: str) -> str:
+    """Return LPIPS with its backbone, from its column: `LPIPS squeeze@64`."""
+    return column.replace("lpips_", "LPIPS ")

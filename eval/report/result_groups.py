@@ -281,15 +281,15 @@ def distinct_images(rows: Sequence[Row]) -> list[Row]:
     return list({(row[IMAGE], row["seed"]): row for row in named}.values())
 
 
-def baseline_means(rows: Sequence[Row]) -> dict[str, float]:
-    """Return mean PSNR of every guess on the attacked images, in dB."""
+def baseline_means(rows: Sequence[Row], metric: str = "psnr") -> dict[str, float]:
+    """Return mean PSNR in dB, or another metric, of every guess on the attacked images."""
     named: dict[tuple[Any, ...], list[Row]] = {}
     for row in distinct_images(rows):
         named.setdefault(row[IMAGE], []).append(row)
     return {
-        guess: fmean(fmean(row[_baseline_column(guess)] for row in own) for own in named.values())
+        guess: fmean(fmean(row[_baseline_column(guess, metric)] for row in own) for own in named.values())
         for guess in BASELINES
-        if _all([row for own in named.values() for row in own], _baseline_column(guess))
+        if _all([row for own in named.values() for row in own], _baseline_column(guess, metric))
     }
 
 
@@ -373,8 +373,8 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _baseline_column(guess: str) -> str:
-    return f"floor_{guess}_psnr"
+def _baseline_column(guess: str, metric: str = "psnr") -> str:
+    return f"floor_{guess}_{metric}"
 
 
 def _all(rows: Sequence[Mapping[str, object]], column: str) -> bool:

@@ -17,6 +17,7 @@ from eval.metrics import validity_flags
 from eval.metrics.lineup import BY_FEATURES, BY_PICTURE, BY_UPDATE
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
+from eval.report.formatting import lpips_name
 from eval.report.result_groups import (
     BASELINES,
     CLEAR_MARGIN,
@@ -100,11 +101,17 @@ def build_table(rows: Sequence[Row], experiment: Experiment | CaptureSpec) -> Ta
     further = [name for name in ("LPIPS", "named") if COLUMNS.index(name) in filled]
     return Table(
         title=experiment.title or "What leaked",
-        columns=tuple(COLUMNS[i] for i in filled),
+        columns=tuple(_named_columns(rows)[i] for i in filled),
         rows=[tuple(line[i] for i in filled) for line in lines],
         baselines=[tuple(line[i] for i in filled) for line in below],
         legend=_legend(rows, experiment, raised, further),
     )
+
+
+def _named_columns(rows: Sequence[Row]) -> list[str]:
+    """Return the columns' names, LPIPS with its backbone."""
+    perceptual = lpips_column(rows)
+    return [lpips_name(perceptual) if perceptual and name == "LPIPS" else name for name in COLUMNS]
 
 
 def to_markdown(content: Table) -> str:

@@ -282,6 +282,8 @@ def run_id(experiment: Experiment | CaptureSpec) -> str:
     spec = yaml_config.to_plain(experiment, oldest_names=True)
     plain = {key: value for key, value in spec.items() if key != "imports"}
     plain |= {"method": [*map(_without_optimizer, plain["method"])], "threat": _known(plain["threat"])}
+    if "score" in plain:  # whether weights may be fetched is no part of what was asked for
+        plain["score"] = {**plain["score"], "download": False}
     return short_hash({"config": plain, "version": version()})
 
 

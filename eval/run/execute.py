@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from eval.metrics.score import Row
 from eval.report.results_table import Table
 from eval.run import results, runner
+from eval.run.lpips_columns import with_finished_cells
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure, Options, Progress, RunStopped
@@ -67,7 +68,7 @@ def run_and_publish(
         LostLockError: another process may be writing to the folder.
         UnguardedError: worker processes are asked for by a script that would start itself again in them.
     """
-    is_stopped = False
+    is_stopped, plan = False, with_finished_cells(plan, folder)
     try:
         failures = runner.run(plan, folder, options, progress)
     except RunStopped as stop:

@@ -13,7 +13,7 @@ import logging
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from eval.experiment.spec import ACCURACIES
 from eval.io import jsonl, manifest
 from eval.io.run_layout import UNLIKE_DEFAULTS
 from eval.io.text import to_sentence
+from eval.metrics.perceptual import Perceptual
 from eval.metrics.score import Row
 from eval.report import results_table
 from eval.report.load import PRIVACY, load, picture_file_names, read_pictures
@@ -38,7 +39,8 @@ from eval.report.sections.overview import mixed_code_warning
 from eval.report.writer import write_report
 from eval.run import partition_files, privacy_claims
 from eval.run.attack_cell import IMAGES, PICTURES
-from eval.run.plan import CaptureTask, Plan, Source, TrainingTask
+from eval.run.lpips_columns import add_lpips
+from eval.run.plan import AttackTask, CaptureTask, Plan, Source, TrainingTask
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure, unfinished_attacks
 from eval.run.training_cell import ROUNDS
@@ -65,8 +67,9 @@ def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
     done = [training for training in plan.trainings if folder.finished(training.cell)]
     rounds = {training: _rounds(training, folder) for training in done}
     jsonl.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
-    images = [row for training in done for row in _images(training, folder, rounds[training])]
-    images += [row for capture in plan.captures for row in _captured_attack_rows(capture, folder)]
+    kept = _FinishedRows(folder, plan.perceptual)
+    images = [row for training in done for row in _images(training, kept, rounds[training])]
+    images += [row for capture in plan.captures for row in _captured_attack_rows(capture, kept)]
     jsonl.replace_rows(path / IMAGES, images)
     _write_claims([(training, rounds[training]) for training in done], folder, path)
     (path / PICTURED).mkdir()
@@ -168,7 +171,23 @@ def _rounds(training: TrainingTask, folder: RunDir) -> list[Row]:
     return [{**_head(training), **row} for row in jsonl.read_rows(folder.file(training.cell, ROUNDS))]
 
 
-def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> list[Row]:
+@dataclass(frozen=True)
+class _FinishedRows:
+    """Rows of finished attacks, with LPIPS where it can be taken by now."""
+
+    folder: RunDir
+    perceptual: Perceptual | None
+
+    def of(self, watch: AttackTask, seed: int) -> list[Row] | None:
+        """Return an attack's rows; None where there is nothing of it."""
+        cell = self.folder.latest(watch.cell)
+        if cell is None:
+            return None
+        rows = jsonl.read_rows(self.folder.file(cell, IMAGES))
+        return add_lpips(rows, self.folder.file(cell, PICTURES), self.perceptual, seed)
+
+
+def _images(training: TrainingTask, kept: _FinishedRows, rounds: Sequence[Row]) -> list[Row]:
     """Return the rows of all attacks on a training, with the accuracies of their rounds and the whole training."""
     whole, by_round = _accuracies(rounds), {row["round"]: row for row in rounds}
 
@@ -181,8 +200,8 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
     rows = [
         {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
         for watch in training.attack_tasks
-        if (cell := folder.latest(watch.cell)) is not None
-        for row in ceilings.of(watch, jsonl.read_rows(folder.file(cell, IMAGES)))
+        if (found := kept.of(watch, training.seed)) is not None
+        for row in ceilings.of(watch, found)
     ]
     if training.attack_tasks:
         return rows
@@ -191,13 +210,12 @@ def _images(training: TrainingTask, folder: RunDir, rounds: Sequence[Row]) -> li
     return [{**head, "attack": NOT_ATTACKED, "round": last, "not_applicable": NO_ATTACK, **accuracies(last)}]
 
 
-def _captured_attack_rows(capture: CaptureTask, folder: RunDir) -> list[Row]:
+def _captured_attack_rows(capture: CaptureTask, kept: _FinishedRows) -> list[Row]:
     """Return the rows of all attacks on updates that came without a training."""
     return [
         {**_head(capture), "attack": watch.attack.label, **row}
         for watch in capture.attack_tasks
-        if (cell := folder.latest(watch.cell)) is not None
-        for row in jsonl.read_rows(folder.file(cell, IMAGES))
+        for row in kept.of(watch, capture.seed) or ()
     ]
 
 

@@ -159,13 +159,15 @@ def padded_range(
 def _scatter(chart: ScatterPlot, width: int, with_key: bool) -> Figure:
     points = [replace(p, y_interval=_within(p.y_interval, 0, 100)) for p in chart.points]
     key = [(_handle(p.marker), f"{p.number}  {p.label}") for p in points] if with_key else []
-    figure, axes = _figure(width, 320 if width < 500 else 370, chart.baselines, key)
+    measure = chart.measure
+    figure, axes = _figure(width, 320 if width < 500 else 370, chart.baselines, key, measure.digits)
     xs = [v for p in points for v in (p.x, *(p.x_interval or ()))] + [b.value for b in chart.baselines]
     ys = [v for p in points for v in (p.y, *(p.y_interval or ()))]
-    axes.set_xlim(padded_range(xs, least=4))
+    left, right = padded_range(xs, least=measure.span)
+    axes.set_xlim((right, left) if measure.falling else (left, right))
     axes.set_ylim(padded_range(ys, least=10, low=0, high=100))
     axes.set_title("accuracy (%)")
-    axes.set_xlabel("PSNR of the reconstructions (dB)")
+    axes.set_xlabel(measure.label)
     _ticks(axes, width)
     _upright(axes, chart.baselines)
     for p in points:
@@ -174,7 +176,13 @@ def _scatter(chart: ScatterPlot, width: int, with_key: bool) -> Figure:
         if p.y_interval:
             _whiskers(axes, [((p.x, p.x), p.y_interval)], p.marker.series, cap="_")
     for p in points:
-        _mark(axes, p.x, p.y, p.marker, tooltip=f"{p.number}: {p.label}, {p.x:.1f} dB, {p.y:.1f} %")
+        _mark(
+            axes,
+            p.x,
+            p.y,
+            p.marker,
+            tooltip=f"{p.number}: {p.label}, {p.x:.{measure.digits}f}{measure.unit}, {p.y:.1f} %",
+        )
     _number_points(figure, axes, points, chart.baselines)
     return figure
 
@@ -198,7 +206,7 @@ def _number_points(figure: Figure, axes: Axes, points: Sequence[Point], baseline
     for p in points:
         ends = [(v, p.y) for v in p.x_interval or ()], [(p.x, v) for v in p.y_interval or ()]
         for end in filter(None, ends):
-            (left, bottom), (right, top) = (pixels(*place) for place in end)
+            (left, right), (bottom, top) = (sorted(sides) for sides in zip(*(pixels(*at) for at in end), strict=True))
             lines.append((left - 2, bottom - 2, right + 2, top + 2))
     frame = axes.get_window_extent()
     uprights = [pixels(baseline.value, 0)[0] for baseline in baselines]
@@ -307,7 +315,7 @@ def _heatmap(chart: Heatmap, width: int) -> Figure:
 
 
 def _figure(
-    width: int, height: int, baselines: Sequence[Baseline], key: Sequence[tuple[Any, str]]
+    width: int, height: int, baselines: Sequence[Baseline], key: Sequence[tuple[Any, str]], digits: int = 1
 ) -> tuple[Figure, Axes]:
     """Return an empty figure with the names of the baselines above its axes, and with its key below.
 
@@ -316,8 +324,10 @@ def _figure(
         height: in pixels, without the rows of names and key.
         baselines: named in the order of their values.
         key: handles with what they stand for.
+        digits: of the baselines' values, behind the point.
     """
-    named = [(Line2D([], [], **_baseline_look(b)), f"{b.label} {b.value:.1f}") for b in sorted(baselines, key=_value)]
+    ordered = sorted(baselines, key=_value)
+    named = [(Line2D([], [], **_baseline_look(b)), f"{b.label} {b.value:.{digits}f}") for b in ordered]
     key = [(handle, _wrapped(words, width - 60)) for handle, words in key]
     beside, above = _legend_size(named, width)
     columns, below = _legend_size(key, width)

@@ -28,12 +28,34 @@ class Baseline:
     Attributes:
         guess: which one, a key of `style.BASELINE_DASHES`.
         label: the guess in words.
-        value: its score in dB.
+        value: its score.
     """
 
     guess: str
     label: str
     value: float
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What says how close pictures are.
+
+    Attributes:
+        label: name of the axis, with the unit.
+        unit: behind a figure, with a blank in front of it; empty for none.
+        digits: behind a figure's point.
+        span: of the axis, at least.
+        falling: whether small values are close pictures: the axis then falls to the right, where more is leaked.
+    """
+
+    label: str
+    unit: str = ""
+    digits: int = 2
+    span: float = 0.2
+    falling: bool = False
+
+
+PSNR = Measure("PSNR of the reconstructions (dB)", " dB", digits=1, span=4)
 
 
 @dataclass(frozen=True)
@@ -44,7 +66,7 @@ class Point:
         number: by which the legend knows it.
         label: the attack in words.
         marker: of its method.
-        x, y: leakage in dB, accuracy in percent.
+        x, y: leakage in units of the chart's measure, accuracy in percent.
         x_interval, y_interval: (low, high) of both, where there are any.
     """
 
@@ -59,10 +81,11 @@ class Point:
 
 @dataclass(frozen=True)
 class ScatterPlot:
-    """Accuracy (upwards) against PSNR (to the right), with intervals and baselines."""
+    """Accuracy (upwards) against leakage (to the right), with intervals and baselines."""
 
     points: Sequence[Point]
     baselines: Sequence[Baseline] = ()
+    measure: Measure = PSNR
 
 
 @dataclass(frozen=True)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from operator import itemgetter
 from typing import TypeVar
 
-from eval.io.text import join_words
-from eval.metrics.statistics import Interval
 from eval.report.blocks import Block, FigureBlock, Omission, Section, TableBlock
-from eval.report.charts.specs import Baseline, Curve, LineChart, Marker, Point, ScatterPlot, Strip, StripPlot
-from eval.report.formatting import FURTHER_ACCURACIES, format_interval, format_number
+from eval.report.charts.specs import Curve, LineChart, Marker, Strip, StripPlot
+from eval.report.formatting import FURTHER_ACCURACIES, format_number
 from eval.report.load import Run
-from eval.report.result_groups import BASELINES, ResultGroup, baseline_means
+from eval.report.result_groups import ResultGroup
 from eval.report.round_series import Line, RowValue, collect_series, line_figure
-from eval.report.sections import diagnostics
+from eval.report.sections import diagnostics, tradeoff
 from eval.report.sections.numbered_groups import NumberedGroups
-from eval.report.training_results import accuracy_interval, format_accuracy
+from eval.report.sections.tradeoff import baselines_in_words, drawn_baselines, interval_ends
 
 T = TypeVar("T")
 MAX_LINES = 8
 """Lines in one figure; more are spread over a figure for every defense."""
-DRAWN_BASELINES = ("mean", "nearest")
-"""Baselines drawn as lines: the best constant image, and the best image that could be had before."""
 
 
 def section(numbered: NumberedGroups) -> Section:
@@ -33,52 +29,8 @@ def section(numbered: NumberedGroups) -> Section:
     if numbered.run.captured:
         blocks = _strips(numbered) or [Omission("figures", "no picture came back that has a true one beside it")]
         return Section("tradeoff", "How close every image came", blocks)
-    blocks = [*_scatter(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
+    blocks = [*tradeoff.blocks(numbered), *_strips(numbered), *_training(numbered), *_leakage(numbered)]
     return Section("tradeoff", "Accuracy against leakage", blocks)
-
-
-def _scatter(numbered: NumberedGroups) -> list[Block]:
-    """Return one point for every method, defense and attack."""
-    points, rows, marks, spoken = [], [], [], []
-    absent: list[Block] = []
-    for key, group in numbered.charted.items():
-        if group.psnr is None or group.accuracy is None:
-            missing = "it recovers no pictures" if group.psnr is None else "no accuracy of its round is on file"
-            absent.append(Omission(f"{numbered.label(group)} in the figure", missing))
-            continue
-        mark, clients = numbered.marker(group), accuracy_interval(numbered.run, group)
-        x, y = _interval_ends(group.psnr), _interval_ends(clients, 100)
-        points.append(Point(key, numbered.label(group), mark, group.psnr.value, 100 * group.accuracy, x, y))
-        reached = format_accuracy(numbered.run, group)
-        rows.append([*numbered.row(key, group), reached, format_interval(group.psnr)])
-        marks.append(mark)
-        spoken.append(f"{key}: {numbered.label(group)}, accuracy {reached}, PSNR {format_interval(group.psnr)} dB.")
-    if not points:
-        return absent or [Omission("accuracy against leakage", "no attack applied")]
-    lines = _drawn_baselines([numbered.charted[point.number] for point in points])
-    alt = f"Accuracy in percent against mean PSNR in dB. {' '.join(spoken)}"
-    caption = (
-        "Further right, pictures closer to the truth: more leaked. Further up, a better model. Shapes stand for "
-        "methods, hollow ones under a defense; numbers for the rows of the legend. Whiskers are 95 % intervals, of "
-        f"PSNR over images and seeds, {_accuracy_words(points)}{_baselines_in_words(lines)}"
-    )
-    if numbered.several_rounds:
-        caption += (
-            " Of the rounds that were watched, each attack is shown at the one in which it leaked most, with the "
-            "accuracy of that same round."
-        )
-    columns = [*numbered.columns(), ">accuracy", ">PSNR (dB)"]
-    legend = TableBlock("What the marks stand for", columns, rows, markers=marks)
-    chart = ScatterPlot(points, lines)
-    return [FigureBlock("tradeoff", "Each attack on each method", chart, alt, caption, legend), *absent]
-
-
-def _accuracy_words(points: Sequence[Point]) -> str:
-    if all(point.y_interval for point in points):
-        return "of accuracy over clients and seeds."
-    if any(point.y_interval for point in points):
-        return "of accuracy over clients and seeds where the accuracy of every client is on file."
-    return "of accuracy none, as that of every single client is not on file."
 
 
 def _strips(numbered: NumberedGroups) -> list[Block]:
@@ -93,12 +45,12 @@ def _strips(numbered: NumberedGroups) -> list[Block]:
             numbered.marker(group),
             [row["psnr"] for row in group.image_rows],
             group.psnr.value,
-            _interval_ends(group.psnr),
+            interval_ends(group.psnr),
         )
         for key, group in shown.items()
         if group.psnr is not None
     ]
-    lines = _drawn_baselines(list(shown.values()))
+    lines = drawn_baselines(list(shown.values()))
     alt = "PSNR of every attacked image. " + " ".join(
         f"{row.number}, {row.label}: from {min(row.values):.1f} to {max(row.values):.1f} dB, mean {row.mean:.1f} dB."
         for row in rows
@@ -106,7 +58,7 @@ def _strips(numbered: NumberedGroups) -> list[Block]:
     caption = (
         "Each dot is one reconstruction, the larger mark their mean with its 95 % interval: a mean can hide single "
         "images that came back exact, and single failures. From about 20 dB a person recognizes the "
-        f"content.{_baselines_in_words(lines)}"
+        f"content.{baselines_in_words(lines)}"
     )
     return [FigureBlock("images", "Every image on its own", StripPlot(rows, lines), alt, caption)]
 
@@ -173,13 +125,13 @@ def _leakage_figure(name: str, title: str, lots: Mapping[tuple[str, ...], list[R
     curves, rows = [], []
     for i, (key, lot) in enumerate(lots.items()):
         found = sorted(((group.round, group.psnr) for group in lot if group.psnr is not None), key=itemgetter(0))
-        ends = [(float(at), *span) for at, psnr in found if (span := _interval_ends(psnr))]
+        ends = [(float(at), *span) for at, psnr in found if (span := interval_ends(psnr))]
         label = ", ".join(word for word in key if word != "none")
         curves.append(Curve(label, i, [(float(at), psnr.value) for at, psnr in found], ends))
         rows.append([*key, "; ".join(f"{format_number(psnr.value)} ({at})" for at, psnr in found)])
-    lines = _drawn_baselines([group for lot in lots.values() for group in lot])
+    lines = drawn_baselines([group for lot in lots.values() for group in lot])
     alt = "Mean PSNR in dB over rounds. " + " ".join(f"{', '.join(row[:3])}: {row[3]}." for row in rows)
-    caption = f"Whiskers or bands are 95 % intervals over images and seeds.{_baselines_in_words(lines)}"
+    caption = f"Whiskers or bands are 95 % intervals over images and seeds.{baselines_in_words(lines)}"
     marks = [Marker(curve.series, line=True) for curve in curves]
     legend = TableBlock(
         "What the lines stand for", ["method", "defense", "attack", ">PSNR in dB (round)"], rows, markers=marks
@@ -196,21 +148,3 @@ def _split_by_defense(items: Mapping[tuple[str, ...], T]) -> list[tuple[str, str
         (f"-{i}", f", defense: {defense}", {key: item for key, item in items.items() if key[1] == defense})
         for i, defense in enumerate(defenses, 1)
     ]
-
-
-def _drawn_baselines(groups: Sequence[ResultGroup]) -> list[Baseline]:
-    found = baseline_means([row for group in groups for row in group.image_rows])
-    return [Baseline(guess, BASELINES[guess], found[guess]) for guess in DRAWN_BASELINES if guess in found]
-
-
-def _baselines_in_words(found: Sequence[Baseline]) -> str:
-    if not found:
-        return ""
-    words = join_words([f"{floor.label} ({format_number(floor.value)} dB)" for floor in found])
-    return f" Broken lines: what a guess without the update scores on the same images, {words}."
-
-
-def _interval_ends(found: Interval | None, factor: float = 1) -> tuple[float, float] | None:
-    if found is None or found.low is None or found.high is None:
-        return None
-    return factor * found.low, factor * found.high

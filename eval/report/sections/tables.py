@@ -18,6 +18,7 @@ from eval.report.formatting import (
     format_number,
     format_percent,
     format_percent_interval,
+    lpips_name,
 )
 from eval.report.result_groups import (
     BASELINES,
@@ -60,7 +61,7 @@ def _closeness(numbered: NumberedGroups) -> TableBlock:
     """Return how close reconstructions are to the true images."""
     rows = [row for group in numbered.by_number.values() for row in group.image_rows]
     perceptual = lpips_column(rows)
-    extra = [f">{perceptual.replace('lpips_', 'LPIPS ')}"] if perceptual else []
+    extra = [f">{lpips_name(perceptual)}"] if perceptual else []
     limited = any("bound_psnr" in row for row in rows)
     columns = [
         *numbered.columns(),
@@ -293,9 +294,7 @@ def _explained(numbered: NumberedGroups) -> list[Block]:
 def _missing(numbered: NumberedGroups) -> list[str]:
     """Return why figures could not be taken."""
     reasons = [
-        reason
-        if reason.startswith("LPIPS")
-        else f"{name.replace('lpips_', 'LPIPS ').replace('ssim', 'SSIM')}: {reason}"
+        reason if reason.startswith("LPIPS") else f"{lpips_name(name).replace('ssim', 'SSIM')}: {reason}"
         for group in numbered.by_number.values()
         for row in group.attacked_rows
         for name, reason in row.get("missing", {}).items()

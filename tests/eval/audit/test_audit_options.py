@@ -73,6 +73,7 @@ OPTIONS = {
     "--import": "json",
 }
 """Every option that takes a value and goes with pictures."""
+SWITCHES = {"--json", "--offline"}
 TABLES = {"--categories"}
 """What goes with tables alone."""
 IDLE = {
@@ -123,7 +124,7 @@ def test_the_table_has_every_option():
 
     command = get_command(cli.app).commands["audit"].commands["any"]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
-    assert known - set(OPTIONS) == {"--json", *TABLES}
+    assert known - set(OPTIONS) == {*SWITCHES, *TABLES}
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -133,7 +134,7 @@ def test_the_command_of_a_source_has_its_own_options_alone(mine, source):
     command = get_command(cli.app).commands["audit"].commands[source]
     known = {word for option in command.params for word in option.opts if word.startswith("--")}
     own = PAIR if source == "update" else set()
-    assert known == ({"--json", *OPTIONS, *TABLES} - IDLE[source] - {f"--{source}", "--update"} - PAIR) | own
+    assert known == ({*SWITCHES, *OPTIONS, *TABLES} - IDLE[source] - {f"--{source}", "--update"} - PAIR) | own
     words = [word.replace("MINE", mine) for word in SOURCES[source] if word not in {"--method", "--update"}]
     result = audit(source, *words, "--attack", "guess", "--device", "cpu")
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output

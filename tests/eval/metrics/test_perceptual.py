@@ -1,7 +1,11 @@
 """LPIPS: published values with real weights, an independent forward pass, and no value without weights."""
 
 import hashlib
+import io
+import logging
 import os
+import shutil
+import time
 from pathlib import Path
 from urllib.error import URLError
 
@@ -13,7 +17,7 @@ import torchvision
 from torch.nn.functional import interpolate
 
 from eval.metrics import perceptual
-from eval.metrics.perceptual import CHECKPOINTS, ENVIRONMENT, Lpips, Unavailable, load_lpips
+from eval.metrics.perceptual import CHECKPOINTS, ENVIRONMENT, OFFLINE, Lpips, Unavailable, load_lpips
 
 SLICES = {"squeeze": (2, 5, 8, 10, 11, 12, 13), "alex": (2, 5, 8, 10, 12), "vgg": (4, 9, 16, 23, 30)}
 BUILDERS = {"squeeze": torchvision.models.squeezenet1_1, "alex": torchvision.models.alexnet}
@@ -23,6 +27,7 @@ BUILDERS = {"squeeze": torchvision.models.squeezenet1_1, "alex": torchvision.mod
 def empty_cache(tmp_path, monkeypatch):
     """A torchvision cache with nothing in it, whatever this machine has."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path / "data"))
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     return tmp_path / "home" / "hub" / "checkpoints"
 
@@ -195,31 +200,102 @@ def test_a_single_flipped_bit_is_noticed(empty_cache, monkeypatch):
         load_lpips(file=path)
 
 
-def test_download_only_on_request_and_its_failure_is_a_reason(monkeypatch):
-    asked = []
+class Answer(io.BytesIO):
+    """What a server sends, with what it says of it."""
 
-    def offline(url, _destination, prefix, progress):
-        asked.append((url, prefix, progress))
-        raise URLError("no route")
+    def __init__(self, content):
+        super().__init__(content)
+        self.headers = {"Content-Length": str(len(content))}
 
-    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
-    load_lpips("alex")
+
+@pytest.fixture
+def asked(monkeypatch):
+    """Addresses that were asked for; the network is down until `asked.content` is set."""
+
+    class Asked(list):
+        content: bytes | None = None
+
+        def __call__(self, address, *, timeout):
+            assert timeout <= 5
+            self.append(address)
+            if self.content is None:
+                raise URLError("no route")
+            return Answer(self.content)
+
+    network = Asked()
+    monkeypatch.setattr(perceptual, "urlopen", network)
+    monkeypatch.delenv(OFFLINE)
+    return network
+
+
+def test_nothing_is_fetched_unless_it_is_allowed(asked, monkeypatch):
+    assert isinstance(load_lpips(), Unavailable)
+    monkeypatch.setenv(OFFLINE, "1")
+    assert isinstance(load_lpips(allow_download=True), Unavailable)
     assert asked == []
-    measure = load_lpips("alex", allow_download=True)
-    assert asked == [("https://download.pytorch.org/models/alexnet-owt-7be5be79.pth", "7be5be79", False)]
-    assert isinstance(measure, Unavailable)
-    assert "no route" in measure.reason
 
 
-def test_a_download_is_used(empty_cache, monkeypatch, tmp_path):
+def test_without_a_network_the_reason_is_as_ever_and_nothing_is_asked_twice(asked, caplog):
+    caplog.set_level(logging.WARNING, "eval")
+    first = load_lpips(allow_download=True)
+    assert asked == ["https://download.pytorch.org/models/alexnet-owt-7be5be79.pth"]
+    assert first == load_lpips(allow_download=True) == load_lpips()
+    assert len(asked) == 1
+    (line,) = caplog.messages
+    assert "alexnet-owt-7be5be79.pth for LPIPS could not be downloaded" in line
+    assert "no route" in line
+
+
+def test_a_server_that_does_not_answer_is_given_up(asked, monkeypatch):
+    monkeypatch.setattr(perceptual, "_SECONDS", 0.05)
+    monkeypatch.setattr(perceptual, "urlopen", lambda _address, timeout: time.sleep(10 * timeout))
+    began = time.monotonic()
+    assert isinstance(load_lpips(allow_download=True), Unavailable)
+    assert time.monotonic() - began < 0.4
+
+
+def test_a_download_is_used_and_a_line_says_so(asked, empty_cache, monkeypatch, tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "eval")
     source = known_checkpoint(tmp_path / "source.pth", monkeypatch)
-
-    def download(_url, destination, _prefix, progress):
-        assert not progress
-        Path(destination).write_bytes(source.read_bytes())
-
-    monkeypatch.setattr("torch.hub.download_url_to_file", download)
+    asked.content = source.read_bytes()
     assert isinstance(load_lpips("squeeze", allow_download=True), Lpips)
+    assert (empty_cache / source.name).read_bytes() == asked.content
+    (line,) = caplog.messages
+    assert line.startswith(f"fetching {source.name} for LPIPS from https://download.pytorch.org/models/")
+    assert "--offline" in line
+    assert isinstance(load_lpips("squeeze"), Lpips)
+    assert len(asked) == 1
+
+
+def test_a_download_of_something_else_is_not_kept(asked, empty_cache, caplog):
+    asked.content = b"a page to log in on"
+    assert isinstance(load_lpips(allow_download=True), Unavailable)
+    assert "another SHA-256" in caplog.text
+    assert [*empty_cache.iterdir()] == []
+
+
+@pytest.fixture
+def in_data_folder(weights, tmp_path, monkeypatch):
+    """The real SqueezeNet in the data folder."""
+    monkeypatch.setattr(perceptual, "DATA_FILES", {"squeeze": weights.name})
+    (tmp_path / "data" / "weights").mkdir(parents=True)
+    return Path(shutil.copy(weights, tmp_path / "data" / "weights"))
+
+
+def test_a_backbone_in_the_data_folder_is_taken_unasked_before_any_is_fetched(in_data_folder, asked):
+    assert load_lpips(allow_download=True).net == load_lpips("squeeze").net == "squeeze"
+    assert asked == []
+    assert isinstance(load_lpips("alex"), Unavailable)
+
+
+def test_one_in_the_cache_goes_before_it(in_data_folder, empty_cache, monkeypatch):
+    known_checkpoint(empty_cache / "x.pth", monkeypatch, "alex", random_state("alex"))
+    assert load_lpips().net == "alex"
+
+
+def test_a_damaged_file_in_the_data_folder_is_not_used(in_data_folder):
+    in_data_folder.write_bytes(b"none")
+    assert load_lpips().reason == f"{in_data_folder.name} is damaged"
 
 
 def test_the_addresses_are_torchvisions():

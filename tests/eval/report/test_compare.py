@@ -71,8 +71,26 @@ def test_all_three_forms(tmp_path):
     markdown = found.to_markdown()
     assert "a \\| b" in markdown
     widths = {line.count("|") for line in found.to_markdown().splitlines() if line.startswith("| fedavg")}
-    assert widths == {13}
+    assert widths == {15}
     assert found.to_json() == compare(folders).to_json()
+
+
+def test_ssim_and_lpips_stand_beside_psnr_with_the_backbone(tmp_path):
+    runs = [FakeRun().attack("fedavg", "ig", [20.0, 22.0]) for _ in range(3)]
+    for name, run in zip(("lpips_alex@64", "lpips_squeeze@64"), runs, strict=False):
+        run.rows = [{**row, name: 0.25} for row in run.rows]
+    found = compare([run.write(tmp_path / str(i)) for i, run in enumerate(runs)])
+    (_, columns, rows) = found.tables()[1]
+    cells = [dict(zip(columns, row, strict=True)) for row in rows]
+    assert [cell["LPIPS"].split()[0] + " " + cell["LPIPS"].split()[-1] for cell in cells[:2]] == [
+        "0.25 alex@64",
+        "0.25 squeeze@64",
+    ]
+    assert cells[2]["LPIPS"] == "\N{EN DASH}"
+    assert all(cell["SSIM"].startswith("0.99") for cell in cells)
+    plain = found.to_plain()["lines"]
+    assert plain[1]["lpips_squeeze@64"]["value"] == 0.25
+    assert not any(key.startswith("lpips") for key in plain[2])
 
 
 def test_it_takes_two_different_runs(tmp_path):

@@ -26,7 +26,7 @@ def test_rounds_and_defenses(tmp_path):
             run.train("fedavg", [0.1, 0.5, 0.6 + 0.1 * seed], defense=defense, seed=seed)
     content = build_report(run.write(tmp_path / "out"))
     names = [figure.name for figure in blocks(content, FigureBlock)]
-    assert names == ["tradeoff", "images", "accuracy", "accuracy-local", "leakage-rounds"]
+    assert names == ["tradeoff", "tradeoff-ssim", "images", "accuracy", "accuracy-local", "leakage-rounds"]
     assert grid(content, "Accuracy").rows[0][2].startswith("65.0")
     assert [block.subject for block in blocks(content, FindingBlock)] == ["fedavg", "fedavg with loud"]
     assert grid(content, "How close the pictures are").columns[:5] == [">no.", "method", "defense", "attack", ">round"]

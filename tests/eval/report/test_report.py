@@ -18,6 +18,7 @@ from eval.report.formatting import format_error, format_interval
 from eval.report.sections.overview import attacker_knowledge
 from eval.report.writer import write_figures, write_report
 
+FIGURES = {"tradeoff", "tradeoff-ssim", "images", "accuracy", "accuracy-local", "diagnostic-1"}
 VOID = {"meta", "img", "br"}
 NASTY = "<script>alert('x')</script>|`*"
 
@@ -386,7 +387,7 @@ def test_folders_that_are_no_runs(tmp_path):
 
 def test_drawings_hold_finite_coordinates_inside_their_frame(folder):
     figures = blocks(build_report(folder), FigureBlock)
-    assert {figure.name for figure in figures} == {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
+    assert {figure.name for figure in figures} == FIGURES
     for figure in figures:
         for drawing in (figure.wide, figure.narrow):
             root = ElementTree.fromstring(to_element(drawing, name="a", alt="A"))
@@ -419,7 +420,6 @@ def test_figures_for_papers_are_written_on_request(folder):
     (folder / "figures" / "old.pdf").write_bytes(b"")
     (folder / "figures" / "mine.txt").write_bytes(b"")
     paths = write_figures(folder, "pdf")
-    names = {"tradeoff", "images", "accuracy", "accuracy-local", "diagnostic-1"}
-    assert {path.name for path in paths} == {f"{name}{suffix}.pdf" for name in names for suffix in ("", "-column")}
+    assert {path.name for path in paths} == {f"{name}{suffix}.pdf" for name in FIGURES for suffix in ("", "-column")}
     assert set((folder / "figures").iterdir()) == {*paths, folder / "figures" / "mine.txt"}
     assert all(path.read_bytes().startswith(b"%PDF-") for path in paths)

@@ -42,6 +42,16 @@ def test_it_is_readable_without_the_papers():
     assert text.count("\n| ") == 2 + len(found.rows) + len(found.baselines)
 
 
+def test_lpips_is_named_with_its_backbone():
+    made = run()
+    made.rows = [{**row, "lpips_squeeze@64": 0.25} if "image" in row else row for row in made.rows]
+    found = results_table.build_table(made.rows, experiment())
+    column = found.columns.index("LPIPS squeeze@64")
+    assert found.columns[column - 1] == "SSIM"
+    assert [row[column] for row in found.rows] == ["0.25", "-", "0.25"]
+    assert any(line.startswith("LPIPS: perceptual distance") for line in found.legend)
+
+
 def test_flags_are_explained():
     found = results_table.build_table(
         run().rows, experiment(CONFIG.replace("knows_labels: false", "knows_labels: true"))
