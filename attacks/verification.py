@@ -99,7 +99,7 @@ def confirm(view: ServerView, result: Result) -> Result:
     elif unstated:
         reason = RULE_UNKNOWN
     elif (sized := explains_size(view, result)) is False:
-        reason = SIZE_CONTRADICTED
+        reason = SIZE_UNSTATED if view.scale_unknown else SIZE_CONTRADICTED
     elif looks and not sized:  # a uniform image's gradient looks like signs, too, but another rule's has another size
         reason = f"{RULE_DOUBTED} {looks}"
     else:
@@ -135,6 +135,10 @@ STATISTICS_CONTRADICTED = (
 SIZE_CONTRADICTED = (
     "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
     "how bright it is; check the step size and the optimizer"
+)
+SIZE_UNSTATED = (
+    "not confirmed: nothing in the update tells how bright the picture is but its size, which nobody knows without the "
+    "step size; state that (method, --method)"
 )
 
 

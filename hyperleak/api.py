@@ -414,6 +414,8 @@ def _subjects(
     if facts is not None:
         client = client if client.method is not None else replace(client, method=facts.method(model))
         batch_size = facts.examples if batch_size == 1 and facts.examples is not None else batch_size
+    if chosen.method is None and facts is not None:
+        captured = replace(captured, scale_unknown=facts.scale_unknown)
     subject = captured_update.of_update(
         model,
         with_model_names(captured, model),

@@ -51,6 +51,7 @@ class CapturedUpdate:
         kind: "gradient" for one that was sent before a step of plain SGD was made of it (`fl.capture`).
         clients: of which the update is the mean, each of as many images.
         training: what a file recorded in a federation says of how the client trained; None of other files.
+        scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
     """
 
     update: dict[str, Tensor]
@@ -62,6 +63,7 @@ class CapturedUpdate:
     kind: Literal["update", "gradient"] = "update"
     clients: int = 1
     training: TrainingFacts | None = None
+    scale_unknown: bool = False
 
 
 def load_update(path: Path) -> CapturedUpdate:

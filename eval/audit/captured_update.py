@@ -71,7 +71,7 @@ def of_update(
             alone = from_update(model, captured.update, input_shape=input_shape, options=known)
         return as_mean_of_clients(alone, clients)
 
-    view = _with_buffers(view_of(batch_size * clients), captured.buffers)
+    view = replace(_with_buffers(view_of(batch_size * clients), captured.buffers), scale_unknown=captured.scale_unknown)
     known_data = None
     if given is not None:
         known_data = _true_batch(Examples.of(given), view, batch_size * clients)
@@ -83,8 +83,8 @@ def of_update(
     )
     notes = (*captured.notes, *filter(None, (unsent,)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
-    # without a method the step size is a guess
-    return subject if known_data is None else _with_truth(subject, known_data, view_of, scaled=client.method is None)
+    scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
+    return subject if known_data is None else _with_truth(subject, known_data, view_of, scaled=scaled)
 
 
 def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:

@@ -64,7 +64,8 @@ class TrainingFacts:
     def method(self, model: nn.Module) -> FedAvg | None:
         """Return the method that trains a model so; None where too little is known.
 
-        The step size of a single step of SGD need not be known: no attack depends on it.
+        The step size of a single step of SGD need not be known: where it is not, the update is known up to a factor
+        (`scale_unknown`).
 
         Raises:
             ValueError: facts that no optimizer can have; says which.
@@ -72,8 +73,7 @@ class TrainingFacts:
         length: dict[str, Any] = {"steps": self.steps} if self.steps is not None else {"epochs": self.epochs}
         if self.optimizer is None or (self.steps is None and self.epochs is None):
             return None
-        one_plain_step = self.optimizer == "sgd" and self.steps == 1 and not self.weight_decay
-        if self.lr is None and not one_plain_step:
+        if self.lr is None and not self.is_plain_step:
             return None
         return FedAvg(
             lr=1.0 if self.lr is None else self.lr,
@@ -84,6 +84,16 @@ class TrainingFacts:
             train_mode=model.training if self.train_mode is None else self.train_mode,
             **length,
         )
+
+    @property
+    def is_plain_step(self) -> bool:
+        """Whether it was one step of plain SGD, whose update is the gradient up to a factor."""
+        return self.optimizer == "sgd" and self.steps == 1 and not self.weight_decay
+
+    @property
+    def scale_unknown(self) -> bool:
+        """Whether the update of one plain step is known up to a factor, since its step size is not known."""
+        return self.is_plain_step and self.lr is None
 
     def in_words(self) -> str:
         """Return what is known as a list of settings, in the order of the attributes."""

@@ -19,6 +19,7 @@ from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.examples import Examples
+from eval.audit.recorded_update import TrainingFacts
 from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
@@ -30,7 +31,7 @@ from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.inputs.form import Inputs
-from fl.method import methods
+from fl.method import Method, methods
 from fl.methods.fedavg import FedAvg
 from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
@@ -328,6 +329,8 @@ class AuditRequest:
             size = training.examples if size == 1 and training.examples is not None else size
         captured = with_model_names(captured, model)
         client, assumed = _with_read_step_size(client, captured, self.method)
+        if _leaves_step_size_open(client.method, self.method, captured.training):
+            captured = replace(captured, scale_unknown=True)
         subject = captured_update.of_update(
             model,
             captured,
@@ -414,6 +417,20 @@ def _truth_notes(subject: Subject, source: str) -> list[str]:
     return [fewer] * (used < subject.n_given) + [UNCHECKED_NOTE] * (subject.error is None)
 
 
+def _leaves_step_size_open(how: Method | None, stated: str | None, training: TrainingFacts | None) -> bool:
+    """Return whether it is one step of plain SGD whose size nobody stated: the update then is known up to a factor.
+
+    Args:
+        how: the client trains.
+        stated: what was said of that.
+        training: what the file says of it, which counts where nothing else is stated.
+    """
+    if stated is None:
+        return training is not None and training.scale_unknown
+    plain = type(how) is FedAvg and (how.optimizer, how.steps, how.weight_decay) == ("sgd", 1, 0)
+    return plain and "lr" not in yaml12.parse_settings(stated)
+
+
 def _with_read_step_size(
     client: ClientSettings, captured: captured_files.CapturedUpdate, method: str | None
 ) -> tuple[ClientSettings, list[str]]:
@@ -437,7 +454,8 @@ def _assumed_notes(method: str | None) -> list[str]:
     """Return what of local training was not stated, and so is a default."""
     given = yaml12.parse_settings(method) if method else {"lr": None, "steps": None}
     known = methods.spec(methods.build(given)) if method else {}
-    assumed = [f"lr: {known['lr']:g}"] if "lr" in known and "lr" not in given else []
+    open_size = _leaves_step_size_open(methods.build(given) if method else None, method, None)
+    assumed = [f"lr: {known['lr']:g}"] if "lr" in known and "lr" not in given and not open_size else []
     if known.get("epochs") is not None and "epochs" not in given:
         assumed.append(f"epochs: {known['epochs']} in batches of at most {known.get('batch_size')}")
     return [f"not stated by --method, so the method's defaults count: {', '.join(assumed)}"] if assumed else []

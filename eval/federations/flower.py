@@ -8,7 +8,7 @@ would keep the server waiting until its timeout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from eval.federations.optimizer_watch import OptimizerWatch, watch_optimizers
 from eval.federations.response import LeakageError, OnLeak, Responder
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
+from fl.inputs.form import Inputs
 
 ClientFunction = Callable[[Message, Context], Message]
 
@@ -220,7 +221,7 @@ class AuditStrategy(Strategy):
 def audit_mod(
     model: Callable[[], nn.Module],
     *,
-    input_shape: tuple[int, int, int],
+    input_shape: Sequence[int] | Inputs,
     on_leak: OnLeak = "withhold",
     training: TrainingFacts | None = None,
     out: str | Path | None = OUT,
@@ -231,14 +232,15 @@ def audit_mod(
 
     Args:
         model: makes the network that the app trains, such as its class.
-        input_shape: of one input, such as (3, 32, 32).
+        input_shape: of one input, such as (3, 32, 32), or an example of inputs that no shape describes.
         on_leak: "withhold" answers by an error in the place of an update that must not leave, or can't be audited.
             "stop" does so from then on in the whole run, "noise" adds noise until nothing is found, "warn" only says
             so.
         training: facts of training that neither messages, nor the app's config, nor PyTorch's optimizer tell.
         out: folder for the reports, a page a round; None writes none.
         record: whether updates are kept there, too.
-        **screening: `mean`, `std`, `seconds`, `allowed` and `seed` of `Screener`.
+        **screening: `mean`, `std`, `loss`, `output`, `head`, `input_range`, `categories`, `seconds`, `allowed` and
+            `seed` of `Screener`.
     """
     screen = Screener(model=model, input_shape=input_shape, **screening)
     return AuditMod(_responder(screen, on_leak, out, record), training or TrainingFacts())

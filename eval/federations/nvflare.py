@@ -92,7 +92,8 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
             What PyTorch's optimizers are seen to do in a client's own process counts more, and most what a trainer
             says of an update in its meta, under "hyperleak_training". Steps that none of them tells are the meta's
             `NUM_STEPS_CURRENT_ROUND`.
-        screening: settings of `Screener` by name: seconds, allowed, mean, std, seed.
+        screening: settings of `Screener` by name: seconds, allowed, mean, std, loss, output, head, input_range,
+            categories, seed.
         out: folder of the reports, seen from the job's run folder where it is no absolute path.
         record: whether to keep every update there as well, for `hyperleak audit update`.
 
@@ -122,7 +123,7 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         self._component: object = None
         known = [field.name for field in fields(Screener) if field.name not in {"model", "input_shape"}]
         settings = _known("screening", screening or {}, known)
-        screener = Screener(model=self._make_model, input_shape=(*input_shape,), **settings)  # type: ignore[arg-type]
+        screener = Screener(model=self._make_model, input_shape=(*input_shape,), **settings)
         self._responder = Responder(screen=screener, on_leak=on_leak)
 
     def handle_event(self, event_type: str, fl_ctx: FLContext) -> None:

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
 import attacks as attack_registry
 from attacks.base import Attack, NotApplicable, Result
 from attacks.search_control import SearchControl
+from attacks.update.first_linear_layer import first_linear
+from attacks.update.update_rule import guess_update_rule
 from attacks.verification import contradicts_features
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
-from eval.audit.recorded_update import RecordedUpdate
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
+from eval.federations.dropout import Silenced, silence
 from eval.federations.fail_closed import attempt
+from eval.federations.wording import in_arguments
+from eval.io.text import join_words
 from fl.capture import ClientSettings
+from fl.inputs.description import Range
+from fl.inputs.form import Inputs
+from fl.losses import Loss
+from fl.losses.function import build_loss
 from fl.models.building_blocks.layers import Normalize
+from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.user_code import RUN_ERRORS
 from fl.tensors import dense
 from fl.view import ServerView
@@ -85,6 +95,24 @@ class Screening:
         return self.verdict != "not shown to leak"
 
 
+@dataclass(frozen=True)
+class Case:
+    """An update to be attacked.
+
+    Attributes:
+        subject: with the server's view of it.
+        replayable: whether the view has all that a step depended on, so that the whole update may speak for or against
+            what an attack finds. It has not where the client drew masks of dropout that nobody knows.
+    """
+
+    subject: Subject
+    replayable: bool
+
+    def exposures(self, attack: str, result: Result) -> list[Exposure]:
+        """Return what a result of an attack proves."""
+        return proved_exposures(attack, result, self.subject.view, replayable=self.replayable)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Screener:
     """Screens updates of one model: settings in the object, the update in the call.
@@ -95,21 +123,33 @@ class Screener:
 
     Attributes:
         model: returns the model, whatever its weights: they come with the update.
-        input_shape: of one example, (C, H, W).
+        input_shape: of one example: (C, H, W) of an image, (C, T) of a series, (F,) of a table; or an example of the
+            inputs, where there are several or ids.
         mean: per channel, subtracted by the client's data loader, where the model does not do it itself.
         std: per channel, what the loader divides by, likewise.
+        loss: what clients minimize, as of `hyperleak.audit`: "cross-entropy", "bce", "mse", "segmentation", settings,
+            `module:function` or a callable of (outputs, targets).
+        output: which part of what the model returns that is taken of: a name, a place, or a function of the whole.
+        head: prefix of the names of the classifier's parameters; None takes the last linear layer.
+        input_range: least and largest number that the model's inputs can have, where that is not [0, 1].
+        categories: of a table, first column of each one-hot category and the one behind its last.
         seconds: after which no further attack begins, and those that run end.
         allowed: the most that an update may be shown to give away.
         seed: of whatever the attacks draw.
 
     Raises:
-        ValueError: seconds that are not above zero, or an unknown limit.
+        ValueError: seconds that are not above zero, an unknown limit or loss, or ranges that contradict each other.
     """
 
     model: Callable[[], nn.Module]
-    input_shape: tuple[int, int, int]
+    input_shape: Sequence[int] | Inputs
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
+    loss: str | Mapping[str, Any] | Loss | Callable[..., Tensor] = "cross-entropy"
+    output: Choice = None
+    head: str | None = None
+    input_range: Range | None = None
+    categories: Sequence[tuple[int, int]] = ()
     seconds: float = 2.0
     allowed: Exposed = "labels"
     seed: int = 0
@@ -119,6 +159,14 @@ class Screener:
             raise ValueError(f"expected seconds > 0, got {self.seconds}")
         if self.allowed not in LEVELS:
             raise ValueError(f"expected allowed as {', '.join(map(repr, LEVELS))}, got {self.allowed!r}")
+        if not (isinstance(self.loss, str) and ":" in self.loss):  # which may be in a module that is at clients alone
+            build_loss(self.loss)
+        if not self.mean and not self.std:
+            return
+        if self.input_range is not None:
+            raise ValueError("expected mean and std of a loader of pixels in [0, 1], or input_range, got both")
+        if not isinstance(self.input_shape, Sequence) or len(self.input_shape) != 3:
+            raise ValueError(f"expected mean and std with images (C, H, W) alone, got input_shape {self.input_shape!r}")
 
     def __call__(self, recorded: RecordedUpdate) -> Screening:
         """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened.
@@ -131,7 +179,13 @@ class Screener:
             reason = f"the screening failed: {words}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
 
-        return attempt(lambda: self._screen(recorded, began), failed)
+        found = attempt(lambda: self._screen(recorded, began), failed)
+        return replace(
+            found,
+            reason=in_arguments(found.reason),
+            tried={name: in_arguments(words) for name, words in found.tried.items()},
+            notes=tuple(map(in_arguments, found.notes)),
+        )
 
     def _screen(self, recorded: RecordedUpdate, began: float) -> Screening:
         """Return the outcome for one update.
@@ -140,33 +194,55 @@ class Screener:
             recorded: the update.
             began: the time when its screening began.
         """
-        subject = self._subject(recorded)
+        case = self._case(recorded)
+        subject = case.subject
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
         alone, found = self._attack_as_one_step(recorded, subject, control)
-        others = {} if self._is_too_much(alone) else self._attack(subject.view, control)
-        shown = [one for name, result in others.items() for one in proved_exposures(name, result, subject.view)]
+        others = {} if self._is_too_much(alone) else self._attack(case, control)
+        shown = [one for name, result in others.items() for one in case.exposures(name, result)]
         notes = (
             *subject.notes,
             *(["whatever was stated, it is that of one step on one example"] if alone else ()),
-            *assumptions(recorded, subject.view.threat.knows_optimizer),
+            *assumptions(recorded.training, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
         )
         return self._judge([*alone, *shown], {**found, **others}, notes, time.monotonic() - began)
 
-    def _subject(self, recorded: RecordedUpdate) -> Subject:
-        """Return the update as the server's view of it."""
+    def _case(self, recorded: RecordedUpdate) -> Case:
+        """Return the update as the server's view of it, without the random numbers of a network that draws some."""
         model, facts = self._pixel_model(), recorded.training
         captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after)), model)
-        client = ClientSettings(method=facts.method(model), mean=self.mean, std=self.std)
+        silenced = Silenced(model)
+        if model.training if facts.train_mode is None else facts.train_mode:
+            stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
+            alone = (facts.examples or facts.batch_size or 1, facts.steps or facts.epochs) in {(1, 1), (1, None)}
+            silenced = silence(model, self.input_shape if stated else None, captured.update if alone else None)  # type: ignore[arg-type]
+        if silenced.evaluating:
+            facts = replace(facts, train_mode=False)
+            silenced.model.eval()
+        model = silenced.model
+        captured = replace(captured, notes=(*captured.notes, *filter(None, (silenced.note,))))
+        captured = replace(captured, scale_unknown=facts.scale_unknown)
+        client = ClientSettings(
+            method=facts.method(model),
+            mean=self.mean,
+            std=self.std,
+            loss=self.loss,
+            output=self.output,
+            head=self.head,
+            input_range=self.input_range,
+            categories=self.categories,
+        )
         count = facts.examples or facts.batch_size or 1
-        return of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
+        subject = of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
+        return Case(subject, silenced.replayable)
 
     def _pixel_model(self) -> nn.Module:
         """Return the model with what its loader does to pixels in [0, 1] in front of it."""
         model = self.model()
         if not self.mean and not self.std:
             return model
-        channels = self.input_shape[0]
+        channels = self.input_shape[0]  # type: ignore[index]
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
         return nn.Sequential(normalize, model).train(model.training)
 
@@ -185,22 +261,23 @@ class Screener:
         facts = replace(facts, examples=1, batch_size=None, steps=None if stated[1] is None else 1, epochs=None)
         name = ADAPTIVE_STEP if facts.optimizer not in {None, "sgd"} else FIRST_ATTACK
         try:
-            view = self._subject(replace(recorded, training=facts)).view
-            result = attack_registry.build(name)(view, seed=self.seed, control=control)
+            case = self._case(replace(recorded, training=facts))
+            result = attack_registry.build(name)(case.subject.view, seed=self.seed, control=control)
         except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
             log.debug("not screened as of one step on one example: %s", error)
             return [], {}
-        return proved_exposures(name, result, view), {f"{name}, as of one step on one example": result}
+        return case.exposures(name, result), {f"{name}, as of one step on one example": result}
 
-    def _attack(self, view: ServerView, control: SearchControl) -> dict[str, Result]:
+    def _attack(self, case: Case, control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
+        view = case.subject.view
         found: dict[str, Result] = {}
         for name, attack in _solving_attacks(view).items():
             if reason := control.stop_reason():
                 found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
                 continue
             found[name] = attack(view, seed=self.seed, control=control)
-            if self._is_too_much(proved_exposures(name, found[name], view)):
+            if self._is_too_much(case.exposures(name, found[name])):
                 break
         return found
 
@@ -238,7 +315,7 @@ def _solving_attacks(view: ServerView) -> dict[str, Attack]:
     return solving or {FIRST_ATTACK: attack_registry.build(FIRST_ATTACK)}  # which says why it does not apply
 
 
-def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Exposure]:
+def proved_exposures(attack: str, result: Result, view: ServerView, *, replayable: bool = True) -> list[Exposure]:
     """Return what a result proves of an update without the truth; nothing that it merely found.
 
     Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
@@ -250,35 +327,64 @@ def proved_exposures(attack: str, result: Result, view: ServerView) -> list[Expo
         attack: its name.
         result: of it.
         view: of the update.
+        replayable: whether a step on what was found can be taken again; where it can't, the layers above neither
+            confirm nor contradict anything, and inputs of layers are known up to a factor.
     """
     if isinstance(result, NotApplicable):
         return []
     shown: list[Exposure] = []
+    alike = set() if replayable else layers_of_one_direction(view)
     error = result.relative_error if attack == ADAPTIVE_STEP else None
     sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
     if result.inputs is not None and (result.verified or sized):
         count = len(result.inputs)
-        words = "an image is" if count == 1 else f"{count} images are"
+        noun = "image" if view.task.inputs.is_image else "example"
+        words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
         how = f"{_say_error(error)}, and its layer confirms it" if sized else ", and the update confirms it"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
         if first != "features" or not (result.verified or sized or (layer and view.threat.knows_optimizer)):
             continue
+        if layer.removesuffix(".weight") in alike:
+            continue
         missed = result.private.get(f"residual/{layer}")
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
-        if result.verified or sized or not contradicts_features(view, result, layer):
-            words = _say_features(layer, dense(value)) + (_say_error(error) if sized else "")
+        doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
+        if result.verified or sized or not doubted:
+            words = _say_features(layer, dense(value), replayable or bool(result.verified))
+            words += _say_error(error) if sized else ""
             shown.append(Exposure("features", attack, words))
+    if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
+        shown.append(Exposure("features", attack, _say_features(name, result.inputs, False)))  # type: ignore[arg-type]
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
     return shown
 
 
-def _say_features(layer: str, value: Tensor) -> str:
-    what = f"what {layer} takes" if layer else "what the first fully connected layer takes"
-    return f"{what} is recovered: {value.numel()} numbers"
+def _picture_by_its_layer(result: Result, view: ServerView, alike: Collection[str]) -> str:
+    """Return the name of the linear layer that is given the one image that its own equations tell; "" for none."""
+    layer = first_linear(view)
+    if isinstance(layer, NotApplicable) or isinstance(result, NotApplicable) or layer.name in alike:
+        return ""
+    stated = view.batch_size == 1 and view.threat.knows_optimizer and not guess_update_rule(view)
+    return layer.name if stated and result.inputs is not None and result.objective <= MAX_MISSED else ""
+
+
+def layers_of_one_direction(view: ServerView) -> set[str]:
+    """Return linear layers whose update has one direction whatever they are given: those of one or two outputs.
+
+    What flows back into two outputs under cross entropy sums to zero, so that several inputs look like one.
+    """
+    found = {name for name, value in view.update.items() if dense(value).ndim == 2 and len(dense(value)) <= 2}
+    return {name.rpartition(".")[0] for name in found}
+
+
+def _say_features(layer: str, value: Tensor, sized: bool) -> str:
+    name = layer.removesuffix(".weight")
+    what = f"what {name} takes" if name else "what the first fully connected layer takes"
+    return f"{what} is recovered{'' if sized else ' up to a factor'}: {value.numel()} numbers"
 
 
 def _say_error(error: float | None) -> str:
@@ -294,11 +400,14 @@ def _outcome(result: Result) -> str:
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
 
 
-def assumptions(recorded: RecordedUpdate, knows_optimizer: bool) -> list[str]:
+def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:
     """Return what a screening has to assume where the facts of training are not known."""
-    facts, assumed = recorded.training, []
+    assumed = []
     if not knows_optimizer:
-        assumed.append("how the client trained is not known, so that little can be confirmed: say optimizer and steps")
+        length = facts.steps if facts.steps is not None else facts.epochs
+        known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
+        missing = join_words([name for name, value in known.items() if value is None])
+        assumed.append(f"how the client trained is not known, so that little can be confirmed: say {missing}")
     if facts.examples is None and facts.batch_size is None:
         assumed.append("the number of examples is not known; taken for one")
     return assumed

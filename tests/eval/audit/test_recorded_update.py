@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -141,3 +143,28 @@ def test_numbers_of_any_kind_are_facts() -> None:
     assert facts == TrainingFacts(lr=0.5, steps=3, examples=4, batch_size=2)
     assert json.loads(json.dumps(asdict(facts))) == asdict(facts)
     assert replace(facts, train_mode=False).in_words().endswith("train_mode False")
+
+
+STEP = "{name: fedavg, steps: 1, batch_size: null}"
+
+
+@pytest.mark.parametrize("method", [None, STEP], ids=["of the file", "stated"])
+def test_a_step_of_unknown_size_contradicts_no_images(
+    method: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, (inputs, labels) = support.dense_network(), support.examples(1)
+    update = support.recorded(model)
+    replace(update, training=replace(update.training, lr=None)).save(tmp_path / "update.npz")
+    monkeypatch.setitem(sys.modules, "whole_module", SimpleNamespace(whole=lambda: (model, inputs, labels)))
+    words = ["audit", "update", str(tmp_path / "update.npz"), "--model", "whole_module:whole", "--attack", "analytic"]
+    said = CliRunner().invoke(app, [*words, *(["--method", method] if method else [])]).output
+    assert "confirmed by the attack" in said
+    assert "contradiction" not in said
+    assert "lr: " not in said
+    wrong = CliRunner().invoke(app, [*words, "--method", "{name: fedavg, steps: 1, batch_size: null, lr: 0.5}"]).output
+    assert "contradiction: the update is not what this model makes of these images" in wrong
+    if method is None:
+        images = {"inputs": inputs, "labels": labels}
+        report = hyperleak.audit(model, *images.values(), update=tmp_path / "update.npz", attacks="analytic")
+        assert not any("not what this model makes" in note for note in report.notes)
+        assert report.findings[0].verified is True

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support import recorded as support
 from torch import Tensor, nn
 
-from eval.audit.recorded_update import TrainingFacts
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
+from fl.seeds import stream
 
 ADAM = TrainingFacts(optimizer="adam", lr=1e-3, steps=1)
 
@@ -241,3 +243,113 @@ def test_a_model_of_half_precision_confirms_no_picture_that_is_too_dark(kind: to
     halves = {"before": update.before, "after": after}
     rounded = {half: {name: value.to(kind) for name, value in state.items()} for half, state in halves.items()}
     assert not kinds(screener(copy.deepcopy(model).to(kind), seconds=0.5)(replace(update, **rounded)))
+
+
+class Named(nn.Module):
+    """A network that returns several things by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = support.dense_network()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"size": x.mean(), "scores": self.inner(x)}
+
+
+def one_step(model: nn.Module, inputs: Tensor, loss: Callable[[Any], Tensor]) -> RecordedUpdate:
+    """An update of one step of SGD on a loss of what the model returns."""
+    trained = copy.deepcopy(model)
+    loss(trained(inputs)).backward()
+    after = {name: (value - 0.1 * value.grad).detach() for name, value in trained.named_parameters()}
+    return RecordedUpdate(before=dict(model.state_dict()), after=after, training=support.PLAIN)
+
+
+def single_output() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        return nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.ReLU(), nn.Linear(24, 1))
+
+
+LOSSES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor], dict[str, Any]]] = {
+    "bce": (
+        single_output,
+        lambda out: nn.functional.binary_cross_entropy_with_logits(out, torch.ones(1, 1)),
+        {"loss": "bce"},
+    ),
+    "mse": (single_output, lambda out: nn.functional.mse_loss(out, torch.ones(1, 1)), {"loss": {"name": "mse"}}),
+    "named": (
+        Named,
+        lambda out: nn.functional.cross_entropy(out["scores"], torch.tensor([3])),
+        {"output": "scores"},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_losses_and_outputs_are_stated_as_to_other_audits(kind: str) -> None:
+    build, loss, stated = LOSSES[kind]
+    model, inputs = build(), support.examples(1)[0]
+    update = one_step(model, inputs, loss)
+    assert "images" in kinds(screener(model, **stated)(update))
+    silent = screener(model)(update)
+    assert silent.must_not_leave or kind == "mse"
+    assert next(iter(stated)) + "=" in silent.reason
+    assert "--" not in silent.reason
+
+
+def test_a_table_of_numbers_in_a_stated_range_is_an_example() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Linear(14, 24), nn.ReLU(), nn.Linear(24, 3))
+    row = 6 * torch.rand(1, 14, generator=stream(0, "row")) - 3
+    update = one_step(model, row, lambda out: nn.functional.cross_entropy(out, torch.tensor([1])))
+    stated = {"input_shape": (14,), "input_range": (-3, 3)}
+    found = Screener(model=lambda: model, **stated)(update)  # type: ignore[arg-type]
+    assert found.reason == "an example is recovered, and the update confirms it (analytic)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss": "hinge"}, "unknown loss 'hinge'"),
+        ({"mean": (0.5,), "input_range": (-1, 1)}, "mean and std .* or input_range, got both"),
+        ({"mean": (0.5,), "input_shape": (14,)}, r"with images \(C, H, W\) alone"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Screener(**{"model": support.network, "input_shape": support.SHAPE, **settings})
+
+
+@pytest.mark.parametrize("build", [support.dense_network, support.network])
+def test_a_step_size_that_nobody_stated_takes_nothing_from_what_has_no_size(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    update = support.recorded(model)
+    found = screener(model)(replace(update, training=replace(update.training, lr=None)))
+    assert found.verdict == "leaked"
+    assert not any("lr" in note for note in found.notes)
+
+
+def test_what_only_a_step_size_could_confirm_asks_for_it() -> None:
+    """Of one layer with two outputs every batch looks like one picture, of some size."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 2))
+    inputs = support.examples(1)[0]
+    update = one_step(model, inputs, lambda out: nn.functional.cross_entropy(out, torch.tensor([1])))
+    assert "images" in kinds(screener(model)(update))
+    unknown = screener(model)(replace(update, training=replace(update.training, lr=None)))
+    assert not unknown.exposures
+    assert "which nobody knows without the step size" in unknown.tried["analytic"]
+
+
+@pytest.mark.parametrize(
+    ("facts", "missing"),
+    [
+        (TrainingFacts(examples=1), "optimizer, steps and lr"),
+        (TrainingFacts(examples=1, optimizer="sgd", steps=3), "lr"),
+        (TrainingFacts(examples=1, lr=0.1, epochs=2), "optimizer"),
+    ],
+)
+def test_what_is_missing_is_named(facts: TrainingFacts, missing: str) -> None:
+    model = support.network()
+    found = screener(model, seconds=0.5)(replace(support.recorded(model, 1, ADAM), training=facts))
+    assert any(note.endswith(f"little can be confirmed: say {missing}") for note in found.notes)
