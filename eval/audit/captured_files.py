@@ -82,7 +82,7 @@ def load_update(path: Path) -> CapturedUpdate:
     facts = found.pop(FACTS, None) if isinstance(found, dict) else None
     if isinstance(facts, Tensor):
         training, origin = read_facts(facts.numpy().tobytes(), path)
-        where = ", ".join(f"{name} {value}" for name, value in sorted(origin.items()))
+        where = "; ".join(f"{name}: {value}" for name, value in sorted(origin.items()))
         note = f"recorded: {where or 'nobody says where'}; training: {training.in_words()}"
         plain = _load_update(found, path, wanted)
         return replace(plain, training=training, notes=(*plain.notes, note))

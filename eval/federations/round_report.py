@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +18,10 @@ from fl.runtime.atomic_files import make_folder
 ROWS, PAGE = "screenings.jsonl", "report.html"
 SCHEMA_VERSION = 1
 """Of the rows' form."""
+LONGEST_NAME = 40
+"""Characters of a client's name in tables and headings."""
+OF_ONE_UPDATE = {"facts": "Known from", "beside the update, not looked at": "Beside the update, not looked at"}
+"""What of an origin belongs to a single update, and how it is called there."""
 LEAD = (
     "An update counts as leaked where an attack recovered something from it and proved that, without the true images, "
     "in the time that it had. Anything else is no proof that nothing leaks."
@@ -74,26 +77,36 @@ class RoundReports:
 
 def _report(rows: list[dict[str, Any]], number: str) -> Report:
     """Return the page of one round."""
-    leaked = [row["client"] for row in rows if row["verdict"] == "leaked"]
-    failed = [row["client"] for row in rows if row["verdict"] == "failed"]
+    leaked = [_short(row["client"]) for row in rows if row["verdict"] == "leaked"]
+    failed = [_short(row["client"]) for row in rows if row["verdict"] == "failed"]
+    shared = _shared_origin(rows)
     said = [f"Shown to leak: {', '.join(leaked)}." if leaked else "No update was shown to leak."]
     if failed:
         said.append(f"Could not be screened: {', '.join(failed)}.")
     return Report(
         title=f"Round {number}: {len(rows)} update{'s' if len(rows) != 1 else ''} screened",
         lead=" ".join(said),
-        facts=[(name, value) for name, value in sorted(_shared_origin(rows).items())],
+        facts=sorted(shared.items()),
         sections=[
             Section("updates", "Updates", [Paragraph(LEAD), _table(rows)]),
-            *(Section(f"client-{i}", f"Client {row['client']}", _details(row)) for i, row in enumerate(rows)),
+            *(_section(number, row, shared) for number, row in enumerate(rows)),
         ],
     )
 
 
 def _shared_origin(rows: list[dict[str, Any]]) -> dict[str, str]:
-    """Return what all updates of a round have in common of their origin."""
+    """Return what all updates of a round have in common of their origin, beside what only describes an update."""
     first: Mapping[str, str] = rows[0]["origin"]
-    return {name: value for name, value in first.items() if all(row["origin"].get(name) == value for row in rows)}
+    return {
+        name: value
+        for name, value in first.items()
+        if name not in {"client", *OF_ONE_UPDATE} and all(row["origin"].get(name) == value for row in rows)
+    }
+
+
+def _short(name: str) -> str:
+    """Return the name of a client as far as a table has room for it; its section has all of it."""
+    return name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
 
 
 def _table(rows: list[dict[str, Any]]) -> TableBlock:
@@ -102,10 +115,10 @@ def _table(rows: list[dict[str, Any]]) -> TableBlock:
         columns=["client", "verdict", "what is shown", "response", ">seconds"],
         rows=[
             [
-                row["client"],
+                _short(row["client"]),
                 row["verdict"],
                 "; ".join(f"{one['kind']} ({one['attack']})" for one in reversed(row["exposures"])) or "nothing",
-                row["response"],
+                row["response"].removesuffix(f": {row['reason']}"),
                 f"{row['seconds']:.1f}",
             ]
             for row in rows
@@ -113,14 +126,21 @@ def _table(rows: list[dict[str, Any]]) -> TableBlock:
     )
 
 
-def _details(row: dict[str, Any]) -> list[Any]:
+def _section(number: int, row: dict[str, Any], shared: Mapping[str, str]) -> Section:
+    return Section(f"client-{number}", f"Client {_short(row['client'])}", _details(row, shared))
+
+
+def _details(row: dict[str, Any], shared: Mapping[str, str]) -> list[Any]:
     """Return what was known of an update, and what each attack came to."""
-    training = {name: value for name, value in row["training"].items() if value not in (None, 0.0)}
-    known = json.dumps(training) if training else "nothing"
+    known = {name: value for name, value in row["training"].items() if value not in (None, 0.0)}
+    training = ", ".join(f"{name} {value}" for name, value in known.items())
+    own = {name: value for name, value in row["origin"].items() if name not in shared and name != "client"}
     entries = [
+        *([("Client", row["client"])] if row["client"] != _short(row["client"]) else []),
         ("Finding", row["reason"]),
-        ("Training, as far as known", known),
-        *row["tried"].items(),
+        ("Training, as far as known", training or "nothing"),
+        *((OF_ONE_UPDATE.get(name, name), value) for name, value in own.items()),
+        *((f"Tried: {name}", outcome) for name, outcome in row["tried"].items()),
         *(("Note", note) for note in row["notes"]),
     ]
     if "update" in row:

@@ -50,6 +50,8 @@ FIRST_ATTACK = "analytic"
 """What is tried where no attack that solves is one of the usual ones."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
+PAIR_NOTE = "the update is 'before' - 'after'"
+"""What readers of files are told of two halves; in a federation there is nothing else."""
 log = logging.getLogger(__name__)
 
 
@@ -221,7 +223,8 @@ class Screener:
             facts = replace(facts, train_mode=False)
             silenced.model.eval()
         model = silenced.model
-        captured = replace(captured, notes=(*captured.notes, *filter(None, (silenced.note,))))
+        notes = [note for note in captured.notes if not note.startswith(PAIR_NOTE)]
+        captured = replace(captured, notes=(*notes, *filter(None, (silenced.note,))))
         captured = replace(captured, scale_unknown=facts.scale_unknown)
         client = ClientSettings(
             method=facts.method(model),

@@ -104,7 +104,7 @@ def test_an_audit_takes_the_facts_from_the_file(tmp_path: Path) -> None:
         update = support.recorded(model, 1, made)
         (update if told else replace(update, training=TrainingFacts())).save(tmp_path / f"{name}.npz")
         report = hyperleak.audit(model, update=tmp_path / f"{name}.npz", input_shape=support.SHAPE, attacks="analytic")
-        assert any("round 3" in note for note in report.notes)
+        assert any("round: 3" in note for note in report.notes)
         found[name] = report.findings[0]
     assert found["sgd"].verified is True
     assert "adam" in found["adam"].refused

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from support import recorded as support
@@ -61,3 +63,30 @@ def test_clients_whose_names_look_alike_keep_a_file_each(tmp_path: Path) -> None
 def test_a_reply_that_could_not_be_read_leaves_no_file(tmp_path: Path) -> None:
     RoundReports(folder=tmp_path, record=True).add(RecordedUpdate(before={}, after={}), QUIET, "withheld")
     assert not list(tmp_path.rglob("*.npz"))
+
+
+def test_a_long_name_and_a_long_reason_leave_the_table_narrow(tmp_path: Path) -> None:
+    name, reason = f"ward 4 of {'x' * 200}", f"the screening failed: {'y' * 600}"
+    update = support.recorded(support.network(), client=name)
+    failed = Screening(verdict="failed", reason=reason)
+    page = RoundReports(folder=tmp_path).add(update, failed, f"sent with a warning: {reason}").read_text()
+    table = page[page.index("<table") : page.index("</table>")]
+    assert "<td>sent with a warning</td>" in table
+    assert f"<td>{name[:39]}…</td>" in table
+    assert page.count(name) == 1
+    assert page.count(reason) == 1
+
+
+def test_what_is_of_one_update_stands_with_it(tmp_path: Path) -> None:
+    reports = RoundReports(folder=tmp_path)
+    for client, weight in (("a", "3"), ("b", "4")):
+        update = support.recorded(support.network(), client=client)
+        origin = {**update.origin, "facts": "metrics: examples", "weight in the mean": weight}
+        page = reports.add(replace(update, origin=origin), QUIET, "sent: nothing is shown")
+    first, second = page.read_text().split('id="client-0"')[1].split('id="client-1"')
+    for part, weight in ((first, "3"), (second, "4")):
+        words = re.sub(r"<[^>]*>|\s+", " ", part)
+        assert re.search(rf"weight in the mean +{weight} ", words)
+        assert re.search("Known from +metrics: examples", words)
+        assert re.search("Training, as far as known +optimizer sgd, lr 0.1, steps 1, examples 1", words)
+        assert re.search("Tried: analytic +not applicable: &lt;steps&gt;", words)
