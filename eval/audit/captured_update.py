@@ -125,8 +125,10 @@ def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor]
 
 def _known_buffers(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
     """Return the buffers before that the file has; None where it has none, or not all."""
-    found = {name: captured.before[name] for name, _ in model.named_buffers() if name in captured.before}
-    return found if found and found.keys() == {name for name, _ in model.named_buffers()} else None
+    sent = model.state_dict().keys()  # without what no state has, such as the constants of a loader put in front
+    names = [name for name, _ in model.named_buffers() if name in sent]
+    found = {name: captured.before[name] for name in names if name in captured.before}
+    return found if found and len(found) == len(names) else None
 
 
 def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> str:

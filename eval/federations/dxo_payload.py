@@ -118,13 +118,13 @@ def withhold_meta(meta: Mapping[str, object]) -> dict[str, object]:
     """Return a DXO's meta with plain values as they are, arrays as zeros and nothing else.
 
     Control variates of SCAFFOLD travel in the meta. Its server asks for them, and zeros leave its own as they are.
-    Of plain values that are more than may leave unseen the largest entries are left out.
+    Of more plain values than a few metrics the largest entries are left out.
     """
     harmless = {name: found for name, value in meta.items() if (found := _harmless(value)) is not None}
     plain = {name: _without_arrays(value) for name, value in harmless.items()}
     left: dict[str, object] = {}
     for name in sorted(plain, key=lambda name: Beside.of(plain[name]).size):
-        if not Beside.of(left | {name: plain[name]}).excess:
+        if Beside.of(left | {name: plain[name]}).may_leave_alone:
             left[name] = plain[name]
     return {name: value for name, value in harmless.items() if name in left}
 

@@ -17,8 +17,10 @@ LEAST_SHARE = 0.25
 """Of what was sent, that weights after a round are taken to have in them at least."""
 MIN_WEIGHT_COSINE, WEIGHT_SIZES = 0.9, (0.5, 2.0)
 """Cosine with the weights before above which a difference is none, if its length is so many times theirs."""
-MAX_NUMBERS, MAX_CHARACTERS = 256, 1024
-"""What may leave beside an update, where no attack looks: metrics and names, but no picture of 28 by 28 pixels."""
+MAX_NUMBERS, MAX_CHARACTERS = 128, 1024
+"""What may leave beside an update, where no attack looks: metrics and names, but no picture of 12 by 12 pixels."""
+MAX_WITHHELD = 32
+"""Numbers and, by eights, characters that may leave beside an update that is withheld itself."""
 NAMED = 6
 """Entries that are named of what lies beside an update."""
 INT_BITS = 64
@@ -70,6 +72,11 @@ class Beside:
     def size(self) -> int:
         """How many numbers and characters there are."""
         return self.numbers + self.characters
+
+    @property
+    def may_leave_alone(self) -> bool:
+        """Whether it may leave in the place of an update that is withheld."""
+        return not self.unseen and self.numbers <= MAX_WITHHELD and self.characters <= 8 * MAX_WITHHELD
 
     @property
     def words(self) -> str:

@@ -53,7 +53,9 @@ def test_stop_raises_and_is_in_the_report(tmp_path: Path) -> None:
     update = support.recorded(support.dense_network())
     with pytest.raises(LeakageError, match="stopped: an image is recovered"):
         responder("stop", reports=RoundReports(folder=tmp_path))(update)
-    assert "stopped: an image is recovered" in (tmp_path / "round-3" / "report.html").read_text()
+    page = (tmp_path / "round-3" / "report.html").read_text()
+    assert "<td>stopped</td>" in page
+    assert "an image is recovered" in page
 
 
 def test_noise_hides_what_is_then_sent() -> None:

@@ -353,3 +353,24 @@ def test_what_is_missing_is_named(facts: TrainingFacts, missing: str) -> None:
     model = support.network()
     found = screener(model, seconds=0.5)(replace(support.recorded(model, 1, ADAM), training=facts))
     assert any(note.endswith(f"little can be confirmed: say {missing}") for note in found.notes)
+
+
+def test_running_statistics_are_those_that_were_sent_behind_a_loader_too() -> None:
+    """The constants of the loader are buffers of no state: they must not hide those that were sent."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 10)).eval()
+
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = build().train()
+        model(torch.rand(64, 196))  # moves the statistics
+    update = one_step(
+        model.eval(),
+        (support.examples(1)[0] - 0.5) / 0.25,
+        lambda out: nn.functional.cross_entropy(out, torch.ones(1, dtype=torch.int64)),
+    )
+    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    update = replace(update, after={**update.after, **buffers})
+    found = Screener(model=build, input_shape=support.SHAPE, mean=(0.5,), std=(0.25,), seconds=20)(update)
+    assert "images" in kinds(found)
