@@ -1,4 +1,4 @@
-"""Exact attacks whose searches for pictures end early, for tests of what holds whether a picture is found or not."""
+"""What takes long where it is not the point: searches for pictures, and replays of a client on many candidates."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import pytest
 
 from attacks.analytic.graph import feature_inversion
+from eval.metrics.identification import draw_distractors
 
-STEPS = 20
+STEPS, CANDIDATES = 20, 8
 
 
 @contextmanager
@@ -21,4 +22,15 @@ def brief_picture_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ANNEALING_STEPS", "MAX_DESCENT_STEPS"):
             patch.setattr(feature_inversion, name, STEPS)
+        yield
+
+
+@contextmanager
+def few_candidates() -> Iterator[None]:
+    """Name an attacked image among eight of its class, where a run takes fifty.
+
+    A client is replayed on each. How many are meant is tested with the lineups themselves, in `tests/eval/metrics`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(draw_distractors.__kwdefaults__, "count", CANDIDATES - 1)
         yield

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 import torch
+from support.brief import few_candidates
 from support.killed import finish
 from typer.testing import CliRunner
 
@@ -26,7 +27,9 @@ def audit(folder: Path, name: str, words: list[str]) -> int:
     if number == 0:
         torch.set_num_threads(1)
         os.chdir(folder)
-        os._exit(CliRunner().invoke(cli.app, ["audit", *words, "--out", name]).exit_code)
+        os.fsync = lambda _: None  # a killed process loses nothing that it has written
+        with few_candidates():
+            os._exit(CliRunner().invoke(cli.app, ["audit", *words, "--out", name]).exit_code)
     return number
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from support import chains
+from support.brief import brief_picture_searches
+from support.cover import pairwise
 from support.pictures import LEAKY, POOLED, STEP, attack, error, network, photograph, victim
 from torch import nn
 
@@ -64,6 +68,13 @@ CHAINS = {
 }
 
 
+@pytest.fixture
+def _brief_searches() -> Iterator[None]:
+    """Where a chain can't be undone, `backsolve` searches for the picture: `test_backsolve` is of that."""
+    with brief_picture_searches():
+        yield
+
+
 @pytest.mark.parametrize("chain", list(CHAINS))
 def test_the_image_comes_back_to_rounding(chain: str) -> None:
     method = replace(STEP, train_mode=False) if any(isinstance(m, nn.BatchNorm2d) for m in CHAINS[chain]) else STEP
@@ -110,9 +121,8 @@ def test_where_nothing_is_pooled_single_precision_suffices(size: int) -> None:
     assert error(result, image) < 0.05 / 255
 
 
-@pytest.mark.parametrize("act", [nn.LeakyReLU(0.1), LEAKY, nn.ReLU(), nn.Sigmoid()])
-@pytest.mark.parametrize("filters", [1, 2, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.usefixtures("_brief_searches")
+@pairwise(seed=range(4), filters=(1, 2, 4), act=(nn.LeakyReLU(0.1), LEAKY, nn.ReLU(), nn.Sigmoid()))
 def test_an_objective_is_small_only_where_the_picture_explains_the_update(
     seed: int, filters: int, act: nn.Module
 ) -> None:
@@ -130,6 +140,7 @@ def test_an_objective_is_small_only_where_the_picture_explains_the_update(
         assert "unexplained" in result.note
 
 
+@pytest.mark.usefixtures("_brief_searches")
 @pytest.mark.parametrize("act", [LEAKY, nn.ReLU(), nn.Sigmoid()])
 @pytest.mark.parametrize("filters", [1, 2, 8])
 def test_a_layer_whose_equations_are_too_few_is_told_by_name(filters: int, act: nn.Module) -> None:
@@ -187,12 +198,14 @@ def test_what_it_cannot_undo_is_refused(chain: tuple[nn.Module, ...], reason: st
     assert "of all equations together is left unexplained" in result.reason
 
 
+@pytest.mark.usefixtures("_brief_searches")
 def test_a_picture_that_explains_most_is_returned_without_a_claim() -> None:
     image = photograph(14)
     result = Cascade()(victim(network(nn.Conv2d(1, 8, 3), nn.LeakyReLU(0.01), nn.AvgPool2d(2)), image))
     assert isinstance(result, Reconstruction)
     assert not result.verified
-    assert "1.4e-01 of all equations together is left unexplained" in result.note
+    (left,) = re.findall(r"(\S+) of all equations together is left unexplained", result.note)
+    assert 0.05 < float(left) < 0.2
     assert float((result.inputs - image).square().mean()) < 10**-2.3  # type: ignore[operator]
 
 

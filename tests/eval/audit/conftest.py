@@ -1,25 +1,19 @@
-"""What all tests of audits share.
-
-Lineups are of a few candidates: how many are meant is tested with the lineups themselves, in `tests/eval/metrics`. And
-whatever an audit says in plain data is held against the schema of findings.
-"""
+"""What all tests of audits share: few candidates, and whatever is said in plain data is held against its schema."""
 
 import json
 from collections.abc import Iterator
 
 import pytest
+from support.brief import few_candidates
 from support.json_schema import CLOSED, faults
 
 from eval.audit.findings import AuditReport
 from eval.audit.judgment import Judgment
-from eval.metrics.identification import draw_distractors
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_candidates() -> Iterator[None]:
-    """Replay the client on eight candidates an image, where a run takes fifty."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(draw_distractors.__kwdefaults__, "count", 7)
+    with few_candidates():
         yield
 
 

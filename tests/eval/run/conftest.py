@@ -3,16 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
+from support.brief import few_candidates
 
-from eval.metrics.identification import draw_distractors
 from fl.federation import Federation
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _few_candidates() -> Iterator[None]:
-    """Replay the client on eight candidates an image, where a run takes fifty."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(draw_distractors.__kwdefaults__, "count", 7)
+    with few_candidates():
         yield
 
 

@@ -114,19 +114,19 @@ def test_a_signal_goes_up_through_scalings_and_sums() -> None:
 
 def test_a_network_deeper_than_the_recursion_limit_is_worked_through() -> None:
     """What follows from what over hundreds of operations is no deep recursion."""
-    depth = 80
+    depth, width = 150, 512
 
     class Deep(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.head = nn.Linear(4, 3)
+            self.head = nn.Linear(width, 3)
 
         def forward(self, x: Tensor) -> Tensor:
             for _ in range(depth):
                 x = torch.relu(x + 0.5)
             return self.head(x)
 
-    model, images = Deep().double(), torch.rand(1, 4, generator=stream(0, "deep"), dtype=torch.float64)
+    model, images = Deep().double(), torch.rand(1, width, generator=stream(0, "deep"), dtype=torch.float64)
     graph = trace_operations(model, images)
     assert isinstance(graph, Graph)
     network = NetworkGraph(graph, graph, {name: torch.ones_like(value) for name, value in model.named_parameters()})
