@@ -56,10 +56,10 @@ def victim(widths: tuple[int, ...] = (16, 48, 96)) -> nn.Module:
         return ResNet(widths).eval()
 
 
-def pictures(count: int, seed: int = 1) -> tuple[Tensor, Tensor]:
+def pictures(count: int, seed: int = 1, size: int = 16) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(seed)
-    coarse = torch.rand(count, 3, 4, 4, generator=draw)
-    smooth = functional.interpolate(coarse, size=16, mode="bicubic", align_corners=False).clamp(0, 1)
+    coarse = torch.rand(count, 3, size // 4, size // 4, generator=draw)
+    smooth = functional.interpolate(coarse, size=size, mode="bicubic", align_corners=False).clamp(0, 1)
     return (255 * smooth).round() / 255, torch.randint(10, (count,), generator=draw)
 
 
@@ -79,7 +79,7 @@ def assert_exact(found: Result, images: Tensor) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_residual_networks_give_batches_away_exactly(count: int, training: bool) -> None:
     """Also where batch normalization is in training mode."""
-    images, labels = pictures(count)
+    images, labels = pictures(count, size=12)
     view, _ = from_batch(victim().train(training), images, labels)
     found = attacks.build("backsolve")(view)
     assert isinstance(found, Reconstruction)
@@ -217,7 +217,7 @@ def test_images_are_told_apart_by_other_activations(activation: Callable[[Tensor
 
 
 def test_repeated_labels_are_no_trouble() -> None:
-    images, _ = pictures(2)
+    images, _ = pictures(2, size=12)
     view, _ = from_batch(victim(), images, torch.tensor([3, 3]))
     found = attacks.build("backsolve")(view)
     assert isinstance(found, Reconstruction)
