@@ -18,7 +18,7 @@ from fl.runtime.atomic_files import make_folder
 ROWS, PAGE = "screenings.jsonl", "report.html"
 SCHEMA_VERSION = 1
 """Of the rows' form."""
-LONGEST_NAME = 40
+LONGEST_NAME = 28
 """Characters of a client's name in tables and headings."""
 OF_ONE_UPDATE = {"facts": "Known from", "beside the update, not looked at": "Beside the update, not looked at"}
 """What of an origin belongs to a single update, and how it is called there."""

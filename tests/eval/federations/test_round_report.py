@@ -72,7 +72,7 @@ def test_a_long_name_and_a_long_reason_leave_the_table_narrow(tmp_path: Path) ->
     page = RoundReports(folder=tmp_path).add(update, failed, f"sent with a warning: {reason}").read_text()
     table = page[page.index("<table") : page.index("</table>")]
     assert "<td>sent with a warning</td>" in table
-    assert f"<td>{name[:39]}…</td>" in table
+    assert f"<td>{name[:27]}…</td>" in table
     assert page.count(name) == 1
     assert page.count(reason) == 1
 
