@@ -7,6 +7,7 @@ the weights of an input that is zero. Elsewhere each layer still obeys its own e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fl.runtime.module_copies import copy_model
+from fl.runtime.user_code import RUN_ERRORS
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ def _draws_numbers(model: nn.Module, inputs: Tensor) -> bool:
         before = torch.get_rng_state()
         try:
             copy_model(model).train()(inputs)
-        except (RuntimeError, ValueError):  # batch normalization, say, which takes no single example
+        except RUN_ERRORS:  # of batch normalization, say, which takes no single example
             return False
         return not torch.equal(before, torch.get_rng_state())
 
@@ -130,7 +132,7 @@ def _read_masks(
             layer.register_forward_hook(lambda _, __, output, name=name: mark(name, output))
         elif isinstance(layer, nn.Linear) and f"{name}.weight" in update:
             layer.register_forward_pre_hook(lambda _, given, name=name: take(name, given))
-    with torch.no_grad():
+    with torch.no_grad(), suppress(*RUN_ERRORS):  # why it does not run is said where it has to
         probe(inputs)
     found = {}
     for name, outputs in returned.items():

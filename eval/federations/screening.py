@@ -269,7 +269,10 @@ class Screener:
         except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
             log.debug("not screened as of one step on one example: %s", error)
             return [], {}
-        return case.exposures(name, result), {f"{name}, as of one step on one example": result}
+        # nobody stated that it is so: only what the whole update confirms counts
+        return replace(case, replayable=True).exposures(name, result), {
+            f"{name}, as of one step on one example": result
+        }
 
     def _attack(self, case: Case, control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
@@ -376,12 +379,12 @@ def _picture_by_its_layer(result: Result, view: ServerView, alike: Collection[st
 
 
 def layers_of_one_direction(view: ServerView) -> set[str]:
-    """Return linear layers whose update has one direction whatever they are given: those of one or two outputs.
+    """Return linear layers whose update has one direction whatever they are given: of two outputs that move, or fewer.
 
     What flows back into two outputs under cross entropy sums to zero, so that several inputs look like one.
     """
-    found = {name for name, value in view.update.items() if dense(value).ndim == 2 and len(dense(value)) <= 2}
-    return {name.rpartition(".")[0] for name in found}
+    weights = {name: dense(value) for name, value in view.update.items() if dense(value).ndim == 2}
+    return {name.rpartition(".")[0] for name, value in weights.items() if int(value.any(1).sum()) <= 2}
 
 
 def _say_features(layer: str, value: Tensor, sized: bool) -> str:

@@ -18,9 +18,9 @@ from eval.federations.screening import Screener, Screening
 class Functional(nn.Module):
     """A network that drops without a module."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 24) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(196, 24), nn.Linear(24, 10)
+        self.first, self.second = nn.Linear(196, hidden), nn.Linear(hidden, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.first(x.flatten(1)).relu()
@@ -124,7 +124,9 @@ def test_masks_that_nobody_knows_leave_layers_their_own_equations(build: object,
     assert not any(exposure.kind == "images" for exposure in found.exposures)
 
 
-@pytest.mark.parametrize("build", [DENSE["hidden"], Functional, Attending])
+@pytest.mark.parametrize(
+    "build", [DENSE["hidden"], Functional, lambda: Functional(2), lambda: Functional(1), Attending]
+)
 def test_several_examples_are_attacked_and_not_mistaken_for_one(build: object) -> None:
     model = made(build)
     update = recorded(model, 4)
