@@ -3,6 +3,7 @@
 # make test    set up, then run the tests, a process a core (PYTEST_ARGS="-m slow tests/fl" is passed on; "-n 0": one process)
 # make nightly set up, then run the slow tests, and make up files for an hour (see docs/security.md)
 # make federations  run the tests that need Flower or NVFlare, in an environment of their own: their pins clash with .venv's
+# make executors  run the tests that need submitit, Dask or Ray, in an environment of their own
 # make check   lint, formatting, types and which way imports point
 # make docs    run the tutorials and build the site into build/site, strictly; open build/site/index.html
 # make clean   remove caches and builds; the environment and results stay
@@ -14,9 +15,10 @@ FEDERATIONS := 'flwr[simulation]==1.42.0' 'nvflare==2.9.*'
 FEDERATION_TESTS := tests/federations $(wildcard tests/eval/federations/test_flower*.py) \
   $(wildcard tests/hyperleak/test_flower.py tests/hyperleak/test_nvflare.py) \
   'tests/test_docs.py::test_python_blocks_run[docs/how-to/audit-in-flower.md]'
+EXECUTORS := 'submitit==1.5.4' 'distributed==2026.8.0' 'ray==2.60.0'
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: cpu demo test nightly federations check docs clean
+.PHONY: cpu demo test nightly federations executors check docs clean
 .DEFAULT_GOAL := demo
 
 demo: .venv/ok
@@ -36,6 +38,9 @@ nightly: .venv/ok
 federations: .venv-federations/ok
 	.venv-federations/bin/python -m pytest -n 0 -m "not gpu and not download" -W "ignore::DeprecationWarning:typer" \
 	  $(FEDERATION_TESTS) $(PYTEST_ARGS)
+
+executors: .venv-executors/ok
+	.venv-executors/bin/python -m pytest -n 0 -m "not gpu and not download" tests/executors $(PYTEST_ARGS)
 
 check: .venv/ok
 	$(BIN)/ruff check .
@@ -68,4 +73,11 @@ clean:
 	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' > \
 	  "$$(.venv-federations/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
 	.venv-federations/bin/python -m pip install -q $(FEDERATIONS)
+	@touch $@
+
+.venv-executors/ok: .venv/ok
+	$(BIN)/python -m venv .venv-executors
+	$(BIN)/python -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' > \
+	  "$$(.venv-executors/bin/python -c 'import site; print(site.getsitepackages()[0])')/beside.pth"
+	.venv-executors/bin/python -m pip install -q $(EXECUTORS) -c constraints.txt
 	@touch $@

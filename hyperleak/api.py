@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
 from eval.report.writer import write_figures
 from eval.run import runner
-from eval.run.execute import run_and_publish
+from eval.run.execute import folder_in_use, run_and_publish
+from eval.run.executors.choice import ExecutorChoice, choose_executor
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir, default_folder
@@ -120,6 +121,20 @@ class RunResult:
         return write_figures(self.folder, kind)
 
 
+class RunSettings(TypedDict, total=False):
+    """Further settings of `run`.
+
+    Attributes:
+        minutes: how long all of it may take, about: searches then end with their best so far, and what comes later is
+            left out; called again without, it computes the rest. None is no limit.
+        executor: what starts `workers` processes that compute the cells: `"local"`, `"slurm"`, `"dask"` or `"ray"`, or
+            that as `name` beside the engine's options. None leaves it to a config's `executor`, or to this process.
+    """
+
+    minutes: float | None
+    executor: str | Mapping[str, Any] | None
+
+
 def run(
     experiment: str | Path | Mapping[str, Any] | Experiment,
     out: str | Path | None = None,
@@ -128,7 +143,7 @@ def run(
     device: str = "auto",
     workers: int | None = None,
     progress: runner.Progress = runner.silent,
-    minutes: float | None = None,
+    **how: Unpack[RunSettings],
 ) -> RunResult:
     """Run an experiment: train its methods, attack what the server sees, write table and report.
 
@@ -142,8 +157,7 @@ def run(
         device: "auto", "cpu" or "cuda".
         workers: processes to spread clients and attacks over; None takes what the machine has.
         progress: called with the stage, how much of it is done, and how much there is.
-        minutes: how long all of it may take, about: searches then end with their best so far, and what comes later is
-            left out; called again without, it computes the rest. None is no limit.
+        **how: `minutes` and `executor` (`RunSettings`).
 
     Returns:
         The folder's content; cells that failed are named in `failures`, those that `minutes` ended in `cut_short`.
@@ -154,13 +168,16 @@ def run(
         ValueError: settings that are wrong or do not fit each other, or a folder that holds something else.
         RuntimeError: nothing could be finished; names the first cause.
     """
-    control, unlike, modules = _control(minutes), None, ""
+    if unknown := set(how) - set(RunSettings.__annotations__):
+        raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
+    control, unlike, modules = _control(how.get("minutes")), None, ""
+    section: Mapping[str, Any] = {}
     target = None if out is None else _path("out", out)
     if isinstance(experiment, str | Path):
         path = config_catalog.find_config(str(experiment))
         target = default_folder(path) if target is None else target
         name, described = path.stem, yaml_config.load(path, overrides)
-        modules = plugins.module_folder(described, path)
+        modules, section = plugins.module_folder(described, path), yaml_config.executor_section(path)
         if path.resolve().parent != target.resolve():  # a run's own config has every default in it
             unlike = default_differences.differences_in_file(described, path, overrides)
     elif overrides:
@@ -173,16 +190,19 @@ def run(
     else:
         name, described = "experiment", yaml_config.read(dict(experiment))
         unlike = default_differences.differing_defaults(described, experiment)
+        section = yaml_config.executor_section(experiment)
     folder = RunDir(Path("results") / name if target is None else target)
-    plan = prepare(described, device=device)
+    choice = _executor(how.get("executor"), section, workers)
+    plan = prepare(described, device=device, elsewhere=choice is not None and choice.is_elsewhere)
     options = runner.Options(
         workers=choose_workers(workers, plan.device),
         name=name,
         control=control,
         unlike_defaults=unlike,
         module_folder=modules,
+        executor=choice,
     )
-    with folder.locked(), folder.logged():
+    with folder_in_use(folder, options), folder.logged():
         outcome = run_and_publish(plan, folder, options, progress)
     failures = tuple(f"{failure.name}: {failure.reason}" for failure in outcome.failures)
     unfinished = tuple(outcome.unfinished)
@@ -190,6 +210,14 @@ def run(
         why = failures[0] if failures else "the time limit came first" if unfinished else NOTHING
         raise RuntimeError(f"nothing could be finished: {why}")
     return RunResult(folder.path, failures, unfinished)
+
+
+def _executor(
+    asked: str | Mapping[str, Any] | None, section: Mapping[str, Any], workers: int | None
+) -> ExecutorChoice | None:
+    """Return what starts the workers of a run; None where this process computes it."""
+    options = {"name": asked} if isinstance(asked, str) else dict(asked or {})
+    return choose_executor(options.pop("name", None), section, options, workers)
 
 
 def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:

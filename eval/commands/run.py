@@ -11,15 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.commands import run_views
 from eval.commands.system_errors import stop_on_signals
 from eval.commands.terminal import (
     FAILURE,
     STOPPED,
     USAGE,
+    Executor,
+    ExecutorOptions,
     Imports,
     Json,
     Minutes,
     Offline,
+    ProgressDisplay,
     Workers,
     console,
     exit_on_errors,
@@ -41,6 +45,7 @@ if TYPE_CHECKING:
     from attacks.search_control import SearchControl
     from eval.experiment.spec import Experiment
     from eval.run.execute import RunOutcome
+    from eval.run.executors.choice import ExecutorChoice
     from eval.run.plan import Plan
     from eval.run.run_directory import RunDir
     from eval.run.runner import Options
@@ -49,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 def run(
-    config: Annotated[str, typer.Argument(help="A YAML file, or a name that `hyperleak list configs` shows.")],
+    config: Annotated[str, typer.Argument(help="A YAML file, or a name that `hyperleak list configs` shows.")] = "",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,6 +82,15 @@ def run(
     ] = False,
     checkpoint_every: Annotated[float, typer.Option(min=0, help="Seconds between checkpoints.")] = 60.0,
     offline: Offline = False,
+    executor: Executor = None,
+    executor_option: ExecutorOptions = None,
+    plan_only: Annotated[
+        bool, typer.Option("--plan", help="Say which cells are to be computed, and what they will cost; end there.")
+    ] = False,
+    watch: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Show how far a run is that was started elsewhere, until it ends; no config."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Train the methods of an experiment, attack what the server sees, and say what leaked.
@@ -86,7 +100,12 @@ def run(
     """
     from eval.experiment import config_catalog
 
+    if watch is not None:
+        run_views.watch_run(watch, config, as_json=json)
+        return
     with exit_on_errors(USAGE):
+        if not config:
+            raise ValueError("expected a config: a YAML file, or a name that `hyperleak list configs` shows")
         path = config_catalog.find_config(config)  # before what takes seconds to import
         if not import_:
             _check_names(path, set_ or ())
@@ -105,8 +124,15 @@ def run(
         experiment = _load_experiment(config, path, overrides, selection, notes)
         folder = RunDir(out or default_folder(path))
         unlike_defaults = _unlike_defaults(experiment, path, overrides, folder)
-        plan = runner.prepare(experiment, device=device)
-    with _locked_folder(folder):  # last: what is wrong in itself is said rather than that the folder is taken
+        choice = _executor_choice(path, executor, executor_option or (), workers)
+        plan = runner.prepare(experiment, device=device, elsewhere=choice is not None and choice.is_elsewhere)
+    if plan_only:
+        with exit_on_errors(USAGE):
+            count = choose_workers(workers, plan.device) if choice is None else choice.count(plan.device_kind)
+        run_views.print_plan(plan, folder, count, as_json=json)
+        return
+    # last: what is wrong in itself is said rather than that the folder is taken
+    with _locked_folder(folder, shared=choice is not None):
         options = runner.Options(
             workers=choose_workers(workers, plan.device),
             checkpoint_seconds=checkpoint_every,
@@ -116,6 +142,7 @@ def run(
             control=control,
             unlike_defaults=unlike_defaults,
             module_folder=module_folder(experiment, path),
+            executor=choice,
         )
         if unlike_defaults:
             _note(unlike_defaults, notes)
@@ -125,6 +152,23 @@ def run(
     _print_results(screen, folder, outcome, json=json)
     if outcome.failures:
         raise typer.Exit(FAILURE)
+
+
+def _executor_choice(
+    path: Path, name: str | None, options: Sequence[str], workers: int | None
+) -> ExecutorChoice | None:
+    """Return what starts the workers, as the command line and the config say it."""
+    from eval.experiment import yaml_config
+    from eval.io import yaml12
+    from eval.run.executors.choice import choose_executor
+
+    own = {}
+    for text in options:
+        key, equals, value = text.partition("=")
+        if not equals or not key:
+            raise ValueError(f"--executor-option: expected KEY=VALUE such as partition=gpu, got {text!r}")
+        own[key.strip()] = yaml12.parse(value)
+    return choose_executor(name, yaml_config.executor_section(path), own, workers)
 
 
 def _time_limit(minutes: float | None) -> SearchControl:
@@ -221,13 +265,13 @@ def _check_names(path: Path, overrides: Sequence[str]) -> None:
 
 
 @contextmanager
-def _locked_folder(folder: RunDir) -> Iterator[None]:
-    """Keep a folder from other processes and log into it; says in one line why that can't be."""
+def _locked_folder(folder: RunDir, *, shared: bool = False) -> Iterator[None]:
+    """Keep a folder from other processes, or from those that don't share it; says in one line why that can't be."""
     from eval.run.run_directory import BusyError
 
     with ExitStack() as stack:
         try:
-            stack.enter_context(folder.locked())
+            stack.enter_context(folder.shared() if shared else folder.locked())
             stack.enter_context(folder.logged())
         except BusyError as error:
             print_message(f"error: {error}")
@@ -264,13 +308,18 @@ def _run_plan(plan: Plan, folder: RunDir, options: Options, screen: Console) -> 
 
     try:
         with exit_on_errors(FAILURE), show_warnings(screen), show_progress(screen) as display:
-            return run_and_publish(plan, folder, replace(options, on_search=display.search), display.stage)
+            return run_and_publish(plan, folder, _shown_by(options, display), display.stage)
     except KeyboardInterrupt as error:
         print_message(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(STOPPED) from error
     except SystemExit as error:  # by a signal
         print_message(f"stopped; the same command goes on from here ({folder.path})")
         raise typer.Exit(int(error.code or 0)) from error
+
+
+def _shown_by(options: Options, display: ProgressDisplay) -> Options:
+    """Return the options with who shows how far the run is."""
+    return replace(options, on_search=display.search, on_run=display.run)
 
 
 def _summary(folder: RunDir, outcome: RunOutcome) -> dict[str, Any]:

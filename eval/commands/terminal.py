@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from attacks.search_control import SearchProgress
     from eval.report.results_table import Table
-    from eval.run.runner import Progress, SearchListener
+    from eval.run.run_options import Progress, RunListener, RunProgress, SearchListener
 
 FAILURE, USAGE, LEAKED, UNDECIDED, STOPPED = 1, 2, 3, 4, 130
 """Exit codes: something could not be done; it was asked for wrongly; more leaked than was allowed; nothing did, but the
@@ -36,6 +36,21 @@ audit is not decided; Ctrl-C."""
 Workers = Annotated[
     int | None,
     typer.Option(min=1, help="Processes for clients and attacks; default as many as cores and memory allow."),
+]
+Executor = Annotated[
+    str | None,
+    typer.Option(
+        metavar="local|slurm|dask|ray",
+        help="What starts the workers that compute the run, on this machine or others that see its folder.",
+    ),
+]
+ExecutorOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--executor-option",
+        metavar="KEY=VALUE",
+        help="An option of the executor, by its own name: partition=gpu, address=HOST:8786. Repeatable.",
+    ),
 ]
 Imports = Annotated[
     list[str] | None,
@@ -60,6 +75,8 @@ Offline = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout and everything else on stderr.")]
 SEARCH_LINE_SECONDS = 30.0
 """Between two lines on a search, where there is no terminal."""
+ALL_CELLS = "all cells"
+"""What the progress calls the whole of a run."""
 PATH_OPTIONS = ("--out", "--import", "--junit", "--sarif")
 """Options whose values are paths."""
 _UNPRINTABLE = re.compile(
@@ -159,10 +176,12 @@ class ProgressDisplay:
     Attributes:
         stage: of parts of a stage.
         search: of iterations of the search of a stage.
+        run: of cells of a run that several workers compute.
     """
 
     stage: Progress
     search: SearchListener
+    run: RunListener
 
 
 @contextmanager
@@ -170,7 +189,7 @@ def show_progress(screen: Console) -> Iterator[ProgressDisplay]:
     """Show bars on a terminal; elsewhere a line for every stage that begins or ends, and now and then for a search."""
     if not screen.is_terminal:
         lines = _ProgressLines(screen)
-        yield ProgressDisplay(lines, lines.search)
+        yield ProgressDisplay(lines, lines.search, lines.run)
         return
     from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as Bars
@@ -196,7 +215,11 @@ def show_progress(screen: Console) -> Iterator[ProgressDisplay]:
                 share = progress.iteration / max(progress.iterations, 1)
                 bars.update(known[stage], completed=share * totals[stage], search=iterations_words(progress))
 
-        yield ProgressDisplay(show, show_search)
+        def show_run(progress: RunProgress) -> None:
+            show(ALL_CELLS, progress.done, progress.total)
+            bars.update(known[ALL_CELLS], search=run_words(progress))
+
+        yield ProgressDisplay(show, show_search, show_run)
 
 
 class _Estimates:
@@ -226,6 +249,12 @@ def iterations_words(found: SearchProgress) -> str:
         return words
     limit = " to the time limit" if found.is_limited else " left"
     return f"{words}, {duration(found.seconds_left)}{limit}"
+
+
+def run_words(found: RunProgress) -> str:
+    """Return who is at work on a run, and how long yet: `4 workers, about 12 min left`."""
+    words = f"{found.workers} worker{'s' * (found.workers != 1)}"
+    return words if found.seconds_left is None else f"{words}, {duration(found.seconds_left)} left"
 
 
 def duration(seconds: float) -> str:
@@ -265,6 +294,14 @@ class _ProgressLines:
         if now - self.said.setdefault(stage, now) >= SEARCH_LINE_SECONDS:
             self.said[stage] = now
             print_line(self.screen, f"{stage}: {iterations_words(progress)}", wrapped=False)
+
+    def run(self, progress: RunProgress) -> None:
+        """Show how far a whole run is, as an `eval.run.run_options.RunListener`: now and then."""
+        now = time.monotonic()
+        if now - self.said.get(ALL_CELLS, -math.inf) >= SEARCH_LINE_SECONDS:
+            self.said[ALL_CELLS] = now
+            words = f"{progress.done} of {progress.total} cells are finished, {run_words(progress)}"
+            print_line(self.screen, words, wrapped=False)
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show how far a stage is, as an `eval.run.runner.Progress`."""

@@ -18,6 +18,7 @@ seeds: [0]
 score: {lpips: auto}
 published:                               # a paper's figures, for the report to set beside ours
   - {method: fedavg, attack: ig, psnr: 16.16, source: "HyperFL, Table 3"}
+executor: {name: slurm, partition: gpu}  # what computes it, if not this process; no part of the experiment
 sweep: {attack.ig.tv_weight: [1e-4, 1e-2]}  # each value becomes an entry of its own (see `eval.experiment.sweep`)
 ```
 """
@@ -25,7 +26,7 @@ sweep: {attack.ig.tv_weight: [1e-4, 1e-2]}  # each value becomes an entry of its
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,28 @@ def load(
     return found
 
 
-def read(data: Any) -> Experiment:
+def read(data: Any, *, imports: Sequence[str] = ()) -> Experiment:
     """Return the experiment that plain data (a parsed YAML document) describes; imports what it `imports`.
+
+    Args:
+        data: the document.
+        imports: files that are imported in place of those of the same name in `data`.
 
     Raises:
         ValueError: as `load`.
     """
-    return grid.expand_sweep(*_split(data))
+    return grid.expand_sweep(*_split(data, given=imports))
+
+
+def executor_section(config: Path | Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a config says under `executor`: options by their names, and `name` where it is given.
+
+    Raises:
+        ValueError: it is neither a name nor a mapping.
+    """
+    data = yaml12.parse(yaml12.read(config)) if isinstance(config, Path) else config
+    found = check_mapping(data, "the config").get("executor", {})
+    return {"name": found} if isinstance(found, str) else dict(check_mapping(found, "executor"))
 
 
 def dump(experiment: Experiment | CaptureSpec) -> str:
@@ -119,6 +135,7 @@ def _split(
     words = _import_words(values.get("imports", []))
     own = not_on_command_line(words, given)
     values["imports"] = list(import_plugins(words if not own or asked(own) else [], folder, given))
+    values.pop("executor", None)  # changes no number (`executor_section`)
     sweep = dict(check_mapping(values.pop("sweep", {}), "sweep"))
     values = with_current_names(values)
     experiment = grid.with_current_labels(build(values), sweep)

@@ -89,6 +89,34 @@ class AttackExecution:
     tick: Callable[[int], None] = lambda _count: None
     control: SearchControl = field(default_factory=SearchControl)
 
+    def attack(self, attack: Attack, updates: AttackedUpdates, kept: AttackCheckpoint) -> list[Result]:
+        """Return what the attack makes of each update; what `kept` has of an attempt before is not attacked again."""
+        return self.pool.run(
+            attack, updates.views, updates.seeds, self.tick, kept.load(), kept.save, control=self.control
+        )
+
+
+@dataclass(frozen=True)
+class AttackedUpdates:
+    """The updates of an observation that an attack is made on.
+
+    Attributes:
+        views: what the server sees of them.
+        seeds: one for each.
+    """
+
+    views: Sequence[ServerView]
+    seeds: Sequence[int]
+
+    @staticmethod
+    def of(observation: Observation, settled: Mapping[str | int, str] = MappingProxyType({})) -> AttackedUpdates:
+        """Return those that were sent and are not settled."""
+        sent = [(update.view, update.key) for update in observation.updates if update.key not in settled]
+        views = [(view, key) for view, key in sent if isinstance(view, ServerView)]
+        return AttackedUpdates(
+            [view for view, _ in views], [derive_seed(observation.seed, "attack", key) for _, key in views]
+        )
+
 
 def run_attack_cell(
     task: AttackTask,
@@ -215,21 +243,17 @@ def _attack_updates(
     execution: AttackExecution,
 ) -> list[Result]:
     """Attack every update, or say why there is nothing to attack in it, or no need to."""
-    views = [
+    left = [
         NotApplicable(settled[update.key]) if update.key in settled else update.view for update in observation.updates
     ]
-    seeds = [derive_seed(observation.seed, "attack", update.key) for update in observation.updates]
-    pairs = [(view, seed) for view, seed in zip(views, seeds, strict=True) if isinstance(view, ServerView)]
-    execution.tick(len(views) - len(pairs))
-    open_to, own = [view for view, _ in pairs], [seed for _, seed in pairs]
-    kept = AttackCheckpoint(folder, open_to)
-    results = execution.pool.run(
-        attack, open_to, own, execution.tick, kept.load(), kept.save, control=execution.control
-    )
+    attacked = AttackedUpdates.of(observation, settled)
+    execution.tick(len(left) - len(attacked.views))
+    kept = AttackCheckpoint(folder, attacked.views)
+    results = execution.attack(attack, attacked, kept)
     if any(result.cut_short for result in results):
         kept.flush()
     found = iter(results)
-    return [next(found) if isinstance(view, ServerView) else view for view in views]
+    return [next(found) if isinstance(view, ServerView) else view for view in left]
 
 
 def _score_update(

@@ -76,13 +76,17 @@ class AttackCheckpoint:
         told = {i: {"mark": self._view_digest(i), **_plain(result)} for i, result in results.items()}
         arrays = {f"{i}/{name}": a for i, result in results.items() for name, a in _arrays(result).items()}
         text = json.dumps({"code": source_digest(), "results": told})
-        with atomic_write(self.folder / f"{min(results):05d}.npz") as file:
+        with atomic_write(self.folder / _name(min(results))) as file:
             np.savez(file, **{_TOLD: np.array(text)}, **arrays)  # type: ignore[arg-type]
 
-    def load(self) -> dict[int, Result]:
-        """Return what was kept; other code's results are not mixed with those to come."""
+    def load(self, first: int | None = None) -> dict[int, Result]:
+        """Return what was kept; other code's results are not mixed with those to come.
+
+        Args:
+            first: the lowest number of views that were written down together; None is of all.
+        """
         known: dict[int, Result] = {}
-        for path in sorted(self.folder.glob("*.npz")):
+        for path in sorted(self.folder.glob("*.npz" if first is None else _name(first))):
             try:
                 with np.load(path, allow_pickle=False) as file:
                     arrays = {name: file[name] for name in file.files}
@@ -102,6 +106,10 @@ class AttackCheckpoint:
         if number not in self._marks:
             self._marks[number] = _hash(self._views[number])
         return self._marks[number]
+
+
+def _name(first: int) -> str:
+    return f"{first:05d}.npz"
 
 
 def _hash(view: ServerView) -> str:

@@ -68,7 +68,7 @@ def training_cell(
             "method": _without_optimizer(methods.spec(method, oldest_names=True)),
             "defense": _spec(defense),
             "seed": seed,
-            "device": data.device.type,
+            "device": data.device_kind,
             "version": version(),
             **_public(public),
             **_user_code(data, seed),

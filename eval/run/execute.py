@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from eval.metrics.score import Row
@@ -12,6 +13,7 @@ from eval.run.lpips_columns import with_finished_cells
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure, Options, Progress, RunStopped
+from eval.run.shared import caller
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +54,7 @@ def run_and_publish(
 ) -> RunOutcome:
     """Compute the cells of a plan that are not finished, and write the files for readers from all that are.
 
-    The caller holds the folder's lock.
+    The caller holds the folder's lock (`folder_in_use`).
 
     Args:
         plan: of the run.
@@ -69,15 +71,17 @@ def run_and_publish(
         UnguardedError: worker processes are asked for by a script that would start itself again in them.
     """
     is_stopped, plan = False, with_finished_cells(plan, folder)
+    options = options or Options()
     try:
-        failures = runner.run(plan, folder, options, progress)
+        failures = _compute(plan, folder, options, progress)
     except RunStopped as stop:
         if not publish_when_stopped:
             raise
         failures, is_stopped = stop.failures, True
     reported = reported_part(plan)
-    rows = results.assemble(reported, folder)
-    table = results.write_table_and_report(rows, failures, reported, folder) if rows and with_report else None
+    with folder.publishing():
+        rows = results.assemble(reported, folder)
+        table = results.write_table_and_report(rows, failures, reported, folder) if rows and with_report else None
     return RunOutcome(
         plan=reported,
         rows=rows,
@@ -86,3 +90,15 @@ def run_and_publish(
         unfinished=runner.unfinished_attacks(reported, folder, failures),
         is_stopped=is_stopped,
     )
+
+
+def folder_in_use(folder: RunDir, options: Options) -> AbstractContextManager[object]:
+    """Return what keeps a run's folder from others: from all, or from those that don't share its work."""
+    return folder.locked() if options.executor is None else folder.shared()
+
+
+def _compute(plan: Plan, folder: RunDir, options: Options, progress: Progress) -> list[Failure]:
+    """Compute the cells of a plan in the way that the options ask for."""
+    if options.executor is None:
+        return runner.run(plan, folder, options, progress)
+    return caller.run(plan, folder, options, options.executor, progress)

@@ -67,7 +67,8 @@ class FederationData:
         dataset: all images, on the device.
         partition: who holds which.
         digest: of images, labels, names of classes and partition, in hexadecimal.
-        device: where everything is computed.
+        device: where the images are.
+        computed_on: kind of device that everything is computed on, `cpu` or `cuda`; empty is that of `device`.
     """
 
     task_spec: TaskSpec
@@ -76,6 +77,12 @@ class FederationData:
     partition: Partition
     digest: str
     device: torch.device
+    computed_on: str = ""
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of device that everything is computed on."""
+        return self.computed_on or self.device.type
 
     def task(self, seed: int) -> Task:
         """Return the task with the network that `seed` starts from."""

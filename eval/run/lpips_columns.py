@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -41,6 +41,22 @@ def with_finished_cells(plan: Plan, folder: RunDir) -> Plan:
         return replace(one, attack_tasks=_with_finished(one.attack_tasks, folder))
 
     return replace(plan, trainings=tuple(map(trained, plan.trainings)), captures=tuple(map(captured, plan.captures)))
+
+
+def with_cells(plan: Plan, ids: Collection[str]) -> Plan:
+    """Return the plan with the cells of another process's plan of the same, which may be other backbones'.
+
+    Args:
+        plan: as it was made here.
+        ids: of the cells there.
+    """
+
+    def chosen(task: AttackTask) -> AttackTask:
+        cells = (task.cell, *_others(task))
+        return replace(task, cell=next((cell for cell in cells if cell.id in ids), task.cell))
+
+    trainings = [replace(one, attack_tasks=tuple(map(chosen, one.attack_tasks))) for one in plan.trainings]
+    return replace(plan, trainings=tuple(trainings))
 
 
 def _with_finished(tasks: Sequence[AttackTask], folder: RunDir) -> tuple[AttackTask, ...]:

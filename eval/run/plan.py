@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -149,10 +149,11 @@ class Plan:
         experiment: the settings.
         trainings: in the order in which their results are listed.
         perceptual: LPIPS, or why there is none; None if it is off.
-        device: where everything is computed.
+        device: where everything is computed, if it is here.
         captures: updates that need no training, behind those that do.
         notes: what a reader has to know of what is attacked.
         contradiction: in words, if settings and updates can't belong together.
+        computed_on: kind of device of workers elsewhere, where this machine has none of it; empty is that of `device`.
     """
 
     experiment: Experiment | CaptureSpec
@@ -162,6 +163,12 @@ class Plan:
     captures: tuple[CaptureTask, ...] = ()
     notes: tuple[str, ...] = ()
     contradiction: str = ""
+    computed_on: str = ""
+
+    @property
+    def device_kind(self) -> str:
+        """Kind of device that everything is computed on, `cpu` or `cuda`."""
+        return self.computed_on or self.device.type
 
     @property
     def attacked_tasks(self) -> tuple[Source, ...]:
@@ -184,21 +191,32 @@ class Plan:
                 yield f"{capture.name}: {watch.attack.label}", watch.cell
 
 
-def prepare(experiment: Experiment, *, device: str = "auto") -> Plan:
+def prepare(experiment: Experiment, *, device: str = "auto", elsewhere: bool = False) -> Plan:
     """Load the data, split it, choose whom to watch, and check that everything fits together.
+
+    Args:
+        experiment: the settings.
+        device: where everything is computed.
+        elsewhere: whether other machines compute it, so that this one needs no such device.
 
     Raises:
         ValueError: settings that don't fit each other or the data; says which.
         FileNotFoundError: the data set is not there; says how to get it.
     """
-    maker = _PlanBuilder(experiment, resolve_device(device), load_perceptual(experiment.score))
+    is_absent = elsewhere and device == "cuda" and not torch.cuda.is_available()
+    maker = _PlanBuilder(
+        experiment,
+        resolve_device("cpu" if is_absent else device),
+        load_perceptual(experiment.score),
+        "cuda" if is_absent else "",
+    )
     trainings = [
         maker.training(seed, method, defense)
         for seed in experiment.seeds
         for method in experiment.method
         for defense in experiment.defense
     ]
-    return Plan(experiment, tuple(trainings), maker.perceptual, maker.device)
+    return Plan(experiment, tuple(trainings), maker.perceptual, maker.device, computed_on=maker.computed_on)
 
 
 def load_perceptual(score: ScoreSpec) -> Perceptual | None:
@@ -294,6 +312,7 @@ class _PlanBuilder:
     experiment: Experiment
     device: torch.device
     perceptual: Perceptual | None
+    computed_on: str = ""
     loaded: dict[str, Dataset] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
     federation_data: dict[str, FederationData] = field(default_factory=dict)
@@ -357,7 +376,8 @@ class _PlanBuilder:
         if key not in self.federation_data:
             if source not in self.loaded:
                 self.loaded[source] = own.task.dataset.load()
-            self.federation_data[key] = load(own.task, own.federation, self.device, self.loaded[source])
+            data = load(own.task, own.federation, self.device, self.loaded[source])
+            self.federation_data[key] = replace(data, computed_on=self.computed_on)
         return self.federation_data[key]
 
     def _observation_spec(self, part: Experiment, data: FederationData, method: str, size: int) -> ObservationSpec:

@@ -63,7 +63,7 @@ def assemble(plan: Plan, folder: RunDir) -> list[Row]:
 def _assemble(plan: Plan, folder: RunDir, path: Path) -> list[Row]:
     """Write all files for readers, but for the table, into the folder `path`."""
     jsonl.write_text(path / CONFIG, yaml_config.dump(plan.experiment))
-    jsonl.write_text(path / ENVIRONMENT, json.dumps(environment(str(plan.device)), indent=2) + "\n")
+    jsonl.write_text(path / ENVIRONMENT, json.dumps(environment(plan.computed_on or str(plan.device)), indent=2) + "\n")
     done = [training for training in plan.trainings if folder.finished(training.cell)]
     rounds = {training: _rounds(training, folder) for training in done}
     jsonl.replace_rows(path / ROUNDS, [row for rows in rounds.values() for row in rows])
@@ -138,7 +138,7 @@ def environment(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: installed_version(name) for name in _PACKAGES},
         "system": f"{platform.system()} {platform.machine()}",
-        "device": torch.cuda.get_device_name(device) if cuda else device,
+        "device": torch.cuda.get_device_name(device) if cuda and torch.cuda.is_available() else device,
         "threads": torch.get_num_threads(),
         "commit": _commit(Path(__file__).parents[2]),
     }

@@ -7,18 +7,21 @@ DIR/cells/ID.part/        one that is not: what there is so far, and traceback.t
                           (what an attack that was cut short had found is a cell of its own, by another ID)
 DIR/checkpoints/ID/       of a training: round-00010.npz, as long as some unfinished cell needs it
 DIR/run.json, log.txt     what the run is and how far it is
+DIR/shared/               while several processes compute its cells: who they are, and who has claimed what
 ```
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,7 @@ from typing import Any
 
 from eval.io import file_digests, jsonl
 from eval.run.cache_keys import Cell, cut_short, short_hash, source_digest
+from eval.run.members import CALLER, MEMBERS, SHARED, Member, Members, MemberState
 from fl.runtime.atomic_files import (
     TEMPORARY_NAME,
     fsync_file,
@@ -40,7 +44,7 @@ from fl.runtime.main_guard import leave_if_unguarded
 from fl.runtime.safe_paths import join_inside
 
 RUN, ROWS, LOG, CELL, TRACEBACK, LOCK = "run.json", "images.jsonl", "log.txt", "cell.json", "traceback.txt", ".lock"
-FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report"), ("cells", "checkpoints")
+FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report", SHARED), ("cells", "checkpoints")
 """Folders of a run, and those of them that hold a folder for every cell."""
 ROUNDS, FILES, SPARED = "rounds.jsonl", "files", ("pictures.npz",)
 """The rows of a training; in `cell.json`, the digests of a cell's files; what an archive of cells may leave out."""
@@ -51,6 +55,10 @@ FORMER_FILES = {"config.yaml", "images.jsonl"}
 log = logging.getLogger(__name__)
 PACKAGES = ("fl", "defenses", "attacks", "eval")
 _ROUND = re.compile(r"round-(\d+)\.npz")
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
+"""Errors of a file system that has no locks."""
+SHARED_LOCK_SECONDS = 10.0
+"""Seconds to wait for those that share a folder to clear up behind themselves."""
 
 
 class BusyError(ValueError):
@@ -103,8 +111,62 @@ def hold_lock(path: Path) -> Iterator[Lock]:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock not inherited by worker processes
         except OSError as error:
-            raise BusyError(f"{path} is in use by another process; wait for it or choose another --out") from error
+            raise BusyError(f"{path} is in use by {_users(path)}; wait for it or choose another --out") from error
+        if others := [one for one in Members(path).states() if one.is_alive]:  # where locks don't reach that machine
+            raise BusyError(f"{path} is in use by {_described(others)}; wait for it or choose another --out")
         yield Lock(path / LOCK, file.fileno())
+
+
+@contextmanager
+def share_lock(path: Path) -> Iterator[Lock]:
+    """Keep processes from a folder that want it for themselves, but not others that share it.
+
+    Raises:
+        BusyError: a process has it for itself.
+    """
+    with open(path / LOCK, "a+", opener=_open_nofollow) as file:
+        waited = time.monotonic() + SHARED_LOCK_SECONDS
+        while True:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                break
+            except OSError as error:
+                if error.errno in _NO_LOCKS:
+                    break
+                if time.monotonic() > waited:
+                    raise BusyError(
+                        f"{path} is in use by a process that does not share it (a run without --executor); "
+                        "wait for it or choose another --out"
+                    ) from error
+                time.sleep(SHARED_LOCK_SECONDS / 100)
+        yield Lock(path / LOCK, file.fileno())
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether some process of this machine, or of those that its locks reach, has the folder or shares it."""
+    try:
+        file = open(path / LOCK, "r+", opener=_open_nofollow)  # noqa: SIM115 (closed below)
+    except OSError:  # never held, or of somebody else
+        return False
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in _NO_LOCKS
+    return False
+
+
+def _users(path: Path) -> str:
+    return _described([one for one in Members(path).states() if one.is_alive]) or "another process"
+
+
+def _described(members: Collection[MemberState]) -> str:
+    """Return in words who shares a folder; nothing where nobody does."""
+    if not members:
+        return ""
+    first = next(iter(members))
+    more = f" and {len(members) - 1} more" if len(members) > 1 else ""
+    return f"a run with --executor ({first.kind} on {first.place}{more}), which another with --executor could join"
 
 
 def _open_nofollow(path: str, flags: int) -> int:
@@ -205,8 +267,11 @@ def _check_rows(folder: Path, settings: dict[str, Any]) -> None:
         path, least = folder / ROWS, 1
     if not path.is_file():
         raise ValueError(f"{path.name} is missing")
-    if (found := len(jsonl.read_rows(path))) < least:
-        raise ValueError(f"{path.name} has {found} rows, not {least}{' or more' if path.name == ROWS else ''}")
+    rows = jsonl.read_rows(path)
+    if len(rows) < least:
+        raise ValueError(f"{path.name} has {len(rows)} rows, not {least}{' or more' if path.name == ROWS else ''}")
+    if path.name == ROUNDS and [row.get("round") for row in rows] != list(range(len(rows))):
+        raise ValueError(f"{path.name} does not have the rounds in their order, each once")
 
 
 def _damage(folder: Path, name: str) -> str:
@@ -233,11 +298,17 @@ class RunDir:
 
     Args:
         path: of the folder; made by `locked`.
+
+    Attributes:
+        claim_check: where several processes compute cells, raises if a cell is not this one's; None with only one.
+        member: what this process is among those that share the folder; None while it shares nothing.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.cells = path / "cells"
+        self.claim_check: Callable[[Cell], None] | None = None
+        self.member: Member | None = None
         self._looked: dict[str, tuple[Any, str]] = {}
         self._lock: Lock | None = None
 
@@ -259,6 +330,8 @@ class RunDir:
             LOCK,
             LOG,
         }
+        if (self.path / SHARED / MEMBERS).is_dir():  # others are about to write the first of it
+            entries -= {SHARED}
         if entries and RUN not in entries and not entries >= FORMER_FILES:
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
 
@@ -286,11 +359,69 @@ class RunDir:
         self.check()
         make_folder(self.path)
         with hold_lock(self.path) as self._lock:
+            remove_path(self.path / SHARED)  # of processes that are dead
             self._sweep()
             try:
                 yield
             finally:
                 self._lock = None
+
+    @contextmanager
+    def shared(self, kind: str = CALLER, name: str = "", about: Mapping[str, Any] | None = None) -> Iterator[Member]:
+        """Make the folder and keep it from processes that want it for themselves; others may share it.
+
+        Who is the last to leave clears up behind all.
+
+        Args:
+            kind: of member that this process is there.
+            name: of the member.
+            about: what else others may know of it.
+
+        Raises:
+            BusyError: a process has it for itself.
+            ValueError: as `check`.
+        """
+        self.check()
+        make_folder(self.path)
+        with share_lock(self.path) as lock:
+            self._lock = lock
+            self.member = Member(Members(self.path), kind, name or f"{kind}-{os.getpid()}", about)
+            try:
+                yield self.member
+            finally:
+                self.member.leave()
+                self._lock = self.member = None
+                self._clear_shared(lock)
+
+    @contextmanager
+    def publishing(self) -> Iterator[None]:
+        """Keep others that share the folder from writing the files for readers at the same time."""
+        if not (self.path / SHARED).is_dir():
+            yield
+            return
+        with open(self.path / SHARED / "publishing", "a", opener=_open_nofollow) as file:
+            with suppress(OSError):  # no locks there
+                fcntl.lockf(file, fcntl.LOCK_EX)
+            yield
+
+    def _clear_shared(self, lock: Lock) -> None:
+        """Remove what those that share the folder left for each other, if nobody is there any more."""
+        with suppress(OSError):
+            fcntl.lockf(lock.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # those who come now wait a little
+            if not any(one.is_alive for one in Members(self.path).states()):
+                remove_path(self.path / SHARED)
+                self._sweep()
+
+    def check_writable(self, cell: Cell) -> None:
+        """Check that this process is still the one to write what belongs to a cell.
+
+        Raises:
+            LostLockError: it is not.
+        """
+        if self._lock is not None:
+            self._lock.check()
+        if self.claim_check is not None:
+            self.claim_check(cell)
 
     def _sweep(self) -> None:
         """Take away what a process that was killed was about to write."""
@@ -377,12 +508,22 @@ class RunDir:
 
     def part(self, cell: Cell) -> Path:
         """Return the folder in which a cell is computed."""
-        folder = self.cells / f"{cell.id}.part"
+        folder = self.part_path(cell)
         make_folder(folder)
         return folder
 
-    def finish(self, cell: Cell, seconds: float) -> None:
-        """Make the cell's folder the finished one, at once."""
+    def part_path(self, cell: Cell) -> Path:
+        """Return where a cell is computed, whether there is anything or not."""
+        return self.cells / f"{cell.id}.part"
+
+    def finish(self, cell: Cell, seconds: float, whole: Cell | None = None) -> None:
+        """Make the cell's folder the finished one, at once.
+
+        Args:
+            cell: whose folder.
+            seconds: that it took.
+            whole: the cell that was to be computed, where this one is what was found of it.
+        """
         folder = self.part(cell)
         remove_path(folder / TRACEBACK)
         remove_path(folder / CHECKPOINT)
@@ -393,19 +534,19 @@ class RunDir:
         jsonl.write_text(folder / CELL, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
         for path in folder.iterdir():
             fsync_file(path)
-        if self._lock is not None:
-            self._lock.check()
+        self.check_writable(whole or cell)
         fsync_folder(folder)
         replace_path(folder, self.cells / cell.id)  # in the place of a damaged one, if there is one
 
     def finish_cut_short(self, cell: Cell, seconds: float) -> None:
         """Put what an attack has found so far into a cell of its own; what of it is whole stays to go on from."""
+        self.check_writable(cell)
         remove_path(self.cells / f"{cut_short(cell).id}.part")
         folder, aside = self.part(cell), self.part(cut_short(cell))
         for path in sorted(folder.iterdir()):
             if path.is_file() and path.name != TRACEBACK:
                 replace_path(path, aside / path.name)
-        self.finish(cut_short(cell), seconds)
+        self.finish(cut_short(cell), seconds, whole=cell)
 
     def forget_cut_short(self, cell: Cell) -> None:
         """Remove what an attack had found when it was cut short, as the whole is there now."""
@@ -419,7 +560,7 @@ class RunDir:
 
     def failure(self, cell: Cell) -> str | None:
         """Return the last line of an unfinished cell's traceback, or None."""
-        path = self.cells / f"{cell.id}.part" / TRACEBACK
+        path = self.part_path(cell) / TRACEBACK
         return path.read_text(encoding="utf-8").strip().splitlines()[-1] if path.is_file() else None
 
     def checkpoints(self, cell: Cell) -> Checkpoints:

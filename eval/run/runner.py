@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import traceback
@@ -10,115 +9,27 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 from attacks.parallel import AttackPool
-from attacks.search_control import SearchControl, SearchProgress
-from eval.io import file_digests, jsonl
+from attacks.search_control import SearchControl
+from eval.io import jsonl
 from eval.io.errors import RUN_ERRORS, describe_origin
-from eval.io.run_layout import MODULE_FOLDER, UNLIKE_DEFAULTS
 from eval.metrics import self_verification
 from eval.report.sections import partition_notes
 from eval.run import attack_cell, partition_files, training_cell
 from eval.run.attack_cell import AttackExecution
-from eval.run.cache_keys import Cell, run_id, source_digest, version
+from eval.run.cache_keys import Cell, source_digest
 from eval.run.observation import Observation
 from eval.run.plan import AttackTask, CaptureTask, ObservationSpec, Plan, Source, TrainingTask, prepare
-from eval.run.run_directory import FILES, RUN, LostLockError, RunDir
+from eval.run.run_directory import FILES, LostLockError, RunDir
+from eval.run.run_options import Failure, Options, Progress, silent
+from eval.run.run_status import RunStatus
 from eval.run.training_cell import OutOfTimeError, TrainingExecution
 from fl.federation import Federation
 from fl.runtime.main_guard import UnguardedError
 
 __all__ = ["RUN_ERRORS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
-CUT_SHORT = "cut short by a time limit or an interrupt; figures are of what it had found by then"
-"""Of a cell, for people."""
-NOT_BEGUN = "not begun: the time limit came before it"
-
-
-class Progress(Protocol):
-    """Told what is going on."""
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        """Hear that `done` of `total` parts of `stage` are done; called with 0 when it starts."""
-
-
-def silent(stage: str, done: int, total: int) -> None:
-    """Tell no one how far a run is: a `Progress`."""
-
-
-class AttackFilter(Protocol):
-    """Asked before an attack is run."""
-
-    def __call__(self, one: Source, watch: AttackTask) -> bool:
-        """Return whether an attack is still of use after those before it."""
-
-
-def keep_all(one: Source, watch: AttackTask) -> bool:
-    """Return true: an `AttackFilter` that leaves nothing out."""
-    return True
-
-
-class SearchListener(Protocol):
-    """Told how far searches are."""
-
-    def __call__(self, stage: str, progress: SearchProgress) -> None:
-        """Hear how far the search of `stage` has come, in all processes together."""
-
-
-def ignore_search(stage: str, progress: SearchProgress) -> None:
-    """Tell no one how far a search is: a `SearchListener`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """How a run is done; none of it changes a number of a cell that is finished.
-
-    Attributes:
-        workers: processes to spread clients and attacked updates over.
-        checkpoint_seconds: between checkpoints of a training.
-        keep_checkpoints: whether they stay when no unfinished cell needs them.
-        name: what the run is called.
-        command: what it was started by.
-        unlike_defaults: defaults in which its methods differ (`eval.experiment.default_differences`), in a line for
-            readers; None keeps what the folder says of the same experiment.
-        module_folder: where the module of `task.model` lies, relative to the current folder; empty where nothing is to
-            be said of it.
-        needed: which attacks are of use; others are left out, and no part of the run.
-        control: ends searches and trainings after a time, or at an interrupt, and with them the run. What is left of
-            the time is shared equally among the searches and trainings that are left.
-        on_search: told how far a search is, with the name of its stage.
-    """
-
-    workers: int = 1
-    checkpoint_seconds: float = 60.0
-    keep_checkpoints: bool = False
-    name: str = ""
-    command: str = ""
-    unlike_defaults: str | None = None
-    module_folder: str = ""
-    needed: AttackFilter = keep_all
-    control: SearchControl = field(default_factory=SearchControl)
-    on_search: SearchListener = ignore_search
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A cell that could not be finished.
-
-    Attributes:
-        id: of the cell.
-        name: for people.
-        reason: the error, in a line.
-        traceback: where it is kept, inside the run's folder.
-        origin: the file and the line that raised it, the last of the user's own code or ours.
-    """
-
-    id: str
-    name: str
-    reason: str
-    traceback: str
-    origin: str = ""
 
 
 class RunStopped(KeyboardInterrupt):
@@ -148,7 +59,7 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
     """
     options = options or Options()
     with closing(AttackPool(options.workers)) as spread:
-        running = _Run(plan, folder, options, progress, spread)
+        running = Run(plan, folder, options, progress, spread)
         try:
             return running.run()
         except KeyboardInterrupt as stop:
@@ -171,9 +82,31 @@ def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] =
     return {name: folder.latest(cell) is not None for name, cell in waiting.items()}
 
 
+def warn_of_state(plan: Plan, folder: RunDir) -> None:
+    """Log what is to be known before a run begins: of who holds which images, and of cells that are there already."""
+    for note in partition_notes.shared_images([about for _, about in partition_files.distinct_partitions(plan)]):
+        log.warning(note)
+    done = {cell.id: cell for _, cell in plan.cells() if folder.finished(cell)}
+    if stale := [cell for cell in done.values() if folder.about(cell)["code"] != source_digest()]:
+        log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
+    if older := [cell for cell in done.values() if FILES not in folder.about(cell)]:
+        log.warning("%d finished cells are of an older version, which kept no digests: not checked", len(older))
+
+
 @dataclass
-class _Run:
-    """A run in progress."""
+class Run:
+    """A run in progress, by the process that has its folder's lock; the parts of it that compute a cell serve others.
+
+    Attributes:
+        plan: of the run.
+        folder: of the run.
+        options: how it is done.
+        progress: told how far it is.
+        spread: processes for attacks.
+        failures: cells that could not be finished, by id.
+        left_out: ids of attacks that are of no use any more.
+        cut_short: ids of attacks that a time limit or an interrupt ended.
+    """
 
     plan: Plan
     folder: RunDir
@@ -187,18 +120,7 @@ class _Run:
     def run(self) -> list[Failure]:
         """Run all cells."""
         self.write_status("running")
-        for note in partition_notes.shared_images(
-            [about for _, about in partition_files.distinct_partitions(self.plan)]
-        ):
-            log.warning(note)
-        done = {cell.id: cell for _, cell in self.plan.cells() if self.folder.finished(cell)}
-        if stale := [cell for cell in done.values() if self.folder.about(cell)["code"] != source_digest()]:
-            log.warning("%d finished cells are of other source code; remove cells/ to compute them again", len(stale))
-        if older := [cell for cell in done.values() if FILES not in self.folder.about(cell)]:
-            log.warning(
-                "%d finished cells are of an older version, which kept no digests: not checked",
-                len(older),
-            )
+        warn_of_state(self.plan, self.folder)
         for one in self.plan.trainings:
             self.run_training(one)
         for capture in self.plan.captures:
@@ -206,6 +128,10 @@ class _Run:
         left = [cell for _, cell in self.plan.cells() if self.is_open(cell)]
         self.write_status("failed" if self.failures else "cut short" if left else "finished")
         return list(self.failures.values())
+
+    def write_status(self, status: str) -> None:
+        """Write down what the run is and how far it is."""
+        RunStatus(self.plan, self.folder, self.options, self.failures, self.left_out).write(status)
 
     @property
     def is_out_of_time(self) -> bool:
@@ -228,27 +154,34 @@ class _Run:
         if self.is_out_of_time:
             return
         open_to = [watch for watch in one.attack_tasks if self.is_pending(one, watch)]
-        checkpoints = self.folder.checkpoints(one.cell)
         if not self.folder.finished(one.cell):
-            stage = f"{one.name}: training"
-            with self._cell(one.cell, stage):
-                count = ProgressCounter(
-                    self.progress if one.federation.rounds else silent, stage, one.federation.rounds
-                )
-                execution = TrainingExecution(
-                    watched=one.observed_rounds(open_to),
-                    checkpoint_seconds=self.options.checkpoint_seconds,
-                    workers=self.options.workers,
-                    tick=count.set,
-                    is_out_of_time=lambda: self.is_out_of_time,
-                )
-                training_cell.train(one, self.folder.part(one.cell), checkpoints, execution)
+            self.train(one, open_to)
         if not self.folder.finished(one.cell):
             return
         if open_to:
             self._attacks(one, open_to)
+        self.drop_checkpoints(one)
+
+    def train(self, one: TrainingTask, open_to: Sequence[AttackTask]) -> None:
+        """Do the training itself, with checkpoints for the attacks `open_to`; it ends in a cell, or in a failure."""
+        stage = f"{one.name}: training"
+        with self._cell(one.cell, stage):
+            count = ProgressCounter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
+            execution = TrainingExecution(
+                watched=one.observed_rounds(open_to),
+                checkpoint_seconds=self.options.checkpoint_seconds,
+                workers=self.options.workers,
+                tick=count.set,
+                is_out_of_time=lambda: self.is_out_of_time,
+                check_writable=partial(self.folder.check_writable, one.cell),
+            )
+            training_cell.train(one, self.folder.part(one.cell), self.folder.checkpoints(one.cell), execution)
+
+    def drop_checkpoints(self, one: TrainingTask) -> None:
+        """Remove the states of a finished training that no attack needs any more, unless they are to stay."""
         if not self.options.keep_checkpoints:
-            checkpoints.keep(one.observed_rounds(watch for watch in one.attack_tasks if self.is_pending(one, watch)))
+            pending = one.observed_rounds(watch for watch in one.attack_tasks if self.is_pending(one, watch))
+            self.folder.checkpoints(one.cell).keep(pending)
 
     def is_pending(self, one: Source, watch: AttackTask) -> bool:
         """Return whether the attack is still to be run: not finished, nor of no more use."""
@@ -266,26 +199,24 @@ class _Run:
         """Run the attacks on updates that are there already."""
         for watch in one.attack_tasks:
             if self.is_next(one, watch):
-                self._attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
+                self.attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
 
     def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
-        several = len({watch.round for watch in one.attack_tasks}) > 1
         with training_cell.federation_of(one) as federation:
             for number in sorted({watch.round for watch in open_to}):
                 sights: dict[ObservationSpec, Observation] = {}
                 for watch in (watch for watch in open_to if watch.round == number):
                     if not self.is_next(one, watch):  # by now: another label may stand for the same cell
                         continue
-                    stage = f"{one.name}: {watch.attack.label}" + (f" (round {number})" if several else "")
-                    self._attack(watch, stage, partial(self._observe, federation, one, watch, sights))
+                    self.attack(watch, attack_stage(one, watch), partial(self.observe, federation, one, watch, sights))
 
-    def _attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
+    def attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
         """Run one attack on what is observed; it ends in a cell, or among the failures."""
         with self._cell(watch.cell, stage):
             observation = observe()
             count = ProgressCounter(self.progress, stage, len(observation.updates))
             count.set(0)
-            execution = AttackExecution(self.spread, count.advance, self.share_of_time(stage))
+            execution = self.attack_execution(watch, count.advance, self.share_of_time(stage))
             with self.options.control.searching(watch.attack.item.is_controllable):
                 is_cut_short = attack_cell.run_attack_cell(
                     watch,
@@ -301,6 +232,12 @@ class _Run:
         if self.options.control.interrupted:
             raise KeyboardInterrupt
 
+    def attack_execution(
+        self, watch: AttackTask, tick: Callable[[int], None], control: SearchControl
+    ) -> AttackExecution:
+        """Return tools and limits for one attack."""
+        return AttackExecution(self.spread, tick, control)
+
     def _settled(self, watch: AttackTask) -> dict[str | int, str]:
         """Return the updates of which attacks before it leave nothing to find, and why."""
         found: dict[str | int, str] = {}
@@ -313,7 +250,7 @@ class _Run:
                 found.setdefault(key, self_verification.not_needed_words([before.attack.label]))
         return found
 
-    def _observe(
+    def observe(
         self,
         federation: Federation,
         one: TrainingTask,
@@ -325,13 +262,13 @@ class _Run:
         if spec not in sights:
             earlier = []
             for number in watch.history_rounds:
-                self._train_to(federation, one, number)
+                self.train_to(federation, one, number)
                 earlier.append(attack_cell.observe_targets(federation, one, spec).views)
-            self._train_to(federation, one, watch.round)
+            self.train_to(federation, one, watch.round)
             sights[spec] = attack_cell.observe_targets(federation, one, spec, earlier)
         return sights[spec]
 
-    def _train_to(self, federation: Federation, one: TrainingTask, number: int) -> None:
+    def train_to(self, federation: Federation, one: TrainingTask, number: int) -> None:
         """Bring the federation to its state after `number` rounds."""
         if federation.server.round != number:
             count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)
@@ -358,60 +295,22 @@ class _Run:
         except RUN_ERRORS as error:
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
             reason = f"{type(error).__name__}: {error}"
-            self.failures[cell.id] = Failure(cell.id, name, reason, str(kept), describe_origin(error))
+            self.note_failure(Failure(cell.id, name, reason, str(kept), describe_origin(error)))
             log.exception("%s failed", name)
         else:
             cut = ", cut short" if cell.id in self.cut_short else ""
             log.info("%s: %.1f s%s", name, time.perf_counter() - began, cut)
         self.write_status("running")
 
-    def write_status(self, status: str) -> None:
-        """Write down what the run is and how far it is."""
-        name = run_id(self.plan.experiment)
-        about = {
-            "id": name,
-            "title": self.plan.experiment.title,
-            "name": self.options.name,
-            "command": self.options.command,
-            "version": version(),
-            "code": source_digest(),
-            "status": status,
-            **self._about_captures(),
-            **({UNLIKE_DEFAULTS: words} if (words := self._unlike_defaults(name)) else {}),
-            **({MODULE_FOLDER: self.options.module_folder} if self.options.module_folder else {}),
-            "cells": [self._about(name, cell) for name, cell in self.plan.cells() if cell.id not in self.left_out],
-        }
-        jsonl.write_text(self.folder.path / RUN, json.dumps(file_digests.with_digest(about), indent=2) + "\n")
+    def note_failure(self, failure: Failure) -> None:
+        """Take down a cell that could not be finished."""
+        self.failures[failure.id] = failure
 
-    def _unlike_defaults(self, name: str) -> str:
-        """Return what is to be known of the methods' defaults, in the run called `name`."""
-        if self.options.unlike_defaults is not None:
-            return self.options.unlike_defaults
-        before = self.folder.about_run()
-        return str(before.get(UNLIKE_DEFAULTS) or "") if before.get("id") == name else ""
 
-    def _about_captures(self) -> dict[str, object]:
-        """Return what is to be known of updates of the user's own; nothing where there are none."""
-        about: dict[str, object] = {"updates": [capture.digest for capture in self.plan.captures]}
-        about |= {"notes": list(self.plan.notes), "contradiction": self.plan.contradiction}
-        return {key: value for key, value in about.items() if value}
-
-    def _about(self, name: str, cell: Cell) -> dict[str, object]:
-        about: dict[str, object] = {"id": cell.id, "kind": cell.settings["kind"], "name": name}
-        if self.folder.finished(cell):
-            known = self.folder.about(cell)
-            checked = {} if FILES in known else {"checked": False}
-            return {**about, "status": "finished", "seconds": known["seconds"], "code": known["code"], **checked}
-        if cell.id in self.failures:
-            failure = self.failures[cell.id]
-            return {**about, "status": "failed", "reason": failure.reason, "traceback": failure.traceback}
-        if (cut := self.folder.latest(cell)) is not None:
-            known = self.folder.about(cut)
-            status = {"status": "cut short", "reason": CUT_SHORT, "found": cut.id}
-            return {**about, **status, "seconds": known["seconds"], "code": known["code"]}
-        if self.options.control.seconds_left <= 0:
-            return {**about, "status": "waiting", "reason": NOT_BEGUN}
-        return {**about, "status": "waiting"}
+def attack_stage(one: TrainingTask, watch: AttackTask) -> str:
+    """Return what the progress calls an attack on a training."""
+    several = len({other.round for other in one.attack_tasks}) > 1
+    return f"{one.name}: {watch.attack.label}" + (f" (round {watch.round})" if several else "")
 
 
 class ProgressCounter:

@@ -67,6 +67,7 @@ class TrainingExecution:
         workers: processes to spread clients over.
         tick: told how many rounds are done.
         is_out_of_time: whether it has to end, asked before every round.
+        check_writable: called before everything that is written; raises where another process has taken the training.
     """
 
     watched: Collection[int]
@@ -74,6 +75,7 @@ class TrainingExecution:
     workers: int = 1
     tick: Callable[[int], None] = lambda _done: None
     is_out_of_time: Callable[[], bool] = lambda: False
+    check_writable: Callable[[], None] = lambda: None
 
 
 def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execution: TrainingExecution) -> None:
@@ -103,6 +105,7 @@ def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execut
             stopped = number < spec.rounds and execution.is_out_of_time()
             is_due = stopped or time.monotonic() - saved > execution.checkpoint_seconds
             if number in watched or number == spec.rounds or is_due:
+                execution.check_writable()
                 if number not in checkpoints.rounds():
                     checkpoint.save(checkpoints.path(number), federation)
                 checkpoints.keep({*watched, number})
@@ -113,7 +116,9 @@ def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execut
             if stopped:
                 raise OutOfTimeError
             scored = (number + 1) % spec.evaluate_every == 0 or number + 1 == spec.rounds
-            jsonl.write_rows(path, [round_row(_step(training, federation, evaluate=scored))])
+            row = round_row(_step(training, federation, evaluate=scored))
+            execution.check_writable()
+            jsonl.write_rows(path, [row])
             execution.tick(number + 1)
 
 

@@ -11,7 +11,7 @@ from attacks.search_control import SearchControl, SearchProgress
 from eval.audit.attack_selection import leave_out_settled
 from eval.io.jsonl import read_rows
 from eval.report.load import load
-from eval.run import results, runner
+from eval.run import results, run_status, runner
 from eval.run.folder_integrity import check_folder
 from eval.run.run_directory import RunDir
 from fl.federation import Federation
@@ -56,7 +56,7 @@ def test_searches_share_the_time_and_the_next_run_computes_the_whole(clock, tmp_
     assert rows_of(rows, "guess") == []  # nothing begins after the time limit
     assert statuses(tmp_path / "cut") == ["finished", "cut short", "cut short", "waiting"]
     cells = json.loads((tmp_path / "cut" / "run.json").read_text())["cells"]
-    assert cells[3]["reason"] == runner.NOT_BEGUN
+    assert cells[3]["reason"] == run_status.NOT_BEGUN
     begun = clock.now
     assert run(tiny(*SEARCHES), tmp_path / "cut") == whole
     assert clock.now - begun == 44

@@ -15,7 +15,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from eval import config
 from eval.experiment import sweep
@@ -58,7 +57,7 @@ def planned(wanted: Experiment, data: str) -> Iterator[Cell]:
         for method in wanted.method:
             for defense in wanted.defense:
                 own = sweep.experiment_of(wanted, method, None)
-                world: Any = SimpleNamespace(task_spec=own.task, digest=data, device=torch.device("cpu"))
+                world: Any = SimpleNamespace(task_spec=own.task, digest=data, device_kind="cpu")
                 training = training_cell(world, own.federation, method.item, defense.item, seed)
                 yield training
                 for attack in wanted.attack:

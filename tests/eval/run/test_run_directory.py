@@ -16,7 +16,7 @@ from eval.experiment import yaml_config
 from eval.io import jsonl
 from eval.io.jsonl import read_rows
 from eval.report.load import load
-from eval.run import results, run_directory, runner, training_cell
+from eval.run import results, run_directory, run_status, runner, training_cell
 from eval.run.run_directory import BusyError, Checkpoints, RunDir
 from fl.runtime.workers import Workers
 
@@ -185,7 +185,7 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
     run(tiny("attack=guess"), folder.path)
     plan = runner.prepare(tiny(), device="cpu")
     assert not results.table_notes([], plan, folder)
-    for place in (runner, run_directory):
+    for place in (runner, run_status, run_directory):
         monkeypatch.setattr(place, "source_digest", lambda: "something else")
     run(tiny(), folder.path)
     about = folder.about_run()

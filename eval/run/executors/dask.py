@@ -1,0 +1,84 @@
+"""Workers as tasks of Dask: on a scheduler that is there, or in a cluster of this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from eval.run.executors import LostError, import_package
+
+
+class DaskExecutor:
+    """Submits tasks to Dask.
+
+    Args:
+        options: `address` of a scheduler and what else `distributed.Client` takes; without an address what
+            `distributed.LocalCluster` takes.
+        workers: how many at a time; in a cluster of this machine as many processes.
+        gpu: whether each needs a GPU: one of the resource `GPU` that Dask's workers were started with; in a cluster of
+            this machine they are given out by number.
+        folder: for what a cluster of this machine spills.
+
+    Raises:
+        ValueError: an option that Dask does not know, or no scheduler there.
+        MissingPackageError: Dask is not installed.
+    """
+
+    def __init__(self, options: Mapping[str, Any], workers: int, gpu: bool, folder: Path) -> None:
+        dask, distributed = import_package("dask", "dask"), import_package("distributed", "dask")
+        self.gives_gpus = "address" in options
+        self._resources = {"GPU": 1} if gpu and self.gives_gpus else {}
+        self._cluster: Any = None
+        own = dict(options)
+        try:
+            if not self.gives_gpus:
+                usual = {"n_workers": workers, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+                # a task whose process has died is not begun again behind our back
+                with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+                    self._cluster = distributed.LocalCluster(**usual | {"local_directory": str(folder)} | own)
+                own = {"address": self._cluster}
+            self._client = distributed.Client(**own)
+        except (TypeError, OSError, ValueError) as error:
+            self.close()
+            raise ValueError(f"--executor dask: {' '.join(str(error).split())}") from error
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> _DaskFuture:
+        """Submit a task."""
+        return _DaskFuture(self._client.submit(fn, *args, pure=False, retries=0, resources=self._resources or None))
+
+    def together(self) -> AbstractContextManager[object]:
+        """Do nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leave the scheduler; end a cluster of this machine."""
+        for one in (getattr(self, "_client", None), self._cluster):
+            if one is not None:
+                one.close()
+
+
+class _DaskFuture:
+    """A task of Dask's as a future."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def done(self) -> bool:
+        """Return whether the task has ended."""
+        return bool(self._task.done())
+
+    def result(self) -> Any:
+        """Return its result.
+
+        Raises:
+            LostError: its process has died, or the scheduler has dropped it.
+        """
+        if self._task.status != "finished":
+            raise LostError(f"Dask calls its task {self._task.status}")
+        return self._task.result()
+
+    def cancel(self) -> None:
+        """Have the scheduler drop the task; the process that it has started is told by its caller."""
+        self._task.cancel()

@@ -1,0 +1,81 @@
+"""Workers as tasks of Ray: on a cluster that is there, or on this machine."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from eval.run.executors import LostError, import_package
+
+
+class RayExecutor:
+    """Submits tasks to Ray.
+
+    Args:
+        options: what `ray.init` takes, `address` of a cluster among them; without it Ray is started on this machine.
+        workers: how many at a time.
+        gpu: whether each needs a GPU (`num_gpus=1`).
+        folder: not used.
+
+    Raises:
+        ValueError: an option that Ray does not know, or no cluster there.
+        MissingPackageError: Ray is not installed.
+    """
+
+    gives_gpus = True
+
+    def __init__(self, options: Mapping[str, Any], workers: int, gpu: bool, folder: Path) -> None:
+        self._ray = import_package("ray", "ray")
+        self._gpus = int(gpu)
+        self._began = not self._ray.is_initialized()
+        usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        if "address" not in options:
+            usual |= {"num_cpus": workers, "include_dashboard": False}
+        try:
+            if self._began:
+                self._ray.init(**usual | dict(options))
+        except (RuntimeError, ConnectionError, ValueError) as error:
+            raise ValueError(f"--executor ray: {' '.join(str(error).split())}") from error
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> _RayFuture:
+        """Submit a task, which is not begun again if its process dies."""
+        task = self._ray.remote(fn).options(num_cpus=1, num_gpus=self._gpus, max_retries=0)
+        return _RayFuture(self._ray, task.remote(*args))
+
+    def together(self) -> AbstractContextManager[object]:
+        """Do nothing."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Leave the cluster; end Ray where it was started here."""
+        if self._began:
+            self._ray.shutdown()
+
+
+class _RayFuture:
+    """A task of Ray's as a future."""
+
+    def __init__(self, ray: Any, reference: Any) -> None:
+        self._ray, self._reference = ray, reference
+
+    def done(self) -> bool:
+        """Return whether the task has ended."""
+        return bool(self._ray.wait([self._reference], timeout=0)[0])
+
+    def result(self) -> Any:
+        """Return its result.
+
+        Raises:
+            LostError: its process has died, or the task was cancelled.
+        """
+        try:
+            return self._ray.get(self._reference)
+        except self._ray.exceptions.RayError as error:
+            raise LostError(str(error).strip().splitlines()[0]) from error
+
+    def cancel(self) -> None:
+        """End the task with its process."""
+        self._ray.cancel(self._reference, force=True)

@@ -1,0 +1,405 @@
+"""A worker: takes cells of a run that nobody else has, until none is left. `python -m` it with a job on stdin.
+
+It plans the experiment as its caller did, and refuses if that comes to other cells. Then it looks for a training to
+do, goes on with the attacks on it, takes attacks on what others have trained, and helps with attacks on many updates.
+What it finishes takes its place by one renaming, as in a run by a single process.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from attacks.parallel import AttackPool
+from attacks.search_control import SearchControl
+from eval.experiment import yaml_config
+from eval.io import yaml12
+from eval.io.errors import RUN_ERRORS
+from eval.run import training_cell
+from eval.run.attack_cell import AttackedUpdates, AttackExecution
+from eval.run.attack_checkpoint import AttackCheckpoint
+from eval.run.cache_keys import Cell, source_digest
+from eval.run.claims import MOST_DEATHS, Claims, LostClaimError
+from eval.run.lpips_columns import with_cells
+from eval.run.members import HEARTBEAT_SECONDS, WORKER, GoneError, Member, Members
+from eval.run.observation import Observation
+from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
+from eval.run.resources import choose_workers
+from eval.run.run_directory import CHECKPOINT, LOG, PACKAGES, LostLockError, RunDir
+from eval.run.run_options import Failure, Options
+from eval.run.runner import Run, attack_stage
+from eval.run.shared import notes, portions
+from eval.run.shared.job import DONE, ENDS, REFUSAL, STOPPED, WorkerJob
+from eval.run.shared.portions import PortionWork, SharedAttackExecution
+from eval.run.shared.progress import ToldProgress
+from fl.federation import Federation
+
+log = logging.getLogger(__name__)
+CODES = {end: code for code, end in ENDS.items()}
+WAIT_SECONDS, MOST_WAIT_SECONDS = 0.25, 2.0
+"""Seconds before a worker that found nothing to do looks again, at first and at most."""
+AT_PARENTS_END: list[Callable[[], None]] = []
+"""What is done before this process leaves because that which started it has ended."""
+LOOK_SECONDS = 1.0
+"""Seconds between two looks whether this worker is to leave."""
+
+
+class RefusedError(Exception):
+    """This worker can't compute the cells of its caller."""
+
+
+@dataclass
+class SharedRun(Run):
+    """What one worker does of a run.
+
+    Attributes:
+        claims: of this worker.
+        workers: how many there are.
+        unfit: attacks that it can't help with.
+    """
+
+    claims: Claims = field(kw_only=True)
+    workers: int = field(kw_only=True)
+    unfit: set[str] = field(default_factory=set, kw_only=True)
+
+    def run(self) -> list[Failure]:
+        """Compute what nobody else does until nothing is left, or the time is over; returns all that failed."""
+        wait = WAIT_SECONDS
+        while not self.is_out_of_time and self._has_open():
+            if self._take_one() or self._help():
+                wait = WAIT_SECONDS
+            else:
+                time.sleep(wait)
+                wait = min(2 * wait, MOST_WAIT_SECONDS)
+        return [*self.failures.values()]
+
+    def write_status(self, status: str) -> None:
+        """Leave what is known of the run to its caller."""
+
+    def note_failure(self, failure: Failure) -> None:
+        """Take down a cell that could not be finished, for all workers."""
+        super().note_failure(failure)
+        notes.note_failure(self.folder.path, failure)
+
+    def share_of_time(self, stage: str) -> SearchControl:
+        """Return the control of the next search: as many works go on at a time as there are workers."""
+        attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
+        cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
+        parts = sum(self.is_open(cell) for cell in cells.values())
+        return self.options.control.share(-(-parts // self.workers), partial(self.options.on_search, stage))
+
+    def attack_execution(
+        self, watch: AttackTask, tick: Callable[[int], None], control: SearchControl
+    ) -> AttackExecution:
+        """Return tools and limits for one attack, which others may help with."""
+        return SharedAttackExecution(
+            self.spread,
+            tick,
+            control,
+            cell=watch.cell.id,
+            claims=self.claims,
+            folder=self.folder.path,
+            patience=portions.PATIENCE_SECONDS,
+        )
+
+    def is_open(self, cell: Cell) -> bool:
+        """Return whether there is something to be done for a cell, as far as is known by now."""
+        return not (cell.id in self.failures or cell.id in self.cut_short or self.folder.finished(cell))
+
+    def _has_open(self) -> bool:
+        """Return whether something is not finished, whoever may be at it."""
+        self._hear()
+        for one in self.plan.trainings:
+            if self._is_to_do(one.cell, f"{one.name}: training"):
+                return True
+            attacks = one.attack_tasks if self.folder.finished(one.cell) else ()
+            if any(self._is_to_do(watch.cell, attack_stage(one, watch)) for watch in attacks):
+                return True
+        return False
+
+    def _hear(self) -> None:
+        """Take in what other workers have noted."""
+        self.failures |= notes.failures(self.folder.path)
+        self.cut_short |= notes.ids_cut_short(self.folder.path)
+
+    def _is_to_do(self, cell: Cell, name: str) -> bool:
+        """Return whether a cell is open; one at which too many workers have died is noted as failed."""
+        if self.is_open(cell) and self.claims.is_exhausted(cell.id):
+            reason = f"{MOST_DEATHS} workers died while they computed it, perhaps for want of memory"
+            self.note_failure(Failure(cell.id, name, reason, LOG))
+        return self.is_open(cell)
+
+    def _take_one(self) -> bool:
+        """Compute something that nobody else does; returns whether there was something."""
+        for one in self.plan.trainings:
+            if self._take_training(one):
+                self._take_attacks(one)
+                return True
+        return any(self.folder.finished(one.cell) and self._take_attacks(one) for one in self.plan.trainings)
+
+    def _take_training(self, one: TrainingTask) -> bool:
+        with self._claimed(one.cell) as is_mine:
+            if is_mine:
+                self.train(one, [watch for watch in one.attack_tasks if self.is_open(watch.cell)])
+        return is_mine
+
+    def _take_attacks(self, one: TrainingTask) -> bool:
+        """Run the attacks on a finished training that nobody else runs; returns whether there were any."""
+        did, sights, number = False, dict[ObservationSpec, Observation](), -1
+        if not self.folder.finished(one.cell):
+            return False
+        with ExitStack() as stack:
+            federation: Federation | None = None
+            for watch in one.attack_tasks:
+                if self.is_out_of_time or not self._has_states(one, watch):
+                    continue
+                with self._claimed(watch.cell) as is_mine:
+                    if not is_mine:
+                        continue
+                    if federation is None:
+                        federation = stack.enter_context(training_cell.federation_of(one))
+                    if watch.round != number:
+                        number, sights = watch.round, {}
+                    self.attack(watch, attack_stage(one, watch), partial(self.observe, federation, one, watch, sights))
+                    did = True
+                if watch.cell.id in self.cut_short:
+                    notes.note_cut_short(self.folder.path, watch.cell.id)
+        if did:
+            with suppress(FileNotFoundError):  # another worker removes the same ones
+                self.drop_checkpoints(one)
+        return did
+
+    @contextmanager
+    def _claimed(self, cell: Cell) -> Iterator[bool]:
+        """Claim a cell while the block runs; yields whether it is this worker's to compute."""
+        is_mine = self.is_open(cell) and self.claims.take(cell.id)
+        if is_mine:  # it may have ended since this worker last looked
+            self._hear()
+            is_mine = self.is_open(cell)
+        try:
+            yield is_mine
+        except LostClaimError as error:
+            log.warning("%s", error)
+            self.claims.member.check()
+        finally:
+            (self.claims.finish if self.folder.finished(cell) else self.claims.release)(cell.id)
+
+    def _has_states(self, one: TrainingTask, watch: AttackTask) -> bool:
+        """Return whether the states that an attack looks at are there; makes them again where nobody else does."""
+        if not self.is_open(watch.cell) or not self.missing_rounds(one, watch):
+            return True
+        name = f"{one.cell.id}+states"
+        if not self.claims.take(name):
+            return False
+        try:
+            with training_cell.federation_of(one) as federation:
+                for number in self.missing_rounds(one, watch):
+                    self.train_to(federation, one, number)
+        except RUN_ERRORS:
+            log.exception("%s: its state can't be made again", one.name)  # the attack meets the same, and says so
+        finally:
+            self.claims.release(name)
+        return True
+
+    def missing_rounds(self, one: TrainingTask, watch: AttackTask) -> list[int]:
+        """Return the rounds that an attack looks at of which no state is stored; that before the first needs none."""
+        known = self.folder.checkpoints(one.cell).rounds()
+        return [number for number in (*watch.history_rounds, watch.round) if number and number not in known]
+
+    def _help(self) -> bool:
+        """Help with an attack on many updates that another worker has claimed; returns whether there was one."""
+        for one in self.plan.trainings:
+            for watch in one.attack_tasks:
+                free = portions.has_free_portion(self.folder.path, watch.cell.id, self.claims)
+                if free and watch.cell.id not in self.unfit | {*self.failures} and not self.missing_rounds(one, watch):
+                    try:
+                        return self._help_with(one, watch) > 0
+                    except LostClaimError as error:
+                        log.warning("%s", error)
+                        self.claims.member.check()
+                        return True
+        return False
+
+    def _help_with(self, one: TrainingTask, watch: AttackTask) -> int:
+        stage = attack_stage(one, watch)
+        path = portions.opened_path(self.folder.path, watch.cell.id)
+        try:
+            with training_cell.federation_of(one) as federation:
+                observation = self.observe(federation, one, watch, {})
+            updates = AttackedUpdates.of(observation)
+            kept = AttackCheckpoint(self.folder.part_path(watch.cell) / CHECKPOINT, updates.views)
+            work = PortionWork(
+                cell=watch.cell.id,
+                attack=watch.attack.item,
+                updates=updates,
+                kept=kept,
+                claims=self.claims,
+                control=self.options.control.share(on_progress=partial(self.options.on_search, stage)),
+            )
+            return portions.help_along(work, path.exists)
+        except LostLockError:
+            raise
+        except RUN_ERRORS:
+            # whoever has claimed the attack meets the same, and notes it as a failure
+            log.exception("%s: this worker can't help", stage)
+            self.unfit.add(watch.cell.id)
+            return 0
+
+
+# ---- the process -----------------------------------------------------------------------------------------------------
+def plan_of(job: WorkerJob) -> Plan:
+    """Return the plan of a job.
+
+    Raises:
+        RefusedError: it is not the caller's plan, or can't be made here.
+    """
+    sys.path.extend(place for place in job.module_folders if place not in sys.path)
+    try:
+        experiment = yaml_config.read(yaml12.parse(job.experiment), imports=job.imports)
+        plan = with_cells(prepare(experiment, device=job.device), set(job.cells))
+    except RUN_ERRORS as error:
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
+    if source_digest() != job.code:
+        raise RefusedError("it runs other source code than the caller; install the same version, and the same modules")
+    if [cell.id for _, cell in plan.cells()] != list(job.cells):
+        raise RefusedError(
+            "the experiment comes to other cells than at the caller: there are other data, other weights for LPIPS, or "
+            "another version"
+        )
+    return plan
+
+
+def work(job: WorkerJob) -> str:
+    """Do what a job asks for; returns how it has ended.
+
+    Raises:
+        RefusedError: this worker can't.
+    """
+    folder = RunDir(Path(job.folder))
+    if is_dismissed(job):
+        return STOPPED
+    plan = plan_of(job)
+    choose_workers(1, plan.device)
+    for other in Members(folder.path).states():  # an engine may begin the work of one that has died again by itself
+        if other.about.get("worker") == job.worker:
+            Members(folder.path).declare_gone(other.name)
+    with folder.shared(WORKER, job.worker, {"worker": job.worker, "caller": job.caller}) as member:
+        claims = Claims(folder.path, member)
+        AT_PARENTS_END.append(claims.release_all)
+        folder.claim_check = lambda cell: claims.check(cell.id)
+        left = math.inf if job.deadline is None else job.deadline - member.members.now()
+        told = ToldProgress(member)
+        options = Options(
+            checkpoint_seconds=job.checkpoint_seconds,
+            keep_checkpoints=job.keep_checkpoints,
+            control=SearchControl(time_limit=left),
+            on_search=told.search,
+        )
+        with logged(folder.path, member), kept_alive(member), closing(AttackPool(1)) as spread:
+            try:
+                SharedRun(plan, folder, options, told.stage, spread, claims=claims, workers=job.workers).run()
+            except GoneError:
+                return STOPPED
+            finally:
+                claims.release_all()
+    return DONE
+
+
+def is_dismissed(job: WorkerJob) -> bool:
+    """Return whether the caller needs this worker no more: it was told to leave, or its caller has left in order.
+
+    Where the caller has died its word stays, so that jobs that wait in a queue go on with its run.
+    """
+    members = Members(Path(job.folder))
+    caller = members.state(job.caller)
+    return members.is_gone(job.worker) or caller is None or bool(caller.about.get("left"))
+
+
+@contextmanager
+def logged(folder: Path, member: Member) -> Iterator[None]:
+    """Write down what this package logs, for the caller to repeat."""
+    handler = notes.NoteHandler(folder, member.name)
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+@contextmanager
+def kept_alive(member: Member) -> Iterator[None]:
+    """Give signs of life while the block runs; end the process once the member counts as dead."""
+    over = threading.Event()
+
+    def beat() -> None:
+        since = 0.0
+        while not over.wait(LOOK_SECONDS):
+            since += LOOK_SECONDS
+            try:
+                member.check()
+                if since >= HEARTBEAT_SECONDS:
+                    member.beat()
+                    since = 0.0
+            except GoneError:
+                os._exit(CODES[STOPPED])  # what it holds counts no more, so that nothing is to be given up
+            except OSError as error:
+                log.warning("no sign of life can be given: %s", error)
+
+    thread = threading.Thread(target=beat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def leave(number: int, _frame: FrameType | None) -> NoReturn:
+    """End in order, with all claims given up: a handler of signals."""
+    sys.exit(CODES[STOPPED])
+
+
+def leave_with_parent() -> None:
+    """End at once when whoever started this process has ended, which is no fault of what it was computing."""
+    sys.stdin.read()
+    for give_up in AT_PARENTS_END:
+        give_up()
+    os._exit(1)
+
+
+def main() -> int:
+    """Read a job, do it, and say on stdout what there is to say."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller says what a key pressed at it means
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2):  # Slurm announces the end of a job by the last
+        signal.signal(number, leave)
+    job = WorkerJob(**json.loads(sys.stdin.readline()))
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    try:
+        return CODES[work(job)]
+    except RefusedError as error:
+        sys.stdout.write(" ".join(str(error).split()))
+        return CODES[REFUSAL]
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)  # a thread waits for stdin

@@ -1,0 +1,86 @@
+"""What a run will cost and how far it is: by what finished cells took, or the gradients it takes; else unknown."""
+
+import json
+
+import pytest
+from support.runs import run, tiny
+from support.tiny import Registered
+
+from eval.run import estimate, runner
+from eval.run.run_directory import RunDir
+from eval.run.run_options import RunProgress
+from eval.run.shared.progress import RunPace, seconds_of_work
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _guesses():
+    with Registered():
+        yield
+
+
+def costs(experiment, path):
+    found = estimate.estimate(runner.prepare(experiment, device="cpu"), RunDir(path))
+    return found, {cell.name: (cell.is_finished, cell.basis) for cell in found.cells}
+
+
+def test_nothing_is_computed_for_an_estimate_and_what_nobody_can_tell_is_unknown(tmp_path):
+    found, by_name = costs(tiny("attack=[{name: ig, iterations: 100}, guess]"), tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+    assert by_name["fedavg"] == by_name["fedavg: ig after round 2"] == (False, "one gradient, timed here")
+    assert by_name["fedavg: guess after round 2"] == (False, "unknown")
+    assert found.unknown == 2
+    seconds = {cell.name: cell.seconds for cell in found.cells}
+    assert seconds["fedavg"] > 0
+    assert found.seconds() == sum(filter(None, seconds.values())) == 2 * found.seconds(2)
+
+
+def test_a_search_costs_its_iterations(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate, "_measured", lambda one, size: 0.001)
+    short, long = (
+        {c.name: c.seconds for c in costs(tiny(f"attack=[{{name: ig, iterations: {n}}}]"), tmp_path)[0].cells}
+        for n in (100, 200)
+    )
+    # two updates of one gradient each, and three gradients for each iteration
+    assert short["fedavg: ig after round 2"] == pytest.approx(100 * 2 * 3 * 0.001)
+    assert long["fedavg: ig after round 2"] == pytest.approx(2 * short["fedavg: ig after round 2"])
+    # two rounds of three clients with two batches each, and three times what they are scored by
+    assert short["fedavg"] == pytest.approx(2 * 3 * 2 * 0.001 + 3 * 3 * 0.001 / 3, rel=0.2)
+
+
+def test_finished_cells_tell_what_others_of_their_kind_cost(tmp_path):
+    run(tiny(), tmp_path / "a")
+    cells = tmp_path / "a" / "cells"
+    for path in cells.glob("*/cell.json"):
+        about = json.loads(path.read_text())
+        about["seconds"] = 10.0 if about["settings"]["kind"] == "training" else 3.0
+        path.write_text(json.dumps({key: value for key, value in about.items() if key != "sha256"}))
+    found, by_name = costs(tiny("seeds=[0,1]", "federation.rounds=4"), tmp_path / "b")  # beside the other
+    assert by_name["fedavg (seed 1)"] == (False, "1 finished cell of its kind")
+    assert {cell.seconds for cell in found.cells if cell.kind == "training"} == {20.0}  # twice as many rounds
+    assert {cell.seconds for cell in found.cells if cell.kind == "attack"} == {3.0}
+    _, again = costs(tiny(), tmp_path / "a")
+    assert set(again.values()) == {(True, "finished")}
+
+
+def cell(name, status, seconds=None):
+    about = {"name": name, "kind": "attack" if ":" in name else "training", "status": status}
+    return about if seconds is None else {**about, "seconds": seconds}
+
+
+def test_the_time_left_is_told_by_cells_of_other_seeds_then_by_all_of_a_kind():
+    done = [cell("a (seed 0)", "finished", 4.0), cell("a (seed 0): x", "finished", 1.0), cell("b", "finished", 8.0)]
+    assert seconds_of_work(done) == 0
+    assert seconds_of_work([*done, cell("a (seed 1)", "waiting"), cell("a (seed 1): x", "waiting")]) == 5.0
+    assert seconds_of_work([*done, cell("c", "waiting"), cell("d", "failed")]) == 6.0
+    assert seconds_of_work([cell("a", "finished", 4.0), cell("a: x", "waiting")]) is None
+
+
+def test_workers_share_the_time_left(monkeypatch):
+    told = []
+    pace = RunPace(told.append)
+    about = {"cells": [cell("a (seed 0)", "finished", 4.0), *(cell(f"a (seed {i})", "waiting") for i in range(1, 5))]}
+    now = iter([100.0, 103.0])
+    monkeypatch.setattr("eval.run.shared.progress.time.monotonic", lambda: next(now))
+    pace.tell(lambda: about, 2)
+    pace.tell(lambda: about, 2)
+    assert told == [RunProgress(1, 5, 2, 8.0), RunProgress(1, 5, 2, 5.0)]

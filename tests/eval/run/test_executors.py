@@ -1,0 +1,125 @@
+"""Which executor computes a run: name, options, workers and GPUs; and the process that each of them starts."""
+
+import signal
+import subprocess
+import sys
+from concurrent.futures import Future
+
+import pytest
+
+from eval.experiment import yaml_config
+from eval.run.executors import MissingPackageError, open_executor
+from eval.run.executors.choice import ExecutorChoice, choose_executor, visible_gpus
+from eval.run.shared import job as jobs
+
+JOB = {
+    "worker": "w-1",
+    "gpu": None,
+    "current_folder": ".",
+    "variables": {"OMP_NUM_THREADS": "3", "MKL_NUM_THREADS": None},
+}
+
+
+@pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("dask", "dask"), ("ray", "ray")])
+def test_a_missing_package_is_said_with_the_extra_that_brings_it(tmp_path, monkeypatch, name, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingPackageError, match=rf"--executor {name} needs .*: pip install 'hyperleak\[{name}\]'"):
+        open_executor(name, {}, workers=1, device="cpu", folder=tmp_path)
+
+
+def test_an_unknown_executor_is_refused():
+    with pytest.raises(ValueError, match=r"expected an executor of local, slurm, dask, ray, got 'slrum'; did you mean"):
+        ExecutorChoice(name="slrum")
+
+
+def test_the_command_line_goes_before_the_config():
+    section = yaml_config.executor_section({"executor": {"name": "slurm", "partition": "gpu", "timeout_min": 60}})
+    assert choose_executor(None, {}, {}, 4) is None
+    found = choose_executor(None, section, {"timeout_min": 5}, 4)
+    assert found == ExecutorChoice(name="slurm", options={"partition": "gpu", "timeout_min": 5}, workers=4)
+    assert choose_executor("slurm", section, {}, None).options == {"partition": "gpu", "timeout_min": 60}
+    assert choose_executor("local", section, {}, None).options == {}  # options of another engine are none of its own
+    assert yaml_config.executor_section({"executor": "dask"}) == {"name": "dask"}
+    with pytest.raises(ValueError, match="expected an executor for the option partition"):
+        choose_executor(None, {}, {"partition": "gpu"}, None)
+
+
+def test_a_config_s_executor_is_no_part_of_the_experiment():
+    data = {"task": {"dataset": "faces", "model": "mlp"}, "federation": {}, "method": "fedavg"}
+    plain = yaml_config.read(data)
+    assert yaml_config.read({**data, "executor": {"name": "slurm", "partition": "gpu"}}) == plain
+    assert "executor" not in yaml_config.to_plain(plain)
+
+
+def test_gpus_are_given_out_one_a_worker(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    assert visible_gpus() == ["4", "7"]
+    assert ExecutorChoice(name="local").count("cuda") == 2
+    assert ExecutorChoice(name="local", workers=1).count("cuda") == 1
+    with pytest.raises(ValueError, match="expected at most 2 workers, one for each GPU here, got 3"):
+        ExecutorChoice(name="local", workers=3).count("cuda")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="expected at most 0 workers"):
+        ExecutorChoice(name="local").count("cuda")
+
+
+def test_how_many_workers_run_elsewhere_has_to_be_said():
+    with pytest.raises(ValueError, match="say how many workers --executor slurm is to start"):
+        ExecutorChoice(name="slurm").count("cuda")
+    assert ExecutorChoice(name="slurm", workers=9).count("cuda") == 9
+    assert ExecutorChoice(name="ray", options={"address": "auto"}, workers=9).is_elsewhere
+    assert not ExecutorChoice(name="slurm", options={"cluster": "local"}).is_elsewhere
+
+
+def test_the_local_executor_takes_no_options(tmp_path):
+    with pytest.raises(ValueError, match="expected no options for --executor local, got partition"):
+        open_executor("local", {"partition": "gpu"}, workers=1, device="cpu", folder=tmp_path)
+    executor = open_executor("local", {}, workers=2, device="cpu", folder=tmp_path)
+    futures: list[Future[int]] = [executor.submit(pow, 2, number) for number in range(4)]
+    assert [future.result() for future in futures] == [1, 2, 4, 8]
+    executor.close()
+
+
+@pytest.fixture
+def run_script(tmp_path, monkeypatch):
+    """Have the worker's process be a script of a few lines."""
+
+    def run(code: str, **changed: object) -> tuple[str, str]:
+        (tmp_path / "stands_in.py").write_text(f"import os, sys, json\njob = json.loads(sys.stdin.readline())\n{code}")
+        (tmp_path / "shared").mkdir(exist_ok=True)
+        monkeypatch.setattr(jobs, "MODULE", "stands_in")
+        monkeypatch.syspath_prepend(tmp_path)
+        return jobs.run_worker({**JOB, "folder": str(tmp_path), **changed})
+
+    return run
+
+
+def test_a_worker_has_its_caller_s_threads_and_one_gpu(run_script):
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    code = f"sys.stdout.write(json.dumps([os.environ.get(name) for name in {names}]))"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MKL_NUM_THREADS", "8")  # of the engine's process
+        assert run_script(code, gpu="7") == (jobs.DONE, '["3", null, "7"]')
+
+
+@pytest.mark.parametrize(
+    ("code", "ended"),
+    [
+        ("sys.stdout.write('other data'); sys.exit(3)", (jobs.REFUSAL, "other data")),
+        ("sys.exit(4)", (jobs.STOPPED, "")),
+        ("os.kill(os.getpid(), 9)", (jobs.DEATH, f"signal {int(signal.SIGKILL)}")),
+        ("sys.stderr.write('no memory\\n'); sys.exit(1)", (jobs.DEATH, "exit code 1 | no memory")),
+    ],
+)
+def test_it_is_told_how_a_worker_has_ended(run_script, code, ended):
+    assert run_script(code) == ended
+
+
+def test_a_worker_leaves_with_the_process_that_started_it():
+    """Its stdin ends then, however that process has ended."""
+    code = "from eval.run.shared.worker import leave_with_parent\n"
+    program = f"import sys\n{code}sys.stdout.write('up\\n'); sys.stdout.flush(); leave_with_parent()"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"up\n"
+    process.communicate()
+    assert process.returncode == 1

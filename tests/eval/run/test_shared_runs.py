@@ -1,0 +1,183 @@
+"""Several workers on one run: the same bytes, no cell twice, and none lost with a worker that dies."""
+
+import sys
+import threading
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+from support.grid import counted, whole
+from support.runs import tiny
+from support.shared_runs import Killed, do, in_threads, plan_and_run
+from support.tiny import Guess, Registered
+
+from attacks.search_control import SearchControl
+from eval.io.jsonl import read_rows
+from eval.run.claims import Claims
+from eval.run.members import CALLER, SHARED, Member, Members
+from eval.run.shared import caller, portions
+from eval.run.shared.caller import WorkersError
+from eval.run.shared.job import DEATH, REFUSAL, WorkerJob
+from eval.run.shared.worker import is_dismissed
+from fl.federation import Federation
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _guesses():
+    with Registered():
+        yield
+
+
+@pytest.fixture(scope="module")
+def grid(_guesses):
+    return tiny("seeds=[0,1]", "observe.rounds=[0,2]")
+
+
+@pytest.fixture(scope="module")
+def alone(grid, tmp_path_factory):
+    """The files of the same run by one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    plan_and_run(grid, folder, None)
+    return whole(folder)
+
+
+def unless_killed(act):
+    """Do something, but not on the way out of a process that is killed."""
+
+    def wrapped(*given):
+        if sys.exc_info()[0] is not Killed:
+            act(*given)
+
+    return wrapped
+
+
+def names(outcome):
+    return [name for name, _ in outcome.plan.cells()]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_any_number_of_workers_leaves_the_same_files_and_computes_no_cell_twice(
+    grid, alone, tmp_path, monkeypatch, workers
+):
+    started = in_threads(monkeypatch)
+    stages = {}
+    outcome = plan_and_run(grid, tmp_path, workers, lambda stage, done, total: stages.update({stage: (done, total)}))
+    assert whole(tmp_path) == alone
+    assert len(started) == workers
+    found = counted(tmp_path)
+    assert len(found) == len(names(outcome))
+    assert set(found.values()) == {1}
+    assert not (tmp_path / SHARED).exists()
+    assert set(stages) == set(found)
+    assert all(done == total for done, total in stages.values())
+
+
+def test_a_worker_that_dies_in_a_training_and_one_in_an_attack_lose_nothing(grid, alone, tmp_path, monkeypatch):
+    died = []
+    step, attack = Federation.step, Guess.attack_view
+
+    def dying(when, act):
+        def wrapped(self, *given, **named):
+            if when not in died:
+                died.append(when)
+                raise Killed
+            return act(self, *given, **named)
+
+        return wrapped
+
+    monkeypatch.setattr(Federation, "step", dying("training", step))
+    monkeypatch.setattr(Guess, "attack_view", dying("attack", attack))
+    for owner, name in ((Claims, "release_all"), (Claims, "release"), (Member, "leave")):
+        monkeypatch.setattr(owner, name, unless_killed(getattr(owner, name)))
+    monkeypatch.setattr("eval.run.shared.worker.kept_alive", lambda member: nullcontext())
+
+    def turn(job):
+        try:
+            return do(job)
+        except Killed:
+            return DEATH, "signal 9"
+
+    started = in_threads(monkeypatch, turn)
+    plan_and_run(grid, tmp_path, 2)
+    assert whole(tmp_path) == alone
+    assert sorted(died) == ["attack", "training"]
+    assert len(started) == 4
+    assert set(counted(tmp_path).values()) == {1}
+    assert (tmp_path / "log.txt").read_text().count("has died (signal 9); what it had claimed is free") == 2
+
+
+def test_two_callers_share_a_run(grid, alone, tmp_path, monkeypatch):
+    in_threads(monkeypatch)
+    outcomes = []
+    callers = [threading.Thread(target=lambda: outcomes.append(plan_and_run(grid, tmp_path, 2))) for _ in range(2)]
+    for one in callers:
+        one.start()
+    for one in callers:
+        one.join()
+    assert [outcome.failures for outcome in outcomes] == [[], []]
+    assert whole(tmp_path) == alone
+
+
+def test_a_cell_that_fails_is_tried_once_and_stops_no_other(tmp_path, monkeypatch):
+    in_threads(monkeypatch)
+    outcome = plan_and_run(tiny("attack=[guess,crash]"), tmp_path, 3)
+    assert sorted(failure.name for failure in outcome.failures) == ["fedavg: crash", "hyperfl: crash"]
+    assert all("got rain" in (tmp_path / failure.traceback).read_text() for failure in outcome.failures)
+    assert len(read_rows(tmp_path / "images.jsonl")) == 8
+    assert (tmp_path / "log.txt").read_text().count("crash failed") == 2
+
+
+def test_what_no_worker_can_do_ends_the_run_with_the_reason(tmp_path, monkeypatch):
+    in_threads(monkeypatch, lambda job: (REFUSAL, "there are other data"))
+    with pytest.raises(WorkersError, match="can't compute this run: there are other data"):
+        plan_and_run(tiny("attack=guess"), tmp_path, 2)
+
+
+def test_workers_that_die_without_getting_anything_done_are_not_replaced_for_ever(tmp_path, monkeypatch):
+    started = in_threads(monkeypatch, lambda job: (DEATH, "signal 9"))
+    with pytest.raises(WorkersError, match="4 workers ended one after the other and got nothing done: signal 9"):
+        plan_and_run(tiny("attack=guess"), tmp_path, 1)
+    assert len(started) == caller.MOST_REPLACED + 1
+
+
+def test_portions_of_an_attack_are_shared_and_none_is_attacked_twice(tmp_path, monkeypatch):
+    """The first worker alone would attack all views of the cell."""
+    experiment = tiny("attack=[{name: guess, against: hyperfl}]", "observe.batch_size=1")
+    plan_and_run(experiment, tmp_path / "alone", None)
+    seen, together = [], threading.Barrier(2, timeout=20)
+    attack = Guess.attack_view
+
+    def watched(self, view, seed):
+        seen.append((seed, threading.get_ident()))
+        if len(seen) <= 2:  # the first two views wait for each other: each has a worker of its own
+            together.wait()
+        return attack(self, view, seed)
+
+    monkeypatch.setattr(Guess, "attack_view", watched)
+    monkeypatch.setattr(portions, "PATIENCE_SECONDS", 0.0)
+    in_threads(monkeypatch)
+    plan_and_run(experiment, tmp_path / "shared", 2)
+    assert whole(tmp_path / "shared") == whole(tmp_path / "alone")
+    assert len({seed for seed, _ in seen}) == len(seen) == 4
+    assert len({thread for _, thread in seen}) == 2
+
+
+def test_a_time_limit_ends_workers_and_the_same_command_goes_on(tmp_path, monkeypatch, grid, alone):
+    in_threads(monkeypatch)
+    outcome = plan_and_run(grid, tmp_path, 2, control=SearchControl(time_limit=0.0))
+    assert len(outcome.unfinished) == len([name for name in names(outcome) if " after round " in name])
+    plan_and_run(grid, tmp_path, 2)
+    assert whole(tmp_path) == alone
+
+
+def test_a_worker_whose_caller_has_left_does_not_begin(tmp_path):
+    members = Members(tmp_path)
+    caller = Member(members, CALLER, "caller")
+    job = WorkerJob(**{field: None for field in WorkerJob.__dataclass_fields__} | {"folder": str(tmp_path)})
+    one = replace(job, caller=caller.name, worker="local-01-0")
+    assert not is_dismissed(one)
+    members.declare_gone("local-01-0")
+    assert is_dismissed(one)
+    assert not is_dismissed(replace(one, worker="local-02-0"))
+    caller.leave()
+    assert is_dismissed(replace(one, worker="local-02-0"))

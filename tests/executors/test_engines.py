@@ -1,0 +1,99 @@
+"""A grid of 40 cells under every executor: the same bytes, though workers are killed, and no cell finished twice."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support.grid import CELLS, CONFIG, Killer, counted, whole
+
+import hyperleak
+from eval.run.members import SHARED, WORKER, Members
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+ENGINES = {
+    "local": ("torch", {"name": "local"}),
+    "slurm": ("submitit", {"name": "slurm", "cluster": "local", "timeout_min": 20}),
+    "dask": ("distributed", {"name": "dask"}),
+    "ray": ("ray", {"name": "ray"}),
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "grid.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(config, tmp_path_factory):
+    """What one process leaves."""
+    folder = tmp_path_factory.mktemp("alone") / "out"
+    assert not hyperleak.run(config, folder, workers=1).failures
+    return whole(folder)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_executor_leaves_the_same_bytes_though_workers_are_killed(config, alone, tmp_path, engine):
+    package, executor = ENGINES[engine]
+    pytest.importorskip(package)
+    out = tmp_path / "out"
+    killer = Killer(out, engine_too=engine != "local")
+    killer.start()
+    assert not hyperleak.run(config, out, workers=2, executor=executor).failures
+    assert len(killer.killed) == 2
+    assert whole(out) == alone
+    found = counted(out)
+    assert len(found) == CELLS
+    assert set(found.values()) == {1}
+    assert (out / "log.txt").read_text().count("has died") == 2
+    assert not (out / SHARED).exists()
+
+
+def begin(config: Path, out: Path, *words: str) -> subprocess.Popen:
+    """The command, once two of its workers are at work."""
+    command = [sys.executable, "-m", "hyperleak", "run", str(config), "--out", str(out), *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    members = Members(out)
+    for _ in range(600):
+        if sum(one.kind == WORKER and "stages" in one.about for one in members.states()) == 2:
+            return process
+        time.sleep(0.1)
+    raise AssertionError(process.communicate())
+
+
+def test_ctrl_c_ends_the_workers_and_the_same_command_goes_on(config, alone, tmp_path):
+    out = tmp_path / "out"
+    process = begin(config, out, "--executor", "local", "--workers", "2")
+    pids = [one.about["pid"] for one in Members(out).states() if one.kind == WORKER]
+    process.send_signal(signal.SIGINT)
+    words, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, words
+    assert "the same command goes on from here" in words
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert not (out / SHARED).exists()
+    hyperleak.run(config, out, workers=1)
+    assert whole(out) == alone
+
+
+def test_a_second_caller_joins_a_run_and_another_process_watches_it(config, alone, tmp_path):
+    out = tmp_path / "out"
+    first = begin(config, out, "--executor", "local", "--workers", "2")
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "hyperleak", "run", "--watch", str(out)], stdout=subprocess.PIPE, text=True
+    )
+    result = hyperleak.run(config, out, workers=1, executor="local")
+    assert not result.failures
+    words, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, words
+    seen, _ = watching.communicate(timeout=60)
+    assert watching.returncode == 0, seen
+    assert f"{CELLS} of {CELLS} cells are finished" in seen
+    assert "training" in seen
+    assert whole(out) == alone
