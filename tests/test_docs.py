@@ -244,7 +244,9 @@ def changed(given: dict) -> Experiment:
 
 def check(command: str, given: dict) -> None:
     """What the options say beside being options: names and settings that exist."""
-    if command == "run" and not given["config"].startswith(tuple(PLACEHOLDERS)):
+    if command == "run" and given["watch"] is not None:
+        assert not given["config"]
+    elif command == "run" and not given["config"].startswith(tuple(PLACEHOLDERS)):
         assert changed(given).attack
     elif command == "show" and given["name"] not in PLACEHOLDERS:
         assert describe(given["name"])

@@ -374,3 +374,46 @@ def test_figures_as_files(path):
         assert {file.name for file in written} >= {f"images.{kind}", f"images-column.{kind}"}
         assert all(file.stat().st_size for file in written)
     assert call("report", path.parent / "out", "--figures", "gif").exit_code == 2
+
+
+def test_a_plan_says_what_there_is_to_compute_and_computes_nothing(path):
+    result = run(path, "--plan")
+    assert result.exit_code == 0, result.output
+    assert left_behind(path) == []
+    lines = result.output.splitlines()
+    assert lines[0].split("\t") == ["cell", "kind", "cost on one worker", "known from"]
+    assert "fedavg\ttraining\tabout 1 s\tone gradient, timed here" in lines
+    assert "fedavg: guess after round 2\tattack\tunknown\tunknown" in lines
+    assert "5 of 5 cells are to be computed" in result.output
+    assert "what 3 of them cost is unknown" in result.output
+    assert run(path).exit_code == 0
+    told = json.loads(run(path, "--plan", "--json").output)
+    assert [cell["is_finished"] for cell in told["cells"]] == [True] * 5
+    assert told["open"] == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--executor", "slrm"), "expected an executor of local, slurm, dask, ray, got 'slrm'; did you mean 'slurm'?"),
+        (("--executor-option", "partition"), "expected KEY=VALUE such as partition=gpu, got 'partition'"),
+        (("--executor-option", "partition=gpu"), "expected an executor for the option partition"),
+        (("--executor", "slurm"), "say how many workers --executor slurm is to start: --workers 8"),
+    ],
+)
+def test_a_wrong_executor_is_refused_before_anything_is_written(path, words, said):
+    result = run(path, *words, "--plan")
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
+    assert left_behind(path) == []
+
+
+def test_only_a_run_can_be_watched(path):
+    result = call("run", "--watch", path.parent / "nothing")
+    assert result.exit_code == 2
+    assert "expected the folder of a run, found no run.json" in " ".join(result.output.split())
+    assert run(path).exit_code == 0
+    seen = call("run", "--watch", path.parent / "out")
+    assert seen.exit_code == 0, seen.output
+    assert "5 of 5 cells are finished; nobody is at work" in " ".join(seen.output.split())
+    assert call("run").exit_code == 2

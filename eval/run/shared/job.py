@@ -22,8 +22,13 @@ THREAD_VARIABLES = (
     "OPENBLAS_NUM_THREADS",
     "NUMEXPR_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
+    "MALLOC_TRIM_THRESHOLD_",
+    "MALLOC_MMAP_THRESHOLD_",
 )
-"""Variables that a worker has as its caller has them, set or not: threads change how sums are rounded."""
+"""Variables that a worker has as its caller has them, set or not.
+
+Threads change how sums are rounded; where freed memory is kept, searches are faster.
+"""
 OUR_VARIABLES = "HYPERLEAK_"
 """What the names of our own begin with, which it has as well."""
 MODULE = "eval.run.shared.worker"
