@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eval.commands import audit, compare, doctor, list_, report, run, show
+from eval.commands import audit, compare, doctor, list_, report, reproduce, run, show
 from eval.commands.system_errors import GuardedGroup
 from fl.runtime.main_guard import leave_if_unguarded
 
@@ -40,6 +40,7 @@ def _start(
 
 app.command()(run.run)
 app.add_typer(audit.build_audit_app(), name="audit")
+app.command()(reproduce.reproduce)
 app.command()(report.report)
 app.command()(compare.compare)
 app.command("list")(list_.list_)

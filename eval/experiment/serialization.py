@@ -122,7 +122,9 @@ def _with_parts(holder: Any) -> list[Any]:
 
 def _built(data: Any) -> Experiment:
     values = with_current_names(check_mapping(data, "the config"))
-    check_keys([*(f.name for f in dataclasses.fields(Experiment)), "sweep"], values, "the config")  # taken out before
+    check_keys(
+        [*(f.name for f in dataclasses.fields(Experiment)), "sweep", "scales"], values, "the config"
+    )  # these taken out before
     if absent := [key for key in ("task", "method") if key not in values]:
         raise ValueError(f"expected a value for {', '.join(absent)}, got none")
     built: dict[str, Any] = {

@@ -40,6 +40,7 @@ from eval.experiment.plugins import (
     recorded_module_folder,
     search_modules_in,
 )
+from eval.experiment.scales import parse_scales
 from eval.experiment.selection import select_entries, with_published_figures
 from eval.experiment.serialization import build, check_mapping, to_plain, with_current_names
 from eval.experiment.spec import Experiment, check_not_overruled
@@ -137,6 +138,7 @@ def _split(
     values["imports"] = list(import_plugins(words if not own or asked(own) else [], folder, given))
     values.pop("executor", None)  # changes no number (`executor_section`)
     sweep = dict(check_mapping(values.pop("sweep", {}), "sweep"))
+    parse_scales(values.pop("scales", {}))  # what `hyperleak reproduce` makes of it
     values = with_current_names(values)
     experiment = grid.with_current_labels(build(values), sweep)
     if experiment.task.model.user_code:

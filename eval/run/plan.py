@@ -280,12 +280,12 @@ def count_tasks(experiment: Experiment) -> tuple[int, int]:
     for method in experiment.method:
         for attack in experiment.attack:
             if not attack.against or method.label in attack.against:
-                attacked += len(_watched_rounds(sweep.experiment_of(experiment, method, attack), method))
+                attacked += len(watched_rounds(sweep.experiment_of(experiment, method, attack), method))
     times = len(experiment.seeds) * len(experiment.defense)
     return times * len(experiment.method), times * attacked
 
 
-def _watched_rounds(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
+def watched_rounds(part: Experiment, method: Entry[Method]) -> tuple[int, ...]:
     """Return after how many rounds clients are watched: unless asked for, before the last update they send.
 
     Raises:
@@ -339,7 +339,7 @@ class _PlanBuilder:
             spec = self._observation_spec(part, data, method.label, defense.item.group_size)
             self._check(task, spec.method, defense, f"observe.method {method.label!r}")
             self._refuse(attack, spec, data)
-            for number in _watched_rounds(part, method):
+            for number in watched_rounds(part, method):
                 updates = TrainedUpdates(cell, number, spec.method, spec.threat, spec.observe)
                 made = attack_cell(updates, attack.item, part.score, self.perceptual, self._public(attack.item))
                 watches.append(AttackTask(attack, number, spec, made))

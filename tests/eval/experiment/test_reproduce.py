@@ -48,7 +48,7 @@ def called(label: str, entry: Entry) -> bool:
 
 
 def test_there_are_configs_for_every_paper():
-    assert {path.parent.name for path in PATHS if path.parent.parent.name == "reproduce"} == set(PAPERS)
+    assert {path.parent.name for path in PATHS if path.parent.parent == CONFIGS / "reproduce"} == set(PAPERS)
 
 
 @every

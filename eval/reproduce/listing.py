@@ -1,0 +1,123 @@
+"""All tables and figures with their scales: what each costs, and how much of it is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from eval.experiment.scales import SCALES, Scale
+from eval.reproduce.committed import Committed, count_measured, read_committed, runs_of
+from eval.reproduce.cost import Cost, describe_seconds, experiment_cost
+from eval.reproduce.items import Item, matching, rows_of
+
+COLUMNS = ("item", "rows", *(f"{scale}: measured, cost" for scale in SCALES), "otherwise")
+LEGEND = (
+    "Rows: figures that the paper prints, or where none is in the config each method and each attack on it.",
+    "Measured: rows of which all cells are committed in docs/results/cells, with exactly the settings of the scale; "
+    "a data set counts as itself where only a part of its images was at hand.",
+    "Otherwise: rows that committed runs of the same config have with other settings, such as another data set.",
+    "Cost: an estimate for one CPU core from counts and unit costs; it tells an hour from a day.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AtScale:
+    """A table at a scale.
+
+    Attributes:
+        measured: rows that are committed.
+        cost: of all of it.
+    """
+
+    measured: int
+    cost: Cost
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """A table or figure with what is known of it.
+
+    Attributes:
+        item: which.
+        rows: how many it has.
+        scales: what it is at each scale.
+        otherwise: rows that committed runs of its config have with other settings.
+        changes: the settings that were changed there.
+    """
+
+    item: Item
+    rows: int
+    scales: Mapping[Scale, AtScale]
+    otherwise: int
+    changes: tuple[str, ...]
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        scales = {
+            scale: {
+                "measured": own.measured,
+                "trainings": own.cost.trainings,
+                "attacks": own.cost.attacks,
+                "seconds": own.cost.seconds,
+            }
+            for scale, own in self.scales.items()
+        }
+        return {
+            "item": self.item.name,
+            "title": self.item.title,
+            "rows": self.rows,
+            "scales": scales,
+            "otherwise": self.otherwise,
+            "changes": list(self.changes),
+        }
+
+
+def list_status(items: Sequence[Item], committed: Committed | None = None) -> list[Listed]:
+    """Return items with what of them is measured, and what each scale costs.
+
+    Args:
+        items: which.
+        committed: cells; None reads those of the checkout.
+
+    Raises:
+        ValueError: a config or an archive can't be read; says which.
+    """
+    cells = read_committed() if committed is None else committed
+    return [_listed(item, cells) for item in items]
+
+
+def as_rows(found: Sequence[Listed]) -> list[list[str]]:
+    """Return a row of words for each item, under `COLUMNS`, and one of sums."""
+    lines = [
+        [
+            one.item.name,
+            str(one.rows),
+            *(_words(one.scales.get(scale)) for scale in SCALES),
+            str(one.otherwise) if one.otherwise else "-",
+        ]
+        for one in found
+    ]
+    sums = [str(sum(one.scales[scale].measured for one in found if scale in one.scales)) for scale in SCALES]
+    whole = sum(one.rows for one in found)
+    return [*lines, ["all", str(whole), *sums, str(sum(one.otherwise for one in found))]]
+
+
+def _words(own: AtScale | None) -> str:
+    if own is None:
+        return "-"
+    return f"{own.measured or '-'}, {describe_seconds(own.cost.seconds)}"
+
+
+def _listed(item: Item, committed: Committed) -> Listed:
+    rows = rows_of(item.experiment)
+    scales: dict[Scale, AtScale] = {}
+    for scale in item.own_scales.scales:
+        experiment = item.at(scale)
+        scales[scale] = AtScale(measured=count_measured(experiment, committed), cost=experiment_cost(experiment))
+    runs = runs_of(item.name, committed)
+    done = frozenset().union(*(run.rows for run in runs)) if runs else frozenset()
+    measured = sum(any(part in done for part in matching(item.experiment, row)) for row in rows)
+    most = max(own.measured for own in scales.values())
+    changes = tuple(dict.fromkeys(word for run in runs for word in run.changes))
+    return Listed(item=item, rows=len(rows), scales=scales, otherwise=max(measured - most, 0), changes=changes)
