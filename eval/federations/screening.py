@@ -76,7 +76,8 @@ class Screening:
 
     Attributes:
         verdict: "leaked" where more is shown than the limit allows, "failed" where the screening itself ended in an
-            error, else "not shown to leak": nothing was proved within the time, which is no proof that nothing leaks.
+            error or its time was up before any attack was done, else "not shown to leak": nothing was proved within the
+            time, which is no proof that nothing leaks.
         reason: the verdict in a sentence.
         exposures: what was shown, the worst last.
         tried: what each attack came to, in words, by its name.
@@ -198,9 +199,10 @@ class Screener:
         """
         case = self._case(recorded)
         subject = case.subject
+        attacks = _solving_attacks(subject.view)  # imports some modules the first time, which is no time of this update
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
         alone, found = self._attack_as_one_step(recorded, subject, control)
-        others = {} if self._is_too_much(alone) else self._attack(case, control)
+        others = {} if self._is_too_much(alone) else self._attack(case, attacks, control)
         shown = [one for name, result in others.items() for one in case.exposures(name, result)]
         notes = (
             *subject.notes,
@@ -274,11 +276,11 @@ class Screener:
             f"{name}, as of one step on one example": result
         }
 
-    def _attack(self, case: Case, control: SearchControl) -> dict[str, Result]:
+    def _attack(self, case: Case, attacks: Mapping[str, Attack], control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
         view = case.subject.view
         found: dict[str, Result] = {}
-        for name, attack in _solving_attacks(view).items():
+        for name, attack in attacks.items():
             if reason := control.stop_reason():
                 found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
                 continue
@@ -297,14 +299,18 @@ class Screener:
         """Return the verdict on what the attacks came to."""
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
         leaks = self._is_too_much(shown)
-        if leaks:
+        cut = [isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values()]
+        undone = not shown and all(cut)
+        if undone:
+            reason = f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)"
+        elif leaks:
             reason = f"{shown[-1].words} ({shown[-1].attack})"
         elif shown:
             reason = f"no more is shown than {shown[-1].kind}"
         else:
             reason = "nothing is shown"
         return Screening(
-            verdict="leaked" if leaks else "not shown to leak",
+            verdict="failed" if undone else "leaked" if leaks else "not shown to leak",
             reason=reason,
             exposures=tuple(shown),
             tried={name: _outcome(result) for name, result in found.items()},

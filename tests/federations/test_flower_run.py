@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 
 AUDITED = {
     "\napp = ClientApp()\n": "\nfrom hyperleak.flower import audit_mod\n\n"
-    "app = ClientApp(mods=[audit_mod(Net, input_shape=(3, 32, 32), record=True)])\n",
+    "app = ClientApp(mods=[audit_mod(Net, input_shape=(3, 32, 32), record=True, seconds=20)])\n",
 }
 """All that is changed in the app."""
 

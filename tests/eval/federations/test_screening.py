@@ -126,6 +126,8 @@ def test_once_the_time_is_up_no_attack_begins() -> None:
     model = support.dense_network()
     found = screener(model, seconds=1e-9)(support.recorded(model))
     assert set(found.tried.values()) == {"not begun before the time limit"}
+    assert (found.verdict, found.must_not_leave) == ("failed", True)
+    assert found.reason == "no attack came to an end within 1e-09 seconds: give more (seconds)"
 
 
 @pytest.mark.parametrize("settings", [{"seconds": 0}, {"allowed": "everything"}])
