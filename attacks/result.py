@@ -31,6 +31,9 @@ class Reconstruction:
         verified: whether the attack could check its own success without the truth; None if it can't tell.
         fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
             among levels of 8 bits; None if it can't tell.
+        approximate: whether one step on the images (or features) makes the whole update as nearly as right ones would,
+            though they can't be verified: they may be the mean of several nearly alike, or rounding or noise may have
+            put them off by more than a quarter of a level. `note` says which.
         note: how far an attack got that did not get to its end; empty where it did.
         given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
             words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
@@ -55,6 +58,7 @@ class Reconstruction:
     cut_short: str = ""
     misfit: float | None = None
     relative_error: float | None = None
+    approximate: bool = False
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,13 @@ these inputs put in the layer's place, they must send back the observed update.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from attacks.labels.assignment import assign_labels
 from attacks.labels.targets import output_signal, outputs_of
@@ -29,40 +28,32 @@ from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.float_rounding import half_precision
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.returned_buffers import predict_buffers
 from attacks.update.training_phases import training_phases
+from attacks.update.update_comparison import (
+    BLUR_DRAWS,
+    COMPUTED_SPACINGS,
+    ERROR_FACTOR,
+    MAX_PIXEL_ERROR,
+    MAX_TRIED_LABELS,
+    UpdateComparison,
+    are_between_levels,
+    at_levels,
+)
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from fl.defense import Defense
 from fl.method import Method
 from fl.parametrization import Parametrization
-from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import LowRank, dense
-from fl.types import Candidate
 from fl.view import ServerView
 
-MAX_PIXEL_ERROR = 0.25 / 255
-"""Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""
-BLUR_DRAWS = 2
-"""Blurred pictures that tell how far that puts a prediction off."""
-ERROR_FACTOR = 3.0
-"""How many times the expected error is no surprise."""
-COMPUTED_SPACINGS, MIN_RELATIVE_ERROR = 64.0, 1e-9
-"""What a gradient may be off by for the order its sums were taken in, in units of its type's spacing after 1, and at
-least what is asked of no attack."""
-CANCELED_SPACINGS = 8.0
-"""Likewise of biases in training mode, in units of the whole update's size: batch normalization takes them off, so that
-what flows back into them sums to nothing but rounding."""
-BRIGHTNESS_CHANGE = 0.02
-"""A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
-PARTIAL_TOLERANCE = 0.1
-"""What a picture of which only some pixels are fixed may leave of any tensor."""
 FAR_TARGET = 1e6
 """How far away a target is put of which only the direction is known, in units of the outputs."""
-MAX_TRIED_LABELS = 100
-"""Labels that are tried where none was found, at most."""
+
+MAX_BORNE_OUT_LABELS = 10
+"""Labels with which it is asked, at most, whether the update bears out what its attack does not verify."""
 
 
 def confirm(view: ServerView, result: Result) -> Result:
@@ -73,23 +64,26 @@ def confirm(view: ServerView, result: Result) -> Result:
         result: of an attack on it.
     """
     if isinstance(result, Reconstruction) and result.verified is False and (kind := half_precision(view)):
-        note = "; ".join(filter(None, (result.note, f"{ROUNDED_FURTHER} {kind}")))
-        return replace(result, verified=None, fixed=None, note=note)
+        return _hold_to_coarse_rounding(view, result, kind)
     unstated = not view.threat.knows_optimizer
-    if not isinstance(result, Reconstruction) or not (result.verified or (unstated and result.fixed is not None)):
+    if not isinstance(result, Reconstruction):
         return result
+    if not (result.verified or (unstated and result.fixed is not None)):
+        return _note_if_borne_out(view, result)
     answer = explains_update(view, result)
     if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
-        answer = _most_favorable(explains_update(past, result) for past in earlier)
+        said = {past.round: explains_update(past, result) for past in earlier}
+        view = next((past for past in earlier if said[past.round]), view)
+        answer = _most_favorable(said.values())
     if answer:
-        return result
+        return _hold_to_rounding(view, result)
     looks = guess_update_rule(view)
-    untried = answer is False and _leaves_labels_untried(view, result)
     kind = half_precision(view) if answer is False else ""
+    if kind:
+        return _hold_to_coarse_rounding(view, result, kind)
+    untried = answer is False and _leaves_labels_untried(view, result)
     if untried:
         reason = LABELS_UNTRIED
-    elif kind:
-        reason = f"{ROUNDED_FURTHER} {kind}"
     elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
     elif answer is None and _leaves_targets_unasked(view, result):
@@ -103,9 +97,9 @@ def confirm(view: ServerView, result: Result) -> Result:
     elif looks and not sized:  # a uniform image's gradient looks like signs, too, but another rule's has another size
         reason = f"{RULE_DOUBTED} {looks}"
     else:
-        return result
+        return _hold_to_rounding(view, result)
     note = "; ".join(filter(None, (result.note, reason)))
-    return replace(result, verified=False if answer is False and not (untried or kind) else None, fixed=None, note=note)
+    return replace(result, verified=False if answer is False and not untried else None, fixed=None, note=note)
 
 
 CONTRADICTED = (
@@ -127,6 +121,22 @@ RULE_UNKNOWN = (
     "state it (method, --method) to rely on that"
 )
 ROUNDED_FURTHER = "not confirmed, nor ruled out: a miss may be no more than the rounding of what was sent in"
+BORNE_OUT_AS_ROUNDED = (
+    "borne out, but not confirmed to a quarter of a level: one step of SGD on it makes the update to the rounding of "
+    "{}, and on others, brighter ones or ones that differ at random by {}{}, does not"
+)
+MORE_THAN_ROUNDING = (
+    "borne out, but not confirmed to a quarter of a level: one step of SGD on it makes the update but for more "
+    "than rounding, as of pictures nearly alike stated as one (then it is their mean), or of noise"
+)
+MEAN_OF_PICTURES = (
+    "borne out, but not confirmed to a quarter of a level: its pixels lie between levels of 8 bits as those of a mean "
+    "of two to four pictures do, which were stated as one"
+)
+PAIRS_HIDDEN = (
+    "borne out, but not confirmed to a quarter of a level: it is not at levels of 8 bits, and for the rounding of the "
+    "update two pictures 35 dB apart, stated as one, would be taken for their mean"
+)
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 STATISTICS_CONTRADICTED = (
     "not confirmed: the update does not tell how bright the picture is, and the statistics of batch normalization that "
@@ -234,6 +244,56 @@ def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None
     )
 
 
+def _hold_to_rounding(view: ServerView, result: Reconstruction) -> Reconstruction:
+    """Return a result that the update bears out, not verified where several pictures may have been stated as one.
+
+    Pictures at levels of 8 bits are no means of others.
+    """
+    asked = None if view.private or not result.verified else _comparison(view, result)
+    if asked is None:
+        return result
+    pictured = result.inputs is not None and view.task.inputs.is_image
+    reason = MORE_THAN_ROUNDING
+    for inputs, labels in asked.guesses:
+        whole = at_levels(inputs) if pictured else None
+        near = [inputs] if whole is None else [inputs, whole]
+        if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
+            continue
+        if not pictured or whole is not None:
+            return result
+        if not are_between_levels(inputs) and asked.check.tells_pairs_apart(inputs, labels):
+            return result
+        reason = MEAN_OF_PICTURES if are_between_levels(inputs) else PAIRS_HIDDEN
+    note = "; ".join(filter(None, (result.note, reason)))
+    return replace(result, verified=None, fixed=None, note=note, approximate=True)
+
+
+def _hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:
+    """Return a result on an update that was sent in two bytes a number, which is never verified.
+
+    It is borne out where one step on it leaves no more than that rounding, and other pictures leave more.
+    """
+    asked = None if view.private else _comparison(view, replace(result, verified=True))
+    guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
+    explained = [guess for guess in guesses if asked is not None and asked.check.is_explained_to_rounding(*guess)]
+    told = asked.check.told_distance(*explained[0]) if asked is not None and explained else None
+    unit = " (root mean square)" if result.inputs is not None else " of twice their root mean square"
+    reason = f"{ROUNDED_FURTHER} {kind}" if told is None else BORNE_OUT_AS_ROUNDED.format(kind, told, unit)
+    note = "; ".join(filter(None, (result.note, reason)))
+    return replace(result, verified=None, fixed=None, note=note, approximate=told is not None)
+
+
+def _note_if_borne_out(view: ServerView, result: Reconstruction) -> Reconstruction:
+    """Return a result that its attack does not verify, with whether the update bears it out."""
+    if result.inputs is None or view.private or not view.threat.knows_optimizer:
+        return result
+    asked = _comparison(view, replace(result, verified=True))
+    if asked is None:
+        return result
+    guesses = itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
+    return replace(result, approximate=any(asked.check.is_explained(*guess) for guess in guesses))
+
+
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:
     """Return what the layers below a private classifier say of images."""
     images = result.inputs
@@ -245,7 +305,7 @@ def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | N
     errors = ObservedUpdate(view).relative_rounding
     signal = errors.get(below.method.bias or f"{below.method.layer}.bias", 0.0)  # it flows back into every tensor below
     errors = {name: errors.get(name, 0.0) + signal for name in below.update}
-    check = _UpdateComparison(below, errors, result.verified is True)
+    check = UpdateComparison(below, errors, result.verified is True)
     return check.is_explained(images, torch.zeros(1, dtype=torch.int64))
 
 
@@ -258,7 +318,7 @@ class _Question:
         guesses: the inputs of what is compared, with labels that they may have.
     """
 
-    check: _UpdateComparison
+    check: UpdateComparison
     guesses: Iterable[tuple[Tensor, Tensor]]
 
 
@@ -271,7 +331,7 @@ def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
         return _feature_comparison(view, result)
     if len(images) != view.batch_size:
         return None
-    check = _UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
     return _Question(check, ((images, labels) for labels in _candidate_labels(view, result)))
 
 
@@ -291,7 +351,7 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     update = {name: value for name, value in view.update.items() if name in upper.names}
     above = replace(view, task=task, update=update, history=())
     spread = 2 * MAX_PIXEL_ERROR * float(inputs.square().mean().sqrt())  # as of pixels of half brightness
-    check = _UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
+    check = UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
         return _Question(check, ((inputs, labels) for labels in _candidate_labels(view, result)))
     if not view.task.loss.is_cross_entropy:
@@ -359,136 +419,3 @@ def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
         return
     outputs = outputs_of(view, result.inputs.to(view.device, view.dtype))
     yield outputs - FAR_TARGET * (1 + float(outputs.abs().max())) * signal[None] / signal.abs().max()
-
-
-@dataclass(frozen=True)
-class _UpdateComparison:
-    """The comparison of an update with what one step on images makes.
-
-    Attributes:
-        view: in which nothing is private.
-        errors: how far tensors of the update are off for having been rounded, relative to their norm.
-        whole: whether all pixels count as right, rather than those fixed alone.
-        spread: root mean square of what inputs that count as right may be off by.
-    """
-
-    view: ServerView
-    errors: Mapping[str, float]
-    whole: bool
-    spread: float = MAX_PIXEL_ERROR
-
-    @cached_property
-    def update(self) -> ObservedUpdate:
-        """The view's update."""
-        return ObservedUpdate(self.view)
-
-    @cached_property
-    def observed(self) -> dict[str, Tensor]:
-        """The update without decay, in double precision and in a unit of its own."""
-        return {name: dense(value) / self._unit for name, value in self.update.in_double(self.view.update).items()}
-
-    @cached_property
-    def _unit(self) -> float:
-        return rescale_to_unit({**self.update.in_double(self.view.update)})[1]
-
-    @cached_property
-    def rounding(self) -> dict[str, float]:
-        """How long a tensor's error may be for being the difference of two models, and for having been computed."""
-        eps = torch.finfo(self.view.dtype).eps
-        sizes = {name: float(value.norm()) for name, value in self.observed.items()}
-        whole = eps * math.hypot(*sizes.values())
-        computed = max(COMPUTED_SPACINGS * eps, MIN_RELATIVE_ERROR)
-        canceling = {n for n, value in self.observed.items() if value.ndim == 1 and self.view.method.train_mode}
-        nothing = {n: (CANCELED_SPACINGS if n in canceling else 1e-3) * whole for n in sizes}
-        return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing[n]) for n, size in sizes.items()}
-
-    def is_explained(self, images: Tensor, labels: Tensor) -> bool | None:
-        """Return whether these images make the update, and it tells how bright they are.
-
-        It is None where the update does not tell.
-        """
-        made = self._predicted_update(images, labels)
-        factor = self._best_factor(made, self.rounding)
-        if not 0 < factor < math.inf:
-            return False
-        allowed = self._error_bounds(images, labels, made, factor)
-        factor = self._best_factor(made, allowed)
-        if any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items()):
-            return False
-        if not self.whole:
-            return True
-        return (
-            True
-            if all(self._contradicts(other, labels, allowed) for other in self._brightness_variants(images))
-            else None
-        )
-
-    def has_stated_size(self, images: Tensor, labels: Tensor) -> bool:
-        """Return whether these images make the update at the step size that the view has."""
-        made, factor = self._predicted_update(images, labels), 1 / self._unit
-        allowed = self._error_bounds(images, labels, made, factor)
-        return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
-
-    def labels_of(self, inputs: Tensor, weight: str) -> Tensor:
-        """Return the label of each input (N, n, 1, 1) of a linear layer under which it sends back what was observed.
-
-        The layer's gradient is the sum of delta_i x_i^T: times the pseudo-inverse of all x_i it has a row for each.
-
-        Args:
-            inputs: of the layer, which are all that is compared.
-            weight: name of the layer's weight.
-        """
-        apart = torch.linalg.pinv(inputs.flatten(1).double()).mT  # (N, n)
-        seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
-        known = self.view.labels
-        classes = torch.arange(min(self.view.task.num_classes, MAX_TRIED_LABELS)) if known is None else known.unique()
-        every = classes.to(inputs.device)[:, None].expand(-1, len(inputs))
-        made = [self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1]) for labels in every]
-        fits = torch.stack([(functional.normalize(apart @ m.mT, dim=1) * seen).sum(1) for m in made])  # (K, N)
-        return every[fits.argmax(0), 0]
-
-    def _error_bounds(
-        self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float
-    ) -> dict[str, float]:
-        """Return how far each tensor of a prediction for images that count as right may be from the observed one."""
-        if not self.whole:
-            return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(self.observed[n].norm()) for n in made}
-        squares = dict.fromkeys(made, 0.0)
-        for number in range(BLUR_DRAWS):
-            noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
-            blurred = images + self.spread * noise.to(images)
-            for name, value in self._predicted_update(blurred, labels).items():
-                squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
-        return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
-
-    def _contradicts(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
-        """Return whether some tensor tells, by its direction alone, that the update is not of these images."""
-        for name, value in self._predicted_update(images, labels).items():
-            observed = self.observed[name]
-            size = float(value.square().sum())
-            left = observed - value * (float((value * observed).sum()) / size) if size else observed
-            if float(left.norm()) > allowed[name]:
-                return True
-        return False
-
-    def _brightness_variants(self, images: Tensor) -> Iterator[Tensor]:
-        """Return the images darker and brighter: what another step size for a layer's bias makes of them."""
-        mean, _ = self.view.task.normalization(images)
-        for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
-            for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
-                yield middle + (images - middle) * (1 + change)
-
-    def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return what one step on images makes, without decay, in double precision."""
-        with torch.no_grad():
-            guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
-            return self.update.in_double(predict(self.view, guess))
-
-    def _best_factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
-        """Return the factor that brings the prediction nearest to the observed update, tensors weighed by precision."""
-        top = bottom = 0.0
-        for name, value in made.items():
-            weight = 1 / max(allowed[name], 1e-300) ** 2
-            top += weight * float((value * self.observed[name]).sum())
-            bottom += weight * float(value.square().sum())
-        return top / bottom if bottom > 0 else math.nan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -33,17 +35,59 @@ def half_precision(view: ServerView) -> str:
 
     What attacks on `view.dtype` take for a miss may then be no more than rounding.
     """
+    of_update, of_weights = sent_types(view)
+    kind = next((kind for kind in (of_update, of_weights) if kind.itemsize < view.dtype.itemsize), None)
+    return "" if kind is None else str(kind).removeprefix("torch.")
+
+
+def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types that all numbers of an update, and of the weights after it, lie on: of two bytes, or the view's.
+
+    Args:
+        view: the server's.
+    """
     pairs = [(view.shared.get(name), value) for name, value in view.update.items()]
     if view.dtype.itemsize < 4 or any(isinstance(part, LowRank) for pair in pairs for part in pair):
-        return ""
+        return view.dtype, view.dtype
     sent = [(dense(value), dense(value).abs()) for _, value in pairs]
     both = [(dense(start), dense(value)) for start, value in pairs if start is not None] if view.rounded else []
     after = [(start - value, start.abs() + value.abs()) for start, value in both]
-    for numbers in (sent, after):
-        for kind in (torch.bfloat16, torch.float16):
-            if any(bool(value.any()) for value, _ in numbers) and all(_lie_on(kind, *value) for value in numbers):
-                return str(kind).removeprefix("torch.")
-    return ""
+    return _coarsest_type(sent, view.dtype), _coarsest_type(after, view.dtype)
+
+
+def _coarsest_type(numbers: Sequence[tuple[Tensor, Tensor]], own: torch.dtype) -> torch.dtype:
+    """Return the type of two bytes that all numbers, given with sizes as of `_lie_on`, lie on, or else their own."""
+    for kind in (torch.bfloat16, torch.float16):
+        if any(bool(value.any()) for value, _ in numbers) and all(_lie_on(kind, *value) for value in numbers):
+            return kind
+    return own
+
+
+def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
+    """Return the standard deviation of each number of an update for having been rounded, in double precision.
+
+    A number lies half a spacing of its type away at most, as often here as there. Of a difference of weights those
+    after it were rounded, and the difference once more.
+
+    Args:
+        view: the server's, of an update without tensors of low rank.
+    """
+    of_update, of_weights = sent_types(view)
+    found = {}
+    for name, value in view.update.items():
+        change, start = dense(value).double(), view.shared.get(name)
+        square = _spacing(change, of_update).square()
+        if view.rounded and start is not None:
+            square = square + _spacing(dense(start).double() - change, of_weights).square()
+        found[name] = (square / 12).sqrt()
+    return found
+
+
+def _spacing(values: Tensor, kind: torch.dtype) -> Tensor:
+    """Return how far numbers of a type are apart around these."""
+    form = torch.finfo(kind)
+    exponent = torch.frexp(values.abs().clamp(min=form.tiny)).exponent
+    return torch.ldexp(torch.full_like(values, form.eps / 2), exponent)
 
 
 def _lie_on(kind: torch.dtype, values: Tensor, sizes: Tensor) -> bool:

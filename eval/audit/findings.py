@@ -16,7 +16,7 @@ from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import OpenQuestion, Outcome
 from fl.view import ThreatModel
 
-PICTURED_KINDS = {"settled", "ran", "searched", "gave up", "contradicted"}
+PICTURED_KINDS = {"settled", "borne out", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
 NOT_BEGUN = "the time limit came before it"
 SCHEMA_VERSION = "1.0"
@@ -138,7 +138,7 @@ class AuditReport:
         said += undecided.find_open_questions(outcomes)
         if late := [found.attack for found in self.findings if found.cut_short == NOT_BEGUN]:
             said.append(undecided.not_begun(late))
-        settled = {one.update for one in outcomes if one.kind == "settled"}
+        settled = {one.update for one in outcomes if one.kind in {"settled", "borne out"}}
         if cut := [found.attack for found in self.findings if found.was_cut_short(settled)]:
             said.append(undecided.cut_short(cut))
         said += [

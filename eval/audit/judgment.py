@@ -17,7 +17,8 @@ from eval.report.sections.inconclusive import OpenQuestion, update_key
 
 Rule = Literal["limit-exceeded", "image-leak", "confirmed-reconstruction", "private-tensor"]
 """What can leak: an image came closer than a limit; the content or the identity of images, by the bar of reports; what
-the attack confirms itself where the true images are not known; a tensor that the method keeps private."""
+the attack confirms itself, or the whole update bears out, where the true images are not known; a tensor that the method
+keeps private."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,9 @@ class Judgment:
         for one in found.outcomes:
             if one.kind == "settled" and one.update not in rows:
                 words = "the attack confirms what it recovered, and nobody gave the true images to compare it with"
+                leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
+            elif one.kind == "borne out" and one.update not in rows:
+                words = f"the update bears out what the attack recovered, if not to a quarter of a level: {one.words}"
                 leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
         for update, own in rows.items():
             if words := _private_words(own):

@@ -214,6 +214,8 @@ def unscored_verdict(rows: Sequence[Row]) -> str:
         False: "the attack found nothing that explains the update",
         None: "the attack can't tell how close it came",
     }[all_verified(row.get("verified") for row in rows)]
+    if any(row.get("approximate") for row in rows):
+        words = "the update bears out what the attack recovered, if not to a quarter of a level"
     updates: dict[Hashable, list[float]] = {}
     for row in rows:
         if row.get("fixed") is not None:

@@ -330,6 +330,9 @@ def _solving_attacks(view: ServerView) -> dict[str, Attack]:
 def proved_exposures(attack: str, result: Result, view: ServerView, *, replayable: bool = True) -> list[Exposure]:
     """Return what a result proves of an update without the truth; nothing that it merely found.
 
+    Images count where the update confirms them, and where it bears them out: of two nearly alike that were stated as
+    one their mean gives either away.
+
     Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
     where the optimizer is not known only what the whole update confirms counts, and nothing that the layers above
     contradict. After one step of an adaptive optimizer inputs are known as far as rounding lets. They count where one
@@ -348,15 +351,19 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     alike = set() if replayable else layers_of_one_direction(view)
     error = result.relative_error if attack == ADAPTIVE_STEP else None
     sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
-    if result.inputs is not None and (result.verified or sized):
+    sure = bool(result.verified or result.approximate)
+    if result.inputs is not None and (sure or sized):
         count = len(result.inputs)
         noun = "image" if view.task.inputs.is_image else "example"
         words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
-        how = f"{_say_error(error)}, and its layer confirms it" if sized else ", and the update confirms it"
+        shown_by = "its layer confirms it" if sized else "the update confirms it"
+        if result.approximate:
+            shown_by = "the update bears it out, if not to a quarter of a level"
+        how = f"{_say_error(error) if sized else ''}, and {shown_by}"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
-        if first != "features" or not (result.verified or sized or (layer and view.threat.knows_optimizer)):
+        if first != "features" or not (sure or sized or (layer and view.threat.knows_optimizer)):
             continue
         if layer.removesuffix(".weight") in alike:
             continue
@@ -364,8 +371,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
-        if result.verified or sized or not doubted:
-            words = _say_features(layer, dense(value), replayable or bool(result.verified))
+        if sure or sized or not doubted:
+            words = _say_features(layer, dense(value), replayable or sure)
             words += _say_error(error) if sized else ""
             shown.append(Exposure("features", attack, words))
     if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
@@ -408,7 +415,7 @@ def _outcome(result: Result) -> str:
     if isinstance(result, NotApplicable):
         return f"not applicable: {result.reason}" if not result.cut_short else result.reason
     found = "images" if result.inputs is not None else "features" if result.private else "labels"
-    certain = "confirmed" if result.verified else "not confirmed"
+    certain = "confirmed" if result.verified else "borne out" if result.approximate else "not confirmed"
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
 
 

@@ -31,6 +31,8 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
     common: Row = {"verified": result.verified, "history": history}
     if result.note:
         common["note"] = result.note
+    if result.approximate:
+        common["approximate"] = True
     if LABELS_UNCONFIRMED in result.note:
         common["labels_doubtful"] = True
     if result.given_up:

@@ -139,6 +139,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "cut_short": result.cut_short,
         "misfit": result.misfit,
         "relative_error": result.relative_error,
+        "approximate": result.approximate,
     }
 
 
@@ -169,6 +170,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         cut_short=told["cut_short"],
         misfit=told["misfit"],
         relative_error=told.get("relative_error"),
+        approximate=told.get("approximate", False),
         private=private,
     )
 

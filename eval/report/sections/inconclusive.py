@@ -12,11 +12,13 @@ from eval.metrics import self_verification
 from eval.metrics.score import Row
 from eval.report.result_groups import MIN_IMAGES
 
-OutcomeKind = Literal["settled", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind", "cut short"]
-"""What an attack came to on one update: it confirmed all images, or nearly all pixels; it can tell whether it is right
-and was not; it can't tell; its search gave up; the rest of the update contradicts what it found, or leaves open whether
-it was plain SGD; a limit of its own stopped it; a fact about the update did; it is after no images; a time limit or an
-interrupt came before its end."""
+OutcomeKind = Literal[
+    "settled", "borne out", "ran", "searched", "gave up", "contradicted", "limit", "fact", "blind", "cut short"
+]
+"""What an attack came to on one update: it confirmed all images, or nearly all pixels; the whole update bears out what
+it found, but not to a quarter of a level; it can tell whether it is right and was not; it can't tell; its search gave
+up; the rest of the update contradicts what it found, or leaves open whether it was plain SGD; a limit of its own
+stopped it; a fact about the update did; it is after no images; a time limit or an interrupt came before its end."""
 OPEN_KINDS = {"gave up", "contradicted", "cut short"}
 """What leaves an update open whatever other attacks came to, unless one settles it."""
 MORE_TIME = "more time (--minutes), or the same command without a limit"
@@ -100,6 +102,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "settled")
     if words := _contradicted(str(first.get("note", ""))):
         return Outcome(attack, update, "contradicted", words)
+    if first.get("approximate") and first.get("candidates"):
+        return Outcome(attack, update, "borne out", str(first.get("note", "")))
     return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
 
 
@@ -139,7 +143,7 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
 def is_answered(outcomes: Sequence[Outcome]) -> bool:
     """Return whether of every update an attack has an answer that does not hang on chance."""
     updates = {one.update for one in outcomes}
-    return updates == {one.update for one in outcomes if one.kind in {"settled", "ran"}}
+    return updates == {one.update for one in outcomes if one.kind in {"settled", "borne out", "ran"}}
 
 
 def _limits(own: Sequence[Outcome]) -> list[Outcome]:

@@ -148,7 +148,7 @@ def test_the_image_comes_back(model: type[ViT]) -> None:
     assert isinstance(result, Reconstruction), result
     assert result.inputs is not None
     assert float((result.inputs - picture).abs().max()) < 0.5 / 255
-    assert result.verified or model is Rearranged  # its equations magnify rounding
+    assert result.verified or result.approximate or model is Rearranged  # its equations magnify rounding
     assert result.labels is not None
     assert result.labels.tolist() == [3]
 

@@ -99,6 +99,12 @@ def test_results_are_told_apart_and_known_again():
     assert first != marks(Judgment(AuditReport("other", [finding("exact", rows, ("settled",) * 3)])))
 
 
+def test_what_an_update_bears_out_leaks_where_nobody_gave_the_true_images():
+    (leak,) = Judgment(AuditReport("mine", [finding("blindly", kinds=("borne out",), words="to float16")])).violations
+    assert (leak.rule, leak.update) == ("confirmed-reconstruction", 0)
+    assert "if not to a quarter of a level: to float16" in leak.words
+
+
 def test_audits_of_other_subjects_do_not_replace_each_other():
     names = ["mine:build under fedavg, 1 image per update", "mine:build under fedavg, 8 images per update"]
     ids = [log_of(Judgment(AuditReport(name, [])))["runs"][0]["automationDetails"]["id"] for name in names]

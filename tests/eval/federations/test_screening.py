@@ -376,3 +376,43 @@ def test_running_statistics_are_those_that_were_sent_behind_a_loader_too() -> No
     update = replace(update, after={**update.after, **buffers})
     found = Screener(model=build, input_shape=support.SHAPE, mean=(0.5,), std=(0.25,), seconds=20)(update)
     assert "images" in kinds(found)
+
+
+def trained_on(model: nn.Module, inputs: Tensor, lr: float = 0.1) -> dict[str, Tensor]:
+    """The weights after one step of SGD on examples of one label."""
+    trained = copy.deepcopy(model)
+    nn.functional.cross_entropy(trained(inputs), torch.full((len(inputs),), 3)).backward()
+    with torch.no_grad():
+        for value in trained.parameters():
+            value -= lr * value.grad  # type: ignore[operator]
+    return {name: value.detach() for name, value in trained.state_dict().items()}
+
+
+def test_two_pictures_nearly_alike_that_are_stated_as_one_leak_as_their_mean() -> None:
+    model, update = support.dense_network(), support.recorded(support.dense_network())
+    inputs, _ = support.examples(1)
+    pair = torch.cat([inputs, (1.02 * inputs).clamp(0, 1)])
+    found = screener(model)(replace(update, after=trained_on(model, pair)))
+    assert found.verdict == "leaked"
+    assert found.reason.startswith("an image is recovered, and the update bears it out, if not to a quarter of a level")
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("both", [True, False])
+@pytest.mark.parametrize(
+    ("model", "shown"), [(support.dense_network(), "images"), (support.network(), "features")], ids=["dense", "cnn"]
+)
+def test_weights_in_two_bytes_show_what_their_rounding_bears_out(
+    model: nn.Module, shown: str, both: bool, kind: torch.dtype
+) -> None:
+    inputs, _ = support.examples(1)
+    before = {name: value.to(kind) if both else value for name, value in model.state_dict().items()}
+    client = copy.deepcopy(model)
+    client.load_state_dict({name: value.float() for name, value in before.items()})
+    update = replace(support.recorded(model), before=before)
+    for factor, found in ((1.0, {shown}), (1.3, set())):  # biases at a step size of their own
+        start, end = client.state_dict(), trained_on(client, inputs)
+        sizes = {name: factor if name.endswith("bias") else 1.0 for name in end}
+        after = {name: (start[name] - sizes[name] * (start[name] - value)).to(kind) for name, value in end.items()}
+        screened = screener(model, seconds=0.5)(replace(update, after=after))
+        assert kinds(screened) & {"images", "features"} == found

@@ -155,8 +155,9 @@ def test_rows_say_what_attacks_came_to():
     rows += [{"update": 4, "verified": None, "candidates": 1, "images": 1}, {"update": 5, "verified": True}]
     rows += [{"update": 6, "verified": True, "candidates": 1, "images": 1}]
     rows += [{"update": 7, "not_applicable": "not needed", "spared": True}]  # says nothing
+    rows += [{"update": 8, "verified": None, "candidates": 1, "images": 1, "approximate": True, "note": "nearly"}]
     kinds = [one.kind for one in inconclusive.outcomes_of_rows("a", rows)]
-    assert kinds == ["limit", "gave up", "fact", "ran", "searched", "blind", "settled"]
+    assert kinds == ["limit", "gave up", "fact", "ran", "searched", "blind", "settled", "borne out"]
 
 
 @pytest.mark.parametrize(

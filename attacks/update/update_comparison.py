@@ -1,0 +1,352 @@
+"""Compares an update with what one step on images makes, as far as it was rounded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.modules.batchnorm import _NormBase
+
+from attacks.update.float_rounding import rounding_of_numbers, sent_types
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.overflow_safe_scaling import rescale_to_unit
+from attacks.update.training_phases import training_phases
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.types import Candidate
+from fl.view import ServerView
+
+MAX_PIXEL_ERROR = 0.25 / 255
+"""Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""
+BLUR_DRAWS = 2
+"""Blurred pictures that tell how far that puts a prediction off."""
+ERROR_FACTOR = 3.0
+"""How many times the expected error is no surprise."""
+COMPUTED_SPACINGS, MIN_RELATIVE_ERROR = 64.0, 1e-9
+"""What a gradient may be off by for the order its sums were taken in, in units of its type's spacing after 1, and at
+least what is asked of no attack."""
+CANCELED_SPACINGS = 8.0
+"""Likewise of biases in training mode, in units of the whole update's size: batch normalization takes them off, so that
+what flows back into them sums to nothing but rounding."""
+BRIGHTNESS_CHANGE = 0.02
+"""A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
+PARTIAL_TOLERANCE = 0.1
+"""What a picture of which only some pixels are fixed may leave of any tensor."""
+LAST_DIGIT_FACTOR, COMPUTED_AT_LEAST = 4.0, 8.0
+"""What a gradient may be off by for how it was computed, in units of what a change of the pixels' last digit makes of
+it, and at least, in spacings after 1: asked where an update must be one of exactly so many pictures."""
+PAIR_DISTANCE = 0.0178
+"""Root mean square, in pixel units, by which pictures differ that must be noticed when stated as one: 35 dB."""
+MOST_AVERAGED = 4
+"""Pictures at levels of 8 bits whose mean is recognized by where its pixels lie."""
+DISTANCES = (0.003, 0.01, 0.03, 0.1)
+"""How far away pictures are asked for whether the update tells them apart, in pixel units: 50 to 20 dB."""
+LEVEL_TOLERANCE = 0.2
+"""How near to whole numbers all pixels lie that are at levels of 8 bits, or, of a mean of so many, at parts of them."""
+LEAST_SPACING = torch.finfo(torch.float32).eps
+"""The spacing after 1 that counts of double precision, too, in which attacks do not solve to the last digit."""
+SCATTERS = 5.0
+"""Standard deviations by which the squares of many rounding errors may add up to more than their mean."""
+MAX_TRIED_LABELS = 100
+"""Labels that are tried where none was found, at most."""
+
+
+@dataclass(frozen=True)
+class UpdateComparison:
+    """The comparison of an update with what one step on images makes.
+
+    Attributes:
+        view: in which nothing is private.
+        errors: how far tensors of the update are off for having been rounded, relative to their norm.
+        whole: whether all pixels count as right, rather than those fixed alone.
+        spread: root mean square of what inputs that count as right may be off by.
+    """
+
+    view: ServerView
+    errors: Mapping[str, float]
+    whole: bool
+    spread: float = MAX_PIXEL_ERROR
+
+    @cached_property
+    def update(self) -> ObservedUpdate:
+        """The view's update."""
+        return ObservedUpdate(self.view)
+
+    @cached_property
+    def observed(self) -> dict[str, Tensor]:
+        """The update without decay, in double precision and in a unit of its own."""
+        return {name: dense(value) / self._unit for name, value in self.update.in_double(self.view.update).items()}
+
+    @cached_property
+    def _unit(self) -> float:
+        return rescale_to_unit({**self.update.in_double(self.view.update)})[1]
+
+    @cached_property
+    def rounding(self) -> dict[str, float]:
+        """How long a tensor's error may be for being the difference of two models, and for having been computed."""
+        eps = torch.finfo(self.view.dtype).eps
+        sizes = {name: float(value.norm()) for name, value in self.observed.items()}
+        whole = eps * math.hypot(*sizes.values())
+        computed = max(COMPUTED_SPACINGS * eps, MIN_RELATIVE_ERROR)
+        canceling = {n for n, value in self.observed.items() if value.ndim == 1 and self.view.method.train_mode}
+        nothing = {n: (CANCELED_SPACINGS if n in canceling else 1e-3) * whole for n in sizes}
+        return {n: max((ERROR_FACTOR * self.errors[n] + computed) * size, nothing[n]) for n, size in sizes.items()}
+
+    def is_explained(self, images: Tensor, labels: Tensor) -> bool | None:
+        """Return whether these images make the update, and it tells how bright they are.
+
+        It is None where the update does not tell.
+        """
+        made = self._predicted_update(images, labels)
+        factor = self._best_factor(made, self.rounding)
+        if not 0 < factor < math.inf:
+            return False
+        allowed = self._error_bounds(images, labels, made, factor)
+        factor = self._best_factor(made, allowed)
+        if any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items()):
+            return False
+        if not self.whole:
+            return True
+        return (
+            True
+            if all(self._contradicts(other, labels, allowed) for other in self._brightness_variants(images))
+            else None
+        )
+
+    def is_explained_to_rounding(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether what these images leave of the update is no more than the rounding of its numbers.
+
+        Two pictures stated as one leave more, if they differ by more than about the square root of that: what each
+        adds to a layer is a product of two things that differ, and the mean of products is none of means.
+        """
+        return not self._leaves_more(images, labels, self._strict_bounds(images, labels))
+
+    def tells_pairs_apart(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as the one in their middle, would be noticed.
+
+        Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture.
+        """
+        made, allowed = self._predict_in_double(images, labels), self._strict_bounds(images, labels)
+        factor = abs(self._best_factor(made, allowed))
+        for away in _differences(images.double(), PAIR_DISTANCE / 2):
+            one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
+            left = {n: factor * float(((one[n] + other[n]) / 2 - v).norm()) for n, v in made.items()}
+            if all(left[n] <= allowed[n] for n in made):
+                return False
+        return True
+
+    def told_distance(self, images: Tensor, labels: Tensor) -> float | None:
+        """Return the distance from images that explain the update at which others do not, or None of the largest asked.
+
+        Others are brighter and darker, or differ at random, slowly or quickly over the picture.
+
+        Returns:
+            One of `DISTANCES`, root mean square, in pixel units; of a layer's inputs relative to twice their own.
+        """
+        allowed, unit = self._strict_bounds(images, labels), self.spread / MAX_PIXEL_ERROR
+        for distance in DISTANCES:
+            changes = _differences(images.double(), unit * distance)
+            others = (images + sign * change for change in changes for sign in (1, -1))
+            if all(self._leaves_more(other, labels, allowed) for other in others):
+                return distance
+        return None
+
+    def _leaves_more(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+        """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
+        made = self._predict_in_double(images, labels)
+        factor = self._best_factor(made, allowed)
+        return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
+
+    def _strict_bounds(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """Return how far each tensor of the update of exactly these images may be from a prediction of it.
+
+        Computing in the view's type does about what a change of the last digit of pixels and weights does. Batch
+        normalization in training mode takes off most of what flows back, and leaves the rounding of that.
+        """
+        made = self._predict_in_double(images, labels)
+        factor = self._best_factor(made, self.rounding)
+        eps = max(torch.finfo(self.view.dtype).eps, LEAST_SPACING)
+        computed = dict.fromkeys(made, 0.0)
+        for number in range(BLUR_DRAWS):
+            draw = stream(number, "last digit")
+            near = images.double() + eps * _noise_like(images, draw)
+            weights = {n: v * (1 + eps * _noise_like(v, draw)) for n, v in _all_double(self.view.shared).items()}
+            for name, value in self._predict_in_double(near, labels, weights).items():
+                computed[name] = max(computed[name], abs(factor) * float((value - made[name]).norm()))
+        sizes = {name: float(self.observed[name].norm()) for name in made}
+        still = math.hypot(*sizes.values()) * eps
+        nothing = COMPUTED_SPACINGS if self._normalizes_batches else 1e-3
+        return {
+            name: _likely_length(self.deviations[name][(value != 0) | self._off_grid[name]])
+            + LAST_DIGIT_FACTOR * computed[name]
+            + COMPUTED_AT_LEAST * eps * sizes[name]
+            + nothing * still
+            for name, value in made.items()
+        }
+
+    @cached_property
+    def _normalizes_batches(self) -> bool:
+        """Whether the client normalizes by the statistics of its batch."""
+        norms = [module for module in self.view.client.task.model.modules() if isinstance(module, _NormBase)]
+        return self.view.method.train_mode and bool(norms)
+
+    @cached_property
+    def _off_grid(self) -> dict[str, Tensor]:
+        """Where weights were rounded although they did not move: they were no numbers of the type they came back in."""
+        kind, start = sent_types(self.view)[1], self.view.shared
+        return {n: dense(start[n]).to(kind).to(dense(start[n])) != dense(start[n]) for n in self.observed}
+
+    @cached_property
+    def deviations(self) -> dict[str, Tensor]:
+        """The standard deviation of each number for having been rounded, in the unit of `observed`."""
+        steps = sum(len(phase) for phase in training_phases(self.view)[1] or ())
+        return {name: value * max(steps, 1) / self._unit for name, value in rounding_of_numbers(self.view).items()}
+
+    def has_stated_size(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether these images make the update at the step size that the view has."""
+        made, factor = self._predicted_update(images, labels), 1 / self._unit
+        allowed = self._error_bounds(images, labels, made, factor)
+        return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
+
+    def labels_of(self, inputs: Tensor, weight: str) -> Tensor:
+        """Return the label of each input (N, n, 1, 1) of a linear layer under which it sends back what was observed.
+
+        The layer's gradient is the sum of delta_i x_i^T: times the pseudo-inverse of all x_i it has a row for each.
+
+        Args:
+            inputs: of the layer, which are all that is compared.
+            weight: name of the layer's weight.
+        """
+        apart = torch.linalg.pinv(inputs.flatten(1).double()).mT  # (N, n)
+        seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
+        known = self.view.labels
+        classes = torch.arange(min(self.view.task.num_classes, MAX_TRIED_LABELS)) if known is None else known.unique()
+        every = classes.to(inputs.device)[:, None].expand(-1, len(inputs))
+        made = [self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1]) for labels in every]
+        fits = torch.stack([(functional.normalize(apart @ m.mT, dim=1) * seen).sum(1) for m in made])  # (K, N)
+        return every[fits.argmax(0), 0]
+
+    def _error_bounds(
+        self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float
+    ) -> dict[str, float]:
+        """Return how far each tensor of a prediction for images that count as right may be from the observed one."""
+        if not self.whole:
+            return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(self.observed[n].norm()) for n in made}
+        squares = dict.fromkeys(made, 0.0)
+        for number in range(BLUR_DRAWS):
+            noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
+            blurred = images + self.spread * noise.to(images)
+            for name, value in self._predicted_update(blurred, labels).items():
+                squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
+        return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
+
+    def _contradicts(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
+        """Return whether some tensor tells, by its direction alone, that the update is not of these images."""
+        for name, value in self._predicted_update(images, labels).items():
+            observed = self.observed[name]
+            size = float(value.square().sum())
+            left = observed - value * (float((value * observed).sum()) / size) if size else observed
+            if float(left.norm()) > allowed[name]:
+                return True
+        return False
+
+    def _brightness_variants(self, images: Tensor) -> Iterator[Tensor]:
+        """Return the images darker and brighter: what another step size for a layer's bias makes of them."""
+        mean, _ = self.view.task.normalization(images)
+        for middle in [torch.zeros_like(mean), *([mean] if bool(mean.any()) else [])]:
+            for change in (-BRIGHTNESS_CHANGE, BRIGHTNESS_CHANGE):
+                yield middle + (images - middle) * (1 + change)
+
+    def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what one step on images makes, without decay, in double precision."""
+        with torch.no_grad():
+            guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
+            return self.update.in_double(predict(self.view, guess))
+
+    def _predict_in_double(
+        self, images: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return what one step on images makes, all computed in double precision, whatever the client computed in.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+            weights: in place of the view's.
+        """
+        view = self._in_double if weights is None else replace(self._in_double, shared={**weights})
+        with torch.no_grad():
+            guess = Candidate(images.to(view.device, torch.float64), labels.to(view.device))
+            return ObservedUpdate(view).in_double(predict(view, guess))
+
+    @cached_property
+    def _in_double(self) -> ServerView:
+        """The view in double precision, so that a prediction is not rounded as the weights are."""
+        view = self.view
+        return replace(
+            view,
+            task=view.task.to(dtype=torch.float64),
+            shared={**_all_double(view.shared)},
+            update={**_all_double(view.update)},
+            buffers={n: v.double() if v.is_floating_point() else v for n, v in view.buffers.items()},
+            received={name: {**_all_double(sent)} for name, sent in view.received.items()},
+            history=(),
+        )
+
+    def _best_factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
+        """Return the factor that brings the prediction nearest to the observed update, tensors weighed by precision."""
+        top = bottom = 0.0
+        for name, value in made.items():
+            weight = 1 / max(allowed[name], 1e-300) ** 2
+            top += weight * float((value * self.observed[name]).sum())
+            bottom += weight * float(value.square().sum())
+        return top / bottom if bottom > 0 else math.nan
+
+
+def _differences(images: Tensor, distance: float) -> Iterator[Tensor]:
+    """Return changes of each image by this root mean square: of its brightness, and at random, slow and quick ones."""
+    height, width = images.shape[-2:]
+    noise = _noise_like(images, stream(0, "pair"))
+    slow = functional.adaptive_avg_pool2d(noise, (min(3, height), min(3, width)))
+    for kind in (images, functional.interpolate(slow, (height, width)), noise):
+        size = kind.flatten(1).square().mean(1).sqrt().clamp(min=torch.finfo(kind.dtype).tiny)
+        yield kind * (distance / size).view(-1, *[1] * (kind.ndim - 1))
+
+
+def _noise_like(values: Tensor, draw: torch.Generator) -> Tensor:
+    """Return normal noise of a tensor's shape, in double precision."""
+    return torch.randn(values.shape, generator=draw, dtype=torch.float64).to(values.device)
+
+
+def _all_double(values: Tensors) -> dict[str, Tensor]:
+    """Return tensors, dense and in double precision."""
+    return {name: dense(value).double() for name, value in values.items()}
+
+
+def at_levels(images: Tensor) -> Tensor | None:
+    """Return images at whole levels of 8 bits, where all pixels are next to one; those of a mean of two are not."""
+    levels = 255 * images.double()
+    return levels.round() / 255 if _is_near_grid(levels) else None
+
+
+def are_between_levels(images: Tensor) -> bool:
+    """Return whether all pixels lie where those of a mean of some pictures at levels of 8 bits do."""
+    levels = 255 * images.double()
+    return not _is_near_grid(levels) and any(_is_near_grid(count * levels) for count in range(2, MOST_AVERAGED + 1))
+
+
+def _is_near_grid(values: Tensor) -> bool:
+    """Return whether all values are next to whole numbers."""
+    return bool(((values - values.round()).abs() < LEVEL_TOLERANCE).all())
+
+
+def _likely_length(deviations: Tensor) -> float:
+    """Return how long a tensor of rounding errors of these standard deviations is, at most."""
+    variances = deviations.square()
+    expected, scatter = float(variances.sum()), math.sqrt(0.8 * float(variances.square().sum()))
+    return math.sqrt(min(3 * expected, expected + SCATTERS * scatter))

@@ -1,0 +1,173 @@
+"""Two pictures nearly alike, stated as one: what is handed out is their mean, and no attack may call it verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support import chains
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.base import Reconstruction, build
+from attacks.update.update_comparison import MAX_PIXEL_ERROR
+from attacks.verification import MORE_THAN_ROUNDING, PAIRS_HIDDEN, confirm
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
+from fl.models.building_blocks.initialization import initialize
+from fl.seeds import stream
+from fl.view import ServerView
+
+SHAPE = (3, 8, 8)
+ALIKE = [20, 25, 30, 35, 40]
+"""How far apart the two pictures are (dB)."""
+
+
+class Residual(nn.Module):
+    """A residual block beside a shortcut, with activations that bend everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.inner = nn.Conv2d(3, 12, 3, padding=1), nn.Conv2d(12, 12, 3, padding=1)
+        self.norm, self.head = nn.BatchNorm2d(12), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.elu(self.stem(x))
+        return self.head((x + functional.elu(self.norm(self.inner(x)))).mean((2, 3)))
+
+
+def dense() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.Tanh(), nn.Linear(32, 10))
+
+
+def convolutional() -> nn.Module:
+    body = nn.Conv2d(3, 16, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(256, 20), nn.LeakyReLU(0.2)
+    return nn.Sequential(*body, nn.Linear(20, 10))
+
+
+NETWORKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "analytic": ("analytic", dense),
+    "cascade": ("cascade", convolutional),
+    "headless+analytic": ("headless+analytic", dense),
+}
+
+
+def picture(*, levels: bool = True) -> Tensor:
+    rough = torch.rand(1, 3, 3, 3, generator=stream(0, "one of two"))
+    smooth = 0.1 + 0.8 * functional.interpolate(rough, (8, 8), mode="bilinear", align_corners=True)
+    return (smooth * 255).round() / 255 if levels else smooth
+
+
+def other(picture: Tensor, decibels: float, kind: str) -> Tensor:
+    """Another picture so far away: another brightness, or a slow or a quick change over the picture."""
+    draw = stream(1, "the other")
+    change = {
+        "brighter": picture,
+        "slow": functional.interpolate(torch.randn(1, 3, 2, 2, generator=draw), (8, 8), mode="bilinear"),
+        "quick": torch.randn(picture.shape, generator=draw),
+    }[kind]
+    return picture + change * 10 ** (-decibels / 20) / change.square().mean().sqrt()
+
+
+def stated_as_one(model: nn.Module, pictures: Tensor, lr: float = 0.1) -> ServerView:
+    """The view of a step of SGD on pictures of one label, stated to be on one picture."""
+    loss = functional.cross_entropy(model(pictures), torch.full((len(pictures),), 3))
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    named = {name: value.detach() for name, value in model.named_parameters()}
+    sent = {name: value - (value - lr * grad) for (name, value), grad in zip(named.items(), grads, strict=True)}
+    method = FedAvg(lr=lr, steps=1, batch_size=None, train_mode=False)
+    return from_update(model, sent, input_shape=SHAPE, num_classes=10, method=method)
+
+
+def network(make: Callable[[], nn.Module]) -> nn.Module:
+    model = make().eval()
+    initialize(model, stream(0, "network"))
+    return model
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-3])
+@pytest.mark.parametrize("attack", list(NETWORKS))
+def test_one_picture_is_verified(attack: str, lr: float) -> None:
+    name, make = NETWORKS[attack]
+    found = build(name)(stated_as_one(network(make), picture(), lr))
+    assert isinstance(found, Reconstruction)
+    assert found.verified is True, found.note
+    assert found.inputs is not None
+    assert float((found.inputs - picture()).square().mean().sqrt()) < MAX_PIXEL_ERROR
+
+
+@pytest.mark.parametrize("lr", [0.1, 1e-2, 1e-4])
+@pytest.mark.parametrize(
+    ("attack", "kind"),
+    [("analytic", "brighter"), ("analytic", "slow"), ("analytic", "quick"), ("headless+analytic", "slow")]
+    + [pytest.param("cascade", kind, marks=pytest.mark.slow) for kind in ("brighter", "slow", "quick")],
+)
+def test_two_nearly_alike_are_not(attack: str, kind: str, lr: float) -> None:
+    name, make = NETWORKS[attack]
+    model, one = network(make), picture()
+    for apart in ALIKE:
+        found = build(name)(stated_as_one(model, torch.cat([one, other(one, apart, kind)]), lr))
+        assert isinstance(found, Reconstruction)
+        assert not found.verified, apart
+
+
+@pytest.mark.parametrize("attack", list(NETWORKS))
+def test_two_that_differ_by_one_level_of_a_pixel_count_as_one(attack: str) -> None:
+    name, make = NETWORKS[attack]
+    one = picture()
+    changed = one.clone()
+    changed[0, 1, 4, 4] += 1 / 255
+    found = build(name)(stated_as_one(network(make), torch.cat([one, changed])))
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    for true in (one, changed):
+        assert not found.verified or float((found.inputs - true).square().mean().sqrt()) < MAX_PIXEL_ERROR
+
+
+@pytest.mark.parametrize("make", [dense, convolutional, Residual])
+@pytest.mark.parametrize("kind", ["brighter", "slow", "quick"])
+def test_the_mean_of_two_is_borne_out_and_not_verified(make: Callable[[], nn.Module], kind: str) -> None:
+    """Whichever attack hands it out: the whole update is asked."""
+    model, one = network(make), picture()
+    for apart in ALIKE[2:]:
+        pair = torch.cat([one, other(one, apart, kind)])
+        claimed = Reconstruction(inputs=pair.mean(0, keepdim=True), labels=torch.tensor([3]), verified=True)
+        found = confirm(stated_as_one(model, pair), claimed)
+        assert isinstance(found, Reconstruction)
+        assert (found.verified, found.approximate) in {(None, True), (False, False)}
+        assert found.approximate or apart < 40
+    alone = confirm(stated_as_one(model, one), replace(claimed, inputs=one))
+    assert isinstance(alone, Reconstruction)
+    assert (alone.verified, alone.approximate) == (True, False)
+
+
+def test_what_rounding_hides_is_not_verified_off_levels() -> None:
+    """At small steps the mean of two makes the same update as both: pictures at levels of 8 bits are no means."""
+    model, one = network(dense), picture(levels=False)
+    words = {1.0: "", 1e-4: PAIRS_HIDDEN}
+    for lr, said in words.items():
+        found = build("analytic")(stated_as_one(model, one, lr))
+        assert isinstance(found, Reconstruction)
+        assert (found.verified, found.note) == ((True, "") if not said else (None, said))
+        assert found.approximate is bool(said)
+    pair = torch.cat([one, other(one, 30, "slow")])
+    found = build("analytic")(stated_as_one(model, pair, 1.0))
+    assert isinstance(found, Reconstruction)
+    assert found.note == MORE_THAN_ROUNDING
+
+
+@pytest.mark.parametrize("kind", ["slow", "quick"])
+def test_cascade_verifies_no_mean_of_two_nearly_alike(kind: str) -> None:
+    pair = torch.cat([picture(), other(picture(), 40, kind)])
+    for lr in (0.1, 1e-2):
+        found = build("cascade")(stated_as_one(network(convolutional), pair, lr))
+        assert isinstance(found, Reconstruction)
+        assert not found.verified
+
+
+def test_backsolve_verifies_no_mean_of_two() -> None:
+    model = chains.initialized(Residual()).float().eval()
+    found = build("backsolve")(stated_as_one(model, torch.cat([picture(), other(picture(), 20, "quick")])))
+    assert not getattr(found, "verified", False)
