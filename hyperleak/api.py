@@ -193,6 +193,8 @@ def run(
         section = yaml_config.executor_section(experiment)
     folder = RunDir(Path("results") / name if target is None else target)
     choice = _executor(how.get("executor"), section, workers)
+    if choice is not None:
+        choice.check_installed()
     plan = prepare(described, device=device, elsewhere=choice is not None and choice.is_elsewhere)
     options = runner.Options(
         workers=choose_workers(workers, plan.device),

@@ -131,6 +131,9 @@ def run(
             count = choose_workers(workers, plan.device) if choice is None else choice.count(plan.device_kind)
         run_views.print_plan(plan, folder, count, as_json=json)
         return
+    if choice is not None:
+        with exit_on_errors(USAGE):
+            choice.check_installed()
     # last: what is wrong in itself is said rather than that the folder is taken
     with _locked_folder(folder, shared=choice is not None):
         options = runner.Options(

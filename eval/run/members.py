@@ -6,7 +6,8 @@ DIR/shared/members/NAME.gone    nothing it holds counts any more, whatever it be
 ```
 
 Ages are told by the clock of the file system alone, so that clocks of machines may differ. A file is read by opening
-it, which has NFS ask the server. Where a member runs under the same kernel, its process is looked up as well.
+it, which has NFS ask the server. Where a member runs under the same kernel, its process is looked up instead: it is
+known at once when it dies, and a long computation that lets no other thread of Python run is not taken for death.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 90.0
 """Seconds without a heartbeat after which a member counts as dead: NFS may keep an age to itself for a minute."""
 CALLER, WORKER = "caller", "worker"
+_NOT_RUNNING = {"Z", "X", "T", "t"}
+"""States of a process that is dead or stopped, in /proc."""
 _LIVING, _GONE, _CLOCK = ".json", ".gone", ".clock"
 
 
@@ -94,8 +97,10 @@ class Members:
             return None
         if not isinstance(about, dict):
             return None
-        gone = bool(about.get("left")) or self.is_gone(name) or self.now() - beaten > self.stale_seconds
-        return MemberState(name, about, not gone and not _is_dead_process(about))
+        if about.get("left") or self.is_gone(name):
+            return MemberState(name, about, False)
+        runs = _is_running(about)
+        return MemberState(name, about, self.now() - beaten <= self.stale_seconds if runs is None else runs)
 
     def is_alive(self, name: str) -> bool:
         """Return whether a member is at work."""
@@ -180,23 +185,27 @@ class Member:
 
 
 def _own_place() -> dict[str, Any]:
-    return {"host": socket.gethostname(), "kernel": _kernel(), "pid": os.getpid()}
+    found = _process(os.getpid())
+    begun = found[1] if found else None
+    return {"host": socket.gethostname(), "kernel": _kernel(), "pid": os.getpid(), "begun": begun}
 
 
-def _is_dead_process(about: Mapping[str, Any]) -> bool:
-    """Return whether a member ran under this kernel, in this space of process numbers, and is no more."""
+def _is_running(about: Mapping[str, Any]) -> bool | None:
+    """Return whether a member's process runs; None where it is of another kernel or space of process numbers."""
     pid = about.get("pid")
     if not _kernel() or about.get("kernel") != _kernel() or not isinstance(pid, int):
-        return False
+        return None
+    found = _process(pid)
+    return found is not None and found[1] == about.get("begun") and found[0] not in _NOT_RUNNING
+
+
+def _process(pid: int) -> tuple[str, int] | None:
+    """Return a process's state and when it began, in ticks since the kernel did; None where there is none."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except OSError:  # of another user
-        return False
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in {"Z", "X"}
-    return False
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields[0], int(fields[19])
 
 
 @cache

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from support.grid import CELLS, CONFIG, Killer, counted, whole
 
 import hyperleak
+from eval.io import yaml12
 from eval.run.members import SHARED, WORKER, Members
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -97,3 +99,41 @@ def test_a_second_caller_joins_a_run_and_another_process_watches_it(config, alon
     assert f"{CELLS} of {CELLS} cells are finished" in seen
     assert "training" in seen
     assert whole(out) == alone
+
+
+WIDE = """
+method: {name: fedavg, lr: 0.1, batch_size: 6}
+attack: {name: slow-guess, seconds: 1.0}
+federation: {partition: {name: iid, clients: 3, train_size: 12, test_size: 6}, rounds: 1}
+observe: {images: 12, batch_size: 1, method: {steps: 1}}
+seeds: [0]
+"""
+
+
+def kill_who_is_helped(out: Path, killed: list[str]) -> None:
+    """Kill the worker that has claimed the attack, once another has claimed a portion of it."""
+    members = Members(out)
+    for _ in range(6000):
+        held = {path.name: path.read_text() for path in (out / SHARED / "claims").glob("*")}
+        portions = {name for name in held if "-" in name}
+        owners = {
+            held[name] for name in held if any(other.startswith(f"{name.partition('.')[0]}-") for other in portions)
+        }
+        helpers = {held[name] for name in portions} - owners - {""}
+        if owners and helpers and (state := members.state(owners.pop())) is not None:
+            os.kill(int(state.about["pid"]), signal.SIGKILL)
+            killed.append(state.name)
+            return
+        time.sleep(0.02)
+
+
+def test_an_attack_on_many_updates_survives_the_worker_that_began_it(tmp_path):
+    experiment = yaml12.parse(CONFIG) | yaml12.parse(WIDE)
+    assert not hyperleak.run(experiment, tmp_path / "alone", workers=1).failures
+    out, killed = tmp_path / "out", []
+    thread = threading.Thread(target=kill_who_is_helped, args=(out, killed), daemon=True)
+    thread.start()
+    assert not hyperleak.run(experiment, out, workers=2, executor="local").failures
+    assert len(killed) == 1
+    assert whole(out) == whole(tmp_path / "alone")
+    assert set(counted(out).values()) == {1}

@@ -58,4 +58,4 @@ def plan_and_run(
     plan = runner.prepare(experiment, device="cpu")
     options = runner.Options(executor=choice, **settings)
     with folder.shared() if choice else folder.locked(), folder.logged():
-        return run_and_publish(plan, folder, options, progress)
+        return run_and_publish(plan, folder, options, progress, with_report=False)

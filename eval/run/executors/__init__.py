@@ -16,6 +16,8 @@ from fl.registry import closest_name
 
 EXECUTORS = {"local": "LocalExecutor", "slurm": "SlurmExecutor", "dask": "DaskExecutor", "ray": "RayExecutor"}
 """Executors by name, each in the module of that name."""
+PACKAGES = {"slurm": "submitit", "dask": "distributed", "ray": "ray"}
+"""What they need, beside this package; the extra has the executor's name."""
 
 
 class LostError(RuntimeError):

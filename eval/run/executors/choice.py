@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eval.run.executors import check_name
+from eval.run.executors import PACKAGES, check_name, import_package
 from eval.run.resources import default_workers
 
 
@@ -29,6 +29,15 @@ class ExecutorChoice:
 
     def __post_init__(self) -> None:
         check_name(self.name)
+
+    def check_installed(self) -> None:
+        """Check that the executor's package is there.
+
+        Raises:
+            MissingPackageError: it is not; says how to install it.
+        """
+        if package := PACKAGES.get(self.name):
+            import_package(package, self.name)
 
     @property
     def is_elsewhere(self) -> bool:

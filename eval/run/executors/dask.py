@@ -27,7 +27,7 @@ class DaskExecutor:
     """
 
     def __init__(self, options: Mapping[str, Any], workers: int, gpu: bool, folder: Path) -> None:
-        dask, distributed = import_package("dask", "dask"), import_package("distributed", "dask")
+        distributed, dask = import_package("distributed", "dask"), import_package("dask", "dask")
         self.gives_gpus = "address" in options
         self._resources = {"GPU": 1} if gpu and self.gives_gpus else {}
         self._cluster: Any = None

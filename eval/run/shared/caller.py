@@ -69,6 +69,9 @@ def run(
         return [*shared.failures.values()]
     except KeyboardInterrupt as stop:
         raise RunStopped([*notes.failures(folder.path).values()]) from stop
+    except ValueError:  # no worker can compute it, say
+        shared.write_status("failed")
+        raise
 
 
 def with_executor(shared: _SharedWork, choice: ExecutorChoice, count: int, place: Path) -> None:

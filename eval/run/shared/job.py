@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,8 @@ Threads change how sums are rounded; where freed memory is kept, searches are fa
 OUR_VARIABLES = "HYPERLEAK_"
 """What the names of our own begin with, which it has as well."""
 MODULE = "eval.run.shared.worker"
+AT_PARENTS_END: list[Callable[[], None]] = []
+"""What a worker does before it leaves because that which started it has ended."""
 TOLD_LINES = 3
 """Lines of a dead worker's last words that are repeated."""
 
@@ -127,6 +129,14 @@ def run_worker(job: Mapping[str, Any]) -> tuple[str, str]:
         said.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-TOLD_LINES:] if said.exists() else []
     )
     return DEATH, " | ".join([f"signal {-code}" if code < 0 else f"exit code {code}", *lines])
+
+
+def leave_with_parent() -> None:
+    """End this process, a worker's, when whoever started it has ended: no fault of what it was computing."""
+    sys.stdin.read()
+    for give_up in AT_PARENTS_END:
+        give_up()
+    os._exit(1)
 
 
 def _environment(job: Mapping[str, Any]) -> dict[str, str]:

@@ -42,7 +42,7 @@ from eval.run.run_directory import CHECKPOINT, LOG, PACKAGES, LostLockError, Run
 from eval.run.run_options import Failure, Options
 from eval.run.runner import Run, attack_stage
 from eval.run.shared import notes, portions
-from eval.run.shared.job import DONE, ENDS, REFUSAL, STOPPED, WorkerJob
+from eval.run.shared.job import AT_PARENTS_END, DONE, ENDS, REFUSAL, STOPPED, WorkerJob, leave_with_parent
 from eval.run.shared.portions import PortionWork, SharedAttackExecution
 from eval.run.shared.progress import ToldProgress
 from fl.federation import Federation
@@ -51,8 +51,6 @@ log = logging.getLogger(__name__)
 CODES = {end: code for code, end in ENDS.items()}
 WAIT_SECONDS, MOST_WAIT_SECONDS = 0.25, 2.0
 """Seconds before a worker that found nothing to do looks again, at first and at most."""
-AT_PARENTS_END: list[Callable[[], None]] = []
-"""What is done before this process leaves because that which started it has ended."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks whether this worker is to leave."""
 
@@ -375,14 +373,6 @@ def kept_alive(member: Member) -> Iterator[None]:
 def leave(number: int, _frame: FrameType | None) -> NoReturn:
     """End in order, with all claims given up: a handler of signals."""
     sys.exit(CODES[STOPPED])
-
-
-def leave_with_parent() -> None:
-    """End at once when whoever started this process has ended, which is no fault of what it was computing."""
-    sys.stdin.read()
-    for give_up in AT_PARENTS_END:
-        give_up()
-    os._exit(1)
 
 
 def main() -> int:

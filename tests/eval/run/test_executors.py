@@ -116,10 +116,18 @@ def test_it_is_told_how_a_worker_has_ended(run_script, code, ended):
 
 
 def test_a_worker_leaves_with_the_process_that_started_it():
-    """Its stdin ends then, however that process has ended."""
-    code = "from eval.run.shared.worker import leave_with_parent\n"
-    program = f"import sys\n{code}sys.stdout.write('up\\n'); sys.stdout.flush(); leave_with_parent()"
+    """Its stdin ends then, however that process has ended; what it holds is given up."""
+    program = (
+        "import sys; from eval.run.shared import job\n"
+        "job.AT_PARENTS_END.append(lambda: sys.stdout.write('given up') and sys.stdout.flush())\n"
+        "job.leave_with_parent()"
+    )
     process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout.readline() == b"up\n"
-    process.communicate()
-    assert process.returncode == 1
+    told, _ = process.communicate()
+    assert (process.returncode, told) == (1, b"given up")
+
+
+def test_what_starts_a_worker_imports_little():
+    """An engine's process waits beside each worker."""
+    program = "import sys; import eval.run.shared.job; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

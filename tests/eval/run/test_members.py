@@ -1,5 +1,6 @@
 """Who shares a run's folder, and who has it alone."""
 
+import fcntl
 import subprocess
 import sys
 
@@ -8,24 +9,18 @@ import pytest
 from eval.run.members import SHARED, WORKER, Member, Members
 from eval.run.run_directory import BusyError, RunDir
 
-HOLD = (
-    "import sys; from pathlib import Path; from eval.run.run_directory import RunDir\n"
-    "with getattr(RunDir(Path(sys.argv[1])), sys.argv[2])(): print('in', flush=True); sys.stdin.read()"
-)
+HOLD = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, int(sys.argv[2])); print(flush=True); input()"
 
 
 @pytest.fixture
 def hold(tmp_path):
-    """Have another process hold the folder, alone or shared, until the test ends."""
+    """Have another process hold the folder's lock until the test ends."""
     started = []
 
     def begin(how):
-        process = subprocess.Popen(
-            [sys.executable, "-c", HOLD, str(tmp_path), how], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        started.append(process)
-        assert process.stdout.readline() == b"in\n"
-        return process
+        command = [sys.executable, "-c", HOLD, str(tmp_path / ".lock"), str(int(how))]
+        started.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
+        assert started[-1].stdout.readline() == b"\n"
 
     yield begin
     for process in started:
@@ -33,16 +28,16 @@ def hold(tmp_path):
 
 
 def test_a_shared_folder_is_refused_to_who_wants_it_alone(tmp_path, hold):
-    hold("shared")
+    hold(fcntl.LOCK_SH)
     with RunDir(tmp_path).shared():
         pass
-    with pytest.raises(BusyError, match="in use by a run with --executor"), RunDir(tmp_path).locked():
+    with pytest.raises(BusyError, match="in use by another process"), RunDir(tmp_path).locked():
         pass
 
 
 def test_a_folder_held_alone_is_refused_to_who_would_share_it(tmp_path, hold, monkeypatch):
     monkeypatch.setattr("eval.run.run_directory.SHARED_LOCK_SECONDS", 0.1)
-    hold("locked")
+    hold(fcntl.LOCK_EX)
     with pytest.raises(BusyError, match="does not share it"), RunDir(tmp_path).shared():
         pass
 
@@ -67,3 +62,14 @@ def test_what_dead_processes_left_is_no_hindrance(tmp_path):
     Member(Members(tmp_path), WORKER, "w").tell({"pid": 2**22 + 1})
     with RunDir(tmp_path).locked():
         assert not (tmp_path / SHARED).exists()
+
+
+def test_a_process_that_lives_here_is_not_dead_for_want_of_a_sign(tmp_path):
+    """A computation may keep Python's lock for minutes, so that no other thread gives signs of life."""
+    members = Members(tmp_path, stale_seconds=-1.0)
+    one = Member(members, WORKER, "w")
+    assert members.is_alive(one.name)
+    one.tell({"begun": 1})  # another process has its number by now
+    assert not members.is_alive(one.name)
+    one.tell({"kernel": "of another machine"})
+    assert not members.is_alive(one.name)

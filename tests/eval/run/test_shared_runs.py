@@ -2,15 +2,18 @@
 
 import sys
 import threading
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 from support.grid import counted, whole
+from support.paced import CLOCK, Paced
 from support.runs import tiny
 from support.shared_runs import Killed, do, in_threads, plan_and_run
 from support.tiny import Guess, Registered
 
+from attacks.base import attacks
 from attacks.search_control import SearchControl
 from eval.io.jsonl import read_rows
 from eval.run.claims import Claims
@@ -30,7 +33,7 @@ def _guesses():
 
 @pytest.fixture(scope="module")
 def grid(_guesses):
-    return tiny("seeds=[0,1]", "observe.rounds=[0,2]")
+    return tiny("observe.rounds=[0,2]")
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +163,25 @@ def test_portions_of_an_attack_are_shared_and_none_is_attacked_twice(tmp_path, m
     assert whole(tmp_path / "shared") == whole(tmp_path / "alone")
     assert len({seed for seed, _ in seen}) == len(seen) == 4
     assert len({thread for _, thread in seen}) == 2
+
+
+def test_a_search_that_is_cut_short_is_taken_up_by_no_other_worker(tmp_path, monkeypatch):
+    attacks.register("paced")(Paced)
+    monkeypatch.setattr(CLOCK, "tick", lambda: time.sleep(0.05), raising=False)
+    try:
+        experiment = tiny("attack=[guess, {name: paced, iterations: 400}]", "federation.rounds=0")
+        in_threads(monkeypatch)
+        outcome = plan_and_run(experiment, tmp_path, 2, control=SearchControl(time_limit=3.0))
+        assert outcome.unfinished == {f"{name}: paced after round 0": True for name in ("fedavg", "hyperfl")}
+        assert len(outcome.rows) == 2 * 2 * 4
+        cut = [row for row in outcome.rows if row.get("cut_short")]
+        assert {row["attack"] for row in cut} == {"paced"}
+        assert len(cut) == 8
+        assert (tmp_path / "log.txt").read_text().count("cut short") == 2
+        monkeypatch.setattr(CLOCK, "tick", lambda: None)
+        assert not plan_and_run(experiment, tmp_path, 2).unfinished
+    finally:
+        del attacks._entries["paced"]
 
 
 def test_a_time_limit_ends_workers_and_the_same_command_goes_on(tmp_path, monkeypatch, grid, alone):
