@@ -116,9 +116,8 @@ def kill_who_is_helped(out: Path, killed: list[str]) -> None:
     for _ in range(6000):
         held = {path.name: path.read_text() for path in (out / SHARED / "claims").glob("*")}
         portions = {name for name in held if "-" in name}
-        owners = {
-            held[name] for name in held if any(other.startswith(f"{name.partition('.')[0]}-") for other in portions)
-        }
+        cells = {name.partition("-")[0] for name in portions}
+        owners = {member for name, member in held.items() if name.partition(".")[0] in cells}
         helpers = {held[name] for name in portions} - owners - {""}
         if owners and helpers and (state := members.state(owners.pop())) is not None:
             os.kill(int(state.about["pid"]), signal.SIGKILL)
