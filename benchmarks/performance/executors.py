@@ -34,13 +34,13 @@ GOAL = 1.9
 """Times as fast with two workers as with one."""
 EXPERIMENT: dict[str, Any] = {
     "title": "A grid for workers",
-    "task": {"dataset": {"name": "faces", "size": 16}, "model": "hyperfl-grey"},
+    "task": {"dataset": {"name": "faces", "size": 28}, "model": "hyperfl-grey"},
     "federation": {"partition": {"name": "iid", "clients": 4}, "rounds": 10, "evaluate_every": 10},
     "method": [{"name": "fedavg", "lr": 0.05}, {"name": "fedavg", "as": "slow", "lr": 0.01}],
     "attack": [
-        {"name": "ig", "iterations": 300},
-        {"name": "ig", "as": "smooth", "iterations": 300, "tv_weight": 0.01},
-        {"name": "ig", "as": "rough", "iterations": 300, "tv_weight": 0.0},
+        {"name": "ig", "iterations": 500},
+        {"name": "ig", "as": "smooth", "iterations": 500, "tv_weight": 0.01},
+        {"name": "ig", "as": "rough", "iterations": 500, "tv_weight": 0.0},
     ],
     "observe": {"images": 4, "batch_size": 1, "method": {"steps": 1}},
     "seeds": [0, 1, 2, 3, 4],
@@ -90,7 +90,7 @@ def measure(engines: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
 
 def idle_cores() -> float:
     """Return how many cores had nothing to do in the last minute."""
-    return (os.cpu_count() or 1) - os.getloadavg()[0]
+    return max((os.cpu_count() or 1) - os.getloadavg()[0], 0.0)
 
 
 def page(found: Mapping[str, Any]) -> list[str]:

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from types import ModuleType
 
 import pytest
 
@@ -131,3 +132,70 @@ def test_what_starts_a_worker_imports_little():
     """An engine's process waits beside each worker."""
     program = "import sys; import eval.run.shared.job; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+class Recorded:
+    """Stands for an engine: keeps what it is asked for, and calls what is submitted at once."""
+
+    def __init__(self, **kept: object) -> None:
+        self.asked: dict[str, object] = {}
+        self.__dict__.update(kept)
+
+    def __call__(self, *_: object, **named: object) -> "Recorded":
+        self.asked |= named
+        return self
+
+    def __getattr__(self, name: str) -> object:
+        return self
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **parts: object) -> None:
+    """Have a package be a module of these parts."""
+    module = ModuleType(name)
+    module.__dict__.update(parts)
+    monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_slurm_is_asked_for_one_gpu_a_job_by_submitit_s_words(tmp_path, monkeypatch, device):
+    generic = dict.fromkeys(("name", "timeout_min", "cpus_per_task", "gpus_per_node", "mem_gb"))
+    engine = Recorded(_typed_parameters=lambda: generic)
+    stand_in(monkeypatch, "submitit", AutoExecutor=engine)
+    stand_in(monkeypatch, "submitit.core.utils", UncompletedJobError=RuntimeError, FailedJobError=RuntimeError)
+    options = {"partition": "gpu", "timeout_min": 9, "array_parallelism": 4, "mem_gb": 8}
+    open_executor("slurm", options, workers=3, device=device, folder=tmp_path)
+    assert engine.asked == {
+        "folder": tmp_path / "submitit",
+        "cluster": "slurm",
+        "name": "hyperleak",
+        "timeout_min": 9,
+        "cpus_per_task": 1,
+        "gpus_per_node": int(device == "cuda"),
+        "mem_gb": 8,
+        "slurm_partition": "gpu",
+        "slurm_array_parallelism": 4,
+    }
+    with pytest.raises(ValueError, match="executor option cluster: expected slurm or local, got 'lsf'"):
+        open_executor("slurm", {"cluster": "lsf"}, workers=1, device="cpu", folder=tmp_path)
+
+
+def test_dask_is_asked_for_its_resource_gpu(tmp_path, monkeypatch):
+    client = Recorded()
+    stand_in(monkeypatch, "distributed", Client=client, LocalCluster=Recorded())
+    stand_in(monkeypatch, "dask")
+    executor = open_executor("dask", {"address": "tcp://a:1"}, workers=3, device="cuda", folder=tmp_path)
+    executor.submit(pow, 2, 3)
+    assert executor.gives_gpus
+    assert client.asked == {"address": "tcp://a:1", "pure": False, "retries": 0, "resources": {"GPU": 1}}
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_ray_is_asked_for_one_gpu_a_task(tmp_path, monkeypatch, device):
+    engine = Recorded(is_initialized=lambda: False)
+    stand_in(monkeypatch, "ray", **{name: getattr(engine, name) for name in ("is_initialized", "init", "remote")})
+    executor = open_executor("ray", {"address": "auto"}, workers=3, device=device, folder=tmp_path)
+    executor.submit(pow, 2, 3)
+    assert engine.asked["address"] == "auto"
+    assert "num_cpus" in engine.asked  # of the task; the cluster has what it has
+    assert engine.asked["num_gpus"] == int(device == "cuda")
+    assert engine.asked["max_retries"] == 0

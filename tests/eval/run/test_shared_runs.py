@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
+import torch
 from support.grid import counted, whole
 from support.paced import CLOCK, Paced
 from support.runs import tiny
@@ -17,7 +18,12 @@ from attacks.base import attacks
 from attacks.search_control import SearchControl
 from eval.io.jsonl import read_rows
 from eval.run.claims import Claims
+from eval.run.execute import run_and_publish
+from eval.run.executors.choice import ExecutorChoice
 from eval.run.members import CALLER, SHARED, Member, Members
+from eval.run.plan import prepare
+from eval.run.run_directory import RunDir
+from eval.run.run_options import Options
 from eval.run.shared import caller, portions
 from eval.run.shared.caller import WorkersError
 from eval.run.shared.job import DEATH, REFUSAL, WorkerJob
@@ -203,3 +209,26 @@ def test_a_worker_whose_caller_has_left_does_not_begin(tmp_path):
     assert not is_dismissed(replace(one, worker="local-02-0"))
     caller.leave()
     assert is_dismissed(replace(one, worker="local-02-0"))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU, which starts workers on others")
+def test_every_worker_gets_a_gpu_of_its_own_and_the_caller_needs_none(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    given = []
+
+    def turn(job):
+        given.append((job["device"], job["gpu"]))
+        time.sleep(0.3)  # so that each worker is begun
+        return REFUSAL, "there is no GPU"
+
+    in_threads(monkeypatch, turn)
+    experiment, folder = tiny("attack=guess"), RunDir(tmp_path)
+    plan = prepare(experiment, device="cuda", elsewhere=True)
+    options = Options(executor=ExecutorChoice(name="local"))
+    with folder.shared(), pytest.raises(WorkersError, match="there is no GPU"):
+        run_and_publish(plan, folder, options)
+    assert sorted(given) == [("cuda", "4"), ("cuda", "7")]
+    assert {one.cell.settings["device"] for one in plan.trainings} == {"cuda"}
+    assert folder.about_run()["status"] == "failed"
+    with pytest.raises(ValueError, match="expected a CUDA device, found none"):
+        prepare(experiment, device="cuda")
