@@ -37,7 +37,7 @@ def test_nothing_is_computed_for_an_estimate_and_what_nobody_can_tell_is_unknown
 def test_a_search_costs_its_iterations(tmp_path, monkeypatch):
     monkeypatch.setattr(estimate, "_measured", lambda one, size: 0.001)
     short, long = (
-        {c.name: c.seconds for c in costs(tiny(f"attack=[{{name: ig, iterations: {n}}}]"), tmp_path)[0].cells}
+        {c.name: c.seconds for c in costs(tiny(f"attack=[{{name: ig, iterations: {n}}}]"), tmp_path / "a")[0].cells}
         for n in (100, 200)
     )
     # two updates of one gradient each, and three gradients for each iteration
