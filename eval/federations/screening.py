@@ -14,6 +14,7 @@ import attacks as attack_registry
 from attacks.base import Attack, NotApplicable, Result
 from attacks.search_control import SearchControl
 from attacks.update.first_linear_layer import first_linear
+from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification import contradicts_features
 from eval.audit.attack_selection import default_attacks
@@ -48,6 +49,8 @@ ADAPTIVE_STEP, MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = "adaptive-step", 2.0, 0
 error up to which what it found is a picture: of one that is known less well the misfit tells nothing, either."""
 FIRST_ATTACK = "analytic"
 """What is tried where no attack that solves is one of the usual ones."""
+SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
+"""What is tried of several steps on one example, and the most that it is tried of."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
 PAIR_NOTE = "the update is 'before' - 'after'"
@@ -322,6 +325,9 @@ class Screener:
 def _solving_attacks(view: ServerView) -> dict[str, Attack]:
     """Return the attacks that solve for what is in an update, by name; a search proves nothing in seconds."""
     names = default_attacks(view.method, view.batch_size or 1)
+    steps = sum(len(phase) for phase in training_phases(view)[1] or ())
+    if view.batch_size == 1 and 1 < steps <= MOST_SIMULATED_STEPS and "cascade" in names:
+        names = (*names, SEVERAL_STEPS)
     found = {name: attack_registry.build(name) for name in names}
     solving = {name: attack for name, attack in found.items() if not attack.is_controllable}
     return solving or {FIRST_ATTACK: attack_registry.build(FIRST_ATTACK)}  # which says why it does not apply

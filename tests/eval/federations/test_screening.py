@@ -416,3 +416,27 @@ def test_weights_in_two_bytes_show_what_their_rounding_bears_out(
         after = {name: (start[name] - sizes[name] * (start[name] - value)).to(kind) for name, value in end.items()}
         screened = screener(model, seconds=0.5)(replace(update, after=after))
         assert kinds(screened) & {"images", "features"} == found
+
+
+@pytest.mark.slow
+def test_several_steps_on_one_picture_are_followed_back_to_the_first() -> None:
+    layers = nn.Conv2d(1, 8, 3, padding=1, stride=2), nn.Tanh(), nn.Flatten(), nn.Linear(392, 20), nn.LeakyReLU(0.2)
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(*layers, nn.Linear(20, 10)).eval()
+    facts = replace(support.PLAIN, steps=2, lr=0.05)
+    found = screener(model, seconds=60)(support.recorded(model, 1, facts))
+    assert "images" in kinds(found)
+    assert found.reason.endswith("(first-step+cascade)")
+    many = screener(model, seconds=60)(support.recorded(model, 1, replace(facts, steps=6)))
+    assert "first-step+cascade" not in many.tried
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_a_first_layer_without_a_bias_hides_nothing(head: bool) -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        layers = nn.Linear(196, 24, bias=False), nn.ReLU(), nn.Linear(24, 10, bias=head)
+        model = nn.Sequential(nn.Flatten(), *layers).eval()
+    found = screener(model)(support.recorded(model))
+    assert kinds(found) - {"labels"} == ({"features"} if head else {"images"})
