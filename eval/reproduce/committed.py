@@ -10,19 +10,16 @@ from __future__ import annotations
 import json
 import shlex
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
-from eval.experiment import sweep
-from eval.experiment.spec import Entry, Experiment
+from eval.experiment.spec import Experiment
+from eval.reproduce.cells import PlannedCell, planned_cells
 from eval.reproduce.items import PaperRow, matching, rows_of
-from eval.run.cache_keys import TrainedUpdates, attack_cell, short_hash, training_cell
-from eval.run.federation_data import FederationData
-from eval.run.plan import watched_rounds
-from fl.method import Method
+from eval.run.cache_keys import short_hash
+from eval.run.estimate import KnownTimes
 
 CELLS = Path(__file__).parents[2] / "docs" / "results" / "cells"
 """Archives of cells; an installation without the documents has none."""
@@ -54,10 +51,12 @@ class Committed:
     Attributes:
         keys: hashes of what cells are of.
         runs: the runs they were computed in, as far as that is on file.
+        times: how long cells took.
     """
 
     keys: frozenset[str] = frozenset()
     runs: tuple[CommittedRun, ...] = ()
+    times: KnownTimes = field(default_factory=lambda: KnownTimes({}))
 
 
 @dataclass
@@ -67,6 +66,7 @@ class _Archive:
     trainings: dict[str, str] = field(default_factory=dict)
     attacks: list[dict[str, Any]] = field(default_factory=list)
     runs: list[CommittedRun] = field(default_factory=list)
+    cells: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def keys(self) -> Iterator[str]:
         yield from self.trainings.values()
@@ -81,7 +81,7 @@ def read_committed(folder: Path = CELLS) -> Committed:
     Raises:
         ValueError: an archive is damaged; says which.
     """
-    keys, runs = set[str](), list[CommittedRun]()
+    keys, runs, cells = set[str](), list[CommittedRun](), dict[str, dict[str, Any]]()
     for path in sorted(folder.glob("*.tar.xz")):
         try:
             archive = _read_archive(path)
@@ -89,39 +89,33 @@ def read_committed(folder: Path = CELLS) -> Committed:
             raise ValueError(f"{path} can't be read as an archive of cells: {error}") from error
         keys.update(archive.keys())
         runs += archive.runs
-    return Committed(frozenset(keys), tuple(runs))
+        cells |= archive.cells
+    return Committed(frozenset(keys), tuple(runs), KnownTimes(cells))
 
 
-def cells_by_row(experiment: Experiment) -> dict[PaperRow, set[str]]:
-    """Return hashes of the cells that each method, and each attack on it, comes to; loads no data.
-
-    The cells of an attack's training are among those of the attack.
-    """
+def cells_by_row(cells: Iterable[PlannedCell]) -> dict[PaperRow, set[str]]:
+    """Return hashes of the cells that each row takes, those of an attack's training among the attack's."""
     found: dict[PaperRow, set[str]] = {}
-    for seed in experiment.seeds:
-        for method in experiment.method:
-            for defense in experiment.defense:
-                own = sweep.experiment_of(experiment, method, None)
-                # all that a cell takes of data but for their digest, which is not compared
-                data = cast("FederationData", SimpleNamespace(task_spec=own.task, digest="", device_kind="cpu"))
-                training = training_cell(data, own.federation, method.item, defense.item, seed)
-                key = _training_key(training.settings)
-                found.setdefault(PaperRow(method.label), set()).add(key)
-                for attack in experiment.attack:
-                    if not attack.against or method.label in attack.against:
-                        part = sweep.experiment_of(experiment, method, attack)
-                        row = PaperRow(method.label, attack.label)
-                        found.setdefault(row, set()).update({key, *_attack_keys(part, method, attack, training, key)})
+    keys: dict[int, str] = {}
+    for one in cells:
+        key = keys.setdefault(id(one.training), _training_key(one.training.settings))
+        own = {key} if one.attack is None else {key, _attack_key(one.cell.settings, key)}
+        found.setdefault(one.row, set()).update(own)
     return found
 
 
-def count_measured(experiment: Experiment, committed: Committed) -> int:
-    """Return how many of an experiment's rows have all of their cells committed."""
-    cells = cells_by_row(experiment)
+def count_measured(experiment: Experiment, committed: Committed, cells: Iterable[PlannedCell] | None = None) -> int:
+    """Return how many of an experiment's rows have all of their cells committed.
+
+    Args:
+        experiment: at some scale.
+        committed: all cells.
+        cells: of the experiment, if they are known.
+    """
+    by_row = cells_by_row(planned_cells(experiment) if cells is None else cells)
     count = 0
     for row in rows_of(experiment):
-        parts = matching(experiment, row)
-        wanted = set[str]().union(*(cells.get(part, set()) for part in parts))
+        wanted = set[str]().union(*(by_row.get(part, set()) for part in matching(experiment, row)))
         count += bool(wanted) and wanted <= committed.keys
     return count
 
@@ -138,13 +132,6 @@ def runs_of(config: str, committed: Committed) -> list[CommittedRun]:
 
 def _short(config: str) -> str:
     return config.removesuffix(".yaml").removeprefix("configs/").removeprefix("reproduce/")
-
-
-def _attack_keys(part: Experiment, method: Entry[Method], attack: Entry[Any], training: Any, key: str) -> Iterator[str]:
-    observed = part.observed_methods()[method.label]
-    for number in watched_rounds(part, method):
-        updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
-        yield _attack_key(attack_cell(updates, attack.item, part.score, None).settings, key)
 
 
 def _training_key(settings: Mapping[str, Any]) -> str:
@@ -167,7 +154,9 @@ def _read_archive(path: Path) -> _Archive:
             data = json.loads(file.read())
             if name.name == "run.json":
                 found.runs += _read_run(data)
-            elif (settings := data["settings"])["kind"] == "training":
+                continue
+            found.cells[name.parent.name] = data
+            if (settings := data["settings"])["kind"] == "training":
                 found.trainings[name.parent.name] = _training_key(settings)
             elif not settings.get("cut_short"):
                 found.attacks.append(settings)

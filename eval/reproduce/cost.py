@@ -1,12 +1,14 @@
 """What experiments cost, without their data: counts, from the settings, times unit costs that were measured once.
 
-An estimate is of one CPU core and tells an hour from a day. Unit costs are medians over the committed cells and
-`benchmarks/results`; a GPU, a faster core or several workers divide them. What is not known is None, never zero.
+An estimate is of one CPU core and tells an hour from a day. Where a cell of the same kind is committed its seconds are
+taken, as `eval.run.estimate` takes them for a plan whose data are at hand. Unit costs are medians over the committed
+cells and `benchmarks/results`; a GPU, a faster core or several workers divide them. What is not known is None, never
+zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import ceil
@@ -16,10 +18,10 @@ import torch
 from torch import nn
 
 from attacks.base import Attack, Chain
-from eval.experiment import sweep
 from eval.experiment.serialization import attack_spec
 from eval.experiment.spec import Experiment, FederationSpec, ObserveSpec
-from eval.run.plan import watched_rounds
+from eval.reproduce.cells import PlannedCell, planned_cells
+from eval.run.estimate import KnownTimes
 from fl.data import Source
 from fl.federation import n_sampled
 from fl.method import Method, methods
@@ -174,32 +176,43 @@ def attack_seconds(model: Network, attack: Attack, method: Method, updates: int,
     return updates * iterations * one
 
 
-def experiment_cost(experiment: Experiment) -> Cost:
-    """Return what an experiment comes to, by the published sizes of its data sets; loads nothing.
+def experiment_cost(
+    experiment: Experiment, times: KnownTimes | None = None, cells: Iterable[PlannedCell] | None = None
+) -> Cost:
+    """Return what an experiment comes to; cells that several entries share count once. Loads no data.
 
-    Cells that several entries share are counted once each.
+    Args:
+        experiment: at some scale.
+        times: of finished cells; where one of the same kind is among them, that is taken. Otherwise counts by the
+            published sizes of data sets, times unit costs.
+        cells: of the experiment, if they are known.
     """
-    seconds: list[float | None] = []
-    attacked = 0
-    times = len(experiment.seeds) * len(experiment.defense)
-    for method in experiment.method:
-        own = sweep.experiment_of(experiment, method, None)
-        images = client_images(own)
-        found = training_seconds(own.task.model, own.federation, method.item, images)
-        seconds += [found] * times
-        for attack in experiment.attack:
-            if attack.against and method.label not in attack.against:
-                continue
-            part = sweep.experiment_of(experiment, method, attack)
-            rounds = len(watched_rounds(part, method))
-            observed = part.observed_methods()[method.label]
-            updates, batch = _watched(part.observe, images)
-            cost = attack_seconds(own.task.model, attack.item, observed, updates, batch)
-            seconds += [cost] * (times * rounds)
-            attacked += times * rounds
-    known = [value for value in seconds if value is not None]
-    whole = sum(known) if len(known) == len(seconds) else None
-    return Cost(trainings=times * len(experiment.method), attacks=attacked, seconds=whole)
+    seconds: dict[str, float | None] = {}
+    attacked = set[str]()
+    for one in planned_cells(experiment) if cells is None else cells:
+        if one.cell.id in seconds:
+            continue
+        if one.attack is not None:
+            attacked.add(one.cell.id)
+        known = None if times is None else _known_seconds(one, times)
+        seconds[one.cell.id] = _counted_seconds(one) if known is None else known
+    found = [value for value in seconds.values() if value is not None]
+    whole = sum(found) if len(found) == len(seconds) else None
+    return Cost(trainings=len(seconds) - len(attacked), attacks=len(attacked), seconds=whole)
+
+
+def _known_seconds(one: PlannedCell, times: KnownTimes) -> float | None:
+    if one.attack is None:
+        return times.training(one.cell.settings)[0]
+    return times.attack(one.cell.settings, one.training.settings)[0]
+
+
+def _counted_seconds(one: PlannedCell) -> float | None:
+    model, images = one.part.task.model, client_images(one.part)
+    if one.attack is None:
+        return training_seconds(model, one.part.federation, one.method.item, images)
+    observed = one.part.observed_methods()[one.method.label]
+    return attack_seconds(model, one.attack.item, observed, *_watched(one.part.observe, images))
 
 
 def client_images(experiment: Experiment) -> ClientImages:

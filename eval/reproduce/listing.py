@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from eval.experiment.scales import SCALES, Scale
+from eval.reproduce.cells import planned_cells
 from eval.reproduce.committed import Committed, count_measured, read_committed, runs_of
 from eval.reproduce.cost import Cost, describe_seconds, experiment_cost
 from eval.reproduce.items import Item, matching, rows_of
@@ -17,7 +18,8 @@ LEGEND = (
     "Measured: rows of which all cells are committed in docs/results/cells, with exactly the settings of the scale; "
     "a data set counts as itself where only a part of its images was at hand.",
     "Otherwise: rows that committed runs of the same config have with other settings, such as another data set.",
-    "Cost: an estimate for one CPU core from counts and unit costs; it tells an hour from a day.",
+    "Cost: an estimate for one CPU core, by committed cells of the same kind, else from counts and unit costs; it "
+    "tells an hour from a day.",
 )
 
 
@@ -114,7 +116,11 @@ def _listed(item: Item, committed: Committed) -> Listed:
     scales: dict[Scale, AtScale] = {}
     for scale in item.own_scales.scales:
         experiment = item.at(scale)
-        scales[scale] = AtScale(measured=count_measured(experiment, committed), cost=experiment_cost(experiment))
+        cells = planned_cells(experiment)
+        scales[scale] = AtScale(
+            measured=count_measured(experiment, committed, cells),
+            cost=experiment_cost(experiment, committed.times, cells),
+        )
     runs = runs_of(item.name, committed)
     done = frozenset().union(*(run.rows for run in runs)) if runs else frozenset()
     measured = sum(any(part in done for part in matching(item.experiment, row)) for row in rows)

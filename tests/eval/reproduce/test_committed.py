@@ -8,7 +8,9 @@ import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
+from eval.reproduce.cells import planned_cells
 from eval.reproduce.committed import CommittedRun, cells_by_row, count_measured, read_committed, runs_of
+from eval.reproduce.cost import experiment_cost
 from eval.reproduce.items import PaperRow, find_item
 from eval.reproduce.listing import list_status
 
@@ -55,11 +57,23 @@ def test_rows_that_a_paper_prints_are_counted_as_it_has_them(committed):
 
 def test_an_attack_has_the_cell_of_its_training_among_its_own():
     with Registered():
-        cells = cells_by_row(tiny(*CALM))
+        cells = cells_by_row(planned_cells(tiny(*CALM)))
     training, attack = cells[PaperRow("fedavg")], cells[PaperRow("fedavg", "guess")]
     assert len(training) == 1
     assert len(attack) == 2
     assert training < attack
+
+
+def test_cells_of_the_same_kind_say_what_others_cost(committed):
+    times = read_committed(committed).times
+    cells = [json.loads(path.read_text()) for path in committed.parent.glob("run/cells/*/cell.json")]
+    known = experiment_cost(tiny(*CALM), times)
+    assert known.seconds == pytest.approx(sum(cell["seconds"] for cell in cells))
+    assert (known.trainings, known.attacks) == (1, 2)
+    longer = experiment_cost(tiny(*CALM, "federation.rounds=4", "attack=[]"), times)
+    (training,) = [cell["seconds"] for cell in cells if cell["settings"]["kind"] == "training"]
+    assert longer.seconds == pytest.approx(2 * training)
+    assert experiment_cost(tiny(*CALM), None).seconds != known.seconds
 
 
 def test_runs_are_known_by_the_config_of_their_command(committed):

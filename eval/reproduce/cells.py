@@ -1,0 +1,70 @@
+"""The cells that an experiment comes to, known by everything but its data, which are not loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import cast
+
+from attacks.base import Attack
+from eval.experiment import sweep
+from eval.experiment.spec import Entry, Experiment
+from eval.reproduce.items import PaperRow
+from eval.run.cache_keys import Cell, TrainedUpdates, attack_cell, training_cell
+from eval.run.federation_data import FederationData
+from eval.run.plan import watched_rounds
+from fl.method import Method
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedCell:
+    """One cell of an experiment.
+
+    Attributes:
+        row: whose it is.
+        method: which is trained.
+        attack: which is run; None for a training.
+        part: the experiment as both have it.
+        cell: its settings; the digest of the data is empty, so its id is that of no run.
+        training: the cell of the training that is attacked; a training's own.
+    """
+
+    row: PaperRow
+    method: Entry[Method]
+    attack: Entry[Attack] | None
+    part: Experiment
+    cell: Cell
+    training: Cell
+
+
+def planned_cells(experiment: Experiment) -> list[PlannedCell]:
+    """Return every cell, the attacks on a training behind it; those of entries that are alike stand there twice."""
+    bare = replace(experiment, published=())  # figures of papers are checked whenever an experiment is made
+    return [one for method in bare.method for one in _cells_of_method(bare, method)]
+
+
+def _cells_of_method(experiment: Experiment, method: Entry[Method]) -> Iterator[PlannedCell]:
+    own = sweep.experiment_of(experiment, method, None)
+    # all that a cell takes of data, but for their digest
+    data = cast("FederationData", SimpleNamespace(task_spec=own.task, digest="", device_kind="cpu"))
+    parts = [
+        (attack, sweep.experiment_of(experiment, method, attack))
+        for attack in experiment.attack
+        if not attack.against or method.label in attack.against
+    ]
+    for seed in experiment.seeds:
+        for defense in experiment.defense:
+            training = training_cell(data, own.federation, method.item, defense.item, seed)
+            yield PlannedCell(PaperRow(method.label), method, None, own, training, training)
+            for attack, part in parts:
+                row = PaperRow(method.label, attack.label)
+                for cell in _attack_cells(part, method, attack, training):
+                    yield PlannedCell(row, method, attack, part, cell, training)
+
+
+def _attack_cells(part: Experiment, method: Entry[Method], attack: Entry[Attack], training: Cell) -> Iterator[Cell]:
+    observed = part.observed_methods()[method.label]
+    for number in watched_rounds(part, method):
+        updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
+        yield attack_cell(updates, attack.item, part.score, None)
