@@ -49,6 +49,7 @@ def whole() -> Reconstruction:
         cut_short="after 10 of 20 iterations",
         misfit=0.25,
         relative_error=0.125,
+        approximate=True,
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
