@@ -56,9 +56,10 @@ class Claims:
             try:
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
             except FileExistsError:
-                if not self._is_abandoned(path):
-                    return False
-                continue
+                # what was taken over is of no account, though its member may live
+                if self._path(name, number + 1).exists() or self._is_abandoned(path):
+                    continue
+                return False
             with os.fdopen(descriptor, "w") as file:
                 file.write(self.member.name)
                 file.flush()

@@ -293,6 +293,7 @@ class Run:
         except (UnguardedError, LostLockError):  # true of every other cell as well
             raise
         except RUN_ERRORS as error:
+            self.folder.check_writable(cell)  # of a cell that another process has taken over this one has no say
             kept = self.folder.fail(cell, traceback.format_exc()).relative_to(self.folder.path)
             reason = f"{type(error).__name__}: {error}"
             self.note_failure(Failure(cell.id, name, reason, str(kept), describe_origin(error)))

@@ -105,6 +105,20 @@ def test_what_is_declared_gone_is_free_and_its_holder_leaves(tmp_path):
     second.check("cell")
 
 
+def test_who_lost_a_claim_can_take_it_again_when_the_next_has_died(tmp_path):
+    first, second, third = (claims(tmp_path, name) for name in ("first", "second", "third"))
+    assert first.take("cell")
+    age(first.member, 100)
+    assert second.take("cell")
+    first.member.tell({})  # it was only away
+    first.release("cell")
+    assert not first.take("cell")
+    assert not third.take("cell")
+    second.member.leave()
+    assert first.take("cell")
+    first.check("cell")
+
+
 def test_what_is_released_can_be_taken_again(tmp_path):
     first, second = claims(tmp_path, "first"), claims(tmp_path, "second")
     assert first.take("cell")

@@ -232,3 +232,28 @@ def test_every_worker_gets_a_gpu_of_its_own_and_the_caller_needs_none(tmp_path, 
     assert folder.about_run()["status"] == "failed"
     with pytest.raises(ValueError, match="expected a CUDA device, found none"):
         prepare(experiment, device="cuda")
+
+
+def test_who_has_lost_a_cell_neither_finishes_nor_fails_it(tmp_path, monkeypatch):
+    """It was away for long, and another has computed the cell meanwhile."""
+    attack = Guess.attack_view
+    lost = []
+
+    def losing(self, view, seed):
+        if not lost:
+            lost.append(True)
+            claims = Claims(tmp_path, Member(Members(tmp_path), "worker", "other"))
+            (mine,) = [path for path in claims.folder.glob("*.1") if path.read_text().startswith("local-")]
+            (claims.folder / mine.with_suffix(".2").name).write_text(claims.member.name)
+            claims.member.leave()  # so that it is free again
+            raise OSError("the folder is gone")
+        return attack(self, view, seed)
+
+    experiment = tiny("attack=guess")
+    plan_and_run(experiment, tmp_path / "alone", None)
+    tmp_path = tmp_path / "shared"
+    monkeypatch.setattr(Guess, "attack_view", losing)
+    in_threads(monkeypatch)
+    assert not plan_and_run(experiment, tmp_path, 1).failures
+    assert "no longer claimed by local-01" in (tmp_path / "log.txt").read_text()
+    assert whole(tmp_path) == whole(tmp_path.with_name("alone"))
