@@ -195,11 +195,12 @@ def _cut(data: dict[str, Any], rules: Rules) -> dict[str, Any]:
     federation = data["federation"]
     data["seeds"] = data["seeds"][: rules.seeds.of(len(data["seeds"]))]
     paper = copy.deepcopy(federation)
+    _cut_federation(federation, rules)
+    parts = (federation["partition"].get("clients") or PARTS) + federation["held_out_clients"]
     for entry in data["method"]:
-        _cut_changes(entry.get("with", {}), paper, rules)
+        _cut_changes(entry.get("with", {}), paper, parts, rules)
         if isinstance(entry.get(WARM_UP), int):
             entry[WARM_UP] = _cut_rounds(entry[WARM_UP], rules)
-    _cut_federation(federation, rules)
     rounds = {_label(entry): entry.get("with", {}).get("federation.rounds") for entry in data["method"]}
     rounds = {label: federation["rounds"] if own is None else own for label, own in rounds.items()}
     observe = data["observe"]
@@ -212,7 +213,6 @@ def _cut(data: dict[str, Any], rules: Rules) -> dict[str, Any]:
         _cut_observation(own, "observe.", observe["batch_size"], last, rules)
     _cut_observation(observe, "", observe["batch_size"], min(rounds.values()), rules)
     observe["clients"] = [0]
-    parts = (federation["partition"].get("clients") or PARTS) + federation["held_out_clients"]
     _cut_dataset(data["task"]["dataset"], federation["partition"], parts, rules)
     return data
 
@@ -227,18 +227,22 @@ def _cut_rounds(number: int, rules: Rules) -> int:
 
 def _cut_federation(federation: dict[str, Any], rules: Rules) -> None:
     """Cut the federation of an experiment, with its partition."""
-    partition = federation["partition"]
     federation["rounds"] = _cut_rounds(federation["rounds"], rules)
     federation["evaluate_every"] = min(federation["evaluate_every"], max(federation["rounds"], 1))
-    if partition["name"] != DOMAINS and partition.get("clients"):
-        partition["clients"], federation["held_out_clients"] = _cut_clients(
-            partition["clients"], federation["held_out_clients"], rules
-        )
-        if isinstance(groups := partition.get("groups"), int):  # of clients, all as large
-            partition["clients"] = groups * math.ceil(partition["clients"] / groups)
+    federation["held_out_clients"] = _cut_partition(federation["partition"], federation["held_out_clients"], rules)
+
+
+def _cut_partition(partition: dict[str, Any], held_out: int, rules: Rules) -> int:
+    """Cut the clients of a partition and their images; returns how many of the clients never take part."""
     for key, cut in (("train_size", rules.train_images), ("test_size", rules.test_images)):
         if partition.get(key):
             partition[key] = cut.of(partition[key])
+    if partition["name"] == DOMAINS or not partition.get("clients"):
+        return held_out
+    partition["clients"], held_out = _cut_clients(partition["clients"], held_out, rules)
+    if isinstance(groups := partition.get("groups"), int):  # of clients, all as large
+        partition["clients"] = groups * math.ceil(partition["clients"] / groups)
+    return held_out
 
 
 def _cut_clients(clients: int, held_out: int, rules: Rules) -> tuple[int, int]:
@@ -247,17 +251,30 @@ def _cut_clients(clients: int, held_out: int, rules: Rules) -> tuple[int, int]:
     return rules.clients.of(clients - held_out) + left, left
 
 
-def _cut_changes(changes: dict[str, Any], paper: Mapping[str, Any], rules: Rules) -> None:
-    """Cut what a method has of its own in `with`, where `paper` is the federation of the others."""
-    rounds, clients, held_out = "federation.rounds", "federation.partition.clients", "federation.held_out_clients"
-    if rounds in changes:
-        changes[rounds] = _cut_rounds(changes[rounds], rules)
-    if (clients in changes or held_out in changes) and paper["partition"]["name"] != DOMAINS:
-        left = _cut_clients(
-            changes.get(clients, paper["partition"]["clients"]),
-            changes.get(held_out, paper["held_out_clients"]),
-            rules,
-        )
+def _cut_changes(changes: dict[str, Any], paper: Mapping[str, Any], parts: int, rules: Rules) -> None:
+    """Cut what a method has of its own in `with`.
+
+    Args:
+        changes: its settings, by dotted key.
+        paper: the federation of the others, not cut.
+        parts: clients among whom a data set is split.
+        rules: of the scale.
+    """
+    whole, clients, held_out = (f"federation.{key}" for key in ("partition", "partition.clients", "held_out_clients"))
+    before = changes.get(held_out, paper["held_out_clients"])
+    for key, cut in (("train_size", rules.train_images), ("test_size", rules.test_images)):
+        if f"{whole}.{key}" in changes:
+            changes[f"{whole}.{key}"] = cut.of(changes[f"{whole}.{key}"])
+    for key, most in _limits(parts, rules).items():
+        for name in (f"task.dataset.{key}", f"task.dataset.source.{key}"):
+            if changes.get(name):
+                changes[name] = min(changes[name], most)
+    if "federation.rounds" in changes:
+        changes["federation.rounds"] = _cut_rounds(changes["federation.rounds"], rules)
+    if isinstance(changes.get(whole), dict):
+        _cut_partition(changes[whole], before, rules)
+    elif (clients in changes or held_out in changes) and paper["partition"]["name"] != DOMAINS:
+        left = _cut_clients(changes.get(clients, paper["partition"]["clients"]), before, rules)
         changes |= {key: value for key, value in zip((clients, held_out), left, strict=True) if key in changes}
 
 
@@ -294,7 +311,11 @@ def _cut_dataset(source: dict[str, Any], partition: Mapping[str, Any], parts: in
         return
     if isinstance(source.get("source"), dict):  # of what is pooled
         source = source["source"]
-    for key, cut in (("limit", rules.train_images), ("test_limit", rules.test_images)):
-        most = parts * int(cut.most)
+    for key, most in _limits(parts, rules).items():
         if key in source:
             source[key] = min(source[key] or most, most)
+
+
+def _limits(parts: int, rules: Rules) -> dict[str, int]:
+    """Return the limits of a data set that is split among so many clients."""
+    return {"limit": parts * int(rules.train_images.most), "test_limit": parts * int(rules.test_images.most)}

@@ -155,7 +155,8 @@ def _accuracy(run: Run, group: ResultGroup, name: str, *, best: bool) -> dict[st
     if not by_seed:
         return {}
     clients = [row for seed in by_seed for row in _clients(run, group, name, seed, best=best)]
-    if clients and len({row["seed"] for row in clients}) == len(by_seed):
+    one_model = len({(row["seed"], row["accuracy"]) for row in clients}) == len(by_seed)  # for all, on one test
+    if clients and not one_model and len({row["seed"] for row in clients}) == len(by_seed):
         found = statistics.mean_interval(clients, "accuracy", image="client")
         if abs(found.value - fmean(by_seed.values())) < 1e-6:
             return _interval(found, CLIENTS)

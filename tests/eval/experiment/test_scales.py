@@ -19,6 +19,9 @@ PAPER = (
 )
 
 
+ONE = ("observe.method={steps: 1}", "attack=guess")
+
+
 @pytest.fixture(autouse=True)
 def _guesses():
     with Registered():
@@ -80,6 +83,19 @@ def test_what_the_partition_does_not_size_is_cut_by_the_data_set():
         "smoke",
     )
     assert (plain.task.dataset.source.limit, plain.task.dataset.source.test_limit) == (200, 40)
+
+
+def test_what_a_method_has_of_its_own_is_cut_as_well():
+    own = "{federation.partition: {name: iid, clients: 100, train_size: 600}, task.dataset.test_limit: 4800}"
+    cut = at_scale(tiny(*ONE, "task.dataset=mnist", f"method=[{{name: fedavg, lr: 0.1, with: {own}}}]"), "smoke")
+    assert cut.method[0].changes == {
+        "federation.partition": {"name": "iid", "clients": 2, "train_size": 100},
+        "task.dataset.test_limit": 40,
+    }
+    sizes = "{federation.partition.train_size: 600, federation.held_out_clients: 3}"
+    nine = tiny(*ONE, "federation.partition.clients=9", f"method=[{{name: fedavg, lr: 0.1, with: {sizes}}}]")
+    both = at_scale(nine, "smoke")
+    assert both.method[0].changes == {"federation.partition.train_size": 100, "federation.held_out_clients": 1}
 
 
 def test_the_papers_scale_changes_nothing():

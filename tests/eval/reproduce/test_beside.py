@@ -54,6 +54,16 @@ def test_accuracy_without_that_of_every_client_has_one_over_seeds_or_none(tmp_pa
     assert (single.here, single.low, single.is_within, single.over) == (0.6, None, None, "")
 
 
+def test_one_model_that_all_clients_have_is_one_figure(tmp_path):
+    run = FakeRun().attack("fedavg", "ig", [20.0], accuracy_global_last=0.5).train("fedavg", [0.1, 0.5])
+    run.rounds[-1] |= {"accuracy_global": 0.5, "accuracies_further": {"global": [0.5, 0.5, 0.5]}}
+    (found,) = compared(run, tmp_path, "method: fedavg, accuracy_global: 0.6")
+    assert (found.here, found.low, found.over) == (0.5, None, "")
+    run.rounds[-1]["accuracies_further"] = {"global": [0.4, 0.5, 0.6]}
+    (found,) = compared(run, tmp_path / "b", "method: fedavg, accuracy_global: 0.6")
+    assert (found.over, found.is_within) == ("clients", True)
+
+
 def test_the_best_round_is_that_of_every_seed(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [20.0], accuracy_best=0.5, accuracy_best_round=5)
     run.train("fedavg", [0.1, 0.5, 0.4])
