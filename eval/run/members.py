@@ -33,8 +33,8 @@ HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 90.0
 """Seconds without a heartbeat after which a member counts as dead: NFS may keep an age to itself for a minute."""
 CALLER, WORKER = "caller", "worker"
-_NOT_RUNNING = {"Z", "X", "T", "t"}
-"""States of a process that is dead or stopped, in /proc."""
+_DEAD, _STOPPED = {"Z", "X"}, {"T", "t"}
+"""States of a process, in /proc: dead; stopped, by a debugger for a moment or by somebody for long."""
 _LIVING, _GONE, _CLOCK = ".json", ".gone", ".clock"
 
 
@@ -191,12 +191,14 @@ def _own_place() -> dict[str, Any]:
 
 
 def _is_running(about: Mapping[str, Any]) -> bool | None:
-    """Return whether a member's process runs; None where it is of another kernel or space of process numbers."""
+    """Return whether a member's process runs; None where it is stopped, or of another kernel or space of numbers."""
     pid = about.get("pid")
     if not _kernel() or about.get("kernel") != _kernel() or not isinstance(pid, int):
         return None
     found = _process(pid)
-    return found is not None and found[1] == about.get("begun") and found[0] not in _NOT_RUNNING
+    if found is None or found[1] != about.get("begun") or found[0] in _DEAD:
+        return False
+    return None if found[0] in _STOPPED else True
 
 
 def _process(pid: int) -> tuple[str, int] | None:

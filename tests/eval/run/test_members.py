@@ -1,12 +1,14 @@
 """Who shares a run's folder, and who has it alone."""
 
 import fcntl
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
-from eval.run.members import SHARED, WORKER, Member, Members
+from eval.run.members import SHARED, WORKER, Member, Members, _process
 from eval.run.run_directory import BusyError, RunDir
 
 HOLD = "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, int(sys.argv[2])); print(flush=True); input()"
@@ -72,4 +74,23 @@ def test_a_process_that_lives_here_is_not_dead_for_want_of_a_sign(tmp_path):
     one.tell({"begun": 1})  # another process has its number by now
     assert not members.is_alive(one.name)
     one.tell({"kernel": "of another machine"})
+    assert not members.is_alive(one.name)
+
+
+def test_a_stopped_process_is_dead_once_it_gives_no_sign_for_long(tmp_path):
+    sleeper = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        members = Members(tmp_path, stale_seconds=60.0)
+        one = Member(members, WORKER, "w")
+        _, begun = _process(sleeper.pid)
+        one.tell({"pid": sleeper.pid, "begun": begun})
+        assert members.is_alive(one.name)
+        sleeper.send_signal(signal.SIGSTOP)
+        while _process(sleeper.pid)[0] != "T":
+            time.sleep(0.01)
+        assert members.is_alive(one.name)
+        assert not Members(tmp_path, stale_seconds=-1.0).is_alive(one.name)
+    finally:
+        sleeper.kill()
+        sleeper.communicate()
     assert not members.is_alive(one.name)
