@@ -115,6 +115,7 @@ def test_a_worker_that_dies_in_a_training_and_one_in_an_attack_lose_nothing(grid
     assert (tmp_path / "log.txt").read_text().count("has died (signal 9); what it had claimed is free") == 2
 
 
+@pytest.mark.slow  # so do processes, in tests/executors
 def test_two_callers_share_a_run(grid, alone, tmp_path, monkeypatch):
     in_threads(monkeypatch)
     outcomes = []
