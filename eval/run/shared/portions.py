@@ -105,8 +105,13 @@ class SharedAttackExecution(AttackExecution):
     patience: float = PATIENCE_SECONDS
 
     def attack(self, attack: Attack, updates: AttackedUpdates, kept: AttackCheckpoint) -> list[Result]:
-        """Return what the attack makes of each update, by this worker and those that help it."""
-        if self.claims is None or self.control.seconds_left < float("inf"):
+        """Return what the attack makes of each update, by this worker and those that help it.
+
+        Nobody helps on a GPU, as nothing is spread there by one process either: what is read back is on a CPU, where
+        scores are rounded otherwise. Nor is there help before a time limit, which shares the time of one worker.
+        """
+        is_on_cpu = all(view.device.type == "cpu" for view in updates.views)
+        if self.claims is None or not is_on_cpu or self.control.seconds_left < float("inf"):
             return super().attack(attack, updates, kept)
         work = PortionWork(
             cell=self.cell, attack=attack, updates=updates, kept=kept, claims=self.claims, control=self.control
@@ -115,7 +120,8 @@ class SharedAttackExecution(AttackExecution):
         known = kept.load()
         self.tick(len(known))
         try:
-            self._begin_alone(work, portions, known)
+            if not opened_path(self.folder, self.cell).exists():  # else by one that has died, and others are at it
+                self._begin_alone(work, portions, known)
             while left := _left(portions, known):
                 self._open(work, left)
                 self._take_portions(work, left, known)

@@ -1,10 +1,12 @@
 """Several workers on one run: the same bytes, no cell twice, and none lost with a worker that dies."""
 
+import math
 import sys
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from support.tiny import Guess, Registered
 from attacks.base import attacks
 from attacks.search_control import SearchControl
 from eval.io.jsonl import read_rows
+from eval.run.attack_cell import AttackedUpdates
+from eval.run.attack_checkpoint import AttackCheckpoint
 from eval.run.claims import Claims
 from eval.run.execute import run_and_publish
 from eval.run.executors.choice import ExecutorChoice
@@ -170,6 +174,17 @@ def test_portions_of_an_attack_are_shared_and_none_is_attacked_twice(tmp_path, m
     assert whole(tmp_path / "shared") == whole(tmp_path / "alone")
     assert len({seed for seed, _ in seen}) == len(seen) == 4
     assert len({thread for _, thread in seen}) == 2
+
+
+@pytest.mark.parametrize(("device", "limit"), [("cuda", math.inf), ("cpu", 60.0)])
+def test_an_attack_stays_with_one_worker_on_a_gpu_and_before_a_time_limit(tmp_path, device, limit):
+    claims = Claims(tmp_path, Member(Members(tmp_path), "worker", "w"))
+    alone = SimpleNamespace(run=lambda *given, **named: ["by one process"])
+    control = SearchControl(time_limit=limit)
+    execution = portions.SharedAttackExecution(alone, control=control, cell="c", claims=claims, folder=tmp_path)
+    updates = AttackedUpdates([SimpleNamespace(device=torch.device(device))] * 2, [0, 1])
+    assert execution.attack(Guess(), updates, AttackCheckpoint(tmp_path / "found", ())) == ["by one process"]
+    assert not list(claims.folder.iterdir())
 
 
 def test_a_search_that_is_cut_short_is_taken_up_by_no_other_worker(tmp_path, monkeypatch):
