@@ -84,6 +84,8 @@ def same(path: Path, calm: Path) -> bool:
 
 
 def main(folder: Path, points: int, seeds: int) -> None:
+    with Registered():  # what is looked up by name is imported here, once, and not in every child
+        yaml_config.read(yaml12.parse(CONFIG))
     draw, calm = random.Random(3), folder / "calm"
     began = time.monotonic()
     assert finish(child(calm, seeds)) == 0
