@@ -175,10 +175,11 @@ def _print_grid(screen: Console, title: str, columns: Sequence[str], rows: Seque
 def _list(beginning: str, *, as_json: bool) -> None:
     """Show the tables and figures whose names begin so."""
     from eval.reproduce.items import list_items
+    from eval.reproduce.kept import KeptListing
     from eval.reproduce.listing import COLUMNS, LEGEND, as_rows, list_status
 
     with exit_on_errors(USAGE):
-        found: list[Listed] = list_status(list_items(beginning))
+        found: list[Listed] = list_status(list_items(beginning), kept=KeptListing(), tell=print_message)
     if as_json:
         print_json([one.to_plain() for one in found])
         return

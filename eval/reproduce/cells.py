@@ -26,6 +26,7 @@ class PlannedCell:
         method: which is trained.
         attack: which is run; None for a training.
         part: the experiment as both have it.
+        observed: the method as it is in the observed round.
         cell: its settings; the digest of the data is empty, so its id is that of no run.
         training: the cell of the training that is attacked; a training's own.
     """
@@ -34,6 +35,7 @@ class PlannedCell:
     method: Entry[Method]
     attack: Entry[Attack] | None
     part: Experiment
+    observed: Method
     cell: Cell
     training: Cell
 
@@ -48,23 +50,18 @@ def _cells_of_method(experiment: Experiment, method: Entry[Method]) -> Iterator[
     own = sweep.experiment_of(experiment, method, None)
     # all that a cell takes of data, but for their digest
     data = cast("FederationData", SimpleNamespace(task_spec=own.task, digest="", device_kind="cpu"))
-    parts = [
-        (attack, sweep.experiment_of(experiment, method, attack))
-        for attack in experiment.attack
-        if not attack.against or method.label in attack.against
-    ]
+    parts = []
+    for attack in experiment.attack:
+        if not attack.against or method.label in attack.against:
+            part = sweep.experiment_of(experiment, method, attack)
+            parts.append((attack, part, part.observed_methods()[method.label]))
     for seed in experiment.seeds:
         for defense in experiment.defense:
             training = training_cell(data, own.federation, method.item, defense.item, seed)
-            yield PlannedCell(PaperRow(method.label), method, None, own, training, training)
-            for attack, part in parts:
+            yield PlannedCell(PaperRow(method.label), method, None, own, method.item, training, training)
+            for attack, part, observed in parts:
                 row = PaperRow(method.label, attack.label)
-                for cell in _attack_cells(part, method, attack, training):
-                    yield PlannedCell(row, method, attack, part, cell, training)
-
-
-def _attack_cells(part: Experiment, method: Entry[Method], attack: Entry[Attack], training: Cell) -> Iterator[Cell]:
-    observed = part.observed_methods()[method.label]
-    for number in watched_rounds(part, method):
-        updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
-        yield attack_cell(updates, attack.item, part.score, None)
+                for number in watched_rounds(part, method):
+                    updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
+                    cell = attack_cell(updates, attack.item, part.score, None)
+                    yield PlannedCell(row, method, attack, part, observed, cell, training)

@@ -211,8 +211,7 @@ def _counted_seconds(one: PlannedCell) -> float | None:
     model, images = one.part.task.model, client_images(one.part)
     if one.attack is None:
         return training_seconds(model, one.part.federation, one.method.item, images)
-    observed = one.part.observed_methods()[one.method.label]
-    return attack_seconds(model, one.attack.item, observed, *_watched(one.part.observe, images))
+    return attack_seconds(model, one.attack.item, one.observed, *_watched(one.part.observe, images))
 
 
 def client_images(experiment: Experiment) -> ClientImages:

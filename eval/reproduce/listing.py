@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,11 @@ from eval.reproduce.cells import planned_cells
 from eval.reproduce.committed import Committed, count_measured, read_committed, runs_of
 from eval.reproduce.cost import Cost, describe_seconds, experiment_cost
 from eval.reproduce.items import Item, matching, rows_of
+from eval.reproduce.kept import KeptListing
 
 COLUMNS = ("item", "rows", *(f"{scale}: measured, cost" for scale in SCALES), "otherwise")
+FEW = 5
+"""Configs that are read without a word about it."""
 LEGEND = (
     "Rows: figures that the paper prints, or where none is in the config each method and each attack on it.",
     "Measured: rows of which all cells are committed in docs/results/cells, with exactly the settings of the scale; "
@@ -74,19 +78,56 @@ class Listed:
             "changes": list(self.changes),
         }
 
+    @classmethod
+    def from_plain(cls, item: Item, data: Mapping[str, Any]) -> Listed:
+        """Return what `to_plain` made plain data of."""
+        scales: dict[Scale, AtScale] = {}
+        for scale in SCALES:
+            if (own := data["scales"].get(scale)) is not None:
+                cost = Cost(trainings=own["trainings"], attacks=own["attacks"], seconds=own["seconds"])
+                scales[scale] = AtScale(measured=own["measured"], cost=cost)
+        changes = tuple(data["changes"])
+        return cls(item=item, rows=data["rows"], scales=scales, otherwise=data["otherwise"], changes=changes)
 
-def list_status(items: Sequence[Item], committed: Committed | None = None) -> list[Listed]:
+
+def list_status(
+    items: Sequence[Item],
+    committed: Committed | None = None,
+    kept: KeptListing | None = None,
+    tell: Callable[[str], None] = lambda _words: None,
+) -> list[Listed]:
     """Return items with what of them is measured, and what each scale costs.
 
     Args:
         items: which.
         committed: cells; None reads those of the checkout.
+        kept: where their figures are taken from, and kept for the next time; None computes all. With `committed` it
+            has to be None.
+        tell: told when it will take a while.
 
     Raises:
         ValueError: a config or an archive can't be read; says which.
     """
-    cells = read_committed() if committed is None else committed
-    return [_listed(item, cells) for item in items]
+    plain = {} if kept is None else kept.read()
+    known: dict[str, Listed] = {}
+    for item in items:
+        if item.name in plain:
+            with suppress(LookupError, TypeError, AttributeError):  # not as this version writes it
+                known[item.name] = Listed.from_plain(item, plain[item.name])
+    new = [item for item in items if item.name not in known]
+    if new:
+        if len(new) > FEW:
+            tell(f"reading {len(new)} configs: this takes up to a minute the first time, and seconds from then on")
+        cells = read_committed() if committed is None else committed
+        known |= {item.name: _listed(item, cells) for item in new}
+        if kept is not None:
+            kept.write(plain | {item.name: known[item.name].to_plain() for item in new if _is_known(known[item.name])})
+    return [known[item.name] for item in items]
+
+
+def _is_known(one: Listed) -> bool:
+    """Return whether every cost is known: weights that are not there may be there the next time."""
+    return all(own.cost.seconds is not None for own in one.scales.values())
 
 
 def as_rows(found: Sequence[Listed]) -> list[list[str]]:

@@ -1,7 +1,7 @@
 """What starts workers: processes of this machine, Slurm, Dask or Ray, behind one method, `submit(fn, *args)`.
 
-One file each, whose package is imported when it is asked for. An executor is a frozen dataclass of its settings, which
-are those of the engine under the engine's own names; it is opened for as many workers, and closed at the end.
+One file each, whose package is imported when it is asked for. An executor is made of the engine's settings, under the
+engine's own names; it is opened for as many workers, and closed at the end.
 """
 
 from __future__ import annotations

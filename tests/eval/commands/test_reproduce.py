@@ -28,6 +28,7 @@ def toy(monkeypatch, tmp_path):
     (folder / "table1.yaml").write_text(CONFIG + PUBLISHED)
     monkeypatch.setattr(config_catalog, "CONFIGS", tmp_path / "configs")
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     with Registered():
         yield tmp_path
