@@ -94,6 +94,15 @@ def check_name(name: str) -> None:
         raise ValueError(f"expected an executor of {', '.join(EXECUTORS)}, got {name!r}{hint}")
 
 
+def in_words(error: BaseException) -> str:
+    """Return in one line what an engine said, with what it was at first where it raised something else of that."""
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+    words = " ".join(str(error).split())
+    return words if first is error else f"{words} ({' '.join(str(first).split())})"
+
+
 def import_package(name: str, extra: str) -> Any:
     """Return an executor's package.
 

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from eval.run.executors import LostError, import_package
+from eval.run.executors import LostError, import_package, in_words
 
 
 class DaskExecutor:
@@ -40,9 +40,9 @@ class DaskExecutor:
                     self._cluster = distributed.LocalCluster(**usual | {"local_directory": str(folder)} | own)
                 own = {"address": self._cluster}
             self._client = distributed.Client(**own)
-        except (TypeError, OSError, ValueError) as error:
+        except (TypeError, OSError, ValueError, RuntimeError) as error:
             self.close()
-            raise ValueError(f"--executor dask: {' '.join(str(error).split())}") from error
+            raise ValueError(f"--executor dask: {in_words(error)}") from error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _DaskFuture:
         """Submit a task."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from eval.run.executors import LostError, import_package
+from eval.run.executors import LostError, import_package, in_words
 
 
 class RayExecutor:
@@ -37,8 +37,8 @@ class RayExecutor:
         try:
             if self._began:
                 self._ray.init(**usual | dict(options))
-        except (RuntimeError, ConnectionError, ValueError) as error:
-            raise ValueError(f"--executor ray: {' '.join(str(error).split())}") from error
+        except (RuntimeError, ConnectionError, ValueError, TypeError, AssertionError) as error:
+            raise ValueError(f"--executor ray: {in_words(error)}") from error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _RayFuture:
         """Submit a task, which is not begun again if its process dies."""

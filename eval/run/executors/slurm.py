@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ class SlurmExecutor:
     def __init__(self, options: Mapping[str, Any], workers: int, gpu: bool, folder: Path) -> None:
         submitit, utils = import_package("submitit", "slurm"), import_package("submitit.core.utils", "slurm")
         self._errors = (utils.UncompletedJobError, utils.FailedJobError)
+        self._refusals = (utils.FailedJobError, utils.FailedSubmissionError)
         own = dict(options)
         cluster = own.pop("cluster", "slurm")
         if cluster not in CLUSTERS:
@@ -49,17 +50,35 @@ class SlurmExecutor:
             raise ValueError(f"--executor slurm: {' '.join(str(error).split())}") from error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _SlurmFuture:
-        """Submit a job."""
-        return _SlurmFuture(self._executor.submit(fn, *args), self._errors)
+        """Submit a job.
+
+        Raises:
+            ValueError: Slurm refuses it.
+        """
+        with self._refusals_as_errors():
+            return _SlurmFuture(self._executor.submit(fn, *args), self._errors)
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Submit as one array of jobs, at the end of the block."""
-        with self._executor.batch():
+        """Submit as one array of jobs, at the end of the block.
+
+        Raises:
+            ValueError: Slurm refuses it.
+        """
+        with self._refusals_as_errors(), self._executor.batch():
             yield
 
     def close(self) -> None:
         """Leave jobs alone: they were cancelled, or have ended."""
+
+    @contextmanager
+    def _refusals_as_errors(self) -> Iterator[None]:
+        """Say in one line why Slurm takes no job: no such partition or account, say."""
+        try:
+            yield
+        except self._refusals as error:
+            words = " ".join(str(error).split())
+            raise ValueError(f"--executor slurm: no job could be submitted: {words}") from error
 
 
 class _SlurmFuture:
@@ -69,8 +88,11 @@ class _SlurmFuture:
         self._job, self._errors = job, errors
 
     def done(self) -> bool:
-        """Return whether the job has ended."""
-        return bool(self._job.done())
+        """Return whether the job has ended, or was never submitted."""
+        try:
+            return bool(self._job.done())
+        except AttributeError:  # submitit's way to say that the block it was to be submitted with has failed
+            return True
 
     def result(self) -> Any:
         """Return its result.
@@ -84,5 +106,6 @@ class _SlurmFuture:
             raise LostError(f"job {self._job.job_id}: {str(error).strip().splitlines()[-1]}") from error
 
     def cancel(self) -> None:
-        """Cancel the job."""
-        self._job.cancel(check=False)
+        """Cancel the job, if it was submitted."""
+        with suppress(AttributeError):
+            self._job.cancel(check=False)

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import Future
+from contextlib import contextmanager
 from types import ModuleType
 
 import pytest
@@ -156,12 +157,49 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **parts: object) -> Non
     monkeypatch.setitem(sys.modules, name, module)
 
 
+class RefusedError(RuntimeError):
+    """Stands for submitit's error of a command that has failed."""
+
+
+SUBMITIT_ERRORS = dict.fromkeys(("UncompletedJobError", "FailedJobError", "FailedSubmissionError"), RefusedError)
+
+
+class Refusing(Recorded):
+    """Stands for submitit where Slurm takes no job: what was put together is never submitted."""
+
+    @contextmanager
+    def batch(self):
+        """Submit at the end of the block."""
+        yield
+        raise RefusedError("sbatch: error:\n invalid partition")
+
+    def submit(self, *_: object) -> object:
+        """Return a job of which nothing is known."""
+        return object()
+
+
+def test_a_refusal_of_slurm_is_said_and_jobs_that_never_were_can_be_cancelled(tmp_path, monkeypatch):
+    stand_in(monkeypatch, "submitit", AutoExecutor=Refusing(_typed_parameters=dict))
+    stand_in(monkeypatch, "submitit.core.utils", **SUBMITIT_ERRORS)
+    executor = open_executor("slurm", {"partition": "typo"}, workers=2, device="cpu", folder=tmp_path)
+    made = []
+    with (
+        pytest.raises(
+            ValueError, match="--executor slurm: no job could be submitted: sbatch: error: invalid partition"
+        ),
+        executor.together(),
+    ):
+        made.append(executor.submit(print))
+    made[0].cancel()
+    assert made[0].done()
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_slurm_is_asked_for_one_gpu_a_job_by_submitit_s_words(tmp_path, monkeypatch, device):
     generic = dict.fromkeys(("name", "timeout_min", "cpus_per_task", "gpus_per_node", "mem_gb"))
     engine = Recorded(_typed_parameters=lambda: generic)
     stand_in(monkeypatch, "submitit", AutoExecutor=engine)
-    stand_in(monkeypatch, "submitit.core.utils", UncompletedJobError=RuntimeError, FailedJobError=RuntimeError)
+    stand_in(monkeypatch, "submitit.core.utils", **SUBMITIT_ERRORS)
     options = {"partition": "gpu", "timeout_min": 9, "array_parallelism": 4, "mem_gb": 8}
     open_executor("slurm", options, workers=3, device=device, folder=tmp_path)
     assert engine.asked == {
