@@ -192,9 +192,9 @@ def _read(path: Path, wanted: str) -> object:
     except tensor_archives.ObjectsError as error:
         raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
     except (tensor_archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
-        kind = path.suffix if path.suffix in KINDS else ".pt"
+        kind, why = path.suffix if path.suffix in KINDS else ".pt", str(error).rstrip(".")
         raise ValueError(
-            f"{wanted}, got a file that can't be read as {kind}: {error}. If it was cut off, get it again"
+            f"{wanted}, got a file that can't be read as {kind}: {why}. If it was cut off, get it again"
         ) from error
 
 

@@ -187,7 +187,10 @@ class RecordedUpdate:
         for name, value in found.items():
             half, _, rest = name.partition("/")
             if half in halves and rest:
-                halves[half][rest] = torch.from_numpy(value)
+                try:
+                    halves[half][rest] = torch.from_numpy(value)
+                except TypeError as error:  # text, dates and the like
+                    raise ValueError(f"expected numbers under {name!r} in {path}, got {value.dtype}") from error
         training, origin = read_facts(found[FACTS].tobytes(), path)
         return cls(**halves, training=training, origin=origin)
 
@@ -205,7 +208,7 @@ def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str
     try:
         said = json.loads(content)
         version, training, origin = said["version"], dict(said["training"]), dict(said["origin"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"expected the facts of a recorded update under {FACTS} in {path}, got other bytes") from error
     if version != VERSION:
         raise ValueError(f"expected a recorded update of version {VERSION} in {path}, got {version}: update hyperleak")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from eval.audit.recorded_update import RecordedUpdate
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.file_names import as_file_name, free_file
 from eval.federations.screening import Screening
 from eval.io import jsonl
@@ -132,13 +132,12 @@ def _section(number: int, row: dict[str, Any], shared: Mapping[str, str]) -> Sec
 
 def _details(row: dict[str, Any], shared: Mapping[str, str]) -> list[Any]:
     """Return what was known of an update, and what each attack came to."""
-    known = {name: value for name, value in row["training"].items() if value not in (None, 0.0)}
-    training = ", ".join(f"{name} {value}" for name, value in known.items())
+    known = TrainingFacts(**row["training"]).in_words()
     own = {name: value for name, value in row["origin"].items() if name not in shared and name != "client"}
     entries = [
         *([("Client", row["client"])] if row["client"] != _short(row["client"]) else []),
         ("Finding", row["reason"]),
-        ("Training, as far as known", training or "nothing"),
+        ("Training, as far as known", known),
         *((OF_ONE_UPDATE.get(name, name), value) for name, value in own.items()),
         *((f"Tried: {name}", outcome) for name, outcome in row["tried"].items()),
         *(("Note", note) for note in row["notes"]),

@@ -54,6 +54,7 @@ def test_the_difference_of_numbers_of_two_bytes_is_not_rounded_once_more(kind: t
     [
         (b"{", "other bytes"),
         (b"[]", "other bytes"),
+        (b"[" * 100_000, "other bytes"),
         (b'{"version": 2, "training": {}, "origin": {}}', "version 1"),
         (b'{"version": 1, "training": {"speed": 3}, "origin": {}}', "'speed'"),
         (b'{"version": 1, "training": {"lr": NaN}, "origin": {}}', r"update\.npz: lr: expected a number"),
@@ -65,6 +66,13 @@ def test_other_facts_are_refused_by_name(tmp_path: Path, content: bytes, words: 
     for read in (RecordedUpdate.load, load_update):
         with pytest.raises(ValueError, match=words):
             read(tmp_path / "update.npz")
+
+
+def test_what_are_no_numbers_is_refused_by_name(tmp_path: Path) -> None:
+    facts = np.frombuffer(b'{"version": 1, "training": {}, "origin": {}}', np.uint8)
+    np.savez(tmp_path / "update.npz", **{FACTS: facts, "before/w": np.array(["a"])})
+    with pytest.raises(ValueError, match=r"numbers under 'before/w' in .*update\.npz, got <U1"):
+        RecordedUpdate.load(tmp_path / "update.npz")
 
 
 def test_a_file_without_facts_is_no_recorded_update(tmp_path: Path) -> None:

@@ -90,3 +90,10 @@ def test_what_is_of_one_update_stands_with_it(tmp_path: Path) -> None:
         assert re.search("Known from +metrics: examples", words)
         assert re.search("Training, as far as known +optimizer sgd, lr 0.1, steps 1, examples 1", words)
         assert re.search("Tried: analytic +not applicable: &lt;steps&gt;", words)
+
+
+def test_the_page_says_that_a_client_trained_in_evaluation_mode(tmp_path: Path) -> None:
+    update = support.recorded(support.network())
+    update = replace(update, training=replace(update.training, train_mode=False))
+    page = RoundReports(folder=tmp_path).add(update, QUIET, "sent: nothing is shown").read_text()
+    assert "train_mode False" in page
