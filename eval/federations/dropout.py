@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
     """
     own = copy_model(model)
     drawing = {name: module for name, module in own.named_modules() if _draws(module)}
-    shares = {name: module.p for name, module in drawing.items() if isinstance(module, _DropoutNd)}
+    shares = {name: module.p for name, module in drawing.items() if _puts_zeros(module)}
     for module in drawing.values():
         setattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
     gray = None if shape is None else torch.full((1, *shape), 0.5).to(next(own.parameters()))
@@ -91,6 +92,11 @@ def _draws(module: nn.Module) -> bool:
     """Return whether a module of PyTorch draws a mask in training mode: dropout, attention and recurrent layers."""
     share = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
     return isinstance(share, int | float) and share > 0
+
+
+def _puts_zeros(module: nn.Module) -> TypeGuard[_DropoutNd]:
+    """Return whether a module leaves numbers out by zeros, so that an update shows which: alpha dropout does not."""
+    return isinstance(module, _DropoutNd) and not isinstance(module, nn.AlphaDropout | nn.FeatureAlphaDropout)
 
 
 def _draws_numbers(model: nn.Module, inputs: Tensor) -> bool:

@@ -141,8 +141,11 @@ def _root_mean_square(difference: Mapping[str, Tensor]) -> float:
 
 
 def _add_noise(weights: Mapping[str, Tensor], std: float, draw: torch.Generator) -> dict[str, Tensor]:
-    """Return weights with noise of one size in every number that is no count."""
-    return {
-        name: value + std * torch.randn(value.shape, generator=draw).to(value) if value.is_floating_point() else value
-        for name, value in weights.items()
-    }
+    """Return weights with noise of one size in every number that is no count; variances stay variances."""
+    noisy = dict(weights)
+    for name, value in weights.items():
+        if value.is_floating_point():
+            noisy[name] = value + std * torch.randn(value.shape, generator=draw).to(value)
+        if name.endswith("running_var"):  # below zero, batch normalization would make numbers of none
+            noisy[name] = noisy[name].clamp_min(0)
+    return noisy

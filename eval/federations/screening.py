@@ -11,7 +11,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import attacks as attack_registry
-from attacks.base import Attack, NotApplicable, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
@@ -274,7 +274,9 @@ class Screener:
         except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
             log.debug("not screened as of one step on one example: %s", error)
             return [], {}
-        # nobody stated that it is so: only what the whole update confirms counts
+        # nobody stated that it is so: only what the whole update confirms counts, not what rounding leaves possible
+        if isinstance(result, Reconstruction):
+            result = replace(result, approximate=False)
         return replace(case, replayable=True).exposures(name, result), {
             f"{name}, as of one step on one example": result
         }

@@ -106,6 +106,7 @@ def test_another_rule_is_contradicted_under_known_masks_too(kind: str) -> None:
 @pytest.mark.parametrize(
     ("build", "words"),
     [
+        (lambda: dense(nn.AlphaDropout(0.5)), "what 1 takes is recovered up to a factor: 196 numbers (analytic)"),
         (Functional, "what first takes is recovered up to a factor: 196 numbers (analytic)"),
         (
             lambda: nn.Sequential(

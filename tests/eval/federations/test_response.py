@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support import recorded as support
+from torch import nn
 
 from eval.audit.recorded_update import RecordedUpdate
 from eval.federations.response import LeakageError, OnLeak, Responder
@@ -66,6 +68,18 @@ def test_noise_hides_what_is_then_sent() -> None:
     moved = sum(float((value - update.after[name]).square().sum()) for name, value in response.after.items())
     size = sum(float((value - update.before[name]).square().sum()) for name, value in update.after.items())
     assert 1e-3 < (moved / size) ** 0.5 < 3
+
+
+def test_variances_under_noise_stay_variances() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.BatchNorm1d(24), nn.Linear(24, 10)).eval()
+    update = support.recorded(model)
+    after = {**update.after, "2.running_var": torch.full((24,), 1e-6)}
+    spared = Screening(verdict="not shown to leak", reason="nothing is shown")
+    answers = iter([Screening(verdict="leaked", reason="it leaks"), spared])
+    response = Responder(screen=lambda _: next(answers), on_leak="noise")(replace(update, after=after))
+    variances = response.after["2.running_var"]
+    assert not torch.equal(variances, after["2.running_var"])
+    assert float(variances.min()) >= 0
 
 
 def test_noise_that_does_not_help_withholds() -> None:

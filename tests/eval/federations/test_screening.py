@@ -397,6 +397,19 @@ def test_two_pictures_nearly_alike_that_are_stated_as_one_leak_as_their_mean() -
     assert found.reason.startswith("an image is recovered, and the update bears it out, if not to a quarter of a level")
 
 
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_the_mean_of_a_batch_that_rounding_takes_for_one_picture_is_no_leak(kind: torch.dtype) -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.Sigmoid(), nn.Linear(24, 10))
+    inputs, _ = support.examples(8)
+    lr = {torch.bfloat16: 0.1, torch.float16: 0.01}[kind]
+    after = {name: value.to(kind) for name, value in trained_on(model, inputs, lr).items()}
+    facts = replace(support.PLAIN, lr=lr, examples=8, batch_size=8)
+    found = screener(model)(replace(support.recorded(model), after=after, training=facts))
+    assert "images" not in kinds(found)
+
+
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("both", [True, False])
 @pytest.mark.parametrize(
