@@ -350,7 +350,7 @@ def mistakes() -> Iterator[Situation]:
         made.save(folder / "round-3.npz")
         return command(folder, "round-3.npz")
 
-    right = Right(kind="exact", words=("recorded: client 7",))
+    right = Right(kind="exact", words=("recorded: client: 7",))
     yield situation("an update that a federation recorded, facts included", recorded, right)
 
 
