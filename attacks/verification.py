@@ -247,7 +247,8 @@ def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None
 def _hold_to_rounding(view: ServerView, result: Reconstruction) -> Reconstruction:
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
-    Pictures at levels of 8 bits are no means of others.
+    Pictures at levels of 8 bits count as no means of others: only those of pictures are that differ by even numbers of
+    levels in every pixel, which small steps may hide.
     """
     asked = None if view.private or not result.verified else _comparison(view, result)
     if asked is None:

@@ -125,14 +125,15 @@ class UpdateComparison:
         Two pictures stated as one leave more, if they differ by more than about the square root of that: what each
         adds to a layer is a product of two things that differ, and the mean of products is none of means.
         """
-        return not self._leaves_more(images, labels, self._strict_bounds(images, labels))
+        made, allowed = self._with_strict_bounds(images, labels)
+        return not self._is_more(made, allowed)
 
     def tells_pairs_apart(self, images: Tensor, labels: Tensor) -> bool:
         """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as the one in their middle, would be noticed.
 
         Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture.
         """
-        made, allowed = self._predict_in_double(images, labels), self._strict_bounds(images, labels)
+        made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
         for away in _differences(images.double(), PAIR_DISTANCE / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
@@ -149,7 +150,7 @@ class UpdateComparison:
         Returns:
             One of `DISTANCES`, root mean square, in pixel units; of a layer's inputs relative to twice their own.
         """
-        allowed, unit = self._strict_bounds(images, labels), self.spread / MAX_PIXEL_ERROR
+        allowed, unit = self._with_strict_bounds(images, labels)[1], self.spread / MAX_PIXEL_ERROR
         for distance in DISTANCES:
             changes = _differences(images.double(), unit * distance)
             others = (images + sign * change for change in changes for sign in (1, -1))
@@ -159,16 +160,27 @@ class UpdateComparison:
 
     def _leaves_more(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
-        made = self._predict_in_double(images, labels)
+        return self._is_more(self._predict_in_double(images, labels), allowed)
+
+    def _is_more(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
+        """Return whether what a prediction leaves of some tensor is more than allowed, at the best common factor."""
         factor = self._best_factor(made, allowed)
         return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
 
-    def _strict_bounds(self, images: Tensor, labels: Tensor) -> dict[str, float]:
-        """Return how far each tensor of the update of exactly these images may be from a prediction of it.
+    @cached_property
+    def _asked_last(self) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, float]]]:
+        """The images and labels whose prediction and bounds were asked for last, with these: several questions are."""
+        return []
+
+    def _with_strict_bounds(self, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+        """Return a prediction, and how far each tensor of the update of exactly these images may be from it.
 
         Computing in the view's type does about what a change of the last digit of pixels and weights does. Batch
         normalization in training mode takes off most of what flows back, and leaves the rounding of that.
         """
+        for asked, of, made, allowed in self._asked_last:
+            if asked is images and of is labels:
+                return made, allowed
         made = self._predict_in_double(images, labels)
         factor = self._best_factor(made, self.rounding)
         eps = max(torch.finfo(self.view.dtype).eps, LEAST_SPACING)
@@ -182,13 +194,15 @@ class UpdateComparison:
         sizes = {name: float(self.observed[name].norm()) for name in made}
         still = math.hypot(*sizes.values()) * eps
         nothing = COMPUTED_SPACINGS if self._normalizes_batches else 1e-3
-        return {
+        allowed = {
             name: _likely_length(self.deviations[name][(value != 0) | self._off_grid[name]])
             + LAST_DIGIT_FACTOR * computed[name]
             + COMPUTED_AT_LEAST * eps * sizes[name]
             + nothing * still
             for name, value in made.items()
         }
+        self._asked_last[:] = [(images, labels, made, allowed)]
+        return made, allowed
 
     @cached_property
     def _normalizes_batches(self) -> bool:
@@ -329,7 +343,10 @@ def _all_double(values: Tensors) -> dict[str, Tensor]:
 
 
 def at_levels(images: Tensor) -> Tensor | None:
-    """Return images at whole levels of 8 bits, where all pixels are next to one; those of a mean of two are not."""
+    """Return images at whole levels of 8 bits, where all pixels are next to one.
+
+    Those of a mean of two are so only where these differ by even numbers of levels everywhere.
+    """
     levels = 255 * images.double()
     return levels.round() / 255 if _is_near_grid(levels) else None
 
