@@ -23,6 +23,7 @@ from eval.experiment.spec import Experiment, FederationSpec, ObserveSpec
 from eval.reproduce.cells import PlannedCell, planned_cells
 from eval.run.estimate import KnownTimes
 from fl.data import Source
+from fl.data.sources.download import PUBLISHED_SIZES
 from fl.federation import n_sampled
 from fl.method import Method, methods
 from fl.models import Network
@@ -50,15 +51,7 @@ METHOD_FACTORS: Mapping[str, float] = {
 EXACT_SECONDS: Mapping[str, float] = {"cascade": 15.0, "backsolve": 60.0, "spear": 30.0, "april": 10.0}
 """An update under an attack that does not search in iterations; others count as `CLOSED_FORM_SECONDS`."""
 CLOSED_FORM_SECONDS = 1.0
-IMAGES: Mapping[str, tuple[int, int]] = {
-    "mnist": (60_000, 10_000),
-    "fashion_mnist": (60_000, 10_000),
-    "emnist": (697_932, 116_323),
-    "cifar10": (50_000, 10_000),
-    "cifar100": (50_000, 10_000),
-    "svhn": (73_257, 26_032),
-    "cinic10": (90_000, 90_000),
-    "tiny-imagenet": (100_000, 10_000),
+IMAGES: Mapping[str, tuple[int, int]] = PUBLISHED_SIZES | {
     "handwritten62": (4_805, 930),
     "pacs": (7_993, 1_998),
     "office-home": (12_470, 3_118),

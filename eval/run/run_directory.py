@@ -173,6 +173,25 @@ def _open_nofollow(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
+@contextmanager
+def log_to(handler: logging.Handler) -> Iterator[None]:
+    """Give a handler what these packages log, and nobody else; close it at the end."""
+    loggers = [logging.getLogger(name) for name in PACKAGES]
+    before = [(logger.level, logger.propagate) for logger in loggers]
+    for logger in loggers:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+        logger.propagate = False
+    try:
+        yield
+    finally:
+        for logger, (level, propagate) in zip(loggers, before, strict=True):
+            logger.removeHandler(handler)
+            logger.setLevel(level)
+            logger.propagate = propagate
+        handler.close()
+
+
 class Checkpoints:
     """The stored states of one training, by round.
 
@@ -436,20 +455,8 @@ class RunDir:
         """Append what this package logs to the folder's log, and nowhere else: a dependency may log all to stderr."""
         handler = logging.FileHandler(self.path / LOG, encoding="utf-8")
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        loggers = [logging.getLogger(name) for name in PACKAGES]
-        before = [(logger.level, logger.propagate) for logger in loggers]
-        for logger in loggers:
-            logger.addHandler(handler)
-            logger.setLevel(logging.INFO)
-            logger.propagate = False
-        try:
+        with log_to(handler):
             yield
-        finally:
-            for logger, (level, propagate) in zip(loggers, before, strict=True):
-                logger.removeHandler(handler)
-                logger.setLevel(level)
-                logger.propagate = propagate
-            handler.close()
 
     def finished(self, cell: Cell) -> bool:
         """Return whether the cell is finished and its files as they were then; looks again where they have changed."""

@@ -38,7 +38,7 @@ from eval.run.members import HEARTBEAT_SECONDS, WORKER, GoneError, Member, Membe
 from eval.run.observation import Observation
 from eval.run.plan import AttackTask, ObservationSpec, Plan, TrainingTask, prepare
 from eval.run.resources import choose_workers
-from eval.run.run_directory import CHECKPOINT, LOG, PACKAGES, LostLockError, RunDir
+from eval.run.run_directory import CHECKPOINT, LOG, LostLockError, RunDir, log_to
 from eval.run.run_options import Failure, Options
 from eval.run.runner import Run, attack_stage
 from eval.run.shared import notes, portions
@@ -306,7 +306,7 @@ def work(job: WorkerJob) -> str:
             control=SearchControl(time_limit=left),
             on_search=told.search,
         )
-        with logged(folder.path, member), kept_alive(member), closing(AttackPool(1)) as spread:
+        with log_to(notes.NoteHandler(folder.path, member.name)), kept_alive(member), closing(AttackPool(1)) as spread:
             try:
                 SharedRun(plan, folder, options, told.stage, spread, claims=claims, workers=job.workers).run()
             except GoneError:
@@ -324,22 +324,6 @@ def is_dismissed(job: WorkerJob) -> bool:
     members = Members(Path(job.folder))
     caller = members.state(job.caller)
     return members.is_gone(job.worker) or caller is None or bool(caller.about.get("left"))
-
-
-@contextmanager
-def logged(folder: Path, member: Member) -> Iterator[None]:
-    """Write down what this package logs, for the caller to repeat."""
-    handler = notes.NoteHandler(folder, member.name)
-    loggers = [logging.getLogger(name) for name in PACKAGES]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
 
 
 @contextmanager
