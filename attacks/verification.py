@@ -342,7 +342,7 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     if features is None or not count or type(view.method).client_model is not Method.client_model:
         return None
     layer = first_linear(view)
-    if isinstance(layer, NotApplicable):
+    if isinstance(layer, NotApplicable) or features.numel() % layer.weight.shape[1]:  # or of a layer above it
         return None
     inputs = dense(features).reshape(-1, layer.weight.shape[1], 1, 1)
     upper = network_above(view, layer.parameter_names[0], len(inputs)) if len(inputs) == count else None

@@ -37,8 +37,11 @@ class Headless(ViewRewriter):
         return view_below_classifier(view, self.layer)
 
     def lift_result(self, view: ServerView, rewritten: ServerView, result: Reconstruction) -> Reconstruction:
-        """Return the result, with the layer's input under `features`, and the label if the classifier tells."""
-        private = {**result.private, "features": rewritten.received[LAYER_SIGNAL]["features"]}
+        """Return the result, with the layer's input under `features`, and the label if the classifier tells.
+
+        Where what the first layer takes was found, but is no image, that is there.
+        """
+        private = {"features": rewritten.received[LAYER_SIGNAL]["features"], **result.private}
         known = () if view.labels is None or "labels" in result.knowledge else ("labels",)
         labels, note = single_label(view)
         notes = "; ".join(filter(None, (result.note, note)))

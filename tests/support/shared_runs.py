@@ -36,7 +36,7 @@ def in_threads(monkeypatch: pytest.MonkeyPatch, turn: Turn | None = None) -> lis
     monkeypatch.setattr(caller, "run_worker", run_worker)
     monkeypatch.setattr(caller, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(worker, "WAIT_SECONDS", 0.02)
-    monkeypatch.setattr(worker, "logged", lambda folder, member: nullcontext())  # the caller's log hears it
+    monkeypatch.setattr(worker, "log_to", lambda handler: nullcontext())  # the caller's log hears it
     return started
 
 

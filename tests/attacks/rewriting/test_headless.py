@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support import worlds
+from support import chains, worlds
 from support.compare import assert_near
 from support.loud import Loud
 from torch import nn
@@ -13,6 +13,7 @@ from attacks import NotApplicable, Reconstruction
 from attacks.base import build
 from attacks.rewriting.headless import Headless
 from attacks.update.view_below_classifier import LAYER_SIGNAL, LayerSignal, truncate_at
+from fl.capture import from_update
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.gradient import func_derivative
@@ -22,6 +23,7 @@ from fl.methods.fedper import FedPer
 from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.predict import predict
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Candidate, Task, Truth
 from fl.view import ServerView
@@ -208,3 +210,18 @@ def test_signs_alone_are_refused() -> None:
     result = Headless().rewrite(replace(view, update=signs))
     assert isinstance(result, NotApplicable)
     assert "signs" in result.reason
+
+
+def test_inputs_of_the_first_layer_that_are_no_image_are_handed_out_and_not_taken_for_those_of_the_last() -> None:
+    layers = nn.Linear(64, 40), nn.ReLU(), nn.Linear(40, 24), nn.ReLU(), nn.Linear(24, 10)
+    model = chains.initialized(nn.Sequential(nn.Flatten(), *layers)).float()
+    image = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
+    normalized = (image - 0.3) / 0.2
+    torch.nn.functional.cross_entropy(model(normalized), torch.tensor([3])).backward()
+    update = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    view = from_update(model, update, input_shape=(1, 8, 8), num_classes=10, batch_size=1, kind="gradient")
+    found = build("headless+analytic")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is None
+    torch.testing.assert_close(dense(found.private["features"]).reshape(1, 1, 8, 8), normalized, rtol=1e-4, atol=1e-4)
+    assert found.verified  # of these inputs: one step on them makes the update
