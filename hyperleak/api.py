@@ -194,8 +194,10 @@ def run(
     folder = RunDir(Path("results") / name if target is None else target)
     choice = _executor(how.get("executor"), section, workers)
     if choice is not None:
-        choice.check_installed()
+        choice.check()
     plan = prepare(described, device=device, elsewhere=choice is not None and choice.is_elsewhere)
+    if choice is not None:
+        choice.count(plan.device_kind)  # refuses a number that can't be, before anything is written
     options = runner.Options(
         workers=choose_workers(workers, plan.device),
         name=name,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from eval.commands import run_views
 from eval.commands.run import run
 from eval.commands.terminal import (
     FAILURE,
@@ -51,33 +52,47 @@ class ScaleName(StrEnum):
 
 def reproduce(
     item: Annotated[
-        str, typer.Argument(help="A table or figure, hyperfl/table3-emnist; with --list a paper, or how names begin.")
+        str,
+        typer.Argument(
+            help="A table or figure, such as hyperfl/table3-emnist; with --list a paper (hyperfl), or how names begin."
+        ),
     ] = "",
     list_: Annotated[
-        bool, typer.Option("--list", help="Show all tables and figures: scales, cost, and what is measured.")
+        bool,
+        typer.Option(
+            "--list",
+            help="Show tables and figures: what each scale costs and how much of it is measured; end there.",
+        ),
     ] = False,
     scale: Annotated[
-        ScaleName | None, typer.Option(help="smoke: whether it runs; small: a tenth; paper: as the paper did it.")
+        ScaleName | None,
+        typer.Option(
+            help="How much of the paper's experiment: smoke (to see that it runs), small (about a tenth), paper (all). "
+            "Needed to run; with --list, the one that is shown."
+        ),
     ] = None,
     **words: Any,
 ) -> None:
     """Redo a table or figure of one of the five papers, and set it beside the paper's.
 
-    It goes on where it was when it is started again: by default each scale has one folder. Further options are those
-    of `hyperleak run`.
+    A run goes on where it was when it is started again: by default each item has one folder for each scale,
+    results/reproduce/ITEM/SCALE. Further options are those of `hyperleak run`; --plan shows what it will cost.
     """
     as_json = bool(words.get("json"))
     if list_:
-        _list(item, as_json=as_json)
+        given = {"item": item, "list_": list_, "scale": scale, **words}
+        beside = run_views.options_unlike(reproduce, given, "item", "list_", "scale", "json")
+        _list(item, scale, beside, as_json=as_json)
         return
     from eval.reproduce.items import find_item
 
     with exit_on_errors(USAGE):
-        if not item or scale is None:
-            raise ValueError(
-                "expected a table or figure and --scale smoke, small or paper; `hyperleak reproduce --list` shows all"
-            )
+        if not item:
+            raise ValueError("expected a table or figure and --scale; `hyperleak reproduce --list` shows all")
         chosen = find_item(item)
+        if scale is None:
+            known = f"`hyperleak reproduce --list {chosen.name}` shows what each costs"
+            raise ValueError(f"expected --scale {' or '.join(ScaleName)} for {chosen.name}; {known}")
     _reproduce(chosen, scale, words, as_json=as_json)
 
 
@@ -172,18 +187,24 @@ def _print_grid(screen: Console, title: str, columns: Sequence[str], rows: Seque
     screen.print(grid)
 
 
-def _list(beginning: str, *, as_json: bool) -> None:
-    """Show the tables and figures whose names begin so."""
+def _list(beginning: str, scale: ScaleName | None, beside: Sequence[str], *, as_json: bool) -> None:
+    """Show the tables and figures whose names begin so, at one scale or at all; refuses options `beside` these."""
+    from eval.experiment.scales import SCALES
     from eval.reproduce.items import list_items
     from eval.reproduce.kept import KeptListing
-    from eval.reproduce.listing import COLUMNS, LEGEND, as_rows, list_status
+    from eval.reproduce.listing import LEGEND, as_rows, columns, list_status
 
+    shown = SCALES if scale is None else (scale.value,)
     with exit_on_errors(USAGE):
+        if beside:
+            raise ValueError(
+                f"--list computes nothing, and takes --scale and --json alone; got {', '.join(beside)} beside it"
+            )
         found: list[Listed] = list_status(list_items(beginning), kept=KeptListing(), tell=print_message)
     if as_json:
-        print_json([one.to_plain() for one in found])
+        print_json([one.to_plain(shown) for one in found])
         return
     screen = console()
-    _print_grid(screen, "Tables and figures of the papers", COLUMNS, as_rows(found))
+    _print_grid(screen, "Tables and figures of the papers", columns(shown), as_rows(found, shown))
     for sentence in LEGEND:
         print_line(screen, f"• {sentence}")

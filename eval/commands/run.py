@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from eval.run.runner import Options
 
 log = logging.getLogger(__name__)
+WITH_WATCH = ("config", "watch", "json")
+"""Parameters of `hyperleak run` that `--watch` takes, or that are refused by a name of their own."""
 
 
 def run(
@@ -69,7 +71,7 @@ def run(
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="Of methods, attacks or defenses run this one alone. Repeatable."),
+        typer.Option(metavar="LABEL", help="Run this method, attack or defense and no other of its kind. Repeatable."),
     ] = None,
     import_: Imports = None,
     out: Annotated[Path | None, typer.Option(help="Folder of the run; default results/NAME.")] = None,
@@ -85,11 +87,17 @@ def run(
     executor: Executor = None,
     executor_option: ExecutorOptions = None,
     plan_only: Annotated[
-        bool, typer.Option("--plan", help="Say which cells are to be computed, and what they will cost; end there.")
+        bool,
+        typer.Option(
+            "--plan",
+            help="Say which cells (trainings and attacks) are to be computed and what they cost; end there.",
+        ),
     ] = False,
     watch: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Show how far a run is that was started elsewhere, until it ends; no config."),
+        typer.Option(
+            metavar="DIR", help="Show how far a run is that was started elsewhere, until it ends; takes --json alone."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -98,10 +106,12 @@ def run(
     A run that was stopped goes on where it was when it is started again with the same folder. What is finished is not
     computed twice, also when attacks, methods or seeds are added.
     """
+    given = dict(locals())
     from eval.experiment import config_catalog
 
     if watch is not None:
-        run_views.watch_run(watch, config, as_json=json)
+        beside = [*([f"the config {config}"] if config else []), *run_views.options_unlike(run, given, *WITH_WATCH)]
+        run_views.watch_run(watch, beside, as_json=json)
         return
     with exit_on_errors(USAGE):
         if not config:
@@ -125,15 +135,13 @@ def run(
         folder = RunDir(out or default_folder(path))
         unlike_defaults = _unlike_defaults(experiment, path, overrides, folder)
         choice = _executor_choice(path, executor, executor_option or (), workers)
+        if choice is not None and not plan_only:
+            choice.check()
         plan = runner.prepare(experiment, device=device, elsewhere=choice is not None and choice.is_elsewhere)
+        count = _count_workers(choice, workers, plan, plan_only=plan_only)
     if plan_only:
-        with exit_on_errors(USAGE):
-            count = choose_workers(workers, plan.device) if choice is None else choice.count(plan.device_kind)
         run_views.print_plan(plan, folder, count, as_json=json)
         return
-    if choice is not None:
-        with exit_on_errors(USAGE):
-            choice.check_installed()
     # last: what is wrong in itself is said rather than that the folder is taken
     with _locked_folder(folder, shared=choice is not None):
         options = runner.Options(
@@ -172,6 +180,19 @@ def _executor_choice(
             raise ValueError(f"--executor-option: expected KEY=VALUE such as partition=gpu, got {text!r}")
         own[key.strip()] = yaml12.parse(value)
     return choose_executor(name, yaml_config.executor_section(path), own, workers)
+
+
+def _count_workers(choice: ExecutorChoice | None, workers: int | None, plan: Plan, *, plan_only: bool) -> int | None:
+    """Return how many workers there will be; None where only a plan is asked for, and their number has yet to be said.
+
+    Raises:
+        ValueError: it has to be said, or is not possible.
+    """
+    from eval.run.resources import choose_workers
+
+    if choice is None:
+        return choose_workers(workers, plan.device)
+    return None if plan_only and choice.needs_number else choice.count(plan.device_kind)
 
 
 def _time_limit(minutes: float | None) -> SearchControl:

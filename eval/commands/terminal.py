@@ -41,7 +41,8 @@ Executor = Annotated[
     str | None,
     typer.Option(
         metavar="local|slurm|dask|ray",
-        help="What starts the workers that compute the run, on this machine or others that see its folder.",
+        help="What starts the workers that compute the run, on this machine or others that see its folder; --workers "
+        "says how many.",
     ),
 ]
 ExecutorOptions = Annotated[

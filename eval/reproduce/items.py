@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,10 +13,11 @@ from eval.experiment.scales import OwnScales, Scale, at_scale, read_scales
 from eval.experiment.spec import Entry, Experiment
 from eval.report.sections.rounds_to_accuracy import matches_label
 from fl.method import Method
-from fl.registry import UnknownNameError
 
 FOLDER = "reproduce"
 """In `configs`, with a folder for each paper."""
+NEAREST = 3
+"""Names that a message suggests at most."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +85,12 @@ def list_items(beginning: str = "") -> list[Item]:
     """Return all items, or those whose names begin so: a paper, `hyperfl`, or `hyperfl/table3`.
 
     Raises:
-        UnknownNameError: there is none; says what is close.
+        UnknownItemError: there is none; says what is close.
     """
     names = [name.removeprefix(f"{FOLDER}/") for name in config_catalog.list_config_names() if _is_item(name)]
     found = [Item(name) for name in names if config_catalog.in_folder_or_named(name, beginning)]
     if not found:
-        raise UnknownNameError("table or figure", beginning, sorted({*names, *(n.partition("/")[0] for n in names)}))
+        raise UnknownItemError(f"no paper, table or figure is called {beginning!r}", beginning, names)
     return found
 
 
@@ -97,18 +98,49 @@ def find_item(name: str) -> Item:
     """Return the item of a name, whose paper may be left out where no other's ends so.
 
     Raises:
-        FileNotFoundError: there is none, or there are several; says which are close.
+        UnknownItemError: there is none, or there are several; says which are close.
     """
     names = [item.name for item in list_items()]
     whole = name.removesuffix(".yaml").removeprefix("configs/").removeprefix(f"{FOLDER}/")
     ending = [other for other in names if f"/{other}".endswith(f"/{whole}")]
     if len(ending) == 1:
         return Item(ending[0])
+    inside = sum(other.startswith(f"{whole}/") for other in names)
+    if inside:
+        raise UnknownItemError(f"{whole!r} is a paper with {inside} tables and figures", whole, names)
     if ending:
-        raise FileNotFoundError(f"{len(ending)} tables are called {name!r}: {', '.join(ending)}")
-    near = difflib.get_close_matches(whole, [*names, *(other.partition("/")[2] for other in names)], 3)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    raise FileNotFoundError(f"no table or figure {name!r}; {hint}`hyperleak reproduce --list` shows all {len(names)}")
+        raise UnknownItemError(f"{len(ending)} tables and figures are called {whole!r}", whole, ending)
+    raise UnknownItemError(f"no table or figure is called {whole!r}", whole, names)
+
+
+class UnknownItemError(ValueError):
+    """A name that stands for no single table or figure; the message says which are close, and how to list all.
+
+    Args:
+        what: what is wrong with the name.
+        name: as it was given.
+        names: of all that it may be meant for.
+    """
+
+    def __init__(self, what: str, name: str, names: Sequence[str]) -> None:
+        papers = list(dict.fromkeys(other.partition("/")[0] for other in names))
+        hint = f"did you mean {' or '.join(near)}? " if (near := _nearest(name, [*papers, *names])) else ""
+        shown = f" {name}" if name in papers else ""
+        super().__init__(f"{what}; {hint}`hyperleak reproduce --list{shown}` shows {'them' if shown else 'all'}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> list[str]:
+    """Return up to `NEAREST` names that are meant by `name`, perhaps: that hold it, else that look like it.
+
+    A paper's own name is none of its tables.
+    """
+    if name in names:
+        return []
+    if holding := [other for other in names if name in other]:
+        return sorted(holding, key=lambda other: f"{name}-" not in other)[:NEAREST]  # of table1 rather than of table11
+    ends = {other.rpartition("/")[2]: other for other in reversed(names)} | {other: other for other in names}
+    alike = difflib.get_close_matches(name, list(ends), NEAREST)
+    return list(dict.fromkeys(ends[other] for other in alike))
 
 
 def rows_of(experiment: Experiment) -> list[PaperRow]:

@@ -14,7 +14,6 @@ from eval.reproduce.cost import Cost, describe_seconds, experiment_cost
 from eval.reproduce.items import Item, matching, rows_of
 from eval.reproduce.kept import KeptListing
 
-COLUMNS = ("item", "rows", *(f"{scale}: measured, cost" for scale in SCALES), "otherwise")
 FEW = 5
 """Configs that are read without a word about it."""
 LEGEND = (
@@ -58,8 +57,8 @@ class Listed:
     otherwise: int
     changes: tuple[str, ...]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data."""
+    def to_plain(self, shown: Sequence[Scale] = SCALES) -> dict[str, Any]:
+        """Return it as plain data, of all scales or some."""
         scales = {
             scale: {
                 "measured": own.measured,
@@ -68,6 +67,7 @@ class Listed:
                 "seconds": own.cost.seconds,
             }
             for scale, own in self.scales.items()
+            if scale in shown
         }
         return {
             "item": self.item.name,
@@ -130,18 +130,28 @@ def _is_known(one: Listed) -> bool:
     return all(own.cost.seconds is not None for own in one.scales.values())
 
 
-def as_rows(found: Sequence[Listed]) -> list[list[str]]:
-    """Return a row of words for each item, under `COLUMNS`, and one of sums."""
+def columns(shown: Sequence[Scale] = SCALES) -> list[str]:
+    """Return the heads of the columns of `as_rows`."""
+    return ["item", "rows", *(f"{scale}: measured, cost" for scale in shown), "otherwise"]
+
+
+def as_rows(found: Sequence[Listed], shown: Sequence[Scale] = SCALES) -> list[list[str]]:
+    """Return a row of words for each item, under `columns`, and one of sums.
+
+    Args:
+        found: the items.
+        shown: scales that have a column.
+    """
     lines = [
         [
             one.item.name,
             str(one.rows),
-            *(_words(one.scales.get(scale)) for scale in SCALES),
+            *(_words(one.scales.get(scale)) for scale in shown),
             str(one.otherwise) if one.otherwise else "-",
         ]
         for one in found
     ]
-    sums = [str(sum(one.scales[scale].measured for one in found if scale in one.scales)) for scale in SCALES]
+    sums = [str(sum(one.scales[scale].measured for one in found if scale in one.scales)) for scale in shown]
     whole = sum(one.rows for one in found)
     return [*lines, ["all", str(whole), *sums, str(sum(one.otherwise for one in found))]]
 

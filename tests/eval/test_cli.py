@@ -398,14 +398,38 @@ def test_a_plan_says_what_there_is_to_compute_and_computes_nothing(path):
         (("--executor", "slrm"), "expected an executor of local, slurm, dask, ray, got 'slrm'; did you mean 'slurm'?"),
         (("--executor-option", "partition"), "expected KEY=VALUE such as partition=gpu, got 'partition'"),
         (("--executor-option", "partition=gpu"), "expected an executor for the option partition"),
-        (("--executor", "slurm"), "say how many workers --executor slurm is to start: --workers 8"),
+        (("--executor", "local", "--executor-option", "partition=gpu"), "expected no options for --executor local"),
+        (("--executor", "slurm", "--workers", 2), "needs the package submitit: pip install 'hyperleak[slurm]'"),
+        (("--executor", "dask", "--workers", 2), "needs the package distributed: pip install 'hyperleak[dask]'"),
     ],
 )
-def test_a_wrong_executor_is_refused_before_anything_is_written(path, words, said):
-    result = run(path, *words, "--plan")
+def test_a_wrong_executor_is_refused_before_anything_is_written(path, monkeypatch, words, said):
+    for package in ("submitit", "distributed"):
+        monkeypatch.setitem(sys.modules, package, None)
+    result = run(path, *words)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
     assert left_behind(path) == []
+
+
+def test_a_number_of_workers_elsewhere_has_to_be_said_before_anything_is_written_but_for_a_plan(path, monkeypatch):
+    monkeypatch.setattr("eval.run.executors.choice.check_executor", lambda *_: None)
+    result = run(path, "--executor", "slurm")
+    assert result.exit_code == 2
+    assert "say how many workers --executor slurm is to start: --workers 8" in " ".join(result.output.split())
+    plan = run(path, "--executor", "slurm", "--plan")
+    assert plan.exit_code == 0, plan.output
+    assert "on 1 worker (say --workers N for more)" in plan.output
+    assert "on 4 workers" in run(path, "--executor", "slurm", "--plan", "--workers", 4).output
+    assert json.loads(run(path, "--executor", "slurm", "--plan", "--json").output)["workers"] is None
+    assert left_behind(path) == []
+
+
+def test_options_that_a_watched_run_can_not_take_are_refused(path):
+    result = call("run", path, "--watch", path.parent / "out", "--set", "seeds=1", "--workers", 2, "--plan", "--json")
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert f"takes --json alone; got the config {path}, --set, --workers, --plan beside it" in said
 
 
 def test_only_a_run_can_be_watched(path):

@@ -16,8 +16,6 @@ from fl.registry import closest_name
 
 EXECUTORS = {"local": "LocalExecutor", "slurm": "SlurmExecutor", "dask": "DaskExecutor", "ray": "RayExecutor"}
 """Executors by name, each in the module of that name."""
-PACKAGES = {"slurm": "submitit", "dask": "distributed", "ray": "ray"}
-"""What they need, beside this package; the extra has the executor's name."""
 
 
 class LostError(RuntimeError):
@@ -76,10 +74,24 @@ def open_executor(name: str, options: Mapping[str, Any], *, workers: int, device
         ValueError: no such executor or option.
         MissingPackageError: its package is not installed; says how to install it.
     """
-    check_name(name)
-    found = getattr(importlib.import_module(f"{__name__}.{name}"), EXECUTORS[name])
-    made: Executor = found(dict(options), workers, device == "cuda", folder)
+    made: Executor = _kind_of(name)(dict(options), workers, device == "cuda", folder)
     return made
+
+
+def check_executor(name: str, options: Mapping[str, Any]) -> None:
+    """Check that an executor can be opened with these options, as far as that can be told without starting anything.
+
+    Raises:
+        ValueError: no such executor, an option that it does not have, or one of another type.
+        MissingPackageError: its package is not installed; says how to install it.
+    """
+    _kind_of(name).check(dict(options))
+
+
+def _kind_of(name: str) -> Any:
+    """Return the class of an executor."""
+    check_name(name)
+    return getattr(importlib.import_module(f"{__name__}.{name}"), EXECUTORS[name])
 
 
 def check_name(name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from eval.run.executors import PACKAGES, check_name, import_package
+from eval.run.executors import check_executor, check_name
 from eval.run.resources import default_workers
 
 
@@ -30,19 +30,24 @@ class ExecutorChoice:
     def __post_init__(self) -> None:
         check_name(self.name)
 
-    def check_installed(self) -> None:
-        """Check that the executor's package is there.
+    def check(self) -> None:
+        """Check that the executor's package is there and takes these options; starts and writes nothing.
 
         Raises:
-            MissingPackageError: it is not; says how to install it.
+            ValueError: an option that it does not have, or one of another type.
+            MissingPackageError: the package is not installed; says how to install it.
         """
-        if package := PACKAGES.get(self.name):
-            import_package(package, self.name)
+        check_executor(self.name, self.options)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether workers may run on other machines than this one."""
         return "address" in self.options or (self.name == "slurm" and self.options.get("cluster") != "local")
+
+    @property
+    def needs_number(self) -> bool:
+        """Whether the number of workers has yet to be said, as nobody here can tell it."""
+        return self.is_elsewhere and self.workers is None
 
     def count(self, device: str) -> int:
         """Return how many workers to ask for on a kind of device, `cpu` or `cuda`.
@@ -50,9 +55,9 @@ class ExecutorChoice:
         Raises:
             ValueError: it has to be said, or there are fewer GPUs here.
         """
-        if self.is_elsewhere:
-            if self.workers is None:
-                raise ValueError(f"say how many workers --executor {self.name} is to start: --workers 8")
+        if self.needs_number:
+            raise ValueError(f"say how many workers --executor {self.name} is to start: --workers 8")
+        if self.is_elsewhere and self.workers is not None:
             return self.workers
         if device == "cpu":
             return self.workers or default_workers(torch.device(device))

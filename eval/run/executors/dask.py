@@ -8,6 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from eval.run.executors import LostError, import_package, in_words
+from eval.run.executors.options import Kinds, check_options, parameters
+
+CLUSTER_OPTIONS: dict[str, Kinds] = {
+    "n_workers": (int,),
+    "threads_per_worker": (int,),
+    "processes": (bool,),
+    "memory_limit": (str, float),
+}
+"""Types of options of `LocalCluster`, which has no annotations."""
 
 
 class DaskExecutor:
@@ -43,6 +52,22 @@ class DaskExecutor:
         except (TypeError, OSError, ValueError, RuntimeError) as error:
             self.close()
             raise ValueError(f"--executor dask: {in_words(error)}") from error
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Check that Dask is there and takes these options; starts nothing.
+
+        Raises:
+            ValueError: an option that Dask does not know, or one of another type.
+            MissingPackageError: Dask is not installed.
+        """
+        distributed, _ = import_package("distributed", "dask"), import_package("dask", "dask")
+        if "address" in options:
+            known = parameters(distributed.Client.__init__) | {"address": (str,)}
+        else:
+            kinds = (distributed.LocalCluster, distributed.Nanny, distributed.Worker)
+            known = parameters(*(kind.__init__ for kind in kinds)) | CLUSTER_OPTIONS
+        check_options("dask", options, known)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _DaskFuture:
         """Submit a task."""

@@ -25,9 +25,18 @@ class LocalExecutor:
     gives_gpus = False
 
     def __init__(self, options: Mapping[str, Any], workers: int, gpu: bool, folder: Path) -> None:
+        self.check(options)
+        self._threads = ThreadPoolExecutor(workers)
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Check that there are no options.
+
+        Raises:
+            ValueError: there are.
+        """
         if options:
             raise ValueError(f"expected no options for --executor local, got {', '.join(options)}")
-        self._threads = ThreadPoolExecutor(workers)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Future[Any]:
         """Call it in the next thread that is free."""

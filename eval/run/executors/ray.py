@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.run.executors import LostError, import_package, in_words
+from eval.run.executors.options import check_options, parameters
 
 
 class RayExecutor:
@@ -39,6 +40,17 @@ class RayExecutor:
                 self._ray.init(**usual | dict(options))
         except (RuntimeError, ConnectionError, ValueError, TypeError, AssertionError) as error:
             raise ValueError(f"--executor ray: {in_words(error)}") from error
+
+    @staticmethod
+    def check(options: Mapping[str, Any]) -> None:
+        """Check that Ray is there and takes these options; starts nothing.
+
+        Raises:
+            ValueError: an option that Ray does not know, or one of another type.
+            MissingPackageError: Ray is not installed.
+        """
+        known = parameters(import_package("ray", "ray").init)
+        check_options("ray", {key: value for key, value in options.items() if not key.startswith("_")}, known)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _RayFuture:
         """Submit a task, which is not begun again if its process dies."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from eval.run.executors import LostError, import_package
+from eval.run.executors.options import Kinds, check_options, parameters
 
 TIMEOUT_MINUTES = 60
 """Minutes of a job where none are asked for; submitit's own default of five is short for a worker."""
@@ -38,8 +40,6 @@ class SlurmExecutor:
         self._refusals = (utils.FailedJobError, utils.FailedSubmissionError)
         own = dict(options)
         cluster = own.pop("cluster", "slurm")
-        if cluster not in CLUSTERS:
-            raise ValueError(f"executor option cluster: expected {' or '.join(CLUSTERS)}, got {cluster!r}")
         shared = {"name": "hyperleak", "timeout_min": TIMEOUT_MINUTES, "cpus_per_task": 1, "gpus_per_node": int(gpu)}
         try:
             self._executor = submitit.AutoExecutor(folder=folder / "submitit", cluster=cluster)
@@ -48,6 +48,25 @@ class SlurmExecutor:
             self._executor.update_parameters(**named)
         except (RuntimeError, NameError, AssertionError) as error:  # what submitit raises for each of these
             raise ValueError(f"--executor slurm: {' '.join(str(error).split())}") from error
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Check that submitit is there and takes these options, and that there is a Slurm here; submits nothing.
+
+        Raises:
+            ValueError: an option that submitit does not know, one of another type, or no Slurm here.
+            MissingPackageError: submitit is not installed.
+        """
+        submitit, slurm = import_package("submitit", "slurm"), import_package("submitit.slurm.slurm", "slurm")
+        own = dict(options)
+        if (cluster := own.pop("cluster", "slurm")) not in CLUSTERS:
+            raise ValueError(f"executor option cluster: expected {' or '.join(CLUSTERS)}, got {cluster!r}")
+        known: dict[str, Kinds] = dict.fromkeys(slurm.SlurmExecutor._valid_parameters(), ())
+        known |= {key: kinds for key, kinds in parameters(slurm._make_sbatch_string).items() if key in known}
+        known |= {key: (kind,) for key, kind in submitit.AutoExecutor._typed_parameters().items()}
+        check_options("slurm", own, known)
+        with TemporaryDirectory() as folder:  # what is left, such as that there is no Slurm, submitit says itself
+            cls(options, 1, False, Path(folder))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _SlurmFuture:
         """Submit a job.

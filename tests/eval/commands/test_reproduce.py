@@ -92,10 +92,14 @@ def test_a_part_that_fails_is_said_and_the_rest_set_beside_the_paper(toy):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("table1",), "--scale smoke, small or paper"),
-        (("--scale", "smoke"), "--list"),
-        (("tabel1", "--scale", "smoke"), "did you mean 'table1'"),
-        (("--list", "toi"), "did you mean 'toy'"),
+        (
+            ("table1",),
+            "expected --scale smoke or small or paper for toy/table1; `hyperleak reproduce --list toy/table1`",
+        ),
+        (("--scale", "smoke"), "expected a table or figure and --scale; `hyperleak reproduce --list` shows all"),
+        (("tabel1", "--scale", "smoke"), "did you mean toy/table1? `hyperleak reproduce --list` shows all"),
+        (("--list", "toi"), "no paper, table or figure is called 'toi'; did you mean toy? "),
+        (("--list", "toy", "--set", "seeds=1", "--workers", "2"), "--json alone; got --set, --workers beside it"),
     ],
 )
 def test_what_is_missing_is_said(words, said):
@@ -116,6 +120,11 @@ def test_the_list_has_scales_costs_and_what_is_measured():
     ]
     assert lines[2].startswith("toy/table1\t2\t-, ")
     assert lines[3].startswith("all\t2\t0\t0\t0\t0")
+    small = call("--list", "--scale", "small").output.splitlines()
+    assert small[1].split("\t") == ["item", "rows", "small: measured, cost", "otherwise"]
+    assert small[2].split("\t")[2] == lines[2].split("\t")[3]
+    (found,) = json.loads(call("--list", "toy", "--scale", "small", "--json").stdout)
+    assert set(found["scales"]) == {"small"}
     (found,) = json.loads(call("--list", "toy", "--json").stdout)
     assert found["scales"]["paper"]["measured"] == 0
     assert found["scales"]["smoke"]["seconds"] > 0

@@ -1,11 +1,15 @@
 """Experiments at a scale: what is cut, by which rule, and what a config says of that itself."""
 
+import dataclasses
+import math
+from pathlib import Path
+
 import pytest
 from support.runs import tiny
 from support.tiny import CONFIG, Registered
 
 from eval.experiment import yaml_config
-from eval.experiment.scales import SCALES, Cut, OwnScales, at_scale, parse_scales, read_scales
+from eval.experiment.scales import RULES, SCALES, Cut, OwnScales, at_scale, parse_scales, read_scales
 
 PAPER = (
     "seeds=[0, 1, 2]",
@@ -144,3 +148,34 @@ def test_an_experiment_is_the_same_whatever_its_config_says_of_scales(tmp_path):
     path.write_text(f"{CONFIG}\nscales: {{small: {{federation.rounds: 1}}}}\n")
     assert yaml_config.load(path) == tiny()
     assert read_scales(path).changes == {"small": {"federation.rounds": 1}}
+
+
+DESCRIBED = {
+    "rounds": "rounds",
+    "clients that take part": "clients",
+    "held-out clients": "held_out",
+    "training images of a client": "train_images",
+    "test images of a client": "test_images",
+    "attacked images of a client": "images",
+    "iterations of a search": "iterations",
+    "seeds": "seeds",
+}
+SHARES = {1.0: "", 0.5: "half", 0.1: "a tenth"}
+
+
+def words(cut: Cut) -> str:
+    """A rule as the page on papers has it."""
+    least = f"at least {cut.least}" if cut.least > 1 else ""
+    most = "" if math.isinf(cut.most) else f"at most {cut.most}"
+    return ", ".join(filter(None, [SHARES[cut.share], least, most]))
+
+
+def test_the_page_on_papers_has_every_rule_of_every_scale():
+    page = (Path(__file__).parents[3] / "docs" / "how-to" / "redo-a-paper.md").read_text()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    start = rows.index(["", *SCALES]) + 2
+    table = {row[0]: dict(zip(SCALES, row[1:], strict=True)) for row in rows[start:] if len(row) == 1 + len(SCALES)}
+    rules = {DESCRIBED[name]: cells for name, cells in table.items()}
+    assert set(rules) == {field.name for field in dataclasses.fields(RULES["smoke"])}
+    for key, cells in rules.items():
+        assert cells == {**{scale: words(getattr(own, key)) for scale, own in RULES.items()}, "paper": "as there"}, key

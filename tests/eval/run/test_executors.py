@@ -1,5 +1,6 @@
 """Which executor computes a run: name, options, workers and GPUs; and the process that each of them starts."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -213,8 +214,63 @@ def test_slurm_is_asked_for_one_gpu_a_job_by_submitit_s_words(tmp_path, monkeypa
         "slurm_partition": "gpu",
         "slurm_array_parallelism": 4,
     }
-    with pytest.raises(ValueError, match="executor option cluster: expected slurm or local, got 'lsf'"):
-        open_executor("slurm", {"cluster": "lsf"}, workers=1, device="cpu", folder=tmp_path)
+
+
+def submit_job(partition: str | None = None, setup: list[str] | None = None, array_parallelism: int = 256) -> None:
+    """Stands for submitit's list of Slurm's own options."""
+
+
+def connect(address: str | None = None, *, num_cpus: "int | None" = None, **_: object) -> None:
+    """Stands for `ray.init`."""
+
+
+class Spread:
+    """Stands for Dask's classes, of which only the workers' have annotations."""
+
+    def __init__(self, n_workers=None, memory_limit: "str | float" = "auto", **_: object) -> None:
+        """Take options."""
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """Packages of all engines, as far as options are checked."""
+    generic = {"name": str, "timeout_min": int, "mem_gb": float, "cpus_per_task": int, "gpus_per_node": int}
+    stand_in(monkeypatch, "submitit", AutoExecutor=Recorded(_typed_parameters=lambda: generic))
+    stand_in(monkeypatch, "submitit.core.utils", **SUBMITIT_ERRORS)
+    slurm = Recorded(_valid_parameters=lambda: {"partition", "setup", "array_parallelism"})
+    stand_in(monkeypatch, "submitit.slurm.slurm", SlurmExecutor=slurm, _make_sbatch_string=submit_job)
+    stand_in(monkeypatch, "distributed", LocalCluster=Spread, Nanny=Spread, Worker=Spread, Client=Spread)
+    stand_in(monkeypatch, "dask")
+    stand_in(monkeypatch, "ray", init=connect)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("slurm", {"cluster": "lsf"}, "executor option cluster: expected slurm or local, got 'lsf'"),
+        ("slurm", {"partiton": "gpu"}, "--executor slurm has no option 'partiton'; did you mean 'partition'?"),
+        ("slurm", {"zzz": 1}, "no option 'zzz'; it has array_parallelism, cpus_per_task, gpus_per_node, mem_gb"),
+        ("slurm", {"timeout_min": "an hour"}, "expected int for the option timeout_min, got 'an hour'"),
+        ("slurm", {"array_parallelism": True}, "expected int for the option array_parallelism, got True"),
+        ("slurm", {"setup": "module load"}, "expected list for the option setup, got 'module load'"),
+        ("dask", {"n_worker": 2}, "no option 'n_worker'; did you mean 'n_workers'?"),
+        ("dask", {"n_workers": "two"}, "expected int for the option n_workers, got 'two'"),
+        ("dask", {"address": 8786, "n_workers": []}, None),
+        ("ray", {"num_cpu": 2}, "no option 'num_cpu'; did you mean 'num_cpus'?"),
+        ("ray", {"num_cpus": 2.5}, "expected int for the option num_cpus, got 2.5"),
+        ("local", {"partition": "gpu"}, "expected no options for --executor local, got partition"),
+        ("slurm", {"partition": 7, "mem_gb": 8, "timeout_min": None, "setup": ["module load"]}, None),
+        ("dask", {"memory_limit": "4GB"}, None),
+        ("ray", {"num_cpus": 2, "_temp_dir": "/scratch"}, None),
+    ],
+)
+def test_options_are_checked_without_starting_anything(engines, name, options, said):
+    choice = ExecutorChoice(name=name, options=options, workers=2)
+    if said is None:
+        choice.check()
+    else:
+        with pytest.raises(ValueError, match=re.escape(said)):
+            choice.check()
 
 
 def test_dask_is_asked_for_its_resource_gpu(tmp_path, monkeypatch):
