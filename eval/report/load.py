@@ -72,6 +72,14 @@ class Run:
         return group_rows(self.rows)
 
     @cached_property
+    def rounds_of(self) -> dict[tuple[Any, Any, Any], list[Row]]:
+        """Return the rows of `rounds.jsonl` by method, defense and seed."""
+        found: dict[tuple[Any, Any, Any], list[Row]] = {}
+        for row in self.rounds:
+            found.setdefault((row["method"], row["defense"], row["seed"]), []).append(row)
+        return found
+
+    @cached_property
     def _names(self) -> dict[PictureKey, str]:
         """Return names of the files with pictures."""
         return picture_file_names(tuple(row[key] for key in KEY_COLUMNS) for row in self.rows)

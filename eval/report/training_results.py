@@ -27,10 +27,8 @@ def accuracy_interval(run: Run, group: ResultGroup, *, last: bool = False) -> In
     for seed, accuracy in group.by_seed(column).items():
         rows = [
             row
-            for row in run.rounds
-            if (row["method"], row["defense"], row["seed"]) == (*group.subject, seed)
-            and row.get("accuracy") is not None
-            and (last or row["round"] == group.round)
+            for row in run.rounds_of.get((*group.subject, seed), ())
+            if row.get("accuracy") is not None and (last or row["round"] == group.round)
         ]
         own = max(rows, key=lambda row: row["round"], default=None)
         if own is None or abs(own["accuracy"] - accuracy) > 1e-9:  # of another model

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,14 @@ class AttackCheckpoint:
     Args:
         folder: where they lie; made when the first are kept.
         views: what is attacked.
+
+    Attributes:
+        on_write: called when something has been written down.
     """
 
     def __init__(self, folder: Path, views: Sequence[ServerView]) -> None:
         self.folder = folder
+        self.on_write: Callable[[], None] = lambda: None
         self._views, self._marks = views, dict[int, str]()
         self._open: dict[int, Result] = {}
         self._one_by_one = threading.Lock()
@@ -69,6 +73,7 @@ class AttackCheckpoint:
             log.warning("what the attack has found so far can't be kept in %s: %s", self.folder, error)
         else:
             self._open = {}
+            self.on_write()
         self._last = time.monotonic()
 
     def _write(self, results: Mapping[int, Result]) -> None:

@@ -12,6 +12,7 @@ import logging
 import math
 import tarfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -210,20 +211,27 @@ class StepTimes:
     def __init__(self, seconds: float) -> None:
         self._left = seconds
         self._known: dict[str, float | None] = {}
+        self._task: tuple[str, Task] | None = None
+
+    def task(self, one: TrainingTask) -> Task:
+        """Return the network of a training, from whatever seed; the last is kept, as it may take seconds to make."""
+        key = json.dumps(one.cell.settings["task"], sort_keys=True)
+        if self._task is None or self._task[0] != key:
+            self._task = key, one.data.task(one.seed)
+        return self._task[1]
 
     def gradient(self, one: TrainingTask, size: int) -> float | None:
         """Return the seconds of a gradient of so many images, or None."""
         key = json.dumps([one.cell.settings["task"], size], sort_keys=True)
         if key not in self._known:
             began = time.monotonic()
-            self._known[key] = _measured(one, size) if self._left > 0 else None
+            self._known[key] = _measured(one, self.task(one), size) if self._left > 0 else None
             self._left -= time.monotonic() - began
         return self._known[key]
 
 
-def _measured(one: TrainingTask, size: int) -> float | None:
+def _measured(one: TrainingTask, task: Task, size: int) -> float | None:
     try:
-        task = one.data.task(one.seed)
         batch = one.data.dataset.train.take(torch.arange(size) % len(one.data.dataset.train))
         _gradient(task, batch)  # loads what is loaded on first use
         began = time.perf_counter()
@@ -243,16 +251,23 @@ def _gradient(task: Task, batch: Batch) -> None:
 
 def _training_seconds(one: TrainingTask, steps: StepTimes) -> float | None:
     """Return what a training takes: the gradients of all clients, and what they are scored by."""
-    federation, clients = one.federation, one.data.clients[: len(one.data.partition) - one.federation.held_out_clients]
-    if not clients:
+    federation, partition = one.federation, one.data.partition
+    clients = len(partition) - federation.held_out_clients
+    if clients < 1:
         return None
-    each = [_local_seconds(one, one.method.item, len(client.train), steps) for client in clients]
-    scored = [_passes(one, len(client.test), steps) for client in clients]
+    sizes = Counter(len(own) for own in partition.train[:clients])  # of thousands of clients most are alike
+    each = [_times(count, _local_seconds(one, one.method.item, images, steps)) for images, count in sizes.items()]
+    sizes = Counter(len(own) for own in partition.test[:clients])
+    scored = [_times(count, _passes(one, images, steps)) for images, count in sizes.items()]
     if any(value is None for value in (*each, *scored)):
         return None
-    share = n_sampled(federation.client_fraction, len(clients)) / len(clients)
+    share = n_sampled(federation.client_fraction, clients) / clients
     rounds, evaluated = federation.rounds, 1 + math.ceil(federation.rounds / federation.evaluate_every)
     return rounds * share * sum(filter(None, each)) + evaluated * sum(filter(None, scored))
+
+
+def _times(count: int, seconds: float | None) -> float | None:
+    return None if seconds is None else count * seconds
 
 
 def _attack_seconds(one: TrainingTask, watch: AttackTask, steps: StepTimes) -> float | None:
@@ -273,7 +288,7 @@ def _attack_seconds(one: TrainingTask, watch: AttackTask, steps: StepTimes) -> f
 def _local_seconds(one: TrainingTask, method: Method, images: int, steps: StepTimes) -> float | None:
     """Return what one client's training in a round takes, from its gradients alone."""
     total = 0.0
-    for phase in method.phases(one.data.task(one.seed), 0):
+    for phase in method.phases(steps.task(one), 0):
         size = min(phase.batch_size or images, images)
         seconds = steps.gradient(one, size) if size else 0.0
         if seconds is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,8 @@ from fl.runtime.main_guard import UnguardedError
 
 __all__ = ["RUN_ERRORS", "Failure", "Options", "Progress", "prepare", "run", "silent"]
 log = logging.getLogger(__name__)
+SHARE_OF_TIME = 20
+"""How many times as long as it takes to write how far a run is, is waited before it is written again."""
 
 
 class RunStopped(KeyboardInterrupt):
@@ -116,6 +119,7 @@ class Run:
     failures: dict[str, Failure] = field(default_factory=dict)
     left_out: set[str] = field(default_factory=set)
     cut_short: set[str] = field(default_factory=set)
+    _status_due: float = field(default=0.0, init=False)
 
     def run(self) -> list[Failure]:
         """Run all cells."""
@@ -133,6 +137,13 @@ class Run:
         """Write down what the run is and how far it is."""
         RunStatus(self.plan, self.folder, self.options, self.failures, self.left_out).write(status)
 
+    def write_progress(self) -> None:
+        """Write down how far the run is, where that was not done a moment ago."""
+        began = time.monotonic()
+        if began >= self._status_due:
+            self.write_status("running")
+            self._status_due = began + SHARE_OF_TIME * (time.monotonic() - began)
+
     @property
     def is_out_of_time(self) -> bool:
         """Whether nothing more is to begin."""
@@ -144,10 +155,16 @@ class Run:
 
     def share_of_time(self, stage: str) -> SearchControl:
         """Return the control of the next search: an equal share of the time left, with those behind it."""
+        parts = sum(cell.id not in self.cut_short for cell in self.open_searches())
+        return self.options.control.share(parts, partial(self.options.on_search, stage))
+
+    def open_searches(self) -> list[Cell]:
+        """Return the cells that share the time left, each once; none where time is not limited."""
+        if self.options.control.seconds_left == math.inf:
+            return []
         attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
         cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
-        parts = sum(self.is_open(cell) and cell.id not in self.cut_short for cell in cells.values())
-        return self.options.control.share(parts, partial(self.options.on_search, stage))
+        return [cell for cell in cells.values() if self.is_open(cell)]
 
     def run_training(self, one: TrainingTask) -> None:
         """Run one training with its attacks."""
@@ -174,8 +191,12 @@ class Run:
                 tick=count.set,
                 is_out_of_time=lambda: self.is_out_of_time,
                 check_writable=partial(self.folder.check_writable, one.cell),
+                on_checkpoint=partial(self.note_checkpoint, one.cell),
             )
             training_cell.train(one, self.folder.part(one.cell), self.folder.checkpoints(one.cell), execution)
+
+    def note_checkpoint(self, cell: Cell) -> None:
+        """Hear that what is done of a cell is kept."""
 
     def drop_checkpoints(self, one: TrainingTask) -> None:
         """Remove the states of a finished training that no attack needs any more, unless they are to stay."""
@@ -301,7 +322,7 @@ class Run:
         else:
             cut = ", cut short" if cell.id in self.cut_short else ""
             log.info("%s: %.1f s%s", name, time.perf_counter() - began, cut)
-        self.write_status("running")
+        self.write_progress()
 
     def note_failure(self, failure: Failure) -> None:
         """Take down a cell that could not be finished."""

@@ -68,6 +68,7 @@ class TrainingExecution:
         tick: told how many rounds are done.
         is_out_of_time: whether it has to end, asked before every round.
         check_writable: called before everything that is written; raises where another process has taken the training.
+        on_checkpoint: called when a further state has been kept.
     """
 
     watched: Collection[int]
@@ -76,6 +77,7 @@ class TrainingExecution:
     tick: Callable[[int], None] = lambda _done: None
     is_out_of_time: Callable[[], bool] = lambda: False
     check_writable: Callable[[], None] = lambda: None
+    on_checkpoint: Callable[[], None] = lambda: None
 
 
 def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execution: TrainingExecution) -> None:
@@ -108,6 +110,7 @@ def train(training: TrainingTask, folder: Path, checkpoints: Checkpoints, execut
                 execution.check_writable()
                 if number not in checkpoints.rounds():
                     checkpoint.save(checkpoints.path(number), federation)
+                    execution.on_checkpoint()
                 checkpoints.keep({*watched, number})
                 saved = time.monotonic()
             if number == spec.rounds:

@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from attacks.base import Attack, Result, run_checked
@@ -111,6 +112,8 @@ class SharedAttackExecution(AttackExecution):
         scores are rounded otherwise. Nor is there help before a time limit, which shares the time of one worker.
         """
         is_on_cpu = all(view.device.type == "cpu" for view in updates.views)
+        if self.claims is not None:
+            kept.on_write = partial(self.claims.progress, self.cell)
         if self.claims is None or not is_on_cpu or self.control.seconds_left < float("inf"):
             return super().attack(attack, updates, kept)
         work = PortionWork(

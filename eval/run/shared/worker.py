@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -67,11 +67,15 @@ class SharedRun(Run):
         claims: of this worker.
         workers: how many there are.
         unfit: attacks that it can't help with.
+        pause: waits for so many seconds.
+        seen_finished: ids of cells that were finished when it looked: not looked at again before it leaves.
     """
 
     claims: Claims = field(kw_only=True)
     workers: int = field(kw_only=True)
     unfit: set[str] = field(default_factory=set, kw_only=True)
+    pause: Callable[[float], None] = field(default=time.sleep, kw_only=True)
+    seen_finished: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> list[Failure]:
         """Compute what nobody else does until nothing is left, or the time is over; returns all that failed."""
@@ -80,7 +84,7 @@ class SharedRun(Run):
             if self._take_one() or self._help():
                 wait = WAIT_SECONDS
             else:
-                time.sleep(wait)
+                self.pause(wait)
                 wait = min(2 * wait, MOST_WAIT_SECONDS)
         return [*self.failures.values()]
 
@@ -92,12 +96,14 @@ class SharedRun(Run):
         super().note_failure(failure)
         notes.note_failure(self.folder.path, failure)
 
+    def note_checkpoint(self, cell: Cell) -> None:
+        """Have the deaths of workers that had this cell before count no more."""
+        self.claims.progress(cell.id)
+
     def share_of_time(self, stage: str) -> SearchControl:
         """Return the control of the next search: as many works go on at a time as there are workers."""
-        attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
-        cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
-        parts = sum(self.is_open(cell) for cell in cells.values())
-        return self.options.control.share(-(-parts // self.workers), partial(self.options.on_search, stage))
+        parts = -(-len(self.open_searches()) // self.workers)
+        return self.options.control.share(parts, partial(self.options.on_search, stage))
 
     def attack_execution(
         self, watch: AttackTask, tick: Callable[[int], None], control: SearchControl
@@ -115,15 +121,35 @@ class SharedRun(Run):
 
     def is_open(self, cell: Cell) -> bool:
         """Return whether there is something to be done for a cell, as far as is known by now."""
-        return not (cell.id in self.failures or cell.id in self.cut_short or self.folder.finished(cell))
+        return not (cell.id in self.failures or cell.id in self.cut_short or self._is_finished(cell))
+
+    def federation_of(self, one: TrainingTask) -> AbstractContextManager[Federation]:
+        """Yield the federation of a training before its first round."""
+        return training_cell.federation_of(one)
+
+    def _is_finished(self, cell: Cell) -> bool:
+        """Return whether a cell is finished, or was when this worker last looked.
+
+        A look takes a few calls of the file system; one at every cell before each that is computed would come to
+        seconds, of thousands of cells.
+        """
+        if cell.id not in self.seen_finished and self.folder.finished(cell):
+            self.seen_finished.add(cell.id)
+        return cell.id in self.seen_finished
 
     def _has_open(self) -> bool:
         """Return whether something is not finished, whoever may be at it."""
+        if self._finds_open():
+            return True
+        self.seen_finished.clear()  # one may have been damaged since
+        return self._finds_open()
+
+    def _finds_open(self) -> bool:
         self._hear()
         for one in self.plan.trainings:
             if self._is_to_do(one.cell, f"{one.name}: training"):
                 return True
-            attacks = one.attack_tasks if self.folder.finished(one.cell) else ()
+            attacks = one.attack_tasks if self._is_finished(one.cell) else ()
             if any(self._is_to_do(watch.cell, attack_stage(one, watch)) for watch in attacks):
                 return True
         return False
@@ -146,7 +172,7 @@ class SharedRun(Run):
             if self._take_training(one):
                 self._take_attacks(one)
                 return True
-        return any(self.folder.finished(one.cell) and self._take_attacks(one) for one in self.plan.trainings)
+        return any(self._is_finished(one.cell) and self._take_attacks(one) for one in self.plan.trainings)
 
     def _take_training(self, one: TrainingTask) -> bool:
         with self._claimed(one.cell) as is_mine:
@@ -157,7 +183,7 @@ class SharedRun(Run):
     def _take_attacks(self, one: TrainingTask) -> bool:
         """Run the attacks on a finished training that nobody else runs; returns whether there were any."""
         did, sights, number = False, dict[ObservationSpec, Observation](), -1
-        if not self.folder.finished(one.cell):
+        if not self._is_finished(one.cell):
             return False
         with ExitStack() as stack:
             federation: Federation | None = None
@@ -168,7 +194,7 @@ class SharedRun(Run):
                     if not is_mine:
                         continue
                     if federation is None:
-                        federation = stack.enter_context(training_cell.federation_of(one))
+                        federation = stack.enter_context(self.federation_of(one))
                     if watch.round != number:
                         number, sights = watch.round, {}
                     self.attack(watch, attack_stage(one, watch), partial(self.observe, federation, one, watch, sights))
@@ -183,7 +209,7 @@ class SharedRun(Run):
     @contextmanager
     def _claimed(self, cell: Cell) -> Iterator[bool]:
         """Claim a cell while the block runs; yields whether it is this worker's to compute."""
-        is_mine = self.is_open(cell) and self.claims.take(cell.id)
+        is_mine = is_claimed = self.is_open(cell) and self.claims.take(cell.id)
         if is_mine:  # it may have ended since this worker last looked
             self._hear()
             is_mine = self.is_open(cell)
@@ -193,7 +219,8 @@ class SharedRun(Run):
             log.warning("%s", error)
             self.claims.member.check()
         finally:
-            (self.claims.finish if self.folder.finished(cell) else self.claims.release)(cell.id)
+            if is_claimed:
+                (self.claims.finish if self.folder.finished(cell) else self.claims.release)(cell.id)
 
     def _has_states(self, one: TrainingTask, watch: AttackTask) -> bool:
         """Return whether the states that an attack looks at are there; makes them again where nobody else does."""
@@ -203,7 +230,7 @@ class SharedRun(Run):
         if not self.claims.take(name):
             return False
         try:
-            with training_cell.federation_of(one) as federation:
+            with self.federation_of(one) as federation:
                 for number in self.missing_rounds(one, watch):
                     self.train_to(federation, one, number)
         except RUN_ERRORS:
@@ -235,7 +262,7 @@ class SharedRun(Run):
         stage = attack_stage(one, watch)
         path = portions.opened_path(self.folder.path, watch.cell.id)
         try:
-            with training_cell.federation_of(one) as federation:
+            with self.federation_of(one) as federation:
                 observation = self.observe(federation, one, watch, {})
             updates = AttackedUpdates.of(observation)
             kept = AttackCheckpoint(self.folder.part_path(watch.cell) / CHECKPOINT, updates.views)

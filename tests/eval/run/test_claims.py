@@ -141,6 +141,36 @@ def test_what_kills_its_workers_is_left_alone_in_the_end(tmp_path):
     assert not last.is_free("cell")
 
 
+def test_deaths_before_progress_count_no_more(tmp_path):
+    """What takes days may lose as many workers as it will, as long as each gets further."""
+    for number in range(3 * MOST_DEATHS):
+        one = claims(tmp_path, f"w{number}")
+        assert one.take("cell")
+        one.progress("cell")
+        assert not one.is_exhausted("cell")
+        age(one.member, 100)
+    for number in range(MOST_DEATHS - 1):  # these die without: with the last of the former as many as may
+        one = claims(tmp_path, f"idle{number}")
+        assert one.is_free("cell")
+        assert one.take("cell")
+        age(one.member, 100)
+    last = claims(tmp_path, "last")
+    assert not last.take("cell")
+    assert last.is_exhausted("cell")
+
+
+def test_what_is_finished_after_deaths_leaves_no_file(tmp_path):
+    first, second = claims(tmp_path, "first"), claims(tmp_path, "second")
+    assert first.take("cell")
+    first.progress("cell")
+    assert [path.name for path in first.folder.iterdir()] == ["cell.1"]  # nobody has died: nothing to forget
+    age(first.member, 100)
+    assert second.take("cell")
+    second.progress("cell")
+    second.finish("cell")
+    assert not list(second.folder.iterdir())
+
+
 def test_ages_are_told_by_the_file_system_and_not_by_the_host(tmp_path, monkeypatch):
     first, second = claims(tmp_path, "first"), claims(tmp_path, "second")
     assert first.take("cell")

@@ -7,9 +7,11 @@ from support.runs import run, tiny
 from support.tiny import Registered
 
 from eval.run import estimate, runner
+from eval.run.federation_data import FederationData
 from eval.run.run_directory import RunDir
 from eval.run.run_options import RunProgress
 from eval.run.shared.progress import RunPace, seconds_of_work
+from fl.methods.fedavg import FedAvg
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -35,7 +37,7 @@ def test_nothing_is_computed_for_an_estimate_and_what_nobody_can_tell_is_unknown
 
 
 def test_a_search_costs_its_iterations(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "_measured", lambda one, size: 0.001)
+    monkeypatch.setattr(estimate, "_measured", lambda one, task, size: 0.001)
     short, long = (
         {c.name: c.seconds for c in costs(tiny(f"attack=[{{name: ig, iterations: {n}}}]"), tmp_path / "a")[0].cells}
         for n in (100, 200)
@@ -45,6 +47,24 @@ def test_a_search_costs_its_iterations(tmp_path, monkeypatch):
     assert long["fedavg: ig after round 2"] == pytest.approx(2 * short["fedavg: ig after round 2"])
     # two rounds of three clients with two batches each, and three times what they are scored by
     assert short["fedavg"] == pytest.approx(2 * 3 * 2 * 0.001 + 3 * 3 * 0.001 / 3, rel=0.2)
+
+
+def test_a_network_is_made_once_and_clients_alike_count_together(tmp_path, monkeypatch):
+    """Of 10,000 clients and a network that takes seconds to make, a plan would take hours otherwise."""
+    monkeypatch.setattr(estimate, "_measured", lambda one, task, size: 0.001)
+    experiment = tiny("attack=[{name: ig, iterations: 100}, {name: ig, as: long, iterations: 200}]", "seeds=[0,1]")
+    plan = runner.prepare(experiment, device="cpu")
+    made, phases = [], []
+    build, own = FederationData.task, FedAvg.phases
+    monkeypatch.setattr(FederationData, "task", lambda self, seed: made.append(seed) or build(self, seed))
+    monkeypatch.setattr(FedAvg, "phases", lambda self, task, round: phases.append(round) or own(self, task, round))
+    found = estimate.estimate(plan, RunDir(tmp_path / "a"))
+    assert found.unknown == 0
+    assert made == [0]
+    fedavg = [one for one in plan.trainings if one.method.label == "fedavg"]
+    assert len(fedavg[0].data.partition) == 3
+    watched = sum(len(watch.observation_spec.targets) for one in fedavg for watch in one.attack_tasks)
+    assert len(phases) == len(fedavg) + watched  # all of its clients have as many images
 
 
 def test_finished_cells_tell_what_others_of_their_kind_cost(tmp_path):

@@ -15,6 +15,7 @@ from support.tiny import Guess, Registered
 
 from attacks import parallel as spread
 from attacks.base import NotApplicable
+from attacks.search_control import SearchControl
 from eval.experiment.spec import Entry
 from eval.io.jsonl import read_rows
 from eval.report import results_table
@@ -22,6 +23,7 @@ from eval.report.formatting import FURTHER_ACCURACIES
 from eval.report.writer import write_report
 from eval.run import attack_cell, federation_data, runner
 from eval.run import training_cell as training
+from eval.run.run_directory import RunDir
 from fl.defense import Defense
 from fl.simulation.protocol import OPTIONAL_SCORES
 from fl.tensors import dense
@@ -392,3 +394,29 @@ def test_attacks_spread_over_processes_leave_the_same_rows(done, tmp_path, monke
     assert (folder / "images.jsonl").read_bytes() == (done[0] / "images.jsonl").read_bytes()
     assert ("fedavg: guess", 2) in counts
     assert not multiprocessing.active_children()
+
+
+def test_how_far_a_run_is_gets_written_for_a_small_share_of_the_time(monkeypatch, tmp_path):
+    """Of thousands of cells that takes a second, which after each of them would come to hours."""
+    now, written = [0.0], []
+
+    def write(self, status):
+        written.append(now[0])
+        now[0] += 1.0
+
+    monkeypatch.setattr(runner.Run, "write_status", write)
+    monkeypatch.setattr(runner.time, "monotonic", lambda: now[0])
+    made = runner.Run(runner.prepare(tiny(), device="cpu"), RunDir(tmp_path), runner.Options(), runner.silent, None)
+    for _ in range(1000):
+        made.write_progress()
+        now[0] += 0.1
+    assert len(written) == 6
+    assert np.diff(written) == pytest.approx(runner.SHARE_OF_TIME, abs=0.2)
+
+
+def test_only_where_time_is_limited_are_open_cells_counted(monkeypatch, tmp_path):
+    made = runner.Run(runner.prepare(tiny(), device="cpu"), RunDir(tmp_path), runner.Options(), runner.silent, None)
+    assert made.share_of_time("x").seconds_left == float("inf")
+    assert made.open_searches() == []
+    made.options = runner.Options(control=SearchControl(time_limit=60))
+    assert {cell.id for cell in made.open_searches()} >= {one.cell.id for one in made.plan.trainings}

@@ -1,6 +1,7 @@
 """Several workers on one run: the same bytes, no cell twice, and none lost with a worker that dies."""
 
 import math
+import shutil
 import sys
 import threading
 import time
@@ -31,7 +32,7 @@ from eval.run.run_options import Options
 from eval.run.shared import caller, portions
 from eval.run.shared.caller import WorkersError
 from eval.run.shared.job import DEATH, REFUSAL, WorkerJob
-from eval.run.shared.worker import is_dismissed
+from eval.run.shared.worker import SharedRun, is_dismissed
 from fl.federation import Federation
 
 
@@ -120,6 +121,33 @@ def test_a_worker_that_dies_in_a_training_and_one_in_an_attack_lose_nothing(grid
 
 
 @pytest.mark.slow  # so do processes, in tests/executors
+def looking(plan, folder, looked):
+    """Return a worker whose looks at finished cells are written down."""
+    run = RunDir(folder)
+    finished = run.finished
+    run.finished = lambda cell: looked.append(cell.id) or finished(cell)
+    claims = Claims(folder, Member(Members(folder), "worker", "looking"))
+    return SharedRun(plan, run, Options(), lambda *told: None, None, claims=claims, workers=1)
+
+
+def test_a_worker_looks_at_a_finished_cell_once_and_again_before_it_leaves(grid, tmp_path):
+    """A look at each of thousands before each that is computed would be millions of calls of the file system."""
+    plan = plan_and_run(grid, tmp_path, None).plan
+    (last,) = [task.cell for task in plan.attacks][-1:]
+    shutil.rmtree(tmp_path / "cells" / last.id)
+    looked = []
+    worker = looking(plan, tmp_path, looked)
+    for _ in range(3):
+        assert worker._has_open()
+    others = [cell for cell in looked if cell != last.id]
+    assert len(others) == len(set(others)) == len(list(plan.cells())) - 1
+    damaged = plan.trainings[0].cell  # while the worker is at work, and after it has looked
+    (tmp_path / "cells" / damaged.id / "rounds.jsonl").write_text("")
+    worker.failures[last.id] = None
+    assert worker._has_open()
+    assert worker.is_open(damaged)
+
+
 def test_two_callers_share_a_run(grid, alone, tmp_path, monkeypatch):
     in_threads(monkeypatch)
     outcomes = []
