@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from attacks.labels.assignment import assign_labels
+from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
 from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction, Result
@@ -77,6 +78,10 @@ def confirm(view: ServerView, result: Result) -> Result:
         answer = _most_favorable(said.values())
     if answer:
         return _hold_to_rounding(view, result)
+    if answer is False or _leaves_targets_unasked(view, result):
+        found = _confirm_under_any_loss(view, result)
+        if found is not None:
+            return found
     looks = guess_update_rule(view)
     kind = half_precision(view) if answer is False else ""
     if kind:
@@ -106,7 +111,10 @@ CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
     "the update"
 )
-POSSIBLE_RULES = "another optimizer, clipping by tensor, step sizes by layer, other weights before, or a turned sign?"
+POSSIBLE_RULES = (
+    "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer, other "
+    "weights before, or a turned sign?"
+)
 """What may be the reason where sizes alone do not tell."""
 LABELS_UNTRIED = (
     f"not confirmed: the label is unknown, and with none of the first {MAX_TRIED_LABELS} does one step of SGD make the "
@@ -138,6 +146,11 @@ PAIRS_HIDDEN = (
     "update two pictures 35 dB apart, stated as one, would be taken for their mean"
 )
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
+ANY_LOSS = (
+    "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "
+    "known: the label is not told"
+)
+SMOOTHED = "its targets are those of cross entropy with label smoothing"
 STATISTICS_CONTRADICTED = (
     "not confirmed: the update does not tell how bright the picture is, and the statistics of batch normalization that "
     "came back are not those of the picture"
@@ -150,6 +163,44 @@ SIZE_UNSTATED = (
     "not confirmed: nothing in the update tells how bright the picture is but its size, which nobody knows without the "
     "step size; state that (method, --method)"
 )
+
+
+def _confirm_under_any_loss(view: ServerView, result: Reconstruction) -> Reconstruction | None:
+    """Return a result that the update bears out under another loss than stated, or with other targets; None of others.
+
+    What flows back into the outputs is then taken from the update itself. The label is kept where that is what label
+    smoothing makes of one.
+    """
+    easier = view_of_any_loss(view) if result.verified else None
+    asked = None if easier is None else _comparison(easier, result)
+    if easier is None or asked is None:
+        return None
+    smoothed = None if result.inputs is None else read_smoothing(view, result.inputs)
+    if any(_is_explained_to_rounding(asked.check, *guess) for guess in asked.guesses):
+        held = _hold_to_rounding(easier, result)
+    elif smoothed is not None and result.inputs is not None and _is_explained_smoothed(view, result.inputs, smoothed):
+        held = _hold_to_rounding(view, result, smoothed.targets().to(view.device))
+    else:
+        return None
+    reason = ANY_LOSS if smoothed is None else f"{SMOOTHED} {smoothed.share:.2g}, which was not stated"
+    labels = None if smoothed is None else torch.tensor([smoothed.label], device=view.device)
+    return replace(held, labels=labels, note="; ".join(filter(None, (held.note, reason))))
+
+
+def _is_explained_to_rounding(check: UpdateComparison, images: Tensor, labels: Tensor) -> bool:
+    """Return whether inputs leave no more of an update than its rounding, and darker and brighter ones do."""
+    return check.is_explained_to_rounding(images, labels) and check.tells_brightness_to_rounding(images, labels)
+
+
+def _is_explained_smoothed(view: ServerView, images: Tensor, smoothed: Smoothing) -> bool:
+    """Return whether an image does so with a label smoothing, and darker and brighter ones with none."""
+    check, targets = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True), smoothed.targets()
+
+    def read(others: Tensor) -> Tensor | None:
+        found = read_smoothing(view, others)
+        return None if found is None else found.targets()
+
+    return check.is_explained_to_rounding(images, targets) and check.tells_brightness_to_rounding(images, targets, read)
 
 
 def can_replay(view: ServerView) -> bool:
@@ -244,18 +295,24 @@ def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None
     )
 
 
-def _hold_to_rounding(view: ServerView, result: Reconstruction) -> Reconstruction:
+def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor | None = None) -> Reconstruction:
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
     Pictures at levels of 8 bits count as no means of others: only those of pictures are that differ by even numbers of
     levels in every pixel, which small steps may hide.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+        targets: under which the update bears it out; None takes the labels that it may have.
     """
     asked = None if view.private or not result.verified else _comparison(view, result)
     if asked is None:
         return result
     pictured = result.inputs is not None and view.task.inputs.is_image
     reason = MORE_THAN_ROUNDING
-    for inputs, labels in asked.guesses:
+    known = None if targets is None or result.inputs is None else [(result.inputs, targets)]
+    for inputs, labels in known or asked.guesses:
         whole = at_levels(inputs) if pictured else None
         near = [inputs] if whole is None else [inputs, whole]
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -115,7 +115,10 @@ class UpdateComparison:
             return True
         return (
             True
-            if all(self._contradicts(other, labels, allowed) for other in self._brightness_variants(images))
+            if all(
+                self._leaves_other_direction(self._predicted_update(other, labels), allowed)
+                for other in self._brightness_variants(images)
+            )
             else None
         )
 
@@ -127,6 +130,23 @@ class UpdateComparison:
         """
         made, allowed = self._with_strict_bounds(images, labels)
         return not self._is_more(made, allowed)
+
+    def tells_brightness_to_rounding(
+        self, images: Tensor, labels: Tensor, read: Callable[[Tensor], Tensor | None] | None = None
+    ) -> bool:
+        """Return whether darker and brighter images leave more than rounding, whatever the size of each tensor.
+
+        Args:
+            images: that explain the update.
+            labels: with which they do.
+            read: says with which labels others would, if any; None takes the same for all.
+        """
+        allowed = self._with_strict_bounds(images, labels)[1]
+        for other in self._brightness_variants(images):
+            own = labels if read is None else read(other)
+            if own is not None and not self._leaves_other_direction(self._predict_in_double(other, own), allowed):
+                return False
+        return True
 
     def tells_pairs_apart(self, images: Tensor, labels: Tensor) -> bool:
         """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as the one in their middle, would be noticed.
@@ -260,9 +280,9 @@ class UpdateComparison:
                 squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
         return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
 
-    def _contradicts(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
-        """Return whether some tensor tells, by its direction alone, that the update is not of these images."""
-        for name, value in self._predicted_update(images, labels).items():
+    def _leaves_other_direction(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
+        """Return whether some tensor tells, by its direction alone, that the update is not of what was predicted."""
+        for name, value in made.items():
             observed = self.observed[name]
             size = float(value.square().sum())
             left = observed - value * (float((value * observed).sum()) / size) if size else observed

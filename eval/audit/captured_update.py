@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from attacks.update.decay_reading import with_decay_read_off
 from eval.audit import fed_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.examples import Examples
@@ -72,6 +73,7 @@ def of_update(
         return as_mean_of_clients(alone, clients)
 
     view = replace(_with_buffers(view_of(batch_size * clients), captured.buffers), scale_unknown=captured.scale_unknown)
+    view, decay = with_decay_read_off(view)
     known_data = None
     if given is not None:
         known_data = _true_batch(Examples.of(given), view, batch_size * clients)
@@ -81,7 +83,7 @@ def of_update(
         update_sanity.find_mistaken_weights(view),
         update_sanity.find_inconsistency(view),
     )
-    notes = (*captured.notes, *filter(None, (unsent,)))
+    notes = (*captured.notes, *filter(None, (unsent, decay)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
     return subject if known_data is None else _with_truth(subject, known_data, view_of, scaled=scaled)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from fl.methods.fedavg import FedAvg
-from fl.ranges import Count, ShareBelow1, StepSize, Weight
+from fl.ranges import Count, PositiveStep, ShareBelow1, Weight
 from fl.runtime import tensor_archives
 from fl.runtime.atomic_files import atomic_write
-from fl.settings import fit_value
+from fl.settings import SettingError, fit_value
 from fl.types import Optimizer
 
 FACTS = "hyperleak.json"
@@ -34,7 +34,7 @@ class TrainingFacts:
 
     Attributes:
         optimizer: by its name in `fl.types.OPTIMIZERS`.
-        lr: step size.
+        lr: step size, above 0: a step of size 0 changes nothing.
         momentum: of SGD.
         weight_decay: L2 coefficient.
         steps: optimizer steps that were taken.
@@ -48,7 +48,7 @@ class TrainingFacts:
     """
 
     optimizer: Optimizer | None = None
-    lr: StepSize | None = None
+    lr: PositiveStep | None = None
     momentum: ShareBelow1 = 0.0
     weight_decay: Weight = 0.0
     steps: Count | None = None
@@ -113,11 +113,32 @@ def fit_fact(name: str, value: Any) -> Any:
     Raises:
         ValueError: no client can have it.
     """
-    held = value.detach().cpu().numpy() if isinstance(value, Tensor) else value
-    plain = held.item() if isinstance(held, np.generic | np.ndarray) and held.size == 1 else value
+    plain = _as_plain(name, value)
     if isinstance(plain, float) and plain.is_integer() and name in COUNTS:
         plain = int(plain)
-    return fit_value(TrainingFacts, name, plain)
+    try:
+        return fit_value(TrainingFacts, name, plain)
+    except SettingError as error:
+        hint = "" if "leave" in error.reason else "; leave it out where it is not known"
+        raise SettingError(error.path, f"{error.reason}{hint}") from error
+
+
+def _as_plain(name: str, value: Any) -> Any:
+    """Return the one number that a tensor or an array holds; anything else as it is.
+
+    Raises:
+        SettingError: a tensor of one number that holds none, such as one on the device "meta".
+    """
+    if isinstance(value, np.generic | np.ndarray):
+        return value.item() if value.size == 1 else value
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        return value
+    try:
+        return value.detach().item()
+    except (RuntimeError, TypeError) as error:  # of "meta", or of a form that has no numbers of its own
+        kind = f"one of {value.dtype} on {value.device}"
+        reason = f"expected a number, got a tensor that holds none that can be read, {kind}; give a number of Python"
+        raise SettingError((name,), reason) from error
 
 
 def usable_facts(said: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,7 @@
 """Dropout in training mode: a client draws its masks anew in each step, and nobody can draw them again.
 
+Whether a module draws is its own mode's to say: a client may freeze a part of a network in training mode by `eval()`.
+
 Of one step on one example the update tells them where a linear layer takes what dropout returns: no gradient flows into
 the weights of an input that is zero. Elsewhere each layer still obeys its own equations, whatever is drawn above it.
 """
@@ -13,6 +15,7 @@ from typing import TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fl.runtime.module_copies import copy_model
@@ -63,18 +66,38 @@ class Mask(nn.Module):
         return x * self.values.to(x)
 
 
+def in_client_mode(model: nn.Module, stated: bool | None) -> nn.Module:
+    """Return a network with its modules in the modes in which a client trained it.
+
+    Args:
+        model: as its user builds it, in whatever modes.
+        stated: the mode that was stated. Where it is not the network's own, the client has put all modules into it.
+    """
+    return model if stated in {None, model.training} else copy_model(model).train(stated)
+
+
+def equals_evaluation(model: nn.Module) -> bool:
+    """Return whether a network without dropout computes as in evaluation mode, since parts of it are put into that.
+
+    Of PyTorch's modules it is then batch normalization alone that the mode matters to.
+    """
+    modes = {module.training for module in model.modules()}
+    return len(modes) > 1 and not any(module.training for module in model.modules() if isinstance(module, _NormBase))
+
+
 def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, Tensor] | None) -> Silenced:
     """Return a network in training mode without dropout, or with the masks that an update tells.
 
     Args:
-        model: whose dropout draws.
+        model: whose modules are in the modes in which the client trained.
         shape: of one example; None where no example can be made up.
         update: of one step on one example, by the names of the model; None where it is of more.
     """
     own = copy_model(model)
-    drawing = {name: module for name, module in own.named_modules() if _draws(module)}
+    dropping = {name: module for name, module in own.named_modules() if _draws(module)}
+    drawing = {name: module for name, module in dropping.items() if module.training}
     shares = {name: module.p for name, module in drawing.items() if _puts_zeros(module)}
-    for module in drawing.values():
+    for module in dropping.values():
         setattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
     gray = None if shape is None else torch.full((1, *shape), 0.5).to(next(own.parameters()))
     if gray is not None and _draws_numbers(own, gray):
@@ -100,11 +123,11 @@ def _puts_zeros(module: nn.Module) -> TypeGuard[_DropoutNd]:
 
 
 def _draws_numbers(model: nn.Module, inputs: Tensor) -> bool:
-    """Return whether a network draws random numbers in training mode; False where it does not run at all."""
+    """Return whether a network draws random numbers in the modes of its modules; False where it does not run."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         before = torch.get_rng_state()
         try:
-            copy_model(model).train()(inputs)
+            copy_model(model)(inputs)
         except RUN_ERRORS:  # of batch normalization, say, which takes no single example
             return False
         return not torch.equal(before, torch.get_rng_state())

@@ -163,6 +163,26 @@ def refuse_weights(before: Mapping[str, Tensor], change: Mapping[str, Tensor]) -
         )
 
 
+def refuse_non_finite(tensors: Mapping[str, Tensor], what: str) -> None:
+    """Refuse tensors with numbers that are not finite, of which no attack could say anything.
+
+    Args:
+        tensors: by name.
+        what: they are, in errors.
+
+    Raises:
+        UnreadableError: there are such; says how many of which tensor.
+    """
+    for name, value in tensors.items():
+        odd = 0 if not value.is_floating_point() else value.numel() - int(value.isfinite().sum())
+        if odd:
+            raise UnreadableError(
+                f"expected finite numbers in {what}, got NaN or infinity in {name!r} ({odd} of {value.numel()}): "
+                "training diverged, or the numbers overflowed on the way; lower the step size, or scale the loss down "
+                "in half precision"
+            )
+
+
 def _product(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
     """Return the inner product of two sets of arrays."""
     products = [

@@ -16,15 +16,16 @@ from attacks.search_control import SearchControl
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification import contradicts_features
+from attacks.verification import CONTRADICTED, contradicts_features
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
-from eval.federations.dropout import Silenced, silence
+from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.fail_closed import attempt
+from eval.federations.reply_checks import refuse_non_finite
 from eval.federations.wording import in_arguments
 from eval.io.text import join_words
 from fl.capture import ClientSettings
@@ -32,6 +33,7 @@ from fl.inputs.description import Range
 from fl.inputs.form import Inputs
 from fl.losses import Loss
 from fl.losses.function import build_loss
+from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.user_code import RUN_ERRORS
@@ -53,6 +55,11 @@ SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
 """What is tried of several steps on one example, and the most that it is tried of."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
+NOT_AS_STATED = (
+    "nobody can say what it shows: what a layer was given stands in its update exactly, and training as stated makes "
+    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
+)
+"""Why that nothing is proved of an update means nothing."""
 PAIR_NOTE = "the update is 'before' - 'after'"
 """What readers of files are told of two halves; in a federation there is nothing else."""
 log = logging.getLogger(__name__)
@@ -207,24 +214,32 @@ class Screener:
         alone, found = self._attack_as_one_step(recorded, subject, control)
         others = {} if self._is_too_much(alone) else self._attack(case, attacks, control)
         shown = [one for name, result in others.items() for one in case.exposures(name, result)]
+        leaks = self._is_too_much([*alone, *shown])
         notes = (
             *subject.notes,
             *(["whatever was stated, it is that of one step on one example"] if alone else ()),
             *assumptions(recorded.training, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
+            *(() if leaks else (rests_on(recorded.training, subject.view),)),
         )
-        return self._judge([*alone, *shown], {**found, **others}, notes, time.monotonic() - began)
+        contradicted = [name for name, result in others.items() if contradicts_facts(result, subject.view)]
+        doubt = "" if leaks or not contradicted else f"{NOT_AS_STATED} ({contradicted[0]})"
+        seconds = time.monotonic() - began
+        return self._judge([*alone, *shown], {**found, **others}, notes, seconds, doubt)
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""
-        model, facts = self._pixel_model(), recorded.training
+        refuse_non_finite(recorded.before, "the weights before training")
+        refuse_non_finite(recorded.after, "what came back")
+        facts = recorded.training
+        model = in_client_mode(self._pixel_model(), facts.train_mode)
         captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after)), model)
         silenced = Silenced(model)
-        if model.training if facts.train_mode is None else facts.train_mode:
+        if any(module.training for module in model.modules()):
             stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
             alone = (facts.examples or facts.batch_size or 1, facts.steps or facts.epochs) in {(1, 1), (1, None)}
             silenced = silence(model, self.input_shape if stated else None, captured.update if alone else None)  # type: ignore[arg-type]
-        if silenced.evaluating:
+        if silenced.evaluating or equals_evaluation(silenced.model):
             facts = replace(facts, train_mode=False)
             silenced.model.eval()
         model = silenced.model
@@ -252,7 +267,9 @@ class Screener:
             return model
         channels = self.input_shape[0]  # type: ignore[index]
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
-        return nn.Sequential(normalize, model).train(model.training)
+        whole = nn.Sequential(normalize, model)
+        whole.training = model.training  # train() would put every part of the model into one mode
+        return whole
 
     def _attack_as_one_step(
         self, recorded: RecordedUpdate, subject: Subject, control: SearchControl
@@ -299,9 +316,17 @@ class Screener:
         return any(LEVELS.index(exposure.kind) > LEVELS.index(self.allowed) for exposure in shown)
 
     def _judge(
-        self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float
+        self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float, doubt: str
     ) -> Screening:
-        """Return the verdict on what the attacks came to."""
+        """Return the verdict on what the attacks came to.
+
+        Args:
+            shown: what they proved.
+            found: what each came to.
+            notes: what a reader has to know.
+            seconds: that all took.
+            doubt: what keeps everybody from saying that no more is there, or nothing.
+        """
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
         leaks = self._is_too_much(shown)
         cut = [isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values()]
@@ -310,12 +335,14 @@ class Screener:
             reason = f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)"
         elif leaks:
             reason = f"{shown[-1].words} ({shown[-1].attack})"
+        elif doubt:
+            reason = doubt
         elif shown:
             reason = f"no more is shown than {shown[-1].kind}"
         else:
             reason = "nothing is shown"
         return Screening(
-            verdict="failed" if undone else "leaked" if leaks else "not shown to leak",
+            verdict="leaked" if leaks else "failed" if undone or doubt else "not shown to leak",
             reason=reason,
             exposures=tuple(shown),
             tried={name: _outcome(result) for name, result in found.items()},
@@ -425,6 +452,39 @@ def _outcome(result: Result) -> str:
     found = "images" if result.inputs is not None else "features" if result.private else "labels"
     certain = "confirmed" if result.verified else "borne out" if result.approximate else "not confirmed"
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
+
+
+def contradicts_facts(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what one layer is exactly given, and training as stated makes another update.
+
+    A layer of which two outputs move, or fewer, is explained by one input whatever it was given.
+    """
+    if isinstance(result, NotApplicable) or result.verified is not False or CONTRADICTED not in result.note:
+        return False
+    layer = first_linear(view)
+    return isinstance(layer, NotApplicable) or layer.name not in layers_of_one_direction(view)
+
+
+def rests_on(facts: TrainingFacts, view: ServerView) -> str:
+    """Return what that nothing is shown rests on: facts that the update neither bears out nor contradicts."""
+    length = {"steps": facts.steps} if facts.steps is not None else {"epochs": facts.epochs}
+    method = view.method
+    used = {
+        "loss": view.task.loss.name,
+        "optimizer": facts.optimizer,
+        "lr": facts.lr,
+        "momentum": facts.momentum,
+        "weight_decay": method.weight_decay if isinstance(method, FedAvg) else facts.weight_decay,
+        **length,
+        "examples": facts.examples,
+        "batch_size": facts.batch_size,
+    }
+    words = ", ".join(f"{name} {_say_fact(value)}" for name, value in used.items())
+    return f"that no more is shown rests on {words}: a wrong one can hide what leaks"
+
+
+def _say_fact(value: float | str | None) -> str:
+    return "not known" if value is None else value if isinstance(value, str) else f"{value:g}"
 
 
 def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:

@@ -24,11 +24,12 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r" \(hyperleak audit --method, fl\.federation\)", ""),
     (r" \(see --help\)", ""),
     (r" \(--[a-z][a-z-]*(?: \d+)?\)", ""),
-    (r"--method '[^']*'", "`training`"),
-    (r"--method\b", "`training`"),
+    (r"(?<![^\s(])--method '[^']*'", "`training`"),
+    (r"(?<![^\s(])--method\b(?![-.])", "`training`"),
 )
 """What is said by other words, in this order; what is left of options then is said by the names of the arguments."""
-OPTION = re.compile(r"--([a-z][a-z-]*)")
+OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w.-]*[\w/-])")
+"""An option by itself: not in the middle of a name of a file or a layer, nor the beginning of one."""
 
 
 def in_arguments(words: str) -> str:

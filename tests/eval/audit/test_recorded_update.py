@@ -75,6 +75,41 @@ def test_what_are_no_numbers_is_refused_by_name(tmp_path: Path) -> None:
         RecordedUpdate.load(tmp_path / "update.npz")
 
 
+@pytest.mark.parametrize(
+    "rate",
+    [
+        torch.tensor(0.25),
+        torch.tensor([0.25], dtype=torch.bfloat16),
+        torch.tensor(0.25, requires_grad=True),
+        np.float32(0.25),
+        np.array(0.25),
+    ],
+)
+def test_a_fact_may_be_a_number_of_numpy_or_torch(rate: Any) -> None:
+    facts = TrainingFacts(lr=rate, steps=torch.tensor(3), train_mode=np.bool_(True))
+    assert (facts.lr, facts.steps, facts.train_mode) == (0.25, 3, True)
+    assert type(facts.lr) is float
+    assert usable_facts({"lr": rate}) == {"lr": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("lr", 0, "lr: expected a number > 0 or null, got 0; leave it out where it is not known"),
+        ("lr", math.nan, "lr: expected a number > 0 .*, got nan; leave it out"),
+        ("lr", -1, "lr: expected a number > 0 .*, got -1; leave it out"),
+        ("lr", torch.tensor(math.nan), "lr: expected a number > 0 .*, got nan; leave it out"),
+        ("lr", torch.empty((), device="meta"), "lr: .* that holds none that can be read, .* on meta; give a number"),
+        ("lr", torch.tensor([0.1, 0.2]), r"lr: expected a number > 0 .*, got tensor\(\[0"),
+        ("momentum", None, "momentum: .* leave the setting out for its default$"),
+    ],
+)
+def test_a_fact_that_no_client_can_have_is_refused_with_what_to_do(name: str, value: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        TrainingFacts(**{name: value})
+    assert usable_facts({name: value}) == {}
+
+
 def test_a_file_without_facts_is_no_recorded_update(tmp_path: Path) -> None:
     np.savez(tmp_path / "update.npz", w=np.zeros(2))
     with pytest.raises(ValueError, match=FACTS):

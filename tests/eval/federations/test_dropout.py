@@ -100,7 +100,9 @@ def test_another_rule_is_contradicted_under_known_masks_too(kind: str) -> None:
         name: value - 0.5 * (value - update.after[name]) if name.endswith("weight") else update.after[name]
         for name, value in update.before.items()
     }
-    assert screened(model, replace(update, after=halves), 0.5).verdict == "not shown to leak"
+    found = screened(model, replace(update, after=halves), 0.5)
+    assert (found.verdict, found.exposures) == ("failed", ())
+    assert found.reason.startswith("nobody can say what it shows")
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,37 @@ def test_several_examples_are_attacked_and_not_mistaken_for_one(build: object) -
         found = screened(model, replace(update, training=replace(update.training, examples=stated)), 0.5)
         assert found.verdict == "not shown to leak"
         assert found.tried
+
+
+@pytest.mark.parametrize("kind", ["dropout", "norm"])
+@pytest.mark.parametrize("loader", [False, True])
+def test_a_part_in_evaluation_mode_is_in_none_other(kind: str, loader: bool) -> None:
+    """A client may freeze dropout, or statistics, in a network that it trains otherwise."""
+    model = made(lambda: dense(nn.Dropout(0.5) if kind == "dropout" else nn.BatchNorm1d(24)))
+    model[3].eval()
+    update = recorded(model)
+    settings = {"mean": (0.0,), "std": (1.0,)} if loader else {}
+    found = Screener(model=lambda: model, input_shape=support.SHAPE, seconds=5, **settings)(update)  # type: ignore[arg-type]
+    assert (found.verdict, found.exposures[-1].kind) == ("leaked", "images")
+    assert not any("dropout" in note for note in found.notes)
+
+
+def test_dropout_that_draws_in_evaluation_mode_is_read_as_drawing() -> None:
+    model = made(DENSE["hidden"]).eval()
+    next(module for module in model.modules() if isinstance(module, nn.Dropout)).train()
+    found = screened(model, recorded(model))
+    assert (found.verdict, found.exposures[-1].kind) == ("leaked", "images")
+    assert any(note.startswith("masks of dropout were read off") for note in found.notes)
+
+
+def test_a_mode_that_was_stated_is_that_of_all_parts() -> None:
+    model = made(DENSE["hidden"])
+    update = recorded(model)
+    stated = replace(update, training=replace(update.training, train_mode=True))
+    found = screened(model.eval(), stated)
+    assert any(note.startswith("masks of dropout were read off") for note in found.notes)
+    frozen = replace(update, training=replace(update.training, train_mode=False))
+    assert not any("dropout" in note for note in screened(model.train(), frozen).notes)
 
 
 def test_two_outputs_look_like_one_example_and_prove_nothing() -> None:

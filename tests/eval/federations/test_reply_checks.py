@@ -13,6 +13,7 @@ from eval.federations.reply_checks import (
     Beside,
     UnreadableError,
     refuse_differences,
+    refuse_non_finite,
     refuse_unseen,
     refuse_weights,
 )
@@ -97,3 +98,11 @@ def test_weights_are_no_differences() -> None:
         refuse_weights(weights(), change(scale))
     decayed = {name: -0.1 * value for name, value in weights().items()}
     refuse_weights(weights(), decayed)
+
+
+def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
+    fine = {"w": torch.ones(2), "count": torch.ones(2, dtype=torch.int64)}
+    refuse_non_finite(fine, "what came back")
+    for odd in (float("nan"), float("inf")):
+        with pytest.raises(UnreadableError, match=r"finite numbers in what came back, .* in 'b' \(2 of 3\)"):
+            refuse_non_finite({**fine, "b": torch.tensor([odd, 0.0, odd])}, "what came back")

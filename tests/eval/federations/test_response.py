@@ -51,6 +51,23 @@ def test_a_warning_lets_it_pass(caplog: pytest.LogCaptureFixture) -> None:
     assert "sent with a warning: an image is recovered" in caplog.text
 
 
+@pytest.mark.parametrize("half", ["before", "after"])
+def test_numbers_that_are_none_end_in_the_policy_with_one_line(half: str, caplog: pytest.LogCaptureFixture) -> None:
+    update = support.recorded(support.dense_network())
+    states = {"before": dict(update.before), "after": dict(update.after)}
+    states[half]["1.bias"] = states[half]["1.bias"] * float("nan")
+    broken = replace(update, **states)
+    for on_leak, action in (("withhold", "withhold"), ("noise", "withhold"), ("warn", "send")):
+        caplog.clear()
+        response = responder(on_leak)(broken)  # type: ignore[arg-type]
+        assert response.action == action
+        (line,) = [one for one in caplog.records if one.levelno >= logging.WARNING]
+        assert "got NaN or infinity in '1.bias' (24 of 24)" in line.getMessage()
+        assert not line.exc_info
+    with pytest.raises(LeakageError, match="NaN"):
+        responder("stop")(broken)
+
+
 def test_stop_raises_and_is_in_the_report(tmp_path: Path) -> None:
     update = support.recorded(support.dense_network())
     with pytest.raises(LeakageError, match="stopped: an image is recovered"):

@@ -136,6 +136,70 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, object]) -> Non
         screener(support.network(), **settings)
 
 
+def trained(
+    model: nn.Module, count: int = 1, *, loss: Callable[..., Tensor] = nn.functional.cross_entropy, **settings: Any
+) -> RecordedUpdate:
+    """What a client sends that takes one step of SGD otherwise than `support.PLAIN` says."""
+    (inputs, labels), after = support.examples(count), copy.deepcopy(model)
+    optimizer = torch.optim.SGD(after.parameters(), **{"lr": 0.1, **settings})
+    loss(after(inputs), labels).backward()
+    optimizer.step()
+    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, after)]
+    return RecordedUpdate(before=states[0], after=states[1], training=replace(support.PLAIN, examples=count))
+
+
+@pytest.mark.parametrize(
+    ("used", "stated", "note"),
+    [
+        (0.01, {}, "weight decay of 0.01 was read off the update and taken off it, which was not stated"),
+        (0.0, {"weight_decay": 0.01}, "no weight decay shows, where 0.01 was stated"),
+        (0.01, {"lr": None, "weight_decay": 0.5}, "weight decay by 0.001 of the weights was read off the update"),
+    ],
+)
+def test_another_weight_decay_than_stated_hides_nothing(used: float, stated: dict[str, Any], note: str) -> None:
+    for model, kind in ((support.dense_network(), "images"), (support.network(), "features")):
+        update = trained(model, weight_decay=used)
+        found = screener(model)(replace(update, training=replace(update.training, **stated)))
+        assert kind in kinds(found)
+        assert any(one.startswith(note) for one in found.notes)
+
+
+def test_label_smoothing_that_was_not_stated_hides_nothing() -> None:
+    smoothed = nn.CrossEntropyLoss(label_smoothing=0.1)
+    model = support.dense_network()
+    found = screener(model)(trained(model, loss=smoothed))
+    assert kinds(found) == {"images", "labels"}
+    assert "label smoothing 0.1, which was not stated" in found.tried["analytic"]
+    stated = screener(model, loss=smoothed)(trained(model))
+    assert kinds(stated) == {"images"}  # under a loss of one's own no label is told
+
+
+def test_what_facts_contradict_is_not_said_to_be_safe() -> None:
+    """Biases that move further than weights leave the first layer an outer product, of a picture that is too dark."""
+    model = support.dense_network()
+    update = support.recorded(model)
+    after = {
+        name: update.before[name] - (1.3 if name.endswith("bias") else 1.0) * (update.before[name] - value)
+        for name, value in update.after.items()
+    }
+    found = screener(model)(replace(update, after=after))
+    assert (found.verdict, found.must_not_leave, found.exposures) == ("failed", True, ())
+    assert found.reason.startswith("nobody can say what it shows: what a layer was given stands in its update exactly")
+    assert "weight decay in a part of the weights" in found.tried["analytic"]
+
+
+def test_what_nothing_being_shown_rests_on_is_said() -> None:
+    model = support.network()
+    found = screener(model, seconds=0.5)(support.recorded(model, 8, replace(support.PLAIN, batch_size=8)))
+    (rests,) = [note for note in found.notes if note.startswith("that no more is shown rests on")]
+    for fact in ("loss cross-entropy", "optimizer sgd", "lr 0.1", "weight_decay 0", "steps 1", "examples 8"):
+        assert fact in rests
+    unknown = screener(model, seconds=0.5)(replace(support.recorded(model, 8), training=TrainingFacts(examples=8)))
+    assert any("optimizer not known, lr not known" in note for note in unknown.notes)
+    leaking = screener(model, seconds=0.5)(support.recorded(model))
+    assert not any("rests on" in note for note in leaking.notes)
+
+
 def test_what_the_loader_does_to_pixels_counts() -> None:
     model = support.dense_network()
     update = support.recorded(nn.Sequential(_Loader(), *model))

@@ -72,6 +72,9 @@ def test_no_option_of_the_command_is_left_of_what_can_be_said() -> None:
         ("give head='its.prefix.' (--head)", "give head='its.prefix.'"),
         ("expected --input-shape of images that fit", "expected `input_shape` of images that fit"),
         ("a network of 2 -- or 3 -- layers", "a network of 2 -- or 3 -- layers"),
+        ("no file a--b.npz or out/--b/c.npz", "no file a--b.npz or out/--b/c.npz"),
+        ("'x--method'.weight beside x--y.bias", "'x--method'.weight beside x--y.bias"),
+        ("give --head, or --loss.", "give `head`, or `loss`."),
     ],
 )
 def test_what_it_says_instead(said: str, instead: str) -> None:

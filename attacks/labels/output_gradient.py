@@ -1,0 +1,162 @@
+"""One step on one example under whatever loss: what flows back into a model's outputs stands in the last layer's bias.
+
+So a picture can be held against an update also where the loss or its targets are not as stated (label smoothing, soft
+targets, a temperature, a loss of the client's own): all tensors but that bias have to follow from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from attacks.labels.targets import MIN_COSINE, outputs_of
+from attacks.update.classifier_update import classifier_names, classifier_tensors
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import (
+    adaptive_optimizer_obstacle,
+    deviation_from_loss_gradient,
+    training_phases,
+)
+from fl.defense import Defense, UnknownDefense
+from fl.losses.cross_entropy import CrossEntropy
+from fl.method import Method, Step
+from fl.network import Network
+from fl.parametrization import Parametrization
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import dense
+from fl.types import Batch, Candidate, Group, Phase, Scope, Task
+from fl.view import ServerView
+
+OUTPUTS = "outputs"
+"""The payload of a rewritten view that holds `gradient`: read off the update, not sent by the server."""
+MIN_OTHER_CLASSES = 4
+"""Classes beside the label that tell a smoothing: two of them fix it and the step size."""
+MAX_MISFIT = 0.02
+"""Of their targets, which smoothing makes equal, relative to them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputGradient(Method):
+    """One step along the gradient that a given gradient of the outputs makes, whatever loss that is of."""
+
+    name = "output-gradient"
+    uses_labels = False
+
+    def scope(self, name: str, task: Task) -> Scope:
+        """Return SHARED for every parameter."""
+        return Scope.SHARED
+
+    def phases(self, task: Task, round: int) -> tuple[Phase, ...]:
+        """Return one step of size 1."""
+        return (Phase(groups=(Group(lr=1.0),), steps=1),)
+
+    def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
+        """Return the outputs (1, ...) weighted by their gradient."""
+        return (network(batch.inputs) * dense(step.received[OUTPUTS]["gradient"])).sum()
+
+
+def view_of_any_loss(view: ServerView) -> ServerView | None:
+    """Return the view of the same step under whatever loss made it; None where the update hides what flowed back.
+
+    Its method is `OutputGradient`, and weight decay is taken off its update. Whether the last layer's bias has the
+    outputs' gradient is asked of what the model would send of an input of its own.
+
+    Args:
+        view: the server's.
+    """
+    phases, schedule = training_phases(view)
+    steps = [step for phase in schedule or () for step in phase]
+    hidden = view.private or view.parts or type(view.client.defense) not in {Defense, UnknownDefense}
+    if hidden or view.batch_size != 1 or [*map(sum, steps)] != [1]:
+        return None
+    if type(view.method.parametrization) is not Parametrization or not view.method.uses_labels:
+        return None
+    if deviation_from_loss_gradient(view) is not None or adaptive_optimizer_obstacle(phases) is not None:
+        return None
+    change = ObservedUpdate(view).change
+    bias = classifier_tensors(view, change)[1]
+    if bias is None or bias.shape != view.task.output_shape or not bool(bias.any()):
+        return None
+    easier = replace(
+        view,
+        method=OutputGradient(train_mode=view.method.train_mode),
+        task=replace(view.task, loss=CrossEntropy()),
+        update=change,
+        schedule=(((1,),),),
+        labels=None,
+        order=None,
+        draws=None,
+        history=(),
+    )
+    return _with_gradient(easier, bias) if _shows_gradient(easier) else None
+
+
+def _with_gradient(view: ServerView, gradient: Tensor) -> ServerView:
+    return replace(view, received={**view.received, OUTPUTS: {"gradient": gradient}})
+
+
+def _shows_gradient(view: ServerView) -> bool:
+    """Return whether the last layer's bias moves by the gradient of the outputs."""
+    draw = stream(0, "output gradient")
+    expected = torch.randn(view.task.output_shape, generator=draw, dtype=torch.float64).to(view.device, view.dtype)
+    probe = torch.rand(1, *view.task.input_shape, generator=draw, dtype=torch.float64).to(view.device, view.dtype)
+    guess = Candidate(probe, torch.zeros(1, dtype=torch.int64, device=view.device))
+    with torch.no_grad():
+        sent = classifier_tensors(view, predict(_with_gradient(view, expected), guess))[1]
+    return sent is not None and float(nn.functional.cosine_similarity(sent, expected, dim=0)) > MIN_COSINE
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """Cross entropy with label smoothing, as an example and the gradient of its outputs tell it.
+
+    Attributes:
+        label: of the example.
+        share: of the target that all classes have in equal parts, in (0, 1).
+        classes: how many there are.
+    """
+
+    label: int
+    share: float
+    classes: int
+
+    def targets(self) -> Tensor:
+        """Return the target (1, K), in double precision."""
+        even = torch.full((1, self.classes), self.share / self.classes, dtype=torch.float64)
+        even[0, self.label] += 1 - self.share
+        return even
+
+
+def read_smoothing(view: ServerView, images: Tensor) -> Smoothing | None:
+    """Return the label smoothing of cross entropy under which an image makes the outputs' gradient.
+
+    That gradient is softmax - target (Szegedy et al., CVPR 2016, Section 7), and all other classes have one target, a
+    share of the smoothing.
+
+    Args:
+        view: the server's, of one step on one image.
+        images: the image (1, C, H, W).
+
+    Returns:
+        The smoothing; None where targets are others, or classes too few to tell.
+    """
+    name = classifier_names(view, view.update)[1]
+    if not view.task.loss.is_cross_entropy or name is None:
+        return None
+    gradient = dense(ObservedUpdate(view).change[name]).double()
+    shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
+    label, classes = int(gradient.argmin()), len(gradient)
+    if classes - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
+        return None
+    others = torch.arange(classes, device=gradient.device) != label
+    columns = torch.stack([gradient[others], torch.ones_like(gradient[others])], 1)
+    factor, target = torch.linalg.lstsq(columns, shares[others, None]).solution.flatten().tolist()
+    targets = shares - factor * gradient
+    off = float((targets[others] - target).abs().max())
+    if not (factor > 0 and 0 < classes * target < 1 and off <= MAX_MISFIT * target):
+        return None
+    whole = float(targets[label]) - (1 - (classes - 1) * target)
+    return Smoothing(label, classes * target, classes) if abs(whole) <= MAX_MISFIT else None
