@@ -69,6 +69,8 @@ RIDGE = 1e-13
 """Share of the largest number on the diagonal that keeps a channel's block invertible."""
 MAX_BLOCK_NUMBERS = 2**25
 """Numbers of the blocks of all channels, at most, to be inverted for each channel."""
+CHANNELS_TOGETHER = 64
+"""Channels whose blocks are inverted as one stack."""
 ENTRY_WEIGHT = 0.03
 """Weight of F's equations where entries are known, in which directions that A does not hear are most of all."""
 MIN_CHANNEL_RATIO = 1.25
@@ -506,25 +508,49 @@ class _BlockMatrix:
             free: where the diagonals of P are 1 and not 0 (n, K).
             added: the diagonals of D (n, K), or (K,).
         """
-        used = free.any(0)  # channels of no free number need no inverse
-        free, added = free[:, used].to(added), added.expand_as(free)[:, used]
-        inverses = []
-        for places, matrices in self.blocks:
-            p, d = (part[places].permute(2, 0, 1) for part in (free, added))  # (channels, m, size)
-            whole = matrices * p[..., :, None] * p[..., None, :]
-            least = RIDGE * matrices.diagonal(dim1=1, dim2=2).max()
-            whole.diagonal(dim1=2, dim2=3).add_(torch.where(p > 0, d + least, 1.0))
-            inverses.append((places, torch.cholesky_inverse(torch.linalg.cholesky_ex(whole)[0])))
+        added = added.expand_as(free)
+        parts = free.sum(0).argsort().split(CHANNELS_TOGETHER)  # channels of about as many free numbers
+        inverses = [
+            (channels, places, *_invert_free(matrices, *(part[places[..., None], channels] for part in (free, added))))
+            for channels in parts
+            for places, matrices in self.blocks
+        ]
 
         def invert(x: Tensor) -> Tensor:
-            out, rest = torch.zeros_like(x), x[:, used] * free
-            some = torch.empty_like(rest)
-            for places, inverse in inverses:
-                some[places] = (inverse @ rest[places].permute(2, 0, 1)[..., None])[..., 0].permute(1, 2, 0)
-            out[:, used] = some * free
-            return out
+            out = torch.zeros_like(x)
+            for channels, places, order, inverse in inverses:
+                part = x[places[..., None], channels].permute(2, 0, 1)
+                # An inverse is symmetric, and its columns lie together in memory: products from the left are faster.
+                found = (part.gather(-1, order)[..., None, :] @ inverse)[..., 0, :]
+                out[places[..., None], channels] = torch.zeros_like(part).scatter_(-1, order, found).permute(1, 2, 0)
+            return out * free
 
         return invert
+
+
+def _invert_free(matrices: Tensor, free: Tensor, added: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which rows of blocks are kept, free ones first, and the inverses of these rows and columns.
+
+    A channel of fewer free numbers than another has rows of others among them, each of which stands for itself.
+
+    Args:
+        matrices: blocks (m, size, size).
+        free: (m, size, channels).
+        added: to the diagonal, likewise.
+
+    Returns:
+        (channels, m, width) and (channels, m, width, width).
+    """
+    free, added = free.permute(2, 0, 1), added.permute(2, 0, 1)
+    width = int(free.sum(-1).max())
+    order = free.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :width]
+    kept = free.gather(-1, order)
+    block = torch.arange(len(matrices), device=order.device)[:, None, None]
+    whole = matrices[block, order[..., :, None], order[..., None, :]]
+    whole = whole * kept[..., :, None] * kept[..., None, :]
+    ridge = RIDGE * matrices.diagonal(dim1=1, dim2=2).max()
+    whole.diagonal(dim1=-2, dim2=-1).add_(torch.where(kept, added.gather(-1, order) + ridge, 1.0))
+    return order, torch.cholesky_inverse(torch.linalg.cholesky_ex(whole)[0])
 
 
 @dataclass(frozen=True)

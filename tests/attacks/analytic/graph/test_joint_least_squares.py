@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.joint_least_squares import GradientEquations, JointSolver, KnownEntries
+from attacks.analytic.graph.joint_least_squares import GradientEquations, JointSolver, KnownEntries, _BlockMatrix
 from fl.seeds import stream
 
 IMAGES, CHANNELS, SIDE = 2, 3, 4
@@ -147,3 +147,22 @@ def test_bounds_from_above_count_as_well() -> None:
     found = [JointSolver(None, entries).solve(gradients, tolerance=1e-12) for entries in (loose, tight)]
     off = [math.inf if x is None else float((x - true).norm() / true.norm()) for x in found]
     assert off[1] < 1e-6 < 0.1 < off[0]
+
+
+def test_blocks_are_inverted_at_the_free_numbers_of_each_channel() -> None:
+    draw = torch.Generator().manual_seed(0)
+    a = torch.zeros(20, 10, dtype=torch.float64)  # three parts, two of one size
+    parts = [torch.arange(4), torch.arange(4, 8), torch.arange(8, 10)]
+    for rows, places in zip((slice(0, 6), slice(6, 12), slice(12, 20)), parts, strict=True):
+        a[rows, places] = torch.randn(a[rows, places].shape, generator=draw, dtype=torch.float64)
+    free = torch.rand(10, 150, generator=draw) < torch.linspace(0, 1, 150)  # from none to all
+    free[:, :70] = False
+    added, x = (torch.rand(10, 150, generator=draw, dtype=torch.float64) for _ in range(2))
+
+    found = _BlockMatrix.gram(a, parts).invert_restricted(free, added)(x)
+
+    for k in range(150):
+        at = free[:, k].nonzero()[:, 0]
+        whole = (a.mT @ a)[at][:, at] + added[at, k].diag()
+        assert torch.allclose(found[at, k], torch.linalg.solve(whole, x[at, k]), rtol=1e-8)
+        assert not found[~free[:, k], k].any()
