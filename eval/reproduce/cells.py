@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 from attacks.base import Attack
+from defenses import Defense
 from eval.experiment import sweep
 from eval.experiment.spec import Entry, Experiment
 from eval.reproduce.items import PaperRow
@@ -25,6 +26,7 @@ class PlannedCell:
         row: whose it is.
         method: which is trained.
         attack: which is run; None for a training.
+        defense: of the clients.
         part: the experiment as both have it.
         observed: the method as it is in the observed round.
         cell: its settings; the digest of the data is empty, so its id is that of no run.
@@ -34,6 +36,7 @@ class PlannedCell:
     row: PaperRow
     method: Entry[Method]
     attack: Entry[Attack] | None
+    defense: Entry[Defense]
     part: Experiment
     observed: Method
     cell: Cell
@@ -58,10 +61,10 @@ def _cells_of_method(experiment: Experiment, method: Entry[Method]) -> Iterator[
     for seed in experiment.seeds:
         for defense in experiment.defense:
             training = training_cell(data, own.federation, method.item, defense.item, seed)
-            yield PlannedCell(PaperRow(method.label), method, None, own, method.item, training, training)
+            yield PlannedCell(PaperRow(method.label), method, None, defense, own, method.item, training, training)
             for attack, part, observed in parts:
                 row = PaperRow(method.label, attack.label)
                 for number in watched_rounds(part, method):
                     updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
                     cell = attack_cell(updates, attack.item, part.score, None)
-                    yield PlannedCell(row, method, attack, part, observed, cell, training)
+                    yield PlannedCell(row, method, attack, defense, part, observed, cell, training)

@@ -1,56 +1,33 @@
 """What experiments cost, without their data: counts, from the settings, times unit costs that were measured once.
 
-An estimate is of one CPU core and tells an hour from a day. Where a cell of the same kind is committed its seconds are
-taken, as `eval.run.estimate` takes them for a plan whose data are at hand. Unit costs are medians over the committed
-cells and `benchmarks/results`; a GPU, a faster core or several workers divide them. What is not known is None, never
-zero.
+An estimate is of one CPU core. Where a cell of the same kind is committed its seconds are taken, else counts times
+unit costs (`eval.run.unit_costs`), as `eval.run.estimate` does for a plan whose data are at hand. Images are counted
+by the published sizes of data sets here. A GPU, a faster core or several workers divide an estimate. What is not known
+is None, never zero.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
 from math import ceil
 from typing import Any
 
-import torch
-from torch import nn
-
-from attacks.base import Attack, Chain
-from eval.experiment.serialization import attack_spec
-from eval.experiment.spec import Experiment, FederationSpec, ObserveSpec
+from eval.experiment.scales import DOMAINS
+from eval.experiment.spec import Experiment, ObserveSpec
 from eval.reproduce.cells import PlannedCell, planned_cells
 from eval.run.estimate import KnownTimes
+from eval.run.unit_costs import (
+    ClientImages,
+    TrainingWork,
+    attack_seconds,
+    network_work,
+    template_task,
+    training_seconds,
+)
 from fl.data import Source
 from fl.data.sources.download import PUBLISHED_SIZES
-from fl.federation import n_sampled
-from fl.method import Method, methods
-from fl.models import Network
 
-MACS_A_SECOND = 2.5e10
-"""Multiplications and additions of one core in the convolutions of small networks."""
-STEP_SECONDS = 5e-4
-"""Of a step of training beside these: a step's own overhead, layer by layer."""
-BACKWARD = 3.0
-"""A pass back and forth, in passes forth."""
-SECOND_ORDER = 6.0
-"""A step of a search, which differentiates a gradient, in passes forth."""
-ITERATION_SECONDS = 4e-3
-"""Of a step of a search beside these."""
-METHOD_FACTORS: Mapping[str, float] = {
-    "hyperfl": 1.4,
-    "dp-hyperfl": 3.5,
-    "dp-fedavg": 1.7,
-    "centaur": 1.8,
-    "ppsgd": 1.9,
-    "hfedf": 1.4,
-    "hyperfedzero": 20.0,
-}
-"""A round of a method, in rounds of FedAvg on the same network and images; others count as FedAvg."""
-EXACT_SECONDS: Mapping[str, float] = {"cascade": 15.0, "backsolve": 60.0, "spear": 30.0, "april": 10.0}
-"""An update under an attack that does not search in iterations; others count as `CLOSED_FORM_SECONDS`."""
-CLOSED_FORM_SECONDS = 1.0
 IMAGES: Mapping[str, tuple[int, int]] = PUBLISHED_SIZES | {
     "handwritten62": (4_805, 930),
     "pacs": (7_993, 1_998),
@@ -58,21 +35,8 @@ IMAGES: Mapping[str, tuple[int, int]] = PUBLISHED_SIZES | {
     "vlcs": (8_583, 2_146),
 }
 """Training and test images of data sets as published, for estimates that load none."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClientImages:
-    """How many images clients have, as far as costs depend on it.
-
-    Attributes:
-        clients: that take part.
-        train: training images of a client, in the mean.
-        test: test images likewise.
-    """
-
-    clients: int
-    train: float
-    test: float
+SOURCE_DOMAINS = 3
+"""Domains of the papers' data sets, beside the one that is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,85 +52,6 @@ class Cost:
     trainings: int
     attacks: int
     seconds: float | None
-
-
-@cache
-def forward_macs(model: Network) -> float | None:
-    """Return multiplications and additions of one image's way through a network's extractor; None where not known.
-
-    Convolutions and linear layers are counted, on the `meta` device, which computes nothing.
-    """
-    found: list[float] = []
-
-    def count(module: nn.Module, _: Any, out: Any) -> None:
-        weight = module.weight
-        assert isinstance(weight, torch.Tensor)
-        found.append(float(out.numel()) * weight[0].numel())
-
-    try:
-        with torch.device("meta"), torch.no_grad():
-            body = model.body()
-            for module in body.modules():
-                if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
-                    module.register_forward_hook(count)
-            body.eval()(torch.zeros(1, *model.input_shape))
-    except (RuntimeError, ValueError, OSError, NotImplementedError, TypeError):  # weights that are not there, or odd
-        return None
-    return sum(found) or None
-
-
-def training_seconds(model: Network, federation: FederationSpec, method: Method, images: ClientImages) -> float | None:
-    """Return what a training takes on one core, with its evaluations.
-
-    Args:
-        model: the network.
-        federation: for how long, and how often it is scored.
-        method: whose steps they are.
-        images: of the clients.
-    """
-    macs = forward_macs(model)
-    if macs is None:
-        return None
-    settings = methods.spec(method)
-    size = min(settings.get("batch_size") or images.train, images.train) or 1
-    if settings.get("steps"):
-        steps = float(settings["steps"])
-    else:
-        steps = float(settings.get("epochs") or 1) * ceil(images.train / size)
-    steps += float(settings.get("head_epochs") or 0) * ceil(images.train / size)
-    per_client = steps * (size * BACKWARD * macs / MACS_A_SECOND + STEP_SECONDS)
-    asked = n_sampled(federation.client_fraction, images.clients)
-    training = federation.rounds * asked * per_client * METHOD_FACTORS.get(settings["name"], 1.0)
-    scored = federation.rounds // federation.evaluate_every + 1
-    tuned = federation.fine_tune_epochs * images.train * BACKWARD
-    scoring = scored * images.clients * (images.test + tuned) * macs / MACS_A_SECOND
-    return training + scoring
-
-
-def attack_seconds(model: Network, attack: Attack, method: Method, updates: int, batch: float) -> float | None:
-    """Return what an attack takes on one core.
-
-    Args:
-        model: the network.
-        attack: which.
-        method: of the observed round, whose steps a search makes again.
-        updates: how many are attacked.
-        batch: images in each.
-    """
-    macs = forward_macs(model)
-    if macs is None:
-        return None
-    last = attack
-    while isinstance(last, Chain):
-        last = last.then
-    iterations = attack_spec(last).get("iterations")
-    if not isinstance(iterations, int):
-        return updates * EXACT_SECONDS.get(attack_spec(last)["name"], CLOSED_FORM_SECONDS)
-    settings = methods.spec(method)
-    size = min(settings.get("batch_size") or batch, batch) or 1
-    steps = settings.get("steps") or (settings.get("epochs") or 1) * ceil(batch / size)
-    one = steps * (size * SECOND_ORDER * macs / MACS_A_SECOND + ITERATION_SECONDS)
-    return updates * iterations * one
 
 
 def experiment_cost(
@@ -202,9 +87,20 @@ def _known_seconds(one: PlannedCell, times: KnownTimes) -> float | None:
 
 def _counted_seconds(one: PlannedCell) -> float | None:
     model, images = one.part.task.model, client_images(one.part)
+    task, network = template_task(model), network_work(model)
+    if task is None or network is None:
+        return None
+    work = TrainingWork(
+        task=task,
+        network=network,
+        federation=one.part.federation,
+        method=one.method.item,
+        defense=one.defense.item,
+        images=images,
+    )
     if one.attack is None:
-        return training_seconds(model, one.part.federation, one.method.item, images)
-    return attack_seconds(model, one.attack.item, one.observed, *_watched(one.part.observe, images))
+        return training_seconds(work)
+    return attack_seconds(work, one.attack.item, one.observed, *watched_updates(one.part.observe, images))
 
 
 def client_images(experiment: Experiment) -> ClientImages:
@@ -212,11 +108,17 @@ def client_images(experiment: Experiment) -> ClientImages:
     federation = experiment.federation
     partition: Any = federation.partition
     train, test = _size(experiment.task.dataset)
-    clients = int(getattr(partition, "clients", None) or 4) - federation.held_out_clients
+    if partition.name == DOMAINS:  # one domain is the held-out client's
+        clients = partition.clients or SOURCE_DOMAINS
+        left = SOURCE_DOMAINS / (SOURCE_DOMAINS + 1) / clients
+        return ClientImages(clients=clients, train=left * train, test=left * test, held_out=federation.held_out_clients)
+    every = int(getattr(partition, "clients", None) or 4)
     return ClientImages(
-        clients=max(clients, 1),
-        train=getattr(partition, "train_size", None) or train / max(clients, 1),
-        test=getattr(partition, "test_size", None) or test / max(clients, 1),
+        clients=max(every - federation.held_out_clients, 1),
+        train=getattr(partition, "train_size", None) or train / every,
+        test=getattr(partition, "test_size", None) or test / every,
+        held_out=federation.held_out_clients,
+        global_test=test if federation.global_test else 0,
     )
 
 
@@ -231,7 +133,7 @@ def _size(source: Source) -> tuple[float, float]:
     return min(train, limits[0] or train), min(test, limits[1] or test)
 
 
-def _watched(observe: ObserveSpec, images: ClientImages) -> tuple[int, float]:
+def watched_updates(observe: ObserveSpec, images: ClientImages) -> tuple[int, float]:
     """Return how many updates are attacked, and how many images each has."""
     count = observe.images or ceil(images.train)
     batch = observe.batch_size or count

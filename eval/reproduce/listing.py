@@ -21,8 +21,8 @@ LEGEND = (
     "Measured: rows of which all cells are committed in docs/results/cells, with exactly the settings of the scale; "
     "a data set counts as itself where only a part of its images was at hand.",
     "Otherwise: rows that committed runs of the same config have with other settings, such as another data set.",
-    "Cost: an estimate for one CPU core, by committed cells of the same kind, else from counts and unit costs; it "
-    "tells an hour from a day.",
+    "Cost: an estimate for one CPU core, by committed cells of the same kind, else from counts and unit costs; four of "
+    "five are within a factor of two.",
 )
 
 

@@ -1,19 +1,17 @@
 """What the cells of a plan will cost, before anything of it is computed.
 
 What is known best goes first: the seconds that a cell of the same kind took, in this run's folder or in one beside it,
-else in a published run of this checkout, on whatever machine that was computed; else the gradients that it takes, times
-the seconds of one, measured here on the network itself; else nothing. Whatever is measured takes about a second in all.
+else in a published run of this checkout, on whatever machine that was computed; else what `eval.run.unit_costs` counts,
+at the pace of one gradient of the network that is timed here; else nothing. Timing takes about a second in all.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import tarfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +21,6 @@ from typing import Any
 
 import torch
 
-from eval.experiment.serialization import attack_spec
 from eval.io import jsonl
 from eval.io.errors import RUN_ERRORS
 from eval.io.text import format_count
@@ -31,16 +28,21 @@ from eval.run.cache_keys import Cell
 from eval.run.lpips_columns import with_finished_cells
 from eval.run.plan import AttackTask, Plan, TrainingTask
 from eval.run.run_directory import CELL, RunDir, about_cell
-from fl.federation import n_sampled
-from fl.method import Method
-from fl.types import Batch, Phase, Task
+from eval.run.unit_costs import (
+    ClientImages,
+    NetworkWork,
+    TrainingWork,
+    attack_seconds,
+    gradient_seconds,
+    training_seconds,
+    work_of,
+)
+from fl.types import Batch, Task
 
 MEASURED_SECONDS = 1.0
 """Seconds that all measurements may take, about."""
-GRADIENT_OF_GRADIENT = 3
-"""Gradients that one iteration of a search is taken to cost: it goes through the gradient of the client's."""
-FORWARD = 1 / 3
-"""Gradients that a pass through the network without one is taken to cost."""
+PACE_IMAGES = 32
+"""Images of the gradient that is timed."""
 COMMITTED = Path(__file__).parents[2] / "docs" / "results" / "cells"
 """Where a checkout keeps the cells of published runs."""
 log = logging.getLogger(__name__)
@@ -95,17 +97,17 @@ class PlanCost:
 def estimate(plan: Plan, folder: RunDir) -> PlanCost:
     """Return what each cell of an experiment costs."""
     plan = with_finished_cells(plan, folder)
-    here, committed = KnownTimes(_cells_beside(folder.path)), KnownTimes(_committed_cells())
-    steps = StepTimes(MEASURED_SECONDS)
+    here, committed = KnownTimes(_cells_beside(folder.path)), KnownTimes(committed_cells())
+    counted = _CountedCosts()
     names = {cell.id: name for name, cell in reversed(list(plan.cells()))}
     found: dict[str, CellCost] = {}
     for one in plan.trainings:
         seen = [known.training(one.cell.settings) for known in (here, committed)]
-        measure = partial(_training_seconds, one, steps)
+        measure = partial(counted.training, one)
         found.setdefault(one.cell.id, _cost(folder, one.cell, names[one.cell.id], seen, measure))
         for watch in one.attack_tasks:
             seen = [known.attack(watch.cell.settings, one.cell.settings) for known in (here, committed)]
-            measure = partial(_attack_seconds, one, watch, steps)
+            measure = partial(counted.attack, one, watch)
             found.setdefault(watch.cell.id, _cost(folder, watch.cell, names[watch.cell.id], seen, measure))
     return PlanCost(tuple(found.values()))
 
@@ -121,7 +123,7 @@ def _cost(
         if seconds is not None:
             return CellCost(cell.id, name, kind, False, seconds, f"{format_count(count, what)} of its kind")
     measured = measure()
-    return CellCost(cell.id, name, kind, False, measured, "unknown" if measured is None else "one gradient, timed here")
+    return CellCost(cell.id, name, kind, False, measured, "unknown" if measured is None else "counts, timed here")
 
 
 # ---- by finished cells -----------------------------------------------------------------------------------------------
@@ -185,7 +187,7 @@ def _cells_beside(folder: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _committed_cells() -> dict[str, dict[str, Any]]:
+def committed_cells() -> dict[str, dict[str, Any]]:
     """Return what the cells of published runs state of themselves, where this is a checkout that has them."""
     found: dict[str, dict[str, Any]] = {}
     for archive in sorted(COMMITTED.glob("*.tar.xz")):
@@ -200,43 +202,43 @@ def _committed_cells() -> dict[str, dict[str, Any]]:
     return found
 
 
-# ---- by the time of a gradient ---------------------------------------------------------------------------------------
-class StepTimes:
-    """Seconds of one gradient of a network, measured once for each size of batch.
+# ---- by counts, at the pace of this machine --------------------------------------------------------------------------
+class Pace:
+    """Seconds here for each that is counted, by the time of one gradient of a network.
 
     Args:
-        seconds: that all measurements may take; what comes later is not measured.
+        seconds: that all measurements may take; for networks that come later the pace of the one before is taken.
     """
 
     def __init__(self, seconds: float) -> None:
         self._left = seconds
-        self._known: dict[str, float | None] = {}
-        self._task: tuple[str, Task] | None = None
+        self._latest = 1.0
+        self._known: dict[str, float] = {}
 
-    def task(self, one: TrainingTask) -> Task:
-        """Return the network of a training, from whatever seed; the last is kept, as it may take seconds to make."""
+    def of(self, one: TrainingTask, task: Task, network: NetworkWork) -> float:
+        """Return the pace of a training's network."""
         key = json.dumps(one.cell.settings["task"], sort_keys=True)
-        if self._task is None or self._task[0] != key:
-            self._task = key, one.data.task(one.seed)
-        return self._task[1]
-
-    def gradient(self, one: TrainingTask, size: int) -> float | None:
-        """Return the seconds of a gradient of so many images, or None."""
-        key = json.dumps([one.cell.settings["task"], size], sort_keys=True)
         if key not in self._known:
             began = time.monotonic()
-            self._known[key] = _measured(one, self.task(one), size) if self._left > 0 else None
+            size = min(PACE_IMAGES, len(one.data.dataset.train))
+            seconds = _measured(one, task, size) if self._left > 0 else None
+            if seconds is not None:
+                self._latest = seconds / gradient_seconds(network, size)
+            self._known[key] = self._latest
             self._left -= time.monotonic() - began
         return self._known[key]
 
 
 def _measured(one: TrainingTask, task: Task, size: int) -> float | None:
+    """Return the seconds of one gradient of so many images, the less of two; None where it can't be timed."""
     try:
-        batch = one.data.dataset.train.take(torch.arange(size) % len(one.data.dataset.train))
-        _gradient(task, batch)  # loads what is loaded on first use
-        began = time.perf_counter()
-        _gradient(task, batch)
-        return time.perf_counter() - began
+        batch = one.data.dataset.train.take(torch.arange(size))
+        found = []
+        for _ in range(3):  # the first loads what is loaded on first use
+            began = time.perf_counter()
+            _gradient(task, batch)
+            found.append(time.perf_counter() - began)
+        return min(found)
     except RUN_ERRORS as error:  # no network to call by itself, say
         log.info("%s: no gradient can be timed: %s", one.name, error)
         return None
@@ -249,69 +251,56 @@ def _gradient(task: Task, batch: Batch) -> None:
         torch.cuda.synchronize()
 
 
-def _training_seconds(one: TrainingTask, steps: StepTimes) -> float | None:
-    """Return what a training takes: the gradients of all clients, and what they are scored by."""
-    federation, partition = one.federation, one.data.partition
-    clients = len(partition) - federation.held_out_clients
-    if clients < 1:
-        return None
-    sizes = Counter(len(own) for own in partition.train[:clients])  # of thousands of clients most are alike
-    each = [_times(count, _local_seconds(one, one.method.item, images, steps)) for images, count in sizes.items()]
-    sizes = Counter(len(own) for own in partition.test[:clients])
-    scored = [_times(count, _passes(one, images, steps)) for images, count in sizes.items()]
-    if any(value is None for value in (*each, *scored)):
-        return None
-    share = n_sampled(federation.client_fraction, clients) / clients
-    rounds, evaluated = federation.rounds, 1 + math.ceil(federation.rounds / federation.evaluate_every)
-    return rounds * share * sum(filter(None, each)) + evaluated * sum(filter(None, scored))
+class _CountedCosts:
+    """What the trainings of a plan and attacks on them cost by counts; what several of them share is counted once."""
 
+    def __init__(self) -> None:
+        self._pace = Pace(MEASURED_SECONDS)
+        self._latest: tuple[str, Task, NetworkWork | None] | None = None
 
-def _times(count: int, seconds: float | None) -> float | None:
-    return None if seconds is None else count * seconds
+    def training(self, one: TrainingTask) -> float | None:
+        """Return what a training takes."""
+        work = self._work(one)
+        return None if work is None else self._pace.of(one, work.task, work.network) * training_seconds(work)
 
-
-def _attack_seconds(one: TrainingTask, watch: AttackTask, steps: StepTimes) -> float | None:
-    """Return what a search takes; nobody can tell of other attacks."""
-    iterations = _iterations(attack_spec(watch.attack.item))
-    if iterations is None:
-        return None
-    each = [
-        _local_seconds(one, watch.observation_spec.method, len(member.data), steps)
-        for target in watch.observation_spec.targets
-        for member in target.group
-    ]
-    if any(value is None for value in each):
-        return None
-    return GRADIENT_OF_GRADIENT * iterations * sum(filter(None, each))
-
-
-def _local_seconds(one: TrainingTask, method: Method, images: int, steps: StepTimes) -> float | None:
-    """Return what one client's training in a round takes, from its gradients alone."""
-    total = 0.0
-    for phase in method.phases(steps.task(one), 0):
-        size = min(phase.batch_size or images, images)
-        seconds = steps.gradient(one, size) if size else 0.0
-        if seconds is None:
+    def attack(self, one: TrainingTask, watch: AttackTask) -> float | None:
+        """Return what an attack on a training takes; None where nobody can tell."""
+        work, spec = self._work(one), watch.observation_spec
+        if work is None or not spec.targets:
             return None
-        total += seconds * _gradients(phase, images, size)
-    return total
+        images = fmean(len(member.data) for target in spec.targets for member in target.group)
+        found = attack_seconds(work, watch.attack.item, spec.method, len(spec.targets), images)
+        return None if found is None else self._pace.of(one, work.task, work.network) * found
+
+    def _work(self, one: TrainingTask) -> TrainingWork | None:
+        key = json.dumps(one.cell.settings["task"], sort_keys=True)
+        if self._latest is None or self._latest[0] != key:  # the last is kept, as it may take seconds to make
+            task = one.data.task(one.seed)
+            self._latest = key, task, work_of(task)
+        _, task, network = self._latest
+        images = _images(one)
+        if network is None or images is None:
+            return None
+        return TrainingWork(
+            task=task,
+            network=network,
+            federation=one.federation,
+            method=one.method.item,
+            defense=one.defense.item,
+            images=images,
+        )
 
 
-def _gradients(phase: Phase, images: int, size: int) -> int:
-    return phase.batches_per_step * (phase.steps or (phase.epochs or 0) * math.ceil(images / max(size, 1)))
-
-
-def _passes(one: TrainingTask, images: int, steps: StepTimes) -> float | None:
-    seconds = steps.gradient(one, images) if images else 0.0
-    return None if seconds is None else FORWARD * seconds
-
-
-def _iterations(settings: object) -> int | None:
-    """Return the iterations of a search, of all its trials together; None where it is none."""
-    if not isinstance(settings, dict):
+def _images(one: TrainingTask) -> ClientImages | None:
+    """Return how many images the clients of a training have; None where none takes part."""
+    held_out, parts = one.federation.held_out_clients, one.data.partition
+    count = len(parts) - held_out
+    if count < 1:
         return None
-    if isinstance(own := settings.get("iterations"), int):
-        trials = [value for key in ("trials", "restarts") if isinstance(value := settings.get(key), int)]
-        return own * math.prod(trials)
-    inner: Iterable[int | None] = map(_iterations, settings.values())
-    return max((count for count in inner if count is not None), default=None)
+    return ClientImages(
+        clients=count,
+        train=fmean(map(len, parts.train[:count])),
+        test=fmean(map(len, parts.test[:count])),
+        held_out=held_out,
+        global_test=len(one.data.dataset.test) if one.federation.global_test else 0,
+    )

@@ -382,7 +382,7 @@ def test_a_plan_says_what_there_is_to_compute_and_computes_nothing(path):
     assert left_behind(path) == []
     lines = result.output.splitlines()
     assert lines[0].split("\t") == ["cell", "kind", "cost on one worker", "known from"]
-    assert "fedavg\ttraining\tabout 1 s\tone gradient, timed here" in lines
+    assert "fedavg\ttraining\tabout 1 s\tcounts, timed here" in lines
     assert "fedavg: guess after round 2\tattack\tunknown\tunknown" in lines
     assert "5 of 5 cells are to be computed" in result.output
     assert "what 3 of them cost is unknown" in result.output

@@ -11,6 +11,7 @@ from eval.run.federation_data import FederationData
 from eval.run.run_directory import RunDir
 from eval.run.run_options import RunProgress
 from eval.run.shared.progress import RunPace, seconds_of_work
+from eval.run.unit_costs import ATTACK_SECONDS, ITERATION_SECONDS, UPDATE_SECONDS
 from fl.methods.fedavg import FedAvg
 
 
@@ -28,7 +29,7 @@ def costs(experiment, path):
 def test_nothing_is_computed_for_an_estimate_and_what_nobody_can_tell_is_unknown(tmp_path):
     found, by_name = costs(tiny("attack=[{name: ig, iterations: 100}, guess]"), tmp_path / "a")
     assert not (tmp_path / "a").exists()
-    assert by_name["fedavg"] == by_name["fedavg: ig after round 2"] == (False, "one gradient, timed here")
+    assert by_name["fedavg"] == by_name["fedavg: ig after round 2"] == (False, "counts, timed here")
     assert by_name["fedavg: guess after round 2"] == (False, "unknown")
     assert found.unknown == 2
     seconds = {cell.name: cell.seconds for cell in found.cells}
@@ -37,16 +38,26 @@ def test_nothing_is_computed_for_an_estimate_and_what_nobody_can_tell_is_unknown
 
 
 def test_a_search_costs_its_iterations(tmp_path, monkeypatch):
-    monkeypatch.setattr(estimate, "_measured", lambda one, task, size: 0.001)
+    monkeypatch.setattr(estimate, "_measured", lambda one, task, size: None)
     short, long = (
         {c.name: c.seconds for c in costs(tiny(f"attack=[{{name: ig, iterations: {n}}}]"), tmp_path / "a")[0].cells}
         for n in (100, 200)
     )
-    # two updates of one gradient each, and three gradients for each iteration
-    assert short["fedavg: ig after round 2"] == pytest.approx(100 * 2 * 3 * 0.001)
-    assert long["fedavg: ig after round 2"] == pytest.approx(2 * short["fedavg: ig after round 2"])
-    # two rounds of three clients with two batches each, and three times what they are scored by
-    assert short["fedavg"] == pytest.approx(2 * 3 * 2 * 0.001 + 3 * 3 * 0.001 / 3, rel=0.2)
+    once = ATTACK_SECONDS
+    assert long["fedavg: ig after round 2"] - once == pytest.approx(2 * (short["fedavg: ig after round 2"] - once))
+    # two updates of one step, each of two images, through a network of three layers
+    assert short["fedavg: ig after round 2"] - once == pytest.approx(
+        100 * (2 * UPDATE_SECONDS + 3 * ITERATION_SECONDS), rel=0.05
+    )
+
+
+def test_counts_are_taken_at_the_pace_of_a_gradient_timed_here(tmp_path, monkeypatch):
+    seconds = {}
+    for pace in (1.0, 3.0):
+        monkeypatch.setattr(estimate, "gradient_seconds", lambda network, images, pace=pace: 1 / pace)
+        monkeypatch.setattr(estimate, "_measured", lambda one, task, size: 1.0)
+        seconds[pace] = costs(tiny("attack=ig"), tmp_path / "a")[0].seconds()
+    assert seconds[3.0] == pytest.approx(3 * seconds[1.0])
 
 
 def test_a_network_is_made_once_and_clients_alike_count_together(tmp_path, monkeypatch):
@@ -63,8 +74,8 @@ def test_a_network_is_made_once_and_clients_alike_count_together(tmp_path, monke
     assert made == [0]
     fedavg = [one for one in plan.trainings if one.method.label == "fedavg"]
     assert len(fedavg[0].data.partition) == 3
-    watched = sum(len(watch.observation_spec.targets) for one in fedavg for watch in one.attack_tasks)
-    assert len(phases) == len(fedavg) + watched  # all of its clients have as many images
+    # of all clients, and of all updates of an attack, together
+    assert len(phases) == len(fedavg) + sum(len(one.attack_tasks) for one in fedavg)
 
 
 def test_finished_cells_tell_what_others_of_their_kind_cost(tmp_path):
