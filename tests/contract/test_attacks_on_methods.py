@@ -50,8 +50,13 @@ LONG = {
 """Attacks that take seconds for each method: on most they differ in what `predict` does, which has tests of its own."""
 
 
+GENERATED = {"fedavg, generated", "fedprox, generated", "scaffold, generated"}
+"""Of methods whose weights are generated, as they are by one module: the others are met in `make nightly`."""
+
+
 def _pairs() -> list[Any]:
-    pairs = [pytest.param(row, False, id=row) for row in ROWS]
+    marks = {row: pytest.mark.slow for row in ROWS.keys() - METHODS.keys() - GENERATED}
+    pairs = [pytest.param(row, False, id=row, marks=marks.get(row, ())) for row in ROWS]
     return pairs + [pytest.param(row, True, id=f"{row}, searches", marks=pytest.mark.slow) for row in ROWS]
 
 

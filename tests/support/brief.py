@@ -4,24 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from attacks.analytic.graph import feature_inversion
+from attacks.analytic.graph import feature_inversion, picture_search, pooled_stem
+from attacks.analytic.maxpool import solver
+from attacks.learned import inversion_network
 from eval.metrics.identification import draw_distractors
 
-STEPS, CANDIDATES = 20, 8
+STEPS, CANDIDATES, IMITATED = 20, 8, 32
 
 
 @contextmanager
 def brief_picture_searches() -> Iterator[None]:
-    """Let annealing and descent end after some steps, where a picture's features were not enough for a direct search.
+    """Let a search for a picture end after some steps, and be begun again but once, by as short an annealing.
 
-    They take thousands of steps and seconds of time, and on networks as small as tests have they find little.
+    Where features are not enough for a direct search it takes thousands of steps and seconds of time, and on networks
+    as small as tests have it finds little. Likewise, a picture below a max pooling is looked for in one way alone.
     """
     with pytest.MonkeyPatch.context() as patch:
         for name in ("ANNEALING_STEPS", "MAX_DESCENT_STEPS"):
             patch.setattr(feature_inversion, name, STEPS)
+        brief = partial(feature_inversion.InversionSettings, max_steps=STEPS, restarts=1)
+        patch.setattr(picture_search, "InversionSettings", brief)
+        ways = solver.schedules
+        patch.setattr(solver, "schedules", lambda unknowns: ways(unknowns)[:1])
+        for name in ("ROUGHER", "REHEATINGS"):
+            patch.setattr(pooled_stem, name, ())
+        yield
+
+
+@contextmanager
+def few_imitated_clients() -> Iterator[None]:
+    """Let a network that learns to invert updates scale them by those of few clients, where it imitates hundreds."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inversion_network, "SCALING_UPDATES", IMITATED)
         yield
 
 

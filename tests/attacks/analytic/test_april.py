@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.cover import SLOW, one_at_a_time
 from support.pictures import photograph
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -160,8 +161,7 @@ def test_more_patches_than_equations_are_counted() -> None:
     assert "32 equations (patch.weight) for 64 patches at each of 48 places" in result.reason
 
 
-@pytest.mark.parametrize("model", [Wide, Averaged])
-@pytest.mark.parametrize("labels", [[3, 7], [3, 3, 8]])
+@one_at_a_time(model=[Wide, Averaged], labels=[[3, 7], [3, 3, 8]])
 def test_the_images_of_a_batch_come_back(model: type[Wide], labels: list[int]) -> None:
     view, pictures = batch(model(), labels)
     result = April()(view)
@@ -211,16 +211,16 @@ def test_equations_for_a_batch_are_counted() -> None:
     assert result.reason.endswith("for the 512 unknowns of an image are too few")
 
 
-def test_noise_is_no_batch() -> None:
+@pytest.mark.parametrize("share", [1e-2, pytest.param(1.0, marks=SLOW)])
+def test_noise_is_no_batch(share: float) -> None:
     view = batch(Wide(), [3, 7])[0]
     draw = stream(0, "noise")
-    for share in (1.0, 1e-2):
-        update = {
-            n: v + share * v.norm() / v.numel() ** 0.5 * torch.randn(v.shape, generator=draw)
-            for n, v in view.update.items()
-        }
-        result = April()(replace(view, update=update))
-        assert isinstance(result, NotApplicable) or not result.verified
+    update = {
+        n: v + share * v.norm() / v.numel() ** 0.5 * torch.randn(v.shape, generator=draw)
+        for n, v in view.update.items()
+    }
+    result = April()(replace(view, update=update))
+    assert isinstance(result, NotApplicable) or not result.verified
 
 
 def test_large_searches_wait_for_a_higher_bound() -> None:

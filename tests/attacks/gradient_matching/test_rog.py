@@ -54,7 +54,7 @@ def test_upsampling_is_bicubic_interpolation(factor: int, size: tuple[int, int])
 @pytest.mark.parametrize(
     ("size", "factor", "expected"),
     [
-        (128, 4, (20.7, 27.2)),
+        pytest.param(128, 4, (20.7, 27.2), marks=pytest.mark.slow),
         (32, 4, (16.2, 23.1, 18.6, 25.0)),
         (32, 2, (20.9, 27.4, 23.9, 28.5)),
     ],

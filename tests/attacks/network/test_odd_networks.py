@@ -165,7 +165,7 @@ def test_weights_that_a_hook_computes_are_no_obstacle_to_a_search(norm: Callable
         model = nn.Sequential(norm(nn.Conv2d(1, 2, 3)), nn.Tanh(), nn.Flatten(), nn.Linear(72, 3)).eval()
         model(torch.rand(1, 1, 8, 8))
     view = seen(model)
-    for name in ("rconv", "cascade", "analytic", "headless", {"name": "ig", "iterations": 300}):
+    for name in ("rconv", "cascade", "analytic", "headless", {"name": "ig", "iterations": 60}):
         result = build(name)(view)
         assert isinstance(result, Reconstruction) or result.reason
     assert isinstance(result, Reconstruction)

@@ -45,7 +45,7 @@ def seen(method: Method, images: int = 1, defense: Defense | None = None, **thre
 
 @pytest.mark.parametrize(
     "settings",
-    [{"steps": 5}, {"epochs": 5, "momentum": 0.5, "weight_decay": 1e-2}],
+    [pytest.param({"steps": 5}, marks=pytest.mark.slow), {"epochs": 5, "momentum": 0.5, "weight_decay": 1e-2}],
     ids=["plain", "momentum and decay"],
 )
 def test_several_steps_on_one_image_give_it_back_to_rounding(settings: dict[str, Any]) -> None:

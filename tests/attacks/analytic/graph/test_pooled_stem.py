@@ -79,7 +79,7 @@ def test_a_picture_comes_back_through_two_convolutions_before_max_pooling() -> N
     assert bool(((result.inputs - images).abs() < 1e-4).all())
 
 
-@pytest.mark.parametrize("pool_first", [False, True])
+@pytest.mark.parametrize("pool_first", [pytest.param(False, marks=pytest.mark.slow), True])  # the next test is like it
 def test_a_picture_comes_back_through_max_pooling(*, pool_first: bool) -> None:
     images = picture()
     view, _ = from_batch(victim(pool_first=pool_first), images, torch.tensor([3]))
