@@ -119,6 +119,9 @@ def declared(owner: str) -> Callable[[type[T]], type[T]]:
     return decorate
 
 
+_PLAIN_NUMBERS = (int, float, bool)
+
+
 def check_fields(kind: type, owner: str) -> None:
     """Have the dataclass `kind` check what it is built of, before its `__post_init__`.
 
@@ -152,9 +155,21 @@ def fit_value(kind: type, key: str, value: Any, owner: str = "") -> Any:
         ListError: a list for a field that takes one value.
         SettingError: it does not fit; names `owner.key`.
     """
+    value = current_value(kind, key, value)
+    if type(value) in _PLAIN_NUMBERS and value != 0:  # 0.0 and -0.0 would count as one
+        return _fit_plain_number(kind, key, value, type(value).__name__, owner)
+    return _fit_value(kind, key, value, owner)
+
+
+@functools.lru_cache(maxsize=4096)
+def _fit_plain_number(kind: type, key: str, value: float, number: str, owner: str) -> Any:
+    """Return what `fit_value` does of a number, each time the same; its type's name tells 1 from 1.0 and true."""
+    return _fit_value(kind, key, value, owner)
+
+
+def _fit_value(kind: type, key: str, value: Any, owner: str) -> Any:
     hint = type_hints(kind).get(key, Any)
     where = (owner, key) if owner else (key,)
-    value = current_value(kind, key, value)
     try:
         return _fit_type(hint, value, where)
     except ListError:

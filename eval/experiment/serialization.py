@@ -208,7 +208,8 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str)
     """
     for key, value in changes.items():
         keys = current_keys(experiment, key.split("."))
-        data = {name: section_spec(getattr(experiment, name)) for name in SECTIONS}
+        named = [keys[0]] if keys[0] in SECTIONS else SECTIONS  # of all, for what is close to a name that there is not
+        data = {name: section_spec(getattr(experiment, name)) for name in named}
         try:
             for place in resolve_paths(data, keys):
                 place[keys[-1]] = copy.deepcopy(value)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import cast
@@ -46,25 +47,35 @@ class PlannedCell:
 def planned_cells(experiment: Experiment) -> list[PlannedCell]:
     """Return every cell, the attacks on a training behind it; those of entries that are alike stand there twice."""
     bare = replace(experiment, published=())  # figures of papers are checked whenever an experiment is made
-    return [one for method in bare.method for one in _cells_of_method(bare, method)]
+    observed: dict[str, Mapping[str, Method]] = {}
+    return [one for method in bare.method for one in _cells_of_method(bare, method, observed)]
 
 
-def _cells_of_method(experiment: Experiment, method: Entry[Method]) -> Iterator[PlannedCell]:
+def _cells_of_method(
+    experiment: Experiment, method: Entry[Method], observed: dict[str, Mapping[str, Method]]
+) -> Iterator[PlannedCell]:
+    """Yield the cells of a method; `observed` keeps methods in observed rounds, by the settings they are of."""
     own = sweep.experiment_of(experiment, method, None)
     # all that a cell takes of data, but for their digest
     data = cast("FederationData", SimpleNamespace(task_spec=own.task, digest="", device_kind="cpu"))
-    parts = []
+    parts, known = [], dict[str, Experiment]()
     for attack in experiment.attack:
         if not attack.against or method.label in attack.against:
-            part = sweep.experiment_of(experiment, method, attack)
-            parts.append((attack, part, part.observed_methods()[method.label]))
+            changes = json.dumps(attack.changes, sort_keys=True)
+            if changes not in known:
+                known[changes] = sweep.experiment_of(experiment, method, attack)
+            part = known[changes]
+            own_round = json.dumps(part.observe.method, sort_keys=True)
+            if own_round not in observed:
+                observed[own_round] = part.observed_methods()
+            parts.append((attack, part, observed[own_round][method.label]))
     for seed in experiment.seeds:
         for defense in experiment.defense:
             training = training_cell(data, own.federation, method.item, defense.item, seed)
             yield PlannedCell(PaperRow(method.label), method, None, defense, own, method.item, training, training)
-            for attack, part, observed in parts:
+            for attack, part, watched in parts:
                 row = PaperRow(method.label, attack.label)
                 for number in watched_rounds(part, method):
-                    updates = TrainedUpdates(training, number, observed, part.threat, part.observe)
+                    updates = TrainedUpdates(training, number, watched, part.threat, part.observe)
                     cell = attack_cell(updates, attack.item, part.score, None)
-                    yield PlannedCell(row, method, attack, defense, part, observed, cell, training)
+                    yield PlannedCell(row, method, attack, defense, part, watched, cell, training)

@@ -108,6 +108,8 @@ EXACT_SECONDS: Mapping[str, float] = {
 """An update of one step under an attack that does not search in iterations; of others nobody can tell."""
 CASCADE_SECONDS = 8.4e-3
 """An update under `cascade`, for each number of the image."""
+CLASSES = 10
+"""Classes of the classifier of a network that is counted without its data."""
 PUBLIC_IMAGES = 5_000
 """Images that a server distills on where the method does not limit them."""
 
@@ -153,26 +155,33 @@ class ClientImages:
     global_test: float = 0.0
 
 
-@cache
-def template_task(model: Network, classes: int = 10) -> Task | None:
+def template_task(model: Network) -> Task | None:
     """Return a network without storage or values, which computes shapes alone; None where it can't be built."""
+    found = _template(model)
+    return None if found is None else found[0]
+
+
+def network_work(model: Network) -> NetworkWork | None:
+    """Return what a network costs; None where that is not known."""
+    found = _template(model)
+    return None if found is None else found[1]
+
+
+@cache
+def _template(model: Network) -> tuple[Task, NetworkWork] | None:
+    """Return both, by one image's way through the network; its classifier has ten classes."""
     try:
         with torch.device("meta"), torch.no_grad():
             body = model.body()
-            features = body.eval()(torch.zeros(1, *model.input_shape)).shape[-1]
+            layers, features = _pass_through(body, model.input_shape)
             whole = nn.Sequential()
             whole.add_module("body", body)
-            whole.add_module("head", nn.Linear(features, classes, bias=model.head_bias))
-            return Task(whole, model.input_shape, classes, "head.")
+            whole.add_module("head", nn.Linear(features.shape[-1], CLASSES, bias=model.head_bias))
+            head, _ = _pass_through(whole.get_submodule("head"), features.shape[1:])
+            task = Task(whole, model.input_shape, CLASSES, "head.")
     except (RuntimeError, ValueError, OSError, NotImplementedError, TypeError):  # weights that are not there, or odd
         return None
-
-
-@cache
-def network_work(model: Network) -> NetworkWork | None:
-    """Return what a network costs; None where that is not known."""
-    task = template_task(model)
-    return None if task is None else work_of(task)
+    return task, _work([*layers, *head], task)
 
 
 def work_of(task: Task) -> NetworkWork | None:
@@ -180,6 +189,20 @@ def work_of(task: Task) -> NetworkWork | None:
 
     Convolutions and linear layers are counted.
     """
+    try:
+        layers, _ = _pass_through(copy.deepcopy(task.model).to("meta"), task.input_shape)
+    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # one of other inputs, say
+        return None
+    return _work(layers, task) if layers else None
+
+
+def _work(layers: Sequence[float], task: Task) -> NetworkWork:
+    inputs = prod(task.input_shape)
+    return NetworkWork(seconds=sum(layers), layers=len(layers), parameters=task.parameters, inputs=inputs)
+
+
+def _pass_through(model: nn.Module, shape: Sequence[int]) -> tuple[list[float], torch.Tensor]:
+    """Return the seconds of every layer that multiplies, and what comes out, of one image; there is no storage."""
     seconds: list[float] = []
 
     def count(module: nn.Module, _: Any, out: Any) -> None:
@@ -189,20 +212,14 @@ def work_of(task: Task) -> NetworkWork | None:
         rate = MACS_A_SECOND * min(max(channels / CHANNELS, SLOWEST), FASTEST)
         seconds.append(float(out.numel()) * weight[0].numel() / rate)
 
-    try:
-        model = copy.deepcopy(task.model).to("meta").eval()
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
-                module.register_forward_hook(count)
-        with torch.no_grad():
-            model(torch.zeros(1, *task.input_shape, device="meta", dtype=next(model.parameters()).dtype))
-    except (RuntimeError, ValueError, TypeError, NotImplementedError, StopIteration):  # one of other inputs, say
-        return None
-    if not seconds:
-        return None
-    return NetworkWork(
-        seconds=sum(seconds), layers=len(seconds), parameters=task.parameters, inputs=prod(task.input_shape)
-    )
+    counted = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)]
+    hooks = [module.register_forward_hook(count) for module in counted]
+    kind = next((value.dtype for value in model.parameters()), torch.float32)
+    with torch.no_grad():
+        out = model.eval()(torch.zeros(1, *shape, device="meta", dtype=kind))
+    for hook in hooks:
+        hook.remove()
+    return seconds, out
 
 
 @dataclass(frozen=True, kw_only=True)

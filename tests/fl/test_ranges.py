@@ -199,3 +199,20 @@ def test_values_in_messages_are_cut() -> None:
     with pytest.raises(SettingError) as error:
         Thing(count="9" * 10**6)  # type: ignore[arg-type]
     assert len(str(error.value)) < 250
+
+
+def test_numbers_that_are_equal_keep_the_type_and_sign_that_they_were_given_as():
+    """What a number comes to is kept for the next time, by its type as well."""
+
+    @dataclass(frozen=True)
+    class Loose:
+        value: int | float | bool
+        share: float = 0.5
+
+    found = [fit_value(Loose, "value", value) for value in (1, 1.0, True, 1)]
+    assert [type(value) for value in found] == [int, float, bool, int]
+    assert [math.copysign(1, fit_value(Loose, "share", value)) for value in (0.0, -0.0, 0.0)] == [1, -1, 1]
+    assert type(fit_value(Loose, "share", 1)) is float
+    for _ in range(2):
+        with pytest.raises(SettingError, match="expected a number"):
+            fit_value(Loose, "share", True)

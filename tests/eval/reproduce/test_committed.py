@@ -8,6 +8,7 @@ import pytest
 from support.runs import run, tiny
 from support.tiny import Registered
 
+from eval.experiment.spec import Experiment
 from eval.reproduce.cells import planned_cells
 from eval.reproduce.committed import CommittedRun, cells_by_row, count_measured, read_committed, runs_of
 from eval.reproduce.cost import experiment_cost
@@ -108,3 +109,20 @@ def test_the_checkouts_own_cells_are_found():
     assert small.scales["paper"].measured == 0
     assert (other.scales["paper"].measured, other.otherwise) == (0, 2)  # on other handwriting
     assert "task.dataset=handwritten62" in other.changes
+
+
+def test_more_attacks_ask_no_more_of_the_methods(monkeypatch):
+    """Of a table of ten methods under as many attacks, all methods would be built a hundred times."""
+    calls = []
+    own = Experiment.observed_methods
+    with Registered():
+        few, many = (
+            tiny(*CALM, f"attack=[{', '.join(f'{{name: guess, as: g{i}}}' for i in range(n))}]") for n in (2, 9)
+        )
+        monkeypatch.setattr(Experiment, "observed_methods", lambda self: calls.append(self) or own(self))
+        counts = []
+        for experiment, cells in ((few, 3), (many, 10)):
+            calls.clear()
+            assert len(planned_cells(experiment)) == cells
+            counts.append(len(calls))
+    assert counts[0] == counts[1]

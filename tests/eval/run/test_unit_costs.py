@@ -43,7 +43,7 @@ def work(method="fedavg", model="hyperfl-grey", defense="none", **settings):
 def test_layers_and_multiplications_of_hyperfls_network_by_hand(monkeypatch):
     for name, value in (("MACS_A_SECOND", 1.0), ("SLOWEST", 1.0), ("FASTEST", 1.0)):
         monkeypatch.setattr(unit_costs, name, value)
-    task = template_task(models.build("hyperfl-grey"))
+    task = models.build("hyperfl-grey").build_task(num_classes=10)
     found = work_of(task)
     convolutions = 24 * 24 * 16 * 25 + 10 * 10 * 32 * 16 * 25
     assert found.seconds == convolutions + 800 * 128 + 128 * 10
