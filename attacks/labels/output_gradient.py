@@ -34,6 +34,8 @@ OUTPUTS = "outputs"
 """The payload of a rewritten view that holds `gradient`: read off the update, not sent by the server."""
 MIN_OTHER_CLASSES = 4
 """Classes beside the label that tell a smoothing: two of them fix it and the step size."""
+MAX_SHARE, MAX_TRIED_LABELS = 0.5, 100
+"""The largest smoothing that is told from another step size, and labels that are tried, at most."""
 MAX_MISFIT = 0.02
 """Of their targets, which smoothing makes equal, relative to them."""
 
@@ -115,7 +117,7 @@ class Smoothing:
 
     Attributes:
         label: of the example.
-        share: of the target that all classes have in equal parts, in (0, 1).
+        share: of the target that all classes have in equal parts, in (0, 0.5].
         classes: how many there are.
     """
 
@@ -141,22 +143,30 @@ def read_smoothing(view: ServerView, images: Tensor) -> Smoothing | None:
         images: the image (1, C, H, W).
 
     Returns:
-        The smoothing; None where targets are others, or classes too few to tell.
+        The smoothing; None where targets are others, classes too few to tell, or several labels fit.
     """
     name = classifier_names(view, view.update)[1]
     if not view.task.loss.is_cross_entropy or name is None:
         return None
     gradient = dense(ObservedUpdate(view).change[name]).double()
     shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
-    label, classes = int(gradient.argmin()), len(gradient)
-    if classes - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
+    if len(gradient) - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
         return None
-    others = torch.arange(classes, device=gradient.device) != label
-    columns = torch.stack([gradient[others], torch.ones_like(gradient[others])], 1)
-    factor, target = torch.linalg.lstsq(columns, shares[others, None]).solution.flatten().tolist()
-    targets = shares - factor * gradient
-    off = float((targets[others] - target).abs().max())
-    if not (factor > 0 and 0 < classes * target < 1 and off <= MAX_MISFIT * target):
+    likely = gradient.argsort()[:MAX_TRIED_LABELS].tolist()  # an overconfident network's own label comes last
+    labels = dict.fromkeys([*likely, int(gradient.argmax())])
+    found = [one for label in labels if (one := _smoothing_of_label(gradient, shares, label)) is not None]
+    return found[0] if len(found) == 1 else None
+
+
+def _smoothing_of_label(gradient: Tensor, shares: Tensor, label: int) -> Smoothing | None:
+    """Return the smoothing under which a label makes the outputs' gradient (K,), up to a factor, of softmax (K,)."""
+    classes = len(gradient)
+    own = torch.zeros_like(gradient)
+    own[label] = 1.0
+    # softmax = factor * gradient + target, which is the same number for all classes but the label
+    columns = torch.stack([gradient, 1 - classes * own], 1)
+    factor, target = torch.linalg.lstsq(columns, (shares - own)[:, None]).solution.flatten().tolist()
+    off = float((columns @ columns.new_tensor([factor, target]) + own - shares).abs().max())
+    if not (factor > 0 and 0 < classes * target <= MAX_SHARE and off <= MAX_MISFIT * target):
         return None
-    whole = float(targets[label]) - (1 - (classes - 1) * target)
-    return Smoothing(label, classes * target, classes) if abs(whole) <= MAX_MISFIT else None
+    return Smoothing(label, classes * target, classes)

@@ -19,18 +19,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.update.float_rounding import sent_types
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import training_phases
+from attacks.update.update_matrices import UpdateMatrix, update_matrices, vector_parts
 from fl.defense import Defense, UnknownDefense
 from fl.methods.fedavg import FedAvg
 from fl.parametrization import Parametrization
-from fl.tensors import LowRank, dense
+from fl.tensors import dense
 from fl.view import ServerView
 
-MOST_ROWS, MOST_COLUMNS, MOST_MATRICES = 64, 128, 3
-"""Of a matrix, those that moved most are asked, since a part of a sum of outer products is one as well; and of matrices
-the first and the last ones."""
 MOST_RATIOS = 2**18
 """Numbers of an update whose ratios are asked."""
 MIN_RATIOS, MIN_DENSITY = 64, 8.0
@@ -41,14 +38,10 @@ MIN_FREE = 4
 """By so many a matrix's smaller side exceeds the rank that is asked for."""
 MAX_PASSES, CONVERGED = 12, 1e-12
 """Of the projection, and the change of a share that ends it."""
-COMPUTED_SPACINGS = 4.0
-"""What computing a gradient may add to its rounding, in spacings after 1 of its size."""
 LARGEST_SHARE = 0.5
 """A larger one is no weight decay of a round."""
 DIGITS, LARGEST_DECAY, BISECTIONS = 3, 1e9, 60
 """In which people write a weight decay, the largest that is tried, and halvings of what is left between two."""
-LEAST_SPACING = torch.finfo(torch.float32).eps
-"""The spacing after 1 that counts of double precision, too: a client may have computed in single precision."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +112,14 @@ def read_decay(view: ServerView) -> DecayReading | None:
     """
     kinds = {phase.optimizer for phase in training_phases(view)[0]}
     hidden = view.private or view.parts or type(view.client.defense) not in {Defense, UnknownDefense}
-    structured = any(isinstance(value, LowRank) for value in (*view.update.values(), *view.shared.values()))
-    if kinds - {"sgd", "adamw"} or hidden or structured or type(view.method.parametrization) is not Parametrization:
+    if kinds - {"sgd", "adamw"} or hidden or type(view.method.parametrization) is not Parametrization:
         return None
-    matrices = list(_matrices(view))
+    matrices = update_matrices(view)
     eps = torch.finfo(view.dtype).eps
     found = _read_where_nothing_flows(matrices, eps)
     if found is None and kinds == {"sgd"}:
-        asked = [one.part() for one in matrices if one.moved.ndim == 2]
-        asked = asked[:MOST_MATRICES] + asked[MOST_MATRICES:][-MOST_MATRICES:]
-        found = next(filter(None, (_read_by_rank(one, rank) for one in asked for rank in _ranks(view))), None)
+        parts = vector_parts(matrices)
+        found = next(filter(None, (_read_by_rank(one, rank) for one in parts for rank in _ranks(view))), None)
     if found is None or not -SIGMAS * found.error <= found.share < LARGEST_SHARE:
         return None
     if "adamw" in kinds:  # which multiplies by 1 - share, as that is rounded
@@ -136,49 +127,6 @@ def read_decay(view: ServerView) -> DecayReading | None:
     if not found.contradicts(0.0):
         return replace(found, share=0.0)
     return replace(found, spared=_spared(view, matrices, found))
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """A matrix of an update, or a part of it, with the bias beside it where there is one.
-
-    Attributes:
-        moved: its update.
-        start: its weights.
-        spacing: of the numbers after 1 that both lie on.
-        bias: the bias's update and its weights, for these rows.
-    """
-
-    moved: Tensor
-    start: Tensor
-    spacing: float
-    bias: tuple[Tensor, Tensor] | None = None
-
-    def part(self) -> _Matrix:
-        """Return the rows and columns that moved most, in double precision."""
-        rows = self.moved.square().sum(1).topk(min(MOST_ROWS, self.moved.shape[0])).indices
-        columns = self.moved[rows].square().sum(0).topk(min(MOST_COLUMNS, self.moved.shape[1])).indices
-        moved, start = (value[rows][:, columns].double() for value in (self.moved, self.start))
-        bias = None if self.bias is None else (self.bias[0][rows].double(), self.bias[1][rows].double())
-        return _Matrix(moved, start, self.spacing, bias)
-
-    @property
-    def rounding(self) -> Tensor:
-        """Standard deviations of the update's numbers for having been rounded."""
-        return self.spacing / 2 * torch.exp2(torch.frexp(self.start).exponent.double()) / 12**0.5
-
-
-def _matrices(view: ServerView) -> Iterator[_Matrix]:
-    """Yield the matrices, kernels too, of an update that moved."""
-    spacing = torch.finfo(sent_types(view)[1]).eps if view.rounded else torch.finfo(sent_types(view)[0]).eps
-    for name, value in _all_dense(view):
-        start = view.shared.get(name)
-        if start is None or value.ndim < 2 or not bool(value.any()) or not bool(value.isfinite().all()):
-            continue
-        beside = f"{name.removesuffix('weight')}bias"
-        known = beside in view.update and beside in view.shared and view.update[beside].shape == value.shape[:1]
-        bias = (dense(view.update[beside]), dense(view.shared[beside])) if known else None
-        yield _Matrix(value, dense(start), spacing, bias)
 
 
 def _ranks(view: ServerView) -> Iterator[int]:
@@ -190,7 +138,7 @@ def _ranks(view: ServerView) -> Iterator[int]:
         yield fed
 
 
-def _read_where_nothing_flows(matrices: list[_Matrix], eps: float) -> DecayReading | None:
+def _read_where_nothing_flows(matrices: list[UpdateMatrix], eps: float) -> DecayReading | None:
     """Return the share by which many numbers moved alike; None where no ratio stands out."""
     stride = max(1, sum(one.moved.numel() for one in matrices) // MOST_RATIOS)
     ratios, errors = [], []
@@ -198,7 +146,7 @@ def _read_where_nothing_flows(matrices: list[_Matrix], eps: float) -> DecayReadi
         moved, start = (value.flatten()[::stride].double() for value in (one.moved, one.start))
         large = (start != 0) & (start.abs() >= start.abs().median())
         ratios.append((moved / start)[large])
-        errors.append((_Matrix(moved, start, one.spacing).rounding / start.abs())[large])
+        errors.append((replace(one, moved=moved, start=start).rounding / start.abs())[large])
     ratio = torch.cat([*ratios, torch.zeros(0, dtype=torch.float64)]).sort().values
     if len(ratio) < MIN_RATIOS:
         return None
@@ -216,25 +164,20 @@ def _read_where_nothing_flows(matrices: list[_Matrix], eps: float) -> DecayReadi
     return DecayReading(share, error)
 
 
-def _read_by_rank(part: _Matrix, rank: int) -> DecayReading | None:
+def _read_by_rank(part: UpdateMatrix, rank: int) -> DecayReading | None:
     """Return the share for which the rest of a matrix's update has a rank to its rounding; None where none does."""
     if min(part.moved.shape) < rank + MIN_FREE or not bool(part.moved.any()):
         return None
     along = float((part.moved * part.start).sum() / part.start.square().sum().clamp_min(1e-300))
     fits = [_project(part, rank, start) for start in (0.0, along)]
     share, left, size = min(fits, key=lambda fit: fit[1])
-    expected = _expected_error(part)
+    expected = part.expected_error
     if not left <= 2 * expected or not size > 0:
         return None
     return DecayReading(share, expected / math.sqrt(part.moved.numel()) / size)
 
 
-def _expected_error(part: _Matrix) -> float:
-    """Return how long the rounding of a matrix's update, and of computing it, is."""
-    return math.hypot(float(part.rounding.norm()), COMPUTED_SPACINGS * LEAST_SPACING * float(part.moved.norm()))
-
-
-def _project(part: _Matrix, rank: int, share: float) -> tuple[float, float, float]:
+def _project(part: UpdateMatrix, rank: int, share: float) -> tuple[float, float, float]:
     """Return the share that variable projection comes to, what it leaves, and how long the weights are there."""
     left, size = math.inf, 0.0
     for _ in range(MAX_PASSES):
@@ -256,30 +199,30 @@ def _outside(value: Tensor, u: Tensor, v: Tensor) -> Tensor:
     return value - (value @ v.mT) @ v
 
 
-def _spared(view: ServerView, matrices: list[_Matrix], reading: DecayReading) -> tuple[str, ...]:
+def _spared(view: ServerView, matrices: list[UpdateMatrix], reading: DecayReading) -> tuple[str, ...]:
     """Return the tensors that decay was not applied to.
 
     The update of a layer's bias is a sum of the columns that its weight's consists of, decay aside: what lies outside
     of them tells the bias's own share.
     """
     still = [name for name, value in _all_dense(view) if not bool(value.any()) and bool(dense(view.shared[name]).any())]
-    shares = [found for one in matrices if one.moved.ndim == 2 and (found := _bias_share(one.part(), reading))]
+    shares = [found for one in vector_parts(matrices) if (found := _bias_share(one, reading))]
     plain = sum(abs(share) < reading.share / 2 for share, _ in shares)
     vectors = [name for name, value in _all_dense(view) if value.ndim < 2] if 2 * plain > len(shares) else []
     return tuple(dict.fromkeys([*still, *vectors]))
 
 
-def _bias_share(part: _Matrix, reading: DecayReading) -> tuple[float, float] | None:
+def _bias_share(part: UpdateMatrix, reading: DecayReading) -> tuple[float, float] | None:
     """Return the share that decay took of a bias, and its error; None where that is not told."""
     if part.bias is None:
         return None
     u, sizes, _ = torch.linalg.svd(part.moved - reading.share * part.start, full_matrices=False)
-    rank = int((sizes > 2 * _expected_error(part)).sum())
+    rank = int((sizes > 2 * part.expected_error).sum())
     moved, start = (value - u[:, :rank] @ (u[:, :rank].mT @ value) for value in part.bias)
     if len(start) - rank < MIN_FREE or not bool(start.any()):
         return None
     share = float(moved @ start) / float(start.square().sum())
-    error = _expected_error(_Matrix(part.bias[0], part.bias[1], part.spacing)) / float(start.norm())
+    error = replace(part, moved=part.bias[0], start=part.bias[1]).expected_error / float(start.norm())
     return (share, error) if SIGMAS * error < reading.share / 2 else None
 
 

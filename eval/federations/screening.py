@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -25,6 +25,7 @@ from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.fail_closed import attempt
+from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK, OtherFacts, likely_facts, other_facts
 from eval.federations.reply_checks import refuse_non_finite
 from eval.federations.wording import in_arguments
 from eval.io.text import join_words
@@ -46,11 +47,9 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 Verdict = Literal["leaked", "not shown to leak", "failed"]
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
-ADAPTIVE_STEP, MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = "adaptive-step", 2.0, 0.1
-"""The attack on a step of Adam and its like, the misfit of its layer up to which that is one image's, and the standard
-error up to which what it found is a picture: of one that is known less well the misfit tells nothing, either."""
-FIRST_ATTACK = "analytic"
-"""What is tried where no attack that solves is one of the usual ones."""
+MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = 2.0, 0.1
+"""The misfit of its layer up to which a step of Adam or its like is one image's, and the standard error up to which
+what was found is a picture: of one that is known less well the misfit tells nothing, either."""
 SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
 """What is tried of several steps on one example, and the most that it is tried of."""
 ATTACKING_SHARE = 0.75
@@ -124,6 +123,19 @@ class Case:
     def exposures(self, attack: str, result: Result) -> list[Exposure]:
         """Return what a result of an attack proves."""
         return proved_exposures(attack, result, self.subject.view, replayable=self.replayable)
+
+
+@dataclass(frozen=True)
+class Guessed:
+    """What an update shows under facts of training that nobody stated.
+
+    Attributes:
+        words: what these say; "" where none explains it.
+        shown: of it.
+    """
+
+    words: str = ""
+    shown: tuple[Exposure, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,13 +223,18 @@ class Screener:
         subject = case.subject
         attacks = _solving_attacks(subject.view)  # imports some modules the first time, which is no time of this update
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
-        alone, found = self._attack_as_one_step(recorded, subject, control)
-        others = {} if self._is_too_much(alone) else self._attack(case, attacks, control)
+        alone, found = self._attack_under(recorded, likely_facts(recorded.training, subject.view), control)
+        others = {} if alone.shown else self._attack(case, attacks, control)
         shown = [one for name, result in others.items() for one in case.exposures(name, result)]
-        leaks = self._is_too_much([*alone, *shown])
+        guessed = Guessed()
+        if not self._is_too_much([*alone.shown, *shown]):
+            guessed, more = self._attack_under(recorded, other_facts(recorded.training, subject.view), control)
+            found = {**found, **more}
+        shown = [*alone.shown, *shown, *guessed.shown]
+        leaks = self._is_too_much(shown)
         notes = (
             *subject.notes,
-            *(["whatever was stated, it is that of one step on one example"] if alone else ()),
+            *(f"whatever was stated, {words}" for words in (alone.words, guessed.words) if words),
             *assumptions(recorded.training, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
             *(() if leaks else (rests_on(recorded.training, subject.view),)),
@@ -225,7 +242,7 @@ class Screener:
         contradicted = [name for name, result in others.items() if contradicts_facts(result, subject.view)]
         doubt = "" if leaks or not contradicted else f"{NOT_AS_STATED} ({contradicted[0]})"
         seconds = time.monotonic() - began
-        return self._judge([*alone, *shown], {**found, **others}, notes, seconds, doubt)
+        return self._judge(shown, {**found, **others}, notes, seconds, doubt)
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""
@@ -271,32 +288,32 @@ class Screener:
         whole.training = model.training  # train() would put every part of the model into one mode
         return whole
 
-    def _attack_as_one_step(
-        self, recorded: RecordedUpdate, subject: Subject, control: SearchControl
-    ) -> tuple[list[Exposure], dict[str, Result]]:
-        """Return what an update of more shows if it is really of one step on one example, and what the attack came to.
+    def _attack_under(
+        self, recorded: RecordedUpdate, guesses: Iterable[OtherFacts], control: SearchControl
+    ) -> tuple[Guessed, dict[str, Result]]:
+        """Return what an update shows under the first facts of several that explain it, and what attacks came to.
 
-        Clients say how many examples they hold, which may be more than they fed, and frameworks may count examples as
-        steps. What one step on one of them explains is proved whatever was said.
+        What they explain is proved whatever was said.
         """
-        facts = recorded.training
-        stated = (subject.view.batch_size or 1, facts.epochs if facts.steps is None else facts.steps)
-        if stated in {(1, 1), (1, None)} or control.stop_reason():
-            return [], {}
-        facts = replace(facts, examples=1, batch_size=None, steps=None if stated[1] is None else 1, epochs=None)
-        name = ADAPTIVE_STEP if facts.optimizer not in {None, "sgd"} else FIRST_ATTACK
-        try:
-            case = self._case(replace(recorded, training=facts))
-            result = attack_registry.build(name)(case.subject.view, seed=self.seed, control=control)
-        except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
-            log.debug("not screened as of one step on one example: %s", error)
-            return [], {}
-        # nobody stated that it is so: only what the whole update confirms counts, not what rounding leaves possible
-        if isinstance(result, Reconstruction):
-            result = replace(result, approximate=False)
-        return replace(case, replayable=True).exposures(name, result), {
-            f"{name}, as of one step on one example": result
-        }
+        found: dict[str, Result] = {}
+        for guess in guesses:
+            for name in guess.attacks:
+                if control.stop_reason():
+                    return Guessed(), found
+                try:
+                    case = self._case(replace(recorded, training=guess.facts))
+                    result = attack_registry.build(name)(case.subject.view, seed=self.seed, control=control)
+                except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
+                    log.debug("not screened where %s: %s", guess.words, error)
+                    continue
+                # nobody stated that it is so: only what the whole update confirms counts, not what rounding allows
+                if isinstance(result, Reconstruction):
+                    result = replace(result, approximate=False)
+                found[f"{name}, where {guess.words}"] = result
+                shown = replace(case, replayable=True).exposures(name, result)
+                if self._is_too_much(shown):
+                    return Guessed(guess.words, tuple(shown)), found
+        return Guessed(), found
 
     def _attack(self, case: Case, attacks: Mapping[str, Attack], control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
@@ -495,6 +512,8 @@ def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:
         known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
         missing = join_words([name for name, value in known.items() if value is None])
         assumed.append(f"how the client trained is not known, so that little can be confirmed: say {missing}")
+        if facts.lr is None and length is not None and length > 1:
+            assumed.append("several steps of unknown sizes were attacked as one; of steps of one size say lr")
     if facts.examples is None and facts.batch_size is None:
         assumed.append("the number of examples is not known; taken for one")
     return assumed

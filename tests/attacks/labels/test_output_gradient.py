@@ -114,6 +114,17 @@ def test_a_smoothing_is_read_to_its_digits_and_only_where_there_is_one() -> None
     assert read_smoothing(seen(network(classes=4), SMOOTHED), picture()) is None
 
 
+@pytest.mark.parametrize("sure_of", [LABEL, LABEL + 1])
+def test_a_network_that_is_sure_of_a_class_makes_no_other_label_of_it(sure_of: int) -> None:
+    """Beyond its smoothed target the label's own gradient is positive, and next to others of one size."""
+    for size in (3.0, 6.0, 12.0, 24.0):
+        model = network()
+        model[3].bias.data[sure_of] += size
+        found = read_smoothing(seen(model, SMOOTHED), picture())
+        assert found is None or (found.label, found.share) == (LABEL, pytest.approx(0.1, abs=5e-3))
+        assert found is not None or size > 3
+
+
 def test_what_flows_back_is_not_taken_where_the_update_hides_it() -> None:
     view = seen(network(), softer)
     assert view_of_any_loss(view) is not None

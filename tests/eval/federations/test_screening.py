@@ -281,7 +281,7 @@ def test_one_picture_is_found_whatever_number_is_stated(facts: TrainingFacts) ->
         assert "whatever was stated, it is that of one step on one example" in found.notes
     eight = screener(model)(support.recorded(model, 8, facts))
     assert not any("it is that of one step" in note for note in eight.notes)
-    assert any(name.endswith(", as of one step on one example") for name in eight.tried)
+    assert any(name.endswith(", where it is that of one step on one example") for name in eight.tried)
 
 
 def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:

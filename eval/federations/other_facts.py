@@ -1,0 +1,104 @@
+"""Facts of training that may be right in place of those that were stated, as far as an update points to them.
+
+A wrong fact hides a leak: a batch that a loader cut short, a step size of another run, an optimizer that was changed.
+What such a guess explains is proved whatever was said, so that only what the whole update confirms may count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from attacks.update.adaptive_first_step import read_step_size
+from attacks.update.example_count import count_examples
+from attacks.update.update_rule import guess_update_rule, is_sign_compressed
+from eval.audit.recorded_update import TrainingFacts
+from fl.tensors import dense
+from fl.view import ServerView
+
+ADAPTIVE_STEP, FIRST_ATTACK = "adaptive-step", "analytic"
+"""The attack on a step of Adam and its like, and what is tried first of SGD's."""
+BATCH_ATTACKS = ("analytic", "spear")
+"""What is tried of several examples."""
+
+
+@dataclass(frozen=True)
+class OtherFacts:
+    """Facts that may be right.
+
+    Attributes:
+        facts: all of them.
+        words: what they say that was not stated, for a note.
+        attacks: that are tried under them.
+    """
+
+    facts: TrainingFacts
+    words: str
+    attacks: tuple[str, ...]
+
+
+def likely_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
+    """Yield facts that are tried before those that were stated.
+
+    It may be one step on one example: clients say how many examples they hold, which may be more than they fed, and
+    frameworks may count examples as steps. Or it is one step, as stated, on so many examples as its rank tells.
+
+    Args:
+        facts: as stated.
+        view: of the update under them.
+    """
+    count, length = facts.examples or facts.batch_size or 1, facts.epochs if facts.steps is None else facts.steps
+    if (count, length) not in {(1, 1), (1, None)}:
+        single = replace(facts, examples=1, batch_size=None, steps=None if length is None else 1, epochs=None)
+        attack = ADAPTIVE_STEP if _is_adaptive(facts) else FIRST_ATTACK
+        yield OtherFacts(single, "it is that of one step on one example", (attack,))
+    if length in {1, None} and not _is_adaptive(facts):
+        yield from _of_rank(facts, view)
+
+
+def other_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
+    """Yield facts that an update points to where those that were stated explain nothing of it.
+
+    Args:
+        facts: as stated.
+        view: of the update under them.
+    """
+    if _is_adaptive(facts):
+        yield from _of_adaptive(facts, view)
+    elif is_sign_compressed(view) or guess_update_rule(view).startswith("signs, or the first step"):
+        yield _with_read_step_size(replace(facts, optimizer="adam", weight_decay=0.0), view)
+    elif (facts.epochs if facts.steps is None else facts.steps) not in {1, None}:
+        yield from _of_rank(facts, view)
+
+
+def _of_rank(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
+    """Yield that it is one step on so many examples as the rank of the update tells, if that is another than stated."""
+    count = count_examples(view)
+    if count is None or count < 2 or (facts.examples or facts.batch_size or 1, facts.steps) == (count, 1):
+        return
+    unknown = facts.steps is None and facts.epochs is None
+    several = replace(facts, examples=count, batch_size=None, steps=None if unknown else 1, epochs=None)
+    yield OtherFacts(several, f"it is that of one step on {count} examples", BATCH_ATTACKS)
+
+
+def _of_adaptive(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
+    """Yield another step size, and SGD, where Adam or its like was stated."""
+    if (facts.examples or facts.batch_size or 1, facts.steps) != (1, 1):
+        return
+    read = _with_read_step_size(facts, view)
+    if read.facts.lr != facts.lr:
+        yield read
+        untold = replace(facts, optimizer=None, lr=None, weight_decay=0.0, steps=None)
+        yield OtherFacts(untold, "it is that of one step of SGD", (FIRST_ATTACK,))
+
+
+def _with_read_step_size(facts: TrainingFacts, view: ServerView) -> OtherFacts:
+    optimizer = facts.optimizer or "adam"
+    lr = read_step_size({name: dense(value) for name, value in view.update.items()}, optimizer)
+    words = f"it is that of one step of {optimizer} at lr {lr:g}"
+    single = replace(facts, optimizer=optimizer, momentum=0.0, lr=lr or None, steps=1, epochs=None)
+    return OtherFacts(single, words, (ADAPTIVE_STEP,))
+
+
+def _is_adaptive(facts: TrainingFacts) -> bool:
+    return facts.optimizer not in {None, "sgd"}
