@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from support.brief import one_chart_of_a_kind
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
@@ -16,6 +17,7 @@ from eval.commands import terminal
 from eval.experiment import config_catalog
 from eval.experiment.docstrings import summarize
 from eval.io.jsonl import read_rows
+from eval.report.charts.render import render_svg
 from eval.report.results_table import Table
 from eval.run.run_directory import BusyError, RunDir
 from fl.method import methods
@@ -27,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 def _guesses(monkeypatch):
     monkeypatch.setattr("eval.commands.system_errors.signal.signal", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "160")
-    with Registered():
+    with Registered(), one_chart_of_a_kind():
         yield
 
 
@@ -270,6 +272,7 @@ def test_the_command_that_is_kept_tells_nothing_of_the_machine(tmp_path, monkeyp
 
 def test_no_report_holds_a_path_of_the_machine(path, monkeypatch):
     monkeypatch.setattr(running.sys, "argv", ["hyperleak", "run", str(path), "--out", str(path.parent / "out")])
+    monkeypatch.setattr("eval.report.blocks.render_svg", render_svg)  # charts of this very run
     assert run(path, "--set", "attack=guess").exit_code == 0
     assert json.loads((path.parent / "out" / "run.json").read_text())["command"] == "hyperleak run tiny.yaml --out out"
     for name in ("run.json", "report.md", "report.html", "config.yaml", "env.json", "table.md"):

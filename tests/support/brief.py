@@ -1,4 +1,4 @@
-"""What takes long where it is not the point: searches for pictures, and replays of a client on many candidates."""
+"""What takes long where it is not the point: searches for pictures, replays of a client, and charts of reports."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from attacks.analytic.graph import feature_inversion, picture_search, pooled_ste
 from attacks.analytic.maxpool import solver
 from attacks.learned import inversion_network
 from eval.metrics.identification import draw_distractors
+from eval.report import blocks
+from eval.report.charts.specs import Chart
 
 STEPS, CANDIDATES, IMITATED = 20, 8, 32
 
@@ -51,4 +53,23 @@ def few_candidates() -> Iterator[None]:
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(draw_distractors.__kwdefaults__, "count", CANDIDATES - 1)
+        yield
+
+
+_SHOWN: dict[type[Chart], Chart] = {}
+
+
+@contextmanager
+def one_chart_of_a_kind() -> Iterator[None]:
+    """Put one chart of a process in the place of all of its kind, so that it is drawn once.
+
+    What is drawn has tests of its own, in `tests/eval/report`.
+    """
+    draw = blocks.render_svg
+
+    def render(chart: Chart, width: int) -> str:
+        return draw(_SHOWN.setdefault(type(chart), chart), width)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(blocks, "render_svg", render)
         yield

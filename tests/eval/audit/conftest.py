@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 
 import pytest
-from support.brief import few_candidates
+from support.brief import few_candidates, one_chart_of_a_kind
 from support.json_schema import CLOSED, faults
 
 from eval.audit.findings import AuditReport
@@ -12,8 +12,8 @@ from eval.audit.judgment import Judgment
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_candidates() -> Iterator[None]:
-    with few_candidates():
+def _brief() -> Iterator[None]:
+    with few_candidates(), one_chart_of_a_kind():
         yield
 
 

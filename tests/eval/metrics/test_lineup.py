@@ -83,10 +83,10 @@ def test_noise_of_a_private_method_hides_it_and_too_little_does_not() -> None:
     hits = {}
     for noise in (0.0, 1e-2, 100.0):
         method = DPFedAvg(noise_multiplier=noise, clip=1.0, steps=1, batch_size=1, images=12, lr=0.1)
-        views = [victim(method, seed=seed) for seed in range(8)]
+        views = [victim(method, seed=seed) for seed in range(4)]
         hits[noise] = sum(told(*view)[0][BY_UPDATE] for view in views)
-    assert hits[0.0] == hits[1e-2] == 8
-    assert hits[100.0] <= 2
+    assert hits[0.0] == hits[1e-2] == 4
+    assert hits[100.0] <= 1
 
 
 @pytest.mark.parametrize("function", ["is_closest_in_update", "closest_in_gradients"])

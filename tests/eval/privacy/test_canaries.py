@@ -30,7 +30,7 @@ from fl.privacy.gaussian_noise import Noise
 from fl.privacy.private_method import PrivateMethod
 from fl.types import Upload
 
-MANY, SEEDS = 10_000, 12
+MANY, SEEDS = 10_000, 6
 METHOD = DPFedAvg(noise_multiplier=1.5, images=1000, batch_size=800, steps=1, rounds=2)
 """Two rounds of one step, each of four in five records."""
 Break = Callable[[pytest.MonkeyPatch], None]

@@ -3,14 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-from support.brief import few_candidates
+from support.brief import few_candidates, one_chart_of_a_kind
 
 from fl.federation import Federation
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _few_candidates() -> Iterator[None]:
-    with few_candidates():
+def _brief() -> Iterator[None]:
+    with few_candidates(), one_chart_of_a_kind():
         yield
 
 
