@@ -26,6 +26,7 @@ SEARCH = "{name: ig, iterations: 300}"
 HOW = ("--method", PLAIN)
 EXACT, CLOSER = Right(kind="exact"), Right(kind="closer")
 State = dict[str, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 sgd = partial(torch.optim.SGD, lr=RATE)
 
 
@@ -35,6 +36,7 @@ def trained(
     optimizer: Callable[..., torch.optim.Optimizer] = sgd,
     steps: int = 1,
     first: int = 0,
+    loss: Loss = nn.functional.cross_entropy,
 ) -> State:
     """Return the state after steps on all of `count` photographs."""
     after = copy.deepcopy(model)
@@ -42,7 +44,7 @@ def trained(
     rule = optimizer([value for value in after.parameters() if value.requires_grad])
     for _ in range(steps):
         rule.zero_grad()
-        nn.functional.cross_entropy(after(images), labels).backward()
+        loss(after(images), labels).backward()
         rule.step()
     return {name: value.detach().clone() for name, value in after.state_dict().items()}
 
@@ -288,7 +290,7 @@ def training() -> Iterator[Situation]:
     yield situation("five steps of SGD with momentum", momentum, told, closer, steps=5)
     decay = partial(optim.SGD, lr=RATE, weight_decay=0.01)
     yield situation("weight decay, stated", decay, "{name: fedavg, lr: 0.1, weight_decay: 0.01, steps: 1}", exact)
-    yield situation("weight decay, which nobody says", decay, PLAIN, closer)
+    yield situation("weight decay, which nobody says", decay, PLAIN, exact)
     told = "{name: fedavg, lr: 0.1, epochs: 5, batch_size: null}"
     slow = partial(optim.SGD, lr=0.01)
     yield situation("five epochs on two pictures", slow, told.replace("0.1", "0.01"), closer, steps=5, count=2)
@@ -296,6 +298,59 @@ def training() -> Iterator[Situation]:
     yield situation("step size not known", sgd, "{name: fedavg, steps: 1}", exact)
     yield situation("number of steps not known", sgd, "{name: fedavg, lr: 0.1}", closer, steps=3)
     yield situation("nothing known of the training", sgd, None, Right(kind="closer"))
+
+
+def clipped(values: Sequence[Tensor], *, clip: Callable[[Sequence[Tensor]], object]) -> torch.optim.Optimizer:
+    """Return SGD along gradients that are cut to a norm, or number by number."""
+    rule = torch.optim.SGD(values, lr=RATE)
+
+    def cut(*_: Any) -> None:
+        clip(values)
+
+    rule.register_step_pre_hook(cut)
+    return rule
+
+
+def without_vectors(values: Sequence[Tensor]) -> torch.optim.Optimizer:
+    """Return SGD whose decay spares biases."""
+    kinds = ([value for value in values if value.ndim > 1], 0.01), ([value for value in values if value.ndim < 2], 0.0)
+    return torch.optim.SGD([{"params": own, "weight_decay": decay} for own, decay in kinds], lr=RATE)
+
+
+def untold() -> Iterator[Situation]:
+    """Yield training that was stated as one plain step of SGD, and was not quite that."""
+
+    def situation(
+        words: str, optimizer: Callable[..., torch.optim.Optimizer], right: Right, method: str = PLAIN, **how: Any
+    ) -> Situation:
+        def write(folder: Path) -> Given:
+            model = networks.dense()
+            after = trained(model, optimizer=optimizer, **how)
+            np.savez(folder / "update.npz", **arrays(difference(model, after)))
+            return command(folder, "update.npz", "--method", method)
+
+        return Situation(words=words, part=PART, give=write, right=right)
+
+    cross_entropy = nn.functional.cross_entropy
+    norms, values = nn.utils.clip_grad_norm_, nn.utils.clip_grad_value_
+    read = Right(kind="exact", words=("weight decay of 0.01 was read off the update",))
+    yield situation("weight decay that spares biases, which nobody says", without_vectors, read)
+    decayed = "{name: fedavg, lr: 0.1, steps: 1, weight_decay: 0.01}"
+    none = Right(kind="exact", words=("no weight decay shows, where 0.01 was stated",))
+    yield situation("weight decay, stated where there was none", sgd, none, decayed)
+    smoothed = partial(cross_entropy, label_smoothing=0.1)
+    words = Right(kind="exact", words=("label smoothing 0.1, which was not stated",))
+    yield situation("label smoothing, which nobody says", sgd, words, loss=smoothed)
+    softer = Right(kind="exact", words=("gradient of the outputs was taken from the update",))
+    yield situation("a temperature of two, which nobody says", sgd, softer, loss=lambda y, t: cross_entropy(y / 2, t))
+    nesterov = partial(torch.optim.SGD, lr=RATE, momentum=0.9, nesterov=True)
+    yield situation("Nesterov's momentum, stated as none", nesterov, EXACT)
+    yield situation("a loss scaled by 1,024, never unscaled", sgd, EXACT, loss=lambda y, t: 1024 * cross_entropy(y, t))
+    shorter = partial(clipped, clip=partial(norms, max_norm=0.1))
+    yield situation("gradients clipped to a norm, which nobody says", shorter, EXACT)
+    cut = partial(clipped, clip=partial(values, clip_value=1e-4))
+    warned = Right(kind="warned", words=("does not look like a step of SGD",))
+    yield situation("gradients clipped number by number, which nobody says", cut, warned)
 
 
 def mistakes() -> Iterator[Situation]:
@@ -401,4 +456,4 @@ def aggregated() -> Situation:
 
 def situations() -> list[Situation]:
     """Return all of this part."""
-    return [*files(), *training(), *mistakes(), *defended(), aggregated()]
+    return [*files(), *training(), *untold(), *mistakes(), *defended(), aggregated()]
