@@ -7,7 +7,7 @@ import pytest
 import torch
 from support import worlds
 from support.compare import assert_near
-from support.cover import pairwise
+from support.cover import one_at_a_time, pairwise
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Attack, build
@@ -132,9 +132,11 @@ def test_with_no_unit_active_the_extractor_is_the_head_biases(epochs: int, dense
         assert torch.equal(dense(found.private[f"extractor/{name}"]), weight)
 
 
-@pytest.mark.parametrize("dense_upload", [False, True])
-@pytest.mark.parametrize(("init", "lr"), [("scaled", 1e-5), ("scaled", 3e-6), ("published", 1e-6), ("published", 1e-7)])
-def test_a_live_layer_that_hardly_moves_is_not_certified_dead(init: str, lr: float, dense_upload: bool) -> None:
+@one_at_a_time(
+    dense_upload=[False, True], step=[("scaled", 1e-5), ("scaled", 3e-6), ("published", 1e-6), ("published", 1e-7)]
+)
+def test_a_live_layer_that_hardly_moves_is_not_certified_dead(dense_upload: bool, step: tuple[str, float]) -> None:
+    init, lr = step
     generator = Hypernetwork(init=init)  # type: ignore[arg-type]
     method = HyperFL(steps=1, head_epochs=0, batch_size=None, lr=lr, weight_decay=0.0, parametrization=generator)
     view, truth = victim(network("hyperfl-grey", num_classes=10), method)
