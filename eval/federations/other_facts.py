@@ -6,20 +6,34 @@ What such a guess explains is proved whatever was said, so that only what the wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
+from attacks.base import Reconstruction, Result
 from attacks.update.adaptive_first_step import read_step_size
 from attacks.update.example_count import count_examples
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from eval.audit.recorded_update import TrainingFacts
+from fl.methods.fedavg import FedAvg
+from fl.predict import predict
 from fl.tensors import dense
+from fl.types import Candidate
 from fl.view import ServerView
 
 ADAPTIVE_STEP, FIRST_ATTACK = "adaptive-step", "analytic"
 """The attack on a step of Adam and its like, and what is tried first of SGD's."""
 BATCH_ATTACKS = ("analytic", "spear")
 """What is tried of several examples."""
+USUAL_MOMENTUM = 0.9
+"""What people give SGD where they give it any."""
+MOST_STEPS, PASSES, SMALLEST_CHANGE = 10, 20, 1e-9
+"""Steps whose size is worked out, at most; corrections of it, and the relative one that ends them."""
+RATE_DIGITS, RATE_ERROR, MOST_RATE = 4, 1e-5, 1e3
+"""In which people write a step size, how far that may be off, relative to it, and the largest that is tried."""
 
 
 @dataclass(frozen=True)
@@ -102,3 +116,54 @@ def _with_read_step_size(facts: TrainingFacts, view: ServerView) -> OtherFacts:
 
 def _is_adaptive(facts: TrainingFacts) -> bool:
     return facts.optimizer not in {None, "sgd"}
+
+
+def of_fitted_step_size(
+    stated: TrainingFacts, facts: TrainingFacts, view: ServerView, result: Result
+) -> OtherFacts | None:
+    """Return the step size at which several steps on one picture make an update of the observed size.
+
+    None where there is no picture, or no size does.
+
+    Args:
+        stated: facts.
+        facts: that are asked for the step size.
+        view: under these at any step size, of several steps of SGD on one example.
+        result: of an attack, whose picture may be right.
+    """
+    method = view.method
+    if not isinstance(result, Reconstruction) or result.inputs is None or type(method) is not FedAvg:
+        return None
+    if view.batch_size != 1 or method.optimizer != "sgd" or not 1 < (method.steps or 1) <= MOST_STEPS:
+        return None
+    every = view.task.loss.every_target(view.task.output_shape, view.task.num_classes)
+    labels = result.labels if result.labels is not None else every
+    found = [] if labels is None else [_fit_rate(view, method, result.inputs, label[None]) for label in labels]
+    rate, left = min(found, key=lambda fit: fit[1], default=(0.0, math.inf))
+    if not 0 < rate < math.inf or not math.isfinite(left):
+        return None
+    plain = float(f"{rate:.{RATE_DIGITS}g}")
+    found_facts = replace(facts, lr=plain if abs(plain - rate) < RATE_ERROR * rate else rate)
+    momentum = f" and its momentum {facts.momentum:g}" if facts.momentum != stated.momentum else ""
+    words = f"its step size is {found_facts.lr:g}{momentum}"
+    return None if found_facts == stated else OtherFacts(found_facts, words, (FIRST_ATTACK,))
+
+
+def _fit_rate(view: ServerView, method: FedAvg, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
+    """Return the step size at which steps on an image make an update of the observed size, and what that leaves."""
+    observed = torch.cat([value.flatten() for value in ObservedUpdate(view).in_double(view.update).values()])
+    guess, rate, left = Candidate(images, labels.to(images.device)), method.lr, math.inf
+    for _ in range(PASSES):
+        at_rate = replace(view, method=replace(method, lr=rate))
+        with torch.no_grad():
+            made = ObservedUpdate(at_rate).in_double(predict(at_rate, guess))
+        flat = torch.cat([made[name].flatten() for name in view.update])
+        size = float(flat.norm())
+        if not 0 < size < math.inf:
+            return 0.0, math.inf
+        factor = float(observed.norm()) / size
+        left = float((observed - factor * flat).norm())
+        rate *= factor
+        if abs(factor - 1) < SMALLEST_CHANGE or not 0 < rate < MOST_RATE:
+            break
+    return rate, left

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,21 +21,28 @@ from attacks.verification import CONTRADICTED, contradicts_features
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
-from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.fail_closed import attempt
-from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK, OtherFacts, likely_facts, other_facts
+from eval.federations.other_facts import (
+    ADAPTIVE_STEP,
+    FIRST_ATTACK,
+    USUAL_MOMENTUM,
+    OtherFacts,
+    likely_facts,
+    of_fitted_step_size,
+    other_facts,
+)
 from eval.federations.reply_checks import refuse_non_finite
+from eval.federations.stated_facts import assumptions, rests_on
 from eval.federations.wording import in_arguments
-from eval.io.text import join_words
 from fl.capture import ClientSettings
 from fl.inputs.description import Range
 from fl.inputs.form import Inputs
 from fl.losses import Loss
 from fl.losses.function import build_loss
-from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.user_code import RUN_ERRORS
@@ -59,6 +67,8 @@ NOT_AS_STATED = (
     "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
 )
 """Why that nothing is proved of an update means nothing."""
+FIRST_RATE = 0.01
+"""At which a search for the step size of several steps begins where none was stated."""
 PAIR_NOTE = "the update is 'before' - 'after'"
 """What readers of files are told of two halves; in a federation there is nothing else."""
 log = logging.getLogger(__name__)
@@ -228,7 +238,10 @@ class Screener:
         shown = [one for name, result in others.items() for one in case.exposures(name, result)]
         guessed = Guessed()
         if not self._is_too_much([*alone.shown, *shown]):
-            guessed, more = self._attack_under(recorded, other_facts(recorded.training, subject.view), control)
+            guesses = itertools.chain(
+                other_facts(recorded.training, subject.view), self._fitted_step_sizes(recorded, others)
+            )
+            guessed, more = self._attack_under(recorded, guesses, control)
             found = {**found, **more}
         shown = [*alone.shown, *shown, *guessed.shown]
         leaks = self._is_too_much(shown)
@@ -237,7 +250,7 @@ class Screener:
             *(f"whatever was stated, {words}" for words in (alone.words, guessed.words) if words),
             *assumptions(recorded.training, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
-            *(() if leaks else (rests_on(recorded.training, subject.view),)),
+            *(() if leaks else rests_on(recorded.training, subject.view)),
         )
         contradicted = [name for name, result in others.items() if contradicts_facts(result, subject.view)]
         doubt = "" if leaks or not contradicted else f"{NOT_AS_STATED} ({contradicted[0]})"
@@ -314,6 +327,18 @@ class Screener:
                 if self._is_too_much(shown):
                     return Guessed(guess.words, tuple(shown)), found
         return Guessed(), found
+
+    def _fitted_step_sizes(self, recorded: RecordedUpdate, found: Mapping[str, Result]) -> Iterator[OtherFacts]:
+        """Yield step sizes, at usual momenta, by which several steps on what was found make an update so large."""
+        facts = recorded.training
+        pictured = [one for one in found.values() if isinstance(one, Reconstruction) and one.inputs is not None]
+        if facts.optimizer != "sgd" or (facts.steps or 1) < 2 or not pictured:
+            return
+        for momentum in dict.fromkeys((facts.momentum, USUAL_MOMENTUM, 0.0)):
+            asked = replace(facts, lr=facts.lr or FIRST_RATE, momentum=momentum)
+            view = self._case(replace(recorded, training=asked)).subject.view
+            if fitted := of_fitted_step_size(facts, asked, view, pictured[0]):
+                yield fitted
 
     def _attack(self, case: Case, attacks: Mapping[str, Attack], control: SearchControl) -> dict[str, Result]:
         """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
@@ -480,40 +505,3 @@ def contradicts_facts(result: Result, view: ServerView) -> bool:
         return False
     layer = first_linear(view)
     return isinstance(layer, NotApplicable) or layer.name not in layers_of_one_direction(view)
-
-
-def rests_on(facts: TrainingFacts, view: ServerView) -> str:
-    """Return what that nothing is shown rests on: facts that the update neither bears out nor contradicts."""
-    length = {"steps": facts.steps} if facts.steps is not None else {"epochs": facts.epochs}
-    method = view.method
-    used = {
-        "loss": view.task.loss.name,
-        "optimizer": facts.optimizer,
-        "lr": facts.lr,
-        "momentum": facts.momentum,
-        "weight_decay": method.weight_decay if isinstance(method, FedAvg) else facts.weight_decay,
-        **length,
-        "examples": facts.examples,
-        "batch_size": facts.batch_size,
-    }
-    words = ", ".join(f"{name} {_say_fact(value)}" for name, value in used.items())
-    return f"that no more is shown rests on {words}: a wrong one can hide what leaks"
-
-
-def _say_fact(value: float | str | None) -> str:
-    return "not known" if value is None else value if isinstance(value, str) else f"{value:g}"
-
-
-def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:
-    """Return what a screening has to assume where the facts of training are not known."""
-    assumed = []
-    if not knows_optimizer:
-        length = facts.steps if facts.steps is not None else facts.epochs
-        known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
-        missing = join_words([name for name, value in known.items() if value is None])
-        assumed.append(f"how the client trained is not known, so that little can be confirmed: say {missing}")
-        if facts.lr is None and length is not None and length > 1:
-            assumed.append("several steps of unknown sizes were attacked as one; of steps of one size say lr")
-    if facts.examples is None and facts.batch_size is None:
-        assumed.append("the number of examples is not known; taken for one")
-    return assumed

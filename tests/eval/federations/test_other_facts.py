@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+import torch
 from support import recorded as support
 from torch import nn
 
@@ -71,8 +74,48 @@ def test_guesses_show_nothing_of_what_they_do_not_explain(made: TrainingFacts) -
         assert not found.exposures, found.exposures
 
 
-def test_several_steps_of_unknown_sizes_are_said_to_be_taken_for_one() -> None:
+def test_several_steps_of_unknown_sizes_are_said_to_be_taken_for_others() -> None:
     model = support.network()
     update = support.recorded(model, 2, replace(SGD, steps=3))
     notes = screened(model, update, 0.5, lr=None, steps=3).notes
-    assert "several steps of unknown sizes were attacked as one; of steps of one size say lr" in notes
+    assert any(note.startswith("several steps of unknown sizes were attacked as one") for note in notes)
+
+
+def several_steps(model: nn.Module, rates: Sequence[float], **settings: float) -> RecordedUpdate:
+    """Steps of SGD on one picture, stated as steps of size 0.1."""
+    (inputs, labels), trained = support.examples(1), copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1, **settings)
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(inputs), labels).backward()
+        optimizer.step()
+    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, trained)]
+    return RecordedUpdate(before=states[0], after=states[1], training=replace(SGD, steps=len(rates)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "stated", "words"),
+    [
+        ({}, {}, "its step size is 0.02"),
+        ({}, {"lr": None}, "its step size is 0.02"),
+        ({"momentum": 0.9}, {"lr": 0.02}, "its step size is 0.02 and its momentum 0.9"),
+        ({}, {"momentum": 0.9}, "its step size is 0.02 and its momentum 0"),
+    ],
+)
+def test_the_step_size_of_several_steps_is_that_of_an_update_of_its_size(
+    settings: dict[str, float], stated: dict[str, object], words: str
+) -> None:
+    model = support.dense_network()
+    found = screened(model, several_steps(model, [0.02] * 3, **settings), 8.0, **stated)  # type: ignore[arg-type]
+    assert (found.verdict, found.exposures[-1].kind) == ("leaked", "images")
+    assert f"whatever was stated, {words}" in found.notes
+
+
+def test_a_schedule_that_cannot_be_stated_is_not_called_safe() -> None:
+    model = support.dense_network()
+    update = several_steps(model, [0.3, 0.1, 0.02])
+    for stated in ({}, {"lr": None}):
+        found = screened(model, update, 1.0, **stated)  # type: ignore[arg-type]
+        assert (found.verdict, found.exposures) == ("failed", ())
+        assert found.reason.startswith("nobody can say what it shows")

@@ -1,0 +1,46 @@
+"""What a screening takes for true of a client's training, in words for its notes."""
+
+from __future__ import annotations
+
+from eval.audit.recorded_update import TrainingFacts
+from eval.io.text import join_words
+from fl.methods.fedavg import FedAvg
+from fl.view import ServerView
+
+
+def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:
+    """Return what a screening has to assume where the facts of training are not known."""
+    assumed = []
+    if not knows_optimizer:
+        length = facts.steps if facts.steps is not None else facts.epochs
+        known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
+        missing = join_words([name for name, value in known.items() if value is None])
+        assumed.append(f"how the client trained is not known, so that little can be confirmed: say {missing}")
+    if facts.examples is None and facts.batch_size is None:
+        assumed.append("the number of examples is not known; taken for one")
+    return assumed
+
+
+def rests_on(facts: TrainingFacts, view: ServerView) -> list[str]:
+    """Return what that nothing is shown rests on: facts that the update neither bears out nor contradicts."""
+    length = {"steps": facts.steps} if facts.steps is not None else {"epochs": facts.epochs}
+    method = view.method
+    used = {
+        "loss": view.task.loss.name,
+        "optimizer": facts.optimizer,
+        "lr": facts.lr,
+        "momentum": facts.momentum,
+        "weight_decay": method.weight_decay if isinstance(method, FedAvg) else facts.weight_decay,
+        **length,
+        "examples": facts.examples,
+        "batch_size": facts.batch_size,
+    }
+    words = ", ".join(f"{name} {_say_fact(value)}" for name, value in used.items())
+    said = [f"that no more is shown rests on {words}: a wrong one can hide what leaks"]
+    if facts.lr is None and next(iter(length.values())) not in {1, None}:
+        said.append("several steps of unknown sizes were attacked as one, and as steps of one size; of such say lr")
+    return said
+
+
+def _say_fact(value: float | str | None) -> str:
+    return "not known" if value is None else value if isinstance(value, str) else f"{value:g}"
