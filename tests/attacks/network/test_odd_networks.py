@@ -143,7 +143,7 @@ def test_networks_that_can_not_be_stacked_are_searched_one_by_one(style: str) ->
 
 
 def test_a_recurrent_network_is_searched_without_a_record() -> None:
-    result = build({"name": "ig", "iterations": 300, "tv_weight": 0})(seen(Recurrent()))
+    result = build({"name": "ig", "iterations": 150, "tv_weight": 0})(seen(Recurrent()))
     assert isinstance(result, Reconstruction)
     assert result.objective < 0.5
 

@@ -175,6 +175,6 @@ def test_the_number_of_processes_changes_no_result(mine, monkeypatch):
 
 def test_a_model_that_no_other_process_can_import_is_attacked_in_this_one(mine, monkeypatch):
     monkeypatch.setattr("attacks.parallel.AttackPool.__init__.__defaults__", (1, 0.0))
-    result = audit(f"{mine}:local", "--attack", "{name: ig, iterations: 200, stack: 1}", "--workers", 2)
+    result = audit(f"{mine}:local", "--attack", "{name: ig, iterations: 60, stack: 1}", "--workers", 2)
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output
     assert "attacks run in one process: the model can't be sent to another" in result.output
