@@ -127,9 +127,12 @@ class UpdateComparison:
 
         Two pictures stated as one leave more, if they differ by more than about the square root of that: what each
         adds to a layer is a product of two things that differ, and the mean of products is none of means.
+
+        A prediction in double precision counts, and one in the client's own: where a number before a ReLU is next to
+        zero, rounding may have put the client on its other side.
         """
         made, allowed = self._with_strict_bounds(images, labels)
-        return not self._is_more(made, allowed)
+        return not self._is_more(made, allowed) or not self._is_more(self._predicted_update(images, labels), allowed)
 
     def tells_brightness_to_rounding(
         self, images: Tensor, labels: Tensor, read: Callable[[Tensor], Tensor | None] | None = None
@@ -298,7 +301,7 @@ class UpdateComparison:
                 yield middle + (images - middle) * (1 + change)
 
     def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        """Return what one step on images makes, without decay, in double precision."""
+        """Return what one step on images makes in the client's precision, without decay, as numbers in double."""
         with torch.no_grad():
             guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
             return self.update.in_double(predict(self.view, guess))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -171,3 +171,30 @@ def test_backsolve_verifies_no_mean_of_two() -> None:
     model = chains.initialized(Residual()).float().eval()
     found = build("backsolve")(stated_as_one(model, torch.cat([picture(), other(picture(), 20, "quick")])))
     assert not getattr(found, "verified", False)
+
+
+def bent_at_zero(one: Tensor) -> Iterator[nn.Module]:
+    """Networks with a unit that `one` puts above zero in float32, and below it without rounding."""
+    for unit in range(64):
+        model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)))
+        layer, flat = model.get_submodule("1"), one.flatten(1)
+        assert isinstance(layer, nn.Linear)
+        exact = float(flat.double()[0] @ layer.weight[unit].detach().double())
+        for offset in torch.linspace(-1e-6, 1e-6, 41).tolist():
+            with torch.no_grad():
+                layer.bias[unit] = offset - exact
+                rounded = float(layer(flat)[0, unit])
+            if rounded > 0 > exact + float(layer.bias[unit].detach()):
+                yield model
+                break
+
+
+def test_a_picture_next_to_a_bend_is_verified_though_rounding_puts_it_on_the_other_side() -> None:
+    one = picture()
+    models = list(bent_at_zero(one))
+    assert len(models) > 10
+    for model in models:
+        claimed = Reconstruction(inputs=one, labels=torch.tensor([3]), verified=True)
+        found = confirm(stated_as_one(model, one), claimed)
+        assert isinstance(found, Reconstruction)
+        assert found.verified is True, found.note
