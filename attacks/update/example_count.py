@@ -23,7 +23,7 @@ from attacks.update.update_matrices import (
 from fl.view import ServerView
 
 MIN_FREE = 4
-"""By so many the smaller side of a matrix exceeds a rank that means something."""
+"""By so many the smaller side of what moved of a matrix exceeds a rank that means something."""
 MARGIN, MIN_GAP = 2.0, 8.0
 """Times the largest singular value of rounding that one of a gradient exceeds, and the factor between the last one that
 does and the next."""
@@ -53,7 +53,8 @@ def _rank(part: UpdateMatrix, share: float) -> tuple[int | None, int]:
         part: of the update.
         share: of the weights, that decay took.
     """
-    (height, width), moved = part.moved.shape, part.moved - share * part.start
+    moved = part.moved - share * part.start
+    height, width = (int((moved != 0).any(side).sum()) for side in (1, 0))
     sizes = torch.linalg.svdvals(moved)
     rounding = float(replace(part, moved=moved).rounding.square().mean().sqrt())
     noise = math.hypot(rounding * (height**0.5 + width**0.5), COMPUTED_SPACINGS * LEAST_SPACING * float(sizes[0]))

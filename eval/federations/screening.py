@@ -67,6 +67,13 @@ NOT_AS_STATED = (
     "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
 )
 """Why that nothing is proved of an update means nothing."""
+MAX_NEARLY = 0.01
+"""Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
+NEARLY_ONE_INPUT = (
+    "nobody can say what it shows: all but {:.1g} of a layer's update is that of one input, as where a client computed "
+    "in half precision or added little noise, and nothing confirms how near that comes"
+)
+"""Why nothing is proved of what is all but there."""
 FIRST_RATE = 0.01
 """At which a search for the step size of several steps begins where none was stated."""
 PAIR_NOTE = "the update is 'before' - 'after'"
@@ -252,8 +259,7 @@ class Screener:
             *filter(None, (subject.inconsistency,)),
             *(() if leaks else rests_on(recorded.training, subject.view)),
         )
-        contradicted = [name for name, result in others.items() if contradicts_facts(result, subject.view)]
-        doubt = "" if leaks or not contradicted else f"{NOT_AS_STATED} ({contradicted[0]})"
+        doubt = "" if leaks else _doubt(others, subject.view)
         seconds = time.monotonic() - began
         return self._judge(shown, {**found, **others}, notes, seconds, doubt)
 
@@ -494,6 +500,18 @@ def _outcome(result: Result) -> str:
     found = "images" if result.inputs is not None else "features" if result.private else "labels"
     certain = "confirmed" if result.verified else "borne out" if result.approximate else "not confirmed"
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
+
+
+def _doubt(found: Mapping[str, Result], view: ServerView) -> str:
+    """Return why that nothing is proved of an update does not mean that nothing is there, or nothing."""
+    if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
+        return f"{NOT_AS_STATED} ({contradicted[0]})"
+    layer, first = first_linear(view), found.get(FIRST_ATTACK)
+    if view.batch_size != 1 or not isinstance(first, Reconstruction) or isinstance(layer, NotApplicable):
+        return ""
+    if first.verified or layer.name in layers_of_one_direction(view) or not first.objective <= MAX_NEARLY:
+        return ""
+    return NEARLY_ONE_INPUT.format(first.objective)
 
 
 def contradicts_facts(result: Result, view: ServerView) -> bool:

@@ -188,6 +188,22 @@ def test_what_facts_contradict_is_not_said_to_be_safe() -> None:
     assert "weight decay in a part of the weights" in found.tried["analytic"]
 
 
+@pytest.mark.parametrize("build", [support.dense_network, support.network])
+def test_an_update_computed_in_half_precision_is_not_called_safe(build: Callable[[], nn.Module]) -> None:
+    model = build()
+    (inputs, labels), after = support.examples(1), copy.deepcopy(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs = after(inputs)
+    nn.functional.cross_entropy(outputs.float(), labels).backward()
+    torch.optim.SGD(after.parameters(), lr=0.1).step()
+    update = replace(support.recorded(model), after={name: value.clone() for name, value in after.state_dict().items()})
+    found = screener(model, seconds=0.5)(update)
+    assert (found.verdict, found.exposures) == ("failed", ())
+    assert "of a layer's update is that of one input, as where a client computed in half precision" in found.reason
+    several = screener(model, seconds=0.5)(replace(support.recorded(model, 30), training=support.PLAIN))
+    assert several.verdict == "not shown to leak"
+
+
 def test_what_nothing_being_shown_rests_on_is_said() -> None:
     model = support.network()
     found = screener(model, seconds=0.5)(support.recorded(model, 8, replace(support.PLAIN, batch_size=8)))
