@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,6 +35,7 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.types import Task
 
+T = TypeVar("T")
 MIB = 2**20
 VICTIMS = (1, 4, 16, 64, 256)
 ATTACKED = ("hyperfl-grey", "hyperfl-colour", "lenet-zhu", "mlp")
@@ -64,7 +65,7 @@ def memory() -> tuple[float, float]:
     return now, peak
 
 
-def apart(work: Callable[..., dict[str, float]], *settings: object) -> dict[str, float]:
+def apart(work: Callable[..., T], *settings: object) -> T:
     """`work` in a fresh process."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *settings).result()

@@ -32,10 +32,10 @@ class Uploads:
     def add(self, upload: Upload) -> None:
         """Take in what one more client sent."""
         self.kept.append(upload)
-        self.bytes += _memory_bytes(upload)
+        self.bytes += memory_bytes(upload)
         if self.joins and self.bytes > MAX_SEPARATE_BYTES and len(self.kept) > 1:
             self.kept = [merge_uploads(self.kept)]
-            self.bytes = _memory_bytes(self.kept[0])
+            self.bytes = memory_bytes(self.kept[0])
 
 
 def merge_uploads(uploads: list[Upload]) -> Upload:
@@ -62,7 +62,7 @@ def _smaller_form(value: Value) -> Value:
     return dense(value) if rank * sum(value.size) > value.numel() else value
 
 
-def _memory_bytes(upload: Upload) -> int:
+def memory_bytes(upload: Upload) -> int:
     """Return what an upload keeps in memory; of structured updates their factors, as bases are the server's own."""
     total = 0
     for value in [*upload.update.values(), *upload.buffers.values()]:

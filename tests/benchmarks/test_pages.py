@@ -24,6 +24,7 @@ from benchmarks.leakage import (
 from benchmarks.peers import __main__ as peers
 from benchmarks.peers import report, speed
 from benchmarks.performance import gpu, peer_rounds, rounds, scaling
+from benchmarks.performance.large_scale import page as large_scale
 from benchmarks.reliability import screening
 from benchmarks.reliability.situations import page as situations
 
@@ -53,6 +54,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "framework_filters": lambda known: framework_filters.document(known["rows"], known["cosines"]),
     "gpu": gpu.page,
     "hyperfl_fashion_mnist": leakage._known,
+    "large_scale": large_scale.document,
     "own_models": lambda known: own_models.document(known["rows"]),
     "peel": lambda known: peel.document([peel.Row(**row) for row in known["rows"]]),
     "peer_rounds": lambda known: peer_rounds.page(
