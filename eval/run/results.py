@@ -257,7 +257,7 @@ def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> Non
         except ValueError as error:
             log.warning("%s; they are left out; remove cells/%s to make them again", error, finished[key].id)
             continue
-        with atomic_write(new / f"{name}.npz") as file:
+        with atomic_write(new / f"{name}.npz", into_new_folder=True) as file:
             file.write(source.read_bytes())
         write_image_grid(torch.cat(shown), new / f"{name}.png", columns=len(shown[0]))
 
@@ -265,13 +265,13 @@ def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> Non
 def write_image_grid(images: Tensor, path: Path, columns: int) -> None:
     """Write a grid of images (N, C, H, W) in [0, 1], enlarged by whole pixels so that nothing is smoothed away.
 
-    Nothing is drawn of images that have neither 1 nor 3 channels.
+    Nothing is drawn of images that have neither 1 nor 3 channels. `path` is in a folder that this process has made.
     """
     if images.shape[1] not in (1, 3):
         return
     enlarged = max(1, 96 // images.shape[-1])
     shown = images.nan_to_num(0).clamp(0, 1).repeat_interleave(enlarged, -1).repeat_interleave(enlarged, -2)
-    with atomic_write(path) as file:
+    with atomic_write(path, into_new_folder=True) as file:
         Image.fromarray(_arrange(shown, columns)).save(file, format="png")
 
 

@@ -32,14 +32,17 @@ def before_disk_change(kind: str, path: Path) -> None:
 
 
 @contextmanager
-def atomic_write(path: Path) -> Iterator[BinaryIO]:
+def atomic_write(path: Path, *, into_new_folder: bool = False) -> Iterator[BinaryIO]:
     """An open file whose content takes the place of `path`, in one step, when the block ends without an error.
 
     Args:
         path: of the file; its folder must exist. A file that is there stays as it is until then; a link is replaced,
             and what it leads to left alone.
+        into_new_folder: nobody else has written to the folder, so that there is nothing that a dead process has left:
+            to look for that takes as long as there are files, which of thousands in turn comes to minutes.
     """
-    remove_leftovers(path.parent, path.name)
+    if not into_new_folder:
+        remove_leftovers(path.parent, path.name)
     raw = _create_locked_file(path)
     part = Path(raw.name)
     try:

@@ -120,3 +120,14 @@ def test_writers_at_the_same_time_leave_one_whole_file(tmp_path):
     assert len(text) == 1000
     assert len(set(text)) == 1
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_in_a_new_folder_nothing_is_looked_for(tmp_path, monkeypatch):
+    """A look at every file for each of thousands that are written would come to minutes."""
+    looked = []
+    monkeypatch.setattr(atomic_files, "remove_leftovers", lambda folder, name=None: looked.append(name))
+    for name, is_new in (("a", True), ("b", False)):
+        with atomic_write(tmp_path / name, into_new_folder=is_new) as file:
+            file.write(b"x")
+    assert looked == ["b"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
