@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from benchmarks.common import RESULTS, machine, publish, rewrite
@@ -73,19 +73,21 @@ PARTS: dict[str, Callable[[], Any]] = {
     "gpu": workload.gpu,
 }
 """What is measured, under the names of the results."""
-SIMULATED = "scenarios"
+SIMULATED, RESTS_ON = "scenarios", ("clients", "counts", "disk", "planned", "check", "gpu")
+"""Where the results have what was simulated, and the parts whose figures enter it."""
 
 
 def kept(before: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of a result that are there, each with its processor."""
-    found = {part: before[part] for part in (*PARTS, SIMULATED) if part in before}
+    found = {part: before[part] for part in (*PARTS, "start", SIMULATED) if part in before}
     own = before.get("processors", {})
     return {**found, "processors": {part: own[part] for part in found if part in own}}
 
 
-def with_simulation(known: dict[str, Any]) -> dict[str, Any]:
-    """Return the parts with what is simulated of them, where all are there."""
-    if all(part in known for part in PARTS):
+def with_simulation(known: dict[str, Any], measured: Collection[str]) -> dict[str, Any]:
+    """Return the parts with what is simulated of them, where all are there; anew if what it rests on was measured."""
+    is_known = SIMULATED in known and not any(part in measured for part in RESTS_ON)
+    if all(part in known for part in PARTS) and not is_known:
         known["start"] = check.seconds_to_start(known["check"]) + known["planned"]["seconds_prepare"]
         known[SIMULATED] = workload.scenarios(known)
     return known
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = RESULTS / f"{NAME}.json"
     known = kept(json.loads(path.read_text()) if path.exists() else {}) | measured
     known["processors"] |= dict.fromkeys(measured, machine()["processor"])
-    known = with_simulation(known)
+    known = with_simulation(known, measured)
     publish(NAME, known, document(known) if SIMULATED in known else ["Not all parts are measured."])
 
 

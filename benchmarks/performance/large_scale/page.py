@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.common import table
 from benchmarks.performance.large_scale import workload
-from benchmarks.performance.large_scale.federation_costs import BATCH, IMAGES_EACH
+from benchmarks.performance.large_scale.federation_costs import IMAGES_EACH
 from benchmarks.performance.large_scale.workload import CLIENTS, GPU_BYTES, PARAMETERS, UPDATES, USES, GpuSeconds
 from eval.run.claims import MOST_DEATHS
 from eval.run.runner import SHARE_OF_TIME
@@ -42,8 +42,8 @@ def document(known: Known) -> list[str]:
         "",
         "## What breaks first",
         "",
-        "From the earliest on. A network in float32 takes 400 MB. Limits are those of a GPU of 80 GB, on which "
-        "views, clients' states and uploads lie, too.",
+        "What stops a run comes first, then what slows it. A network in float32 takes 400 MB. Limits are those of a "
+        "GPU of 80 GB, on which views, clients' states and uploads lie, too.",
         "",
         *table(LIMIT_HEAD, _limit_rows(known)),
         "",
@@ -166,25 +166,29 @@ def _cost_rows(known: Known) -> list[list[str]]:
 
 def _workload_words() -> list[str]:
     return [
-        f"The workload: a training of {workload.ROUNDS} rounds, in each of which 1 % of the clients take "
-        f"{workload.STEPS} steps of {workload.BATCH} images, all scored before and after. Then `ig` with "
-        f"{workload.ITERATIONS:,} iterations, its default, on {UPDATES:,} updates of one image each. Seconds here "
-        "are of one thread, of files by the clock.",
+        f"- A training of {workload.ROUNDS} rounds, in each of which 1 % of the clients take part.",
+        f"- A client takes {workload.STEPS} steps of {workload.BATCH} images in a round. All are scored before and "
+        "after.",
+        f"- Then `ig` on {UPDATES:,} updates of one image each, with its default of {workload.ITERATIONS:,} "
+        "iterations.",
+        "",
+        "Seconds here are of one thread; of files they are by the clock.",
     ]
 
 
 def _assumptions(known: Known) -> list[str]:
     counts = known["counts"]
     return [
-        f"- **Counted** for each parameter of a perceptron: {counts['step']['operations']:.0f} operations and "
-        f"{counts['step']['bytes']:.0f} bytes a step of {BATCH} images. An iteration of the search takes "
+        f"- **Counted**: for each parameter of a perceptron a step takes {counts['step']['operations']:.0f} "
+        f"operations and {counts['step']['bytes']:.0f} bytes. An iteration of the search takes "
         f"{counts['iteration']['operations']:.0f} and {counts['iteration']['bytes']:.0f}.",
         f"- **Measured**, in [gpu.md](gpu.md): an H100 copies {known['gpu']['copy_bytes_per_second'] / 1e12:.2f} "
         "TB/s. What is bound by bytes takes as long as they do.",
         f"- **Published**: {workload.PEAK / 1e12:.0f} TFLOP/s in float32 (NVIDIA's data sheet of the H100 SXM). We "
         "compute in nothing less.",
-        f"- **Assumed**: {workload.SHARE_OF_PEAK:.0%} of that is reached. Llama 3 reports 38 to 43 % in bfloat16 "
-        "(arXiv 2407.21783, Table 4); small networks reach 2 % in our own measurement.",
+        f"- **Assumed**: {workload.SHARE_OF_PEAK:.0%} of that is reached, as the training of "
+        "[Llama 3](https://arxiv.org/abs/2407.21783) reports in bfloat16 (Table 4). Small networks reach 2 % in our "
+        "own measurement.",
         f"- **Assumed**: a transformer uses each weight {USES['transformer']} times an image (ViT-B/16), and its "
         "activations move no bytes.",
         "- What a client takes on the host is that of the tiny network here, on one thread.",
@@ -198,8 +202,9 @@ LIMIT_HEAD = ["what", "measured", "at this size", "breaks at", "what to do"]
 def _limit_rows(known: Known) -> list[list[str]]:
     big, folder = largest(known), known["folder"]
     view = known["views"]["networks"] * NETWORK_BYTES
-    ditto = method_row(known, "ditto")
+    fedavg, ditto = method_row(known, "fedavg"), method_row(known, "ditto")
     hyper = known["hypernetwork"]["networks"]
+    (kept,) = (row["client"] for row in known["states"] if row["method"] == "ditto")
     trial = big["mib_attack"] * MIB
     rate = big["bytes_checkpoint"] / big["seconds_write"]
     held = CLIENTS * NETWORK_BYTES
@@ -214,8 +219,8 @@ def _limit_rows(known: Known) -> list[list[str]]:
         ],
         [
             "a client keeps a network",
-            f"{_networks(ditto['mib_after'] * MIB, ditto)} networks a client of `ditto`, of {CLIENTS:,} that have "
-            "trained, images included",
+            f"{kept:.1f} networks of `ditto`: {ditto['mib_after'] - fedavg['mib_after']:.0f} MiB more than `fedavg`, "
+            f"when {CLIENTS:,} have trained the tiny network",
             byte_words(held),
             f"{GPU_BYTES // NETWORK_BYTES:.0f} clients",
             "a method whose clients keep little (below)",
@@ -272,15 +277,14 @@ def _limit_rows(known: Known) -> list[list[str]]:
         ],
         [
             "all clients are scored in every scored round",
-            f"{time_words(method_row(known, 'fedavg')['seconds_scored'])} for {CLIENTS:,} of the tiny network",
+            f"{time_words(fedavg['seconds_scored'])} for {CLIENTS:,} of the tiny network",
             "the same and their passes",
             "a scoring in every round",
             "`evaluate_every`",
         ],
         [
             "images lie in memory, twice",
-            f"{method_row(known, 'fedavg')['mib_images']:.0f} MiB for {CLIENTS:,} clients of {IMAGES_EACH + 1} "
-            "images of 28 x 28",
+            f"{fedavg['mib_images']:.0f} MiB for {CLIENTS:,} clients of {IMAGES_EACH + 1} images of 28 x 28",
             "as the data set",
             "data sets as large as the memory",
             "",
@@ -294,10 +298,6 @@ def _limit_rows(known: Known) -> list[list[str]]:
             "",
         ],
     ]
-
-
-def _networks(count: float, row: Mapping[str, Any]) -> str:
-    return f"{count / row['clients'] / (4 * row['parameters']):.1f}"
 
 
 def _states(known: Known) -> list[str]:
@@ -320,7 +320,7 @@ def _streamed(known: Known) -> list[str]:
     joined = known["aggregation"][0]
     return [
         f"- **Uploads**, where the server takes the weighted mean: above {MAX_SEPARATE_BYTES // MIB} MiB they are "
-        f"joined as they come. Of {joined['mib_sent']:.0f} MiB that {joined['clients']} clients sent, "
+        f"joined as they come. Of {joined['mib_sent']:.0f} MiB that were sent, "
         f"{joined['mib_held']:.0f} were held at most. Of 1e8 parameters it is two uploads.",
         "- **Clients**: each is trained when its upload is asked for. On a GPU a stack of them trains together "
         "(`vmap`).",
@@ -347,7 +347,7 @@ def _simulation_rows(known: Known) -> list[list[str]]:
                 str(row["cells"]),
                 str(row["workers"]),
                 _hours(calm),
-                f"{row['workers'] * calm['makespan'] / 3600:.0f}",
+                f"{row['workers'] * calm['makespan'] / 3600:,.0f}",
                 f"{calm['idle']:.0%}",
                 f"{row['chain'] / 3600:.1f}",
                 _hours(rare),
@@ -408,21 +408,20 @@ def _checked(known: Known) -> list[str]:
 # ---- in short --------------------------------------------------------------------------------------------------------
 def _summary(known: Known) -> Sequence[str]:
     perceptron, transformer = gpus(known)
-    first = {row["workers"]: row for row in known["scenarios"] if row["shape"] == workload.SHAPES[0].name}
-    spread = {row["workers"]: row for row in known["scenarios"] if row["shape"] == workload.SHAPES[1].name}
-
-    def hours(rows: Mapping[int, Mapping[str, Any]]) -> str:
-        return " and ".join(
-            f"{rows[n]['lives']['nobody dies']['makespan'] / 3600:.1f} h on {n}" for n in workload.WORKERS
-        )
-
+    whole, spread = (
+        {row["workers"]: row["lives"]["nobody dies"]["makespan"] for row in known["scenarios"] if row["shape"] == name}
+        for name in (workload.SHAPES[0].name, workload.SHAPES[1].name)
+    )
+    few, many = workload.WORKERS
     both = [gpu.training(0.01) + gpu.search(UPDATES) for gpu in (perceptron, transformer)]
     view = known["views"]["networks"] * NETWORK_BYTES
     return [
         f"- **Cost**: {time_words(both[0])} of one GPU where an image uses each weight once, {time_words(both[1])} "
         "for a transformer.",
-        f"- **On 8 and 64 GPUs**: with the transformer's attack spread over 100 cells it takes {hours(spread)}. As one "
-        f"training and one attack it would take {hours(first)}, since each stays on one GPU, but the views do not fit.",
+        f"- **On {few} GPUs**: {time_words(spread[few])}, with the transformer's attack spread over a hundred cells. "
+        f"**On {many} GPUs**: {time_words(spread[many])}, as the training stays on one of them.",
+        f"- As one training and one attack it would take {time_words(whole[many])} on any number, but the views do "
+        "not fit.",
         f"- **Breaks first**: the memory for the views of one attack cell, at {GPU_BYTES // view:.0f} updates. Then "
         f"clients that keep a network each, at {GPU_BYTES // NETWORK_BYTES:.0f} clients.",
         "- **Streamed**: uploads into their mean, clients one by one. Not views, states or checkpoints.",

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.performance.large_scale import __main__ as command
 from benchmarks.performance.large_scale import check, federation_costs, folder_costs, operation_counts, page, workload
 from benchmarks.performance.large_scale.simulation import Conditions, simulate
 from eval.run.claims import MOST_DEATHS
@@ -135,6 +136,20 @@ def test_numbers_in_words() -> None:
         "3 µs", "20 ms", "90 s", "10 min", "2.22 h", "3.47 days",
     ]  # fmt: skip
     assert [page.byte_words(n) for n in (12, 4e8, 4e12)] == ["12 B", "400 MB", "4 TB"]
+
+
+def test_simulations_are_made_again_where_what_they_rest_on_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(workload, "scenarios", lambda known: made.append(known["start"]) or [])
+    killed = {"killed": True, "starts": [0.0, 0.0, 5.0], "killed_at": 3.0}
+    known: dict[str, Any] = dict.fromkeys(command.PARTS)
+    known |= {"check": {"runs": [killed]}, "planned": {"seconds_prepare": 1.0}}
+    assert command.with_simulation(dict(list(known.items())[1:]), ["folder"]).get("scenarios") is None
+    known = command.with_simulation(known, ["folder"])  # the first time
+    known = command.with_simulation(command.kept(known), ["folder"])
+    assert made == [3.0]
+    command.with_simulation(known, ["disk"])
+    assert made == [3.0, 3.0]
 
 
 @pytest.mark.slow
