@@ -383,8 +383,8 @@ def _bounds() -> list[str]:
         "cells than GPUs, of like length, keep them busy.",
         "- Cells are taken in the order of the config, trainings first, not the longest first. Uneven attacks that "
         "come last leave others idle; spreading the long ones is what helps.",
-        "- With deaths, uneven cells take longer than what is lost: one that was long at work is free again, and is "
-        "taken up when its turn in the config's order comes.",
+        "- Where cells are uneven, deaths take more time than the work that they lose: they change who takes what "
+        "when, and a long attack that is begun late leaves others idle.",
         "- Deaths lose little work, as a checkpoint is a minute old at most. A cell is given up after "
         f"{MOST_DEATHS} deaths in a row in which nothing of it was kept: a round of all clients takes hours, and is "
         "safe only when it is over.",
