@@ -187,8 +187,7 @@ def _assumptions(known: Known) -> list[str]:
         f"- **Published**: {workload.PEAK / 1e12:.0f} TFLOP/s in float32 (NVIDIA's data sheet of the H100 SXM). We "
         "compute in nothing less.",
         f"- **Assumed**: {workload.SHARE_OF_PEAK:.0%} of that is reached, as the training of "
-        "[Llama 3](https://arxiv.org/abs/2407.21783) reports in bfloat16 (Table 4). Small networks reach 2 % in our "
-        "own measurement.",
+        "[Llama 3](https://arxiv.org/abs/2407.21783) reports in bfloat16 (Table 4).",
         f"- **Assumed**: a transformer uses each weight {USES['transformer']} times an image (ViT-B/16), and its "
         "activations move no bytes.",
         "- What a client takes on the host is that of the tiny network here, on one thread.",
@@ -250,9 +249,9 @@ def _limit_rows(known: Known) -> list[list[str]]:
         [
             "memory of a search",
             f"{byte_words(trial)} for one update, here",
-            "as many updates at a time as fit",
-            f"{GPU_BYTES // trial:.0f} updates at a time",
-            "nothing: the search sees to it",
+            "one update at a time by default (`memory_limit_gib: 8`)",
+            "the limit, by the search's own estimate: it refuses",
+            "a larger `memory_limit_gib`",
         ],
         [
             "a training stays on one GPU",
@@ -283,9 +282,9 @@ def _limit_rows(known: Known) -> list[list[str]]:
             "`evaluate_every`",
         ],
         [
-            "images lie in memory, twice",
+            "all images lie in memory",
             f"{fedavg['mib_images']:.0f} MiB for {CLIENTS:,} clients of {IMAGES_EACH + 1} images of 28 x 28",
-            "as the data set",
+            "as the data set, and some kB a client",
             "data sets as large as the memory",
             "",
         ],
