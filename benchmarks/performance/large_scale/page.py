@@ -248,9 +248,9 @@ def _limit_rows(known: Known) -> list[list[str]]:
         ],
         [
             "memory of a search",
-            f"{byte_words(trial)} for one update, here",
-            "one update at a time by default (`memory_limit_gib: 8`)",
-            "the limit, by the search's own estimate: it refuses",
+            f"{byte_words(trial)} in all for one update, here",
+            "updates are taken together as far as the attack's `memory_limit_gib` allows, by its own estimate",
+            "one update above that limit, 8 GiB by default: it refuses",
             "a larger `memory_limit_gib`",
         ],
         [
