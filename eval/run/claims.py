@@ -3,8 +3,8 @@
 A claim is a file `DIR/shared/claims/NAME.1`, made by the one process whose exclusive creation succeeds; it names the
 member that made it (`eval.run.members`). Where that member is dead, the claim is taken over by making `NAME.2`, and so
 on: of several that try, one succeeds, however late another has looked. Nothing is taken over more than a few times
-without that anything of it is done: what kills its processes is not to kill them all. `NAME.safe` holds the number of
-the last claim under which something was, so that what takes days may lose as many processes as it will.
+without anything more of it being kept: what kills its processes is not to kill them all. `NAME.safe` holds the number
+of the last claim under which something was kept, so that what takes days may lose as many processes as it will.
 
 A process that was away for long may believe that it holds what another has taken over. `Claims.check` tells, and is
 asked before everything that is written.
@@ -23,7 +23,7 @@ from eval.run.run_directory import LostLockError
 from fl.runtime.atomic_files import atomic_write, make_folder
 
 MOST_DEATHS = 3
-"""Members that may die with one claim, one after the other and without progress, before nobody takes it any more."""
+"""Members that may die with one claim, since anything of it was last kept, before nobody takes it any more."""
 _WRITTEN_SECONDS = 30.0
 """Seconds that a file may stand empty between being made and being written to."""
 
@@ -76,7 +76,7 @@ class Claims:
         return last == 0 or (last < self._last_number(name) and self._is_abandoned(self._path(name, last)))
 
     def is_exhausted(self, name: str) -> bool:
-        """Return whether as many members have died with a claim as may."""
+        """Return whether as many members have died with a claim as may, since anything of it was last kept."""
         path = self._path(name, self._last_number(name))
         return path.exists() and self._is_abandoned(path)
 
@@ -92,10 +92,13 @@ class Claims:
             raise LostClaimError(f"{name} is no longer claimed by {self.member.name}: another process computes it")
 
     def progress(self, name: str) -> None:
-        """Say that something is done of what this member has claimed, and kept: deaths before count no more."""
+        """Say that something is done of what this member has claimed, and kept: deaths before count no more.
+
+        Where that can't be written down (a full disk), they go on counting.
+        """
         number = self._mine.get(name)
         if number is not None and self._last_number(name) < number - 1 + MOST_DEATHS:
-            with atomic_write(self._safe_path(name)) as file:
+            with suppress(OSError), atomic_write(self._safe_path(name)) as file:
                 file.write(str(number).encode())
 
     def release(self, name: str) -> None:

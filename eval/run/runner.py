@@ -66,6 +66,7 @@ def run(plan: Plan, folder: RunDir, options: Options | None = None, progress: Pr
         try:
             return running.run()
         except KeyboardInterrupt as stop:
+            running.write_status("running")  # what is finished by now, for the report of an audit that was stopped
             raise RunStopped([*running.failures.values()]) from stop
 
 

@@ -27,6 +27,7 @@ from attacks.base import Attack, Chain
 from defenses import Defense, defenses
 from eval.experiment.serialization import attack_spec
 from eval.experiment.spec import FederationSpec
+from eval.io.errors import RUN_ERRORS
 from fl.federation import n_sampled
 from fl.method import Method, methods
 from fl.methods.fedavg import FedAvg
@@ -43,6 +44,7 @@ MACS_A_SECOND = 2.5e10
 CHANNELS = 24
 """The root of a layer's channels before it times those behind; with more or fewer it is faster or slower."""
 SLOWEST, FASTEST = 0.5, 4.0
+"""Bounds of what that factor comes to."""
 BACKWARD = 3.0
 """A pass back and forth, in passes forth."""
 SECOND_ORDER = 12.0
@@ -179,7 +181,7 @@ def _template(model: Network) -> tuple[Task, NetworkWork] | None:
             whole.add_module("head", nn.Linear(features.shape[-1], CLASSES, bias=model.head_bias))
             head, _ = _pass_through(whole.get_submodule("head"), features.shape[1:])
             task = Task(whole, model.input_shape, CLASSES, "head.")
-    except (RuntimeError, ValueError, OSError, NotImplementedError, TypeError):  # weights that are not there, or odd
+    except RUN_ERRORS:  # weights that are not there, or a network that can't be called by itself
         return None
     return task, _work([*layers, *head], task)
 
@@ -191,7 +193,7 @@ def work_of(task: Task) -> NetworkWork | None:
     """
     try:
         layers, _ = _pass_through(copy.deepcopy(task.model).to("meta"), task.input_shape)
-    except (RuntimeError, ValueError, TypeError, NotImplementedError):  # one of other inputs, say
+    except RUN_ERRORS:  # one of other inputs, say
         return None
     return _work(layers, task) if layers else None
 

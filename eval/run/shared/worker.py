@@ -162,9 +162,13 @@ class SharedRun(Run):
     def _is_to_do(self, cell: Cell, name: str) -> bool:
         """Return whether a cell is open; one at which too many workers have died is noted as failed."""
         if self.is_open(cell) and self.claims.is_exhausted(cell.id):
-            reason = f"{MOST_DEATHS} workers died while they computed it, perhaps for want of memory"
-            self.note_failure(Failure(cell.id, name, reason, LOG))
+            self._give_up(cell, name, "it")
         return self.is_open(cell)
+
+    def _give_up(self, cell: Cell, name: str, what: str) -> None:
+        """Note a cell as failed for which too many workers have died."""
+        reason = f"{MOST_DEATHS} workers died while they computed {what}, perhaps for want of memory"
+        self.note_failure(Failure(cell.id, name, reason, LOG))
 
     def _take_one(self) -> bool:
         """Compute something that nobody else does; returns whether there was something."""
@@ -228,6 +232,8 @@ class SharedRun(Run):
             return True
         name = f"{one.cell.id}+states"
         if not self.claims.take(name):
+            if self.claims.is_exhausted(name):  # nobody will, and whoever waits for it would wait for ever
+                self._give_up(watch.cell, attack_stage(one, watch), "the state that it looks at")
             return False
         try:
             with self.federation_of(one) as federation:

@@ -159,6 +159,21 @@ def test_deaths_before_progress_count_no_more(tmp_path):
     assert last.is_exhausted("cell")
 
 
+def test_progress_that_cannot_be_written_down_is_no_error(tmp_path, monkeypatch):
+    """A full disk, after what was done has been kept: the cell goes on."""
+    first, second = claims(tmp_path, "first"), claims(tmp_path, "second")
+    assert first.take("cell")
+    age(first.member, 100)
+    assert second.take("cell")
+
+    def full(path, **_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("eval.run.claims.atomic_write", full)
+    second.progress("cell")
+    second.check("cell")
+
+
 def test_what_is_finished_after_deaths_leaves_no_file(tmp_path):
     first, second = claims(tmp_path, "first"), claims(tmp_path, "second")
     assert first.take("cell")

@@ -22,7 +22,7 @@ from attacks.search_control import SearchControl
 from eval.io.jsonl import read_rows
 from eval.run.attack_cell import AttackedUpdates
 from eval.run.attack_checkpoint import AttackCheckpoint
-from eval.run.claims import Claims
+from eval.run.claims import MOST_DEATHS, Claims
 from eval.run.execute import run_and_publish
 from eval.run.executors.choice import ExecutorChoice
 from eval.run.members import CALLER, SHARED, Member, Members
@@ -120,7 +120,6 @@ def test_a_worker_that_dies_in_a_training_and_one_in_an_attack_lose_nothing(grid
     assert (tmp_path / "log.txt").read_text().count("has died (signal 9); what it had claimed is free") == 2
 
 
-@pytest.mark.slow  # so do processes, in tests/executors
 def looking(plan, folder, looked):
     """Return a worker whose looks at finished cells are written down."""
     run = RunDir(folder)
@@ -148,6 +147,24 @@ def test_a_worker_looks_at_a_finished_cell_once_and_again_before_it_leaves(grid,
     assert worker.is_open(damaged)
 
 
+def test_an_attack_on_a_state_that_kills_its_workers_fails_in_the_end(grid, tmp_path, monkeypatch):
+    """Nobody makes that state again: whoever waited for it would wait for ever."""
+    plan = plan_and_run(grid, tmp_path, None).plan
+    one, watch = plan.trainings[0], plan.trainings[0].attack_tasks[0]
+    shutil.rmtree(tmp_path / "cells" / watch.cell.id)
+    monkeypatch.setattr(SharedRun, "missing_rounds", lambda *_: [1])
+    for number in range(MOST_DEATHS):
+        dead = Claims(tmp_path, Member(Members(tmp_path), "worker", f"dead{number}"))
+        assert dead.take(f"{one.cell.id}+states")
+        dead.member.members.declare_gone(dead.member.name)
+    worker, pauses = looking(plan, tmp_path, []), iter([None])
+    worker.pause = lambda _seconds: next(pauses)  # once, until it looks again whether something is left
+    (failure,) = worker.run()
+    assert failure.id == watch.cell.id
+    assert "died while they computed the state that it looks at" in failure.reason
+
+
+@pytest.mark.slow  # so do processes, in tests/executors
 def test_two_callers_share_a_run(grid, alone, tmp_path, monkeypatch):
     in_threads(monkeypatch)
     outcomes = []

@@ -55,6 +55,21 @@ def test_what_has_no_layer_that_multiplies_is_not_known():
     assert work_of(Task(nn.Flatten(), (1, 8, 8), 64)) is None
 
 
+class OnNamedInputs(nn.Module):
+    """A network whose input is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.layer(x.features)
+
+
+def test_what_cannot_be_called_on_a_tensor_is_not_known():
+    assert work_of(Task(OnNamedInputs(), (4,), 2)) is None
+
+
 def test_steps_are_those_of_the_method():
     one = work(batch_size=50, epochs=2)
     eight = local_seconds(one, one.method, 200)
