@@ -26,6 +26,7 @@ import tarfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,13 @@ def run_step(name: str, words: Sequence[str], folder: Path, seconds: float) -> S
         process = subprocess.Popen(
             [sys.executable, *words], stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
         )
+        code: int | None = None
         try:
-            code: int | None = process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            code = None
-            _end(process)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(seconds)
+        finally:  # also where Ctrl-C ends the wait, which does not reach what was started
+            if code is None:
+                _end(process)
     step = Step(name, round(time.monotonic() - began, 1), code)
     log.info("%s: %s after %.0f s", name, "stopped" if code is None else f"exit code {code}", step.seconds)
     return step
@@ -87,13 +90,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def cheapest_first(listed: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the tables with rows to measure at the paper's size, those of least work first.
+    """Return the tables with rows to measure at the paper's size, those of least work first, of unknown work last.
 
     Args:
         listed: what `hyperleak reproduce --list --json` prints.
     """
     to_do = [
-        (item["scales"]["paper"]["seconds"], item["item"])
+        (inf if (seconds := item["scales"]["paper"]["seconds"]) is None else seconds, item["item"])
         for item in listed
         if item["scales"].get("paper") and item["scales"]["paper"]["measured"] < item["rows"]
     ]
@@ -142,14 +145,19 @@ class Session:
         return step
 
     def test(self) -> None:
-        """Run the tests that need a GPU."""
-        self.take("tests", ["-m", "pytest", "-n", "0", "-q", "-m", "gpu", "tests"], self.left(TESTS_SHARE))
+        """Run the tests that need a GPU, if there is time for them."""
+        if (seconds := self.left(TESTS_SHARE)) > 0:
+            self.take("tests", ["-m", "pytest", "-n", "0", "-q", "-m", "gpu", "tests"], seconds)
 
     def measure(self) -> None:
-        """Measure searches and rounds, and copy the page."""
-        self.take("measurements", ["-m", "benchmarks.performance.gpu"], self.left(MEASUREMENTS_SHARE))
+        """Measure searches and rounds, if there is time for them, and copy the page that they leave."""
+        if (seconds := self.left(MEASUREMENTS_SHARE)) <= 0:
+            return
+        before = {path: path.stat().st_mtime_ns for path in RESULTS.glob("gpu.*")}
+        self.take("measurements", ["-m", "benchmarks.performance.gpu"], seconds)
         for path in RESULTS.glob("gpu.*"):
-            shutil.copy(path, self.folder)
+            if path.stat().st_mtime_ns != before.get(path):  # else it is of another session, perhaps on another GPU
+                shutil.copy(path, self.folder)
 
     def fill_tables(self, items: Sequence[str], device: str) -> None:
         """Run one table after the other until the time is over, and pack what is finished."""

@@ -1,6 +1,8 @@
 """A session on a GPU ends inside its time, takes the cheapest table first, and packs no pictures."""
 
 import json
+import os
+import subprocess
 import tarfile
 import time
 from pathlib import Path
@@ -18,8 +20,9 @@ def listed(name: str, seconds: float, measured: int) -> dict[str, Any]:
 def test_tables_that_lack_rows_come_by_their_cost() -> None:
     items = [listed("a/long", 900.0, 0), listed("a/done", 1.0, 2), listed("b/short", 3.0, 1), {**listed("c", 1, 0)}]
     items.append({"item": "d/no-paper-size", "rows": 1, "scales": {"small": {"seconds": 1.0, "measured": 0}}})
+    unknown = {"item": "a/unknown", "rows": 1, "scales": {"paper": {"seconds": None, "measured": 0}}}
 
-    assert gpu_session.cheapest_first(items) == ["c", "b/short", "a/long"]
+    assert gpu_session.cheapest_first([unknown, *items]) == ["c", "b/short", "a/long", "a/unknown"]
 
 
 def test_a_step_that_takes_too_long_is_stopped_and_keeps_its_output(tmp_path: Path) -> None:
@@ -40,6 +43,41 @@ def test_what_a_stopped_step_started_ends_with_it(tmp_path: Path) -> None:
 
     time.sleep(3)
     assert not (tmp_path / "late").exists()
+
+
+def test_what_a_key_interrupts_is_not_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_session, "_end", ended.append)
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_session.run_step("one", ["-c", "pass"], tmp_path, 30.0)
+
+    (process,) = ended
+    wait(process, 30)
+
+
+def test_only_what_this_session_measured_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages, folder = tmp_path / "pages", tmp_path / "out"
+    pages.mkdir()
+    folder.mkdir()
+    monkeypatch.setattr(gpu_session, "RESULTS", pages)
+    for name in ("gpu.json", "gpu.md"):
+        (pages / name).write_text("of another GPU")
+        os.utime(pages / name, (1.0, 1.0))
+
+    def measure(session: gpu_session.Session, name: str, words: object, seconds: float) -> None:
+        (pages / "gpu.json").write_text("of this one")
+
+    monkeypatch.setattr(gpu_session.Session, "take", measure)
+    gpu_session.Session(folder, 10.0).measure()  # no time
+    assert not list(folder.iterdir())
+    gpu_session.Session(folder, 600.0).measure()
+    assert [path.name for path in folder.iterdir()] == ["gpu.json"]
 
 
 def test_what_came_of_steps_is_on_file_after_each(tmp_path: Path) -> None:
