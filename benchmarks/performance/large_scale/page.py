@@ -190,7 +190,7 @@ def _assumptions(known: Known) -> list[str]:
         "[Llama 3](https://arxiv.org/abs/2407.21783) reports in bfloat16 (Table 4).",
         f"- **Assumed**: a transformer uses each weight {USES['transformer']} times an image (ViT-B/16), and its "
         "activations move no bytes.",
-        "- What a client takes on the host is that of the tiny network here, on one thread.",
+        "- **Assumed**: what a client takes on the host, whatever its network, is what the tiny network takes here.",
     ]
 
 
@@ -199,15 +199,14 @@ LIMIT_HEAD = ["what", "measured", "at this size", "breaks at", "what to do"]
 
 
 def _limit_rows(known: Known) -> list[list[str]]:
-    big, folder = largest(known), known["folder"]
+    return [*_memory_rows(known), *_disk_and_search_rows(known), *_work_rows(known), *_host_rows(known)]
+
+
+def _memory_rows(known: Known) -> list[list[str]]:
     view = known["views"]["networks"] * NETWORK_BYTES
     fedavg, ditto = method_row(known, "fedavg"), method_row(known, "ditto")
     hyper = known["hypernetwork"]["networks"]
     (kept,) = (row["client"] for row in known["states"] if row["method"] == "ditto")
-    trial = big["mib_attack"] * MIB
-    rate = big["bytes_checkpoint"] / big["seconds_write"]
-    held = CLIENTS * NETWORK_BYTES
-    slow = gpus(known)[1].training(1.0)
     return [
         [
             "all views of an attack cell are held at once",
@@ -220,7 +219,7 @@ def _limit_rows(known: Known) -> list[list[str]]:
             "a client keeps a network",
             f"{kept:.1f} networks of `ditto`: {ditto['mib_after'] - fedavg['mib_after']:.0f} MiB more than `fedavg`, "
             f"when {CLIENTS:,} have trained the tiny network",
-            byte_words(held),
+            byte_words(CLIENTS * NETWORK_BYTES),
             f"{GPU_BYTES // NETWORK_BYTES:.0f} clients",
             "a method whose clients keep little (below)",
         ],
@@ -239,6 +238,13 @@ def _limit_rows(known: Known) -> list[list[str]]:
             f"{GPU_BYTES / hyper / 4 / 1e6:.0f} million parameters",
             "`hyperfl-lpm`, which generates adapters alone",
         ],
+    ]
+
+
+def _disk_and_search_rows(known: Known) -> list[list[str]]:
+    big, held = largest(known), CLIENTS * NETWORK_BYTES
+    rate = big["bytes_checkpoint"] / big["seconds_write"]
+    return [
         [
             "a checkpoint of all clients is one file, written whole",
             f"{byte_words(rate)}/s here",
@@ -248,11 +254,18 @@ def _limit_rows(known: Known) -> list[list[str]]:
         ],
         [
             "memory of a search",
-            f"{byte_words(trial)} in all for one update, here",
+            f"{byte_words(big['mib_attack'] * MIB)} in all for one update, here",
             "updates are taken together as far as the attack's `memory_limit_gib` allows, by its own estimate",
-            "one update above that limit, 8 GiB by default: it refuses",
+            "one update that needs more than that, by default 8 GiB: the attack refuses",
             "a larger `memory_limit_gib`",
         ],
+    ]
+
+
+def _work_rows(known: Known) -> list[list[str]]:
+    transformer = gpus(known)[1]
+    slow = transformer.training(1.0)
+    return [
         [
             "a training stays on one GPU",
             "clients of a round are not spread over workers",
@@ -264,16 +277,22 @@ def _limit_rows(known: Known) -> list[list[str]]:
             "a state is kept between rounds alone",
             "what a dead worker did of a round is lost",
             f"{time_words(slow / workload.ROUNDS)} a round of all clients, transformer",
-            f"{MOST_DEATHS} deaths in a row within a round: the cell is given up",
+            f"{MOST_DEATHS} deaths within one round: the cell is given up",
             "fewer clients in a round; the same command tries again",
         ],
         [
             "an attack cell stays on one GPU",
             "portions are shared on CPUs alone",
-            time_words(gpus(known)[1].search(UPDATES)) + ", transformer",
+            time_words(transformer.search(UPDATES)) + ", transformer",
             "one attack",
             "spread it, as above",
         ],
+    ]
+
+
+def _host_rows(known: Known) -> list[list[str]]:
+    fedavg, folder = method_row(known, "fedavg"), known["folder"]
+    return [
         [
             "all clients are scored in every scored round",
             f"{time_words(fedavg['seconds_scored'])} for {CLIENTS:,} of the tiny network",
@@ -309,8 +328,9 @@ def _states(known: Known) -> list[str]:
     apart = [row["method"] for row in rows if row["kept_apart"]]
     words = [
         f"- **A network for each client**: {', '.join(own)}; on the server: {', '.join(server)}.",
-        f"- **{most:.1%} of one or less**: {', '.join(row['method'] for row in small)}. All others keep none.",
-        f"- **Uploads are kept apart by** {', '.join(apart)}.",
+        f"- **At most {most:.1%} of a network for each client**: {', '.join(row['method'] for row in small)}. Clients "
+        "of all others keep nothing.",
+        f"- **Uploads are kept apart** in the rounds of {', '.join(apart)}.",
     ]
     return words + ([f"- Not measured: {', '.join(missing)}."] if missing else [])
 
@@ -320,7 +340,7 @@ def _streamed(known: Known) -> list[str]:
     return [
         f"- **Uploads**, where the server takes the weighted mean: above {MAX_SEPARATE_BYTES // MIB} MiB they are "
         f"joined as they come. Of {joined['mib_sent']:.0f} MiB that were sent, "
-        f"{joined['mib_held']:.0f} were held at most. Of 1e8 parameters it is two uploads.",
+        f"{joined['mib_held']:.0f} were held at most. Of a network of 1e8 parameters two uploads are held.",
         "- **Clients**: each is trained when its upload is asked for. On a GPU a stack of them trains together "
         "(`vmap`).",
         "- **Rows** of rounds and images are appended to files. A report reads them all at once.",
@@ -366,13 +386,13 @@ def _simulation_words(known: Known) -> list[str]:
     return [
         "Workers are simulated by the code that they run: `eval.run.shared.worker` decides who takes which cell, "
         "claims are real files, and only the cells' time passes by a clock of its own. "
-        f"A worker starts in {time_words(known['start'])}, as measured here. A training is safe to its last "
-        f"checkpoint, a minute or a round ago; an attack to its last portion, taken as {workload.PORTION} updates. A "
-        "dead worker is replaced at once, by as many seconds as one takes to start.",
+        f"A worker starts in {time_words(known['start'])}, as measured here. A training loses what it did since its "
+        "last checkpoint, which is a minute old at most, or a round where that takes longer. An attack loses its last "
+        f"portion, taken as {workload.PORTION} updates. Another worker starts as soon as one dies.",
         "",
         f"A GPU fails once in {workload.MEAN_LIFE / 86400 / 365:.1f} years, as in Llama 3's training (Table 5). "
-        f"`preempted` is an assumption: a machine lasts {workload.PREEMPTED / 3600:.0f} hours on average. Deaths "
-        "are drawn once for each row.",
+        f"*Preempted* is an assumption: a machine lasts {workload.PREEMPTED / 3600:.0f} hours on average. The random "
+        "deaths were drawn once for each row.",
     ]
 
 
@@ -380,13 +400,12 @@ def _bounds() -> list[str]:
     return [
         "- **No number of GPUs makes a run shorter than its longest training with the longest attack on it.** More "
         "cells than GPUs, of like length, keep them busy.",
-        "- Cells are taken in the order of the config, trainings first, not the longest first. Uneven attacks that "
-        "come last leave others idle; spreading the long ones is what helps.",
-        "- Where cells are uneven, deaths take more time than the work that they lose: they change who takes what "
-        "when, and a long attack that is begun late leaves others idle.",
-        "- Deaths lose little work, as a checkpoint is a minute old at most. A cell is given up after "
-        f"{MOST_DEATHS} deaths in a row in which nothing of it was kept: a round of all clients takes hours, and is "
-        "safe only when it is over.",
+        "- Cells are taken in the order of the config, trainings first, not the longest first. A long attack that "
+        "comes last leaves other workers idle. Spreading the long ones helps.",
+        "- Where cells are uneven, deaths cost more time than the work that they lose: a long attack may then begin "
+        "late, and leave others idle.",
+        "- Deaths lose little work where checkpoints are frequent. A round of all clients takes hours, and is kept "
+        f"only when it is over. A cell is given up after {MOST_DEATHS} deaths since anything of it was last kept.",
         f"- `run.json` is written again after {SHARE_OF_TIME} times as long as that takes, so that `--watch` lags "
         "behind.",
     ]
@@ -397,10 +416,10 @@ def _checked(known: Known) -> list[str]:
     calm, killed = check["runs"]
     return [
         f"**Checked** against runs of {calm['cells']:.0f} short cells by two workers of this machine. Their attacks "
-        "wait, so that other work here does not count. The simulation is told how long the cells took one worker, "
-        f"when workers appeared and which was killed when. Without a kill it says {calm['predicted']:.1f} s, and the "
+        "only wait, so that other work here does not count. The simulation is told how long the cells took one worker, "
+        f"when workers appeared, and when one was killed. Without a kill it says {calm['predicted']:.1f} s, and the "
         f"run took {calm['seconds']:.1f} s. With one worker killed by SIGKILL it says {killed['predicted']:.1f} s, "
-        f"and the run took {killed['seconds']:.1f} s. Of real work that competes for a machine it says nothing.",
+        f"and the run took {killed['seconds']:.1f} s. That workers of one machine slow each other down is not modeled.",
     ]
 
 
@@ -419,8 +438,8 @@ def _summary(known: Known) -> Sequence[str]:
         "for a transformer.",
         f"- **On {few} GPUs**: {time_words(spread[few])}, with the transformer's attack spread over a hundred cells. "
         f"**On {many} GPUs**: {time_words(spread[many])}, as the training stays on one of them.",
-        f"- As one training and one attack it would take {time_words(whole[many])} on any number, but the views do "
-        "not fit.",
+        f"- As one training and one attack it would take {time_words(whole[many])} on any number of GPUs, but the "
+        "views do not fit into one.",
         f"- **Breaks first**: the memory for the views of one attack cell, at {GPU_BYTES // view:.0f} updates. Then "
         f"clients that keep a network each, at {GPU_BYTES // NETWORK_BYTES:.0f} clients.",
         "- **Streamed**: uploads into their mean, clients one by one. Not views, states or checkpoints.",
