@@ -154,7 +154,7 @@ def test_a_training_ends_at_the_time_limit_and_goes_on_there(clock, tmp_path, ro
     assert read_rows(tmp_path / "a" / "images.jsonl") == read_rows(tmp_path / "b" / "images.jsonl")
 
 
-def test_the_status_of_a_run_that_a_key_ended_has_all_that_is_finished(clock, tmp_path, monkeypatch):
+def test_the_status_of_a_run_that_a_key_ended_has_all_that_is_finished(tmp_path, monkeypatch):
     """It is written now and then alone while a run goes on, and an audit that was stopped reports by it."""
     monkeypatch.setattr(runner, "SHARE_OF_TIME", 1e9)
     own, calls = runner.attack_cell.run_attack_cell, iter([False, True])
@@ -166,6 +166,6 @@ def test_the_status_of_a_run_that_a_key_ended_has_all_that_is_finished(clock, tm
 
     monkeypatch.setattr(runner.attack_cell, "run_attack_cell", interrupted)
     folder = RunDir(tmp_path / "a")
-    with folder.locked(), pytest.raises(runner.RunStopped):
+    with Registered(), folder.locked(), pytest.raises(runner.RunStopped):
         runner.run(runner.prepare(tiny(*ONE, "attack=guess", "seeds=[0, 1]"), device="cpu"), folder)
     assert statuses(tmp_path / "a") == ["finished", "finished", "finished", "waiting"]

@@ -183,6 +183,7 @@ def test_features_are_told_where_only_the_picture_is_not() -> None:
         result = Cascade()(other)
     assert isinstance(result, Reconstruction)
     assert result.verified is False
+    assert result.note.startswith("body.0: ")  # of the right gradient nothing is said
     with torch.no_grad():
         normalize, layers = (task.model.get_submodule(name) for name in ("normalize", "body"))
         true = layers[:3](normalize(batch.inputs))  # type: ignore[index]
