@@ -14,7 +14,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -67,8 +67,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
-def measure(engines: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
-    """Return the figures of all engines and numbers of workers, and those of one process."""
+def measure(engines: Sequence[str], numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Return the figures so far after each run: of one process, then of all engines and numbers of workers."""
     with tempfile.TemporaryDirectory() as place:
         alone = Path(place) / "alone"
         found: dict[str, Any] = {"alone": measured(alone, None, 1), "idle": idle_cores(), "runs": [], "missing": []}
@@ -85,7 +85,7 @@ def measure(engines: Sequence[str], numbers: Sequence[int]) -> dict[str, Any]:
                     {"engine": engine, "workers": workers, **run, "same": contents(folder) == expected}
                 )
                 say(f"{engine}, {workers} workers: {run['seconds']:.1f} s")
-    return found
+                yield found
 
 
 def idle_cores() -> float:
@@ -132,13 +132,13 @@ def say(words: str) -> None:
 
 
 def main() -> None:
-    """Measure and publish."""
+    """Measure, and publish after each run: all of them take twenty minutes."""
     asked = argparse.ArgumentParser(description=__doc__)
     asked.add_argument("--engines", nargs="*", default=[*ENGINES], choices=[*ENGINES])
     asked.add_argument("--workers", nargs="*", type=int, default=[1, 2])
     given = asked.parse_args()
-    found = measure(given.engines, given.workers)
-    publish(NAME, found, page(found))
+    for found in measure(given.engines, given.workers):
+        publish(NAME, found, page(found))
     say(f"written to {RESULTS / NAME}.md")
 
 

@@ -13,7 +13,9 @@ from support.grid import CELLS, CONFIG, Killer, counted, whole
 
 import hyperleak
 from eval.io import yaml12
+from eval.run.executors import open_executor
 from eval.run.members import SHARED, WORKER, Members
+from eval.run.shared.job import caller_variables
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 ENGINES = {
@@ -54,6 +56,19 @@ def test_every_executor_leaves_the_same_bytes_though_workers_are_killed(config, 
     assert set(found.values()) == {1}
     assert (out / "log.txt").read_text().count("has died") == 2
     assert not (out / SHARED).exists()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_executor_leaves_the_variables_that_workers_get_as_they_are(engine, tmp_path):
+    package, executor = ENGINES[engine]
+    pytest.importorskip(package)
+    options = {key: value for key, value in executor.items() if key != "name"}
+    before = caller_variables()
+    opened = open_executor(engine, options, workers=1, device="cpu", folder=tmp_path)
+    try:
+        assert caller_variables() == before
+    finally:
+        opened.close()
 
 
 def begin(config: Path, out: Path, *words: str) -> subprocess.Popen:

@@ -19,6 +19,12 @@ CLUSTER_OPTIONS: dict[str, Kinds] = {
 """Types of options of `LocalCluster`, which has no annotations."""
 
 
+CONFIG = {"distributed.scheduler.allowed-failures": 0, "distributed.nanny.pre-spawn-environ": {}}
+"""Of a cluster of this machine. A task whose process has died is not begun again behind our back. And Dask's variables
+(one has glibc give freed memory back, with which searches take twice as long) are not set: they would stay in this
+process, too."""
+
+
 class DaskExecutor:
     """Submits tasks to Dask.
 
@@ -44,8 +50,7 @@ class DaskExecutor:
         try:
             if not self.gives_gpus:
                 usual = {"n_workers": workers, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-                # a task whose process has died is not begun again behind our back
-                with dask.config.set({"distributed.scheduler.allowed-failures": 0}):
+                with dask.config.set(CONFIG):
                     self._cluster = distributed.LocalCluster(**usual | {"local_directory": str(folder)} | own)
                 own = {"address": self._cluster}
             self._client = distributed.Client(**own)
