@@ -259,11 +259,14 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
 
     It is None if that is not known.
 
-    It is asked where no direction tells how bright images are (one layer and two classes, say).
+    It is asked where no direction tells how bright images are (one layer and two classes, say). Where nobody knows the
+    step size no size is the stated one.
     """
     asked = None if view.private else _comparison(view, result)
     if asked is None:
         return None
+    if view.scale_unknown:
+        return False
     guesses, images, target = asked.guesses, result.inputs, result.labels
     if view.task.loss.is_linear_in_targets and view.labels is None:  # what tells a direction alone has no size
         guesses = [] if images is None or target is None else [(images, target)]

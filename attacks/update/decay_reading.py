@@ -32,16 +32,19 @@ MOST_RATIOS = 2**18
 """Numbers of an update whose ratios are asked."""
 MIN_RATIOS, MIN_DENSITY = 64, 8.0
 """Equal ratios that are no chance, and how much denser they lie than others around."""
+FEW_SPACINGS, COMMON_ROUNDING = 64.0, 1 / 16
+"""Share of one of several steps below which rounding takes more or less than that from most numbers, and how much it
+may be, both in spacings after 1."""
 SIGMAS = 4.0
 """Standard errors that are no surprise."""
 MIN_FREE = 4
 """By so many a matrix's smaller side exceeds the rank that is asked for."""
 MAX_PASSES, CONVERGED = 12, 1e-12
-"""Of the projection, and the change of a share that ends it."""
+"""Of the projection, or of what fits a weight decay to a share, and the change that ends them."""
 LARGEST_SHARE = 0.5
 """A larger one is no weight decay of a round."""
-DIGITS, LARGEST_DECAY, BISECTIONS = 3, 1e9, 60
-"""In which people write a weight decay, the largest that is tried, and halvings of what is left between two."""
+DIGITS, FIRST_DECAY, LARGEST_DECAY = 3, 1e-6, 1e9
+"""In which people write a weight decay, the one that is tried first, and the largest."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +119,15 @@ def read_decay(view: ServerView) -> DecayReading | None:
         return None
     matrices = update_matrices(view)
     eps = torch.finfo(view.dtype).eps
+    steps = sum(len(phase) for phase in training_phases(view)[1] or ())
     found = _read_where_nothing_flows(matrices, eps)
     if found is None and kinds == {"sgd"}:
         parts = vector_parts(matrices)
         found = next(filter(None, (_read_by_rank(one, rank) for one in parts for rank in _ranks(view))), None)
     if found is None or not -SIGMAS * found.error <= found.share < LARGEST_SHARE:
         return None
+    if steps > 1 and abs(found.share) < FEW_SPACINGS * eps * steps:
+        found = replace(found, error=math.hypot(found.error, COMMON_ROUNDING * eps * steps))
     if "adamw" in kinds:  # which multiplies by 1 - share, as that is rounded
         found = replace(found, error=math.hypot(found.error, eps / 4))
     if not found.contradicts(0.0):
@@ -234,13 +240,19 @@ def _share_of(view: ServerView, weight_decay: float) -> float | None:
 
 def _decay_of_share(view: ServerView, reading: DecayReading) -> float | None:
     """Return the weight decay that takes a share, in few digits where they do; None where none does."""
-    low, high = 0.0, 1.0
-    while (share := _share_of(view, high)) is not None and share < reading.share and high < LARGEST_DECAY:
-        high *= 10
-    if share is None or share < reading.share:
+    if not reading.share:
+        return 0.0
+    decay = FIRST_DECAY
+    for _ in range(MAX_PASSES):
+        share = _share_of(view, decay)
+        if share is None or not 0 < share < 1:
+            return None
+        # what is left is a power of one step's, which is nearly linear in the decay
+        factor = math.log1p(-reading.share) / math.log1p(-share)
+        decay *= factor
+        if abs(factor - 1) <= CONVERGED:
+            break
+    if decay > LARGEST_DECAY:
         return None
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if (_share_of(view, middle) or 0.0) < reading.share else (low, middle)
-    plain = float(f"{high:.{DIGITS}g}") if reading.share else 0.0
-    return plain if not reading.contradicts(_share_of(view, plain) or 0.0) else high
+    plain = float(f"{decay:.{DIGITS}g}")
+    return plain if not reading.contradicts(_share_of(view, plain) or 0.0) else decay

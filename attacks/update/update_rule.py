@@ -40,6 +40,8 @@ LEVEL_TOLERANCE = 0.05
 """How far they may be from whole multiples of one step."""
 
 
+ADAPTIVE_FIRST_STEP = "signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad)"
+"""How the rule begins that made an update of which nearly all numbers are of one size."""
 SIGNS_ONLY = (
     "only signs are sent, or as good as (the first step of Adam, say): they look like a rank-one gradient whatever its "
     "factors are"
@@ -146,9 +148,8 @@ def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
             "scaled signs state the defense signsgd"
         )
     return (
-        f"signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad): nearly all entries are of "
-        f"one size, {high:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {high:.2g}) or the defense "
-        f"signsgd"
+        f"{ADAPTIVE_FIRST_STEP}: nearly all entries are of one size, {high:.2g}; state that optimizer (method fedavg, "
+        f"optimizer: adam, lr: {high:.2g}) or the defense signsgd"
     )
 
 

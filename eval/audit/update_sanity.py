@@ -50,14 +50,15 @@ def find_inconsistency(view: ServerView) -> str:
         return ""
     sent = classifier_tensors(view, view.shared)[1]
     rounding = 4 * torch.finfo(view.dtype).eps * (float(sent.abs().max()) if sent is not None and view.rounded else 0.0)
+    said = _bias_inconsistency(bias, size, rounding)
+    if not said:
+        return ""  # before a whole round is taken on as many images
     gray = torch.full((size, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     with torch.no_grad():
         usual = classifier_tensors(
             view, predict(view, Candidate(gray, torch.zeros(size, dtype=torch.int64, device=view.device)))
         )
-    if usual[1] is None or _bias_inconsistency(usual[1], size, rounding):
-        return ""
-    return _bias_inconsistency(bias, size, rounding)
+    return "" if usual[1] is None or _bias_inconsistency(usual[1], size, rounding) else said
 
 
 def find_mistaken_weights(view: ServerView) -> str:

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from attacks.base import Reconstruction, Result
+from attacks.search_control import check_time_limit
 from attacks.update.adaptive_first_step import read_step_size
 from attacks.update.example_count import count_examples
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_rule import guess_update_rule, is_sign_compressed
+from attacks.update.update_rule import ADAPTIVE_FIRST_STEP, guess_update_rule, is_sign_compressed
 from eval.audit.recorded_update import TrainingFacts
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
@@ -44,11 +45,13 @@ class OtherFacts:
         facts: all of them.
         words: what they say that was not stated, for a note.
         attacks: that are tried under them.
+        is_size_fitted: whether their step size was chosen so that the update has the size it has.
     """
 
     facts: TrainingFacts
     words: str
     attacks: tuple[str, ...]
+    is_size_fitted: bool = False
 
 
 def likely_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
@@ -79,7 +82,7 @@ def other_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
     """
     if _is_adaptive(facts):
         yield from _of_adaptive(facts, view)
-    elif is_sign_compressed(view) or guess_update_rule(view).startswith("signs, or the first step"):
+    elif is_sign_compressed(view) or guess_update_rule(view).startswith(ADAPTIVE_FIRST_STEP):
         yield _with_read_step_size(replace(facts, optimizer="adam", weight_decay=0.0), view)
     elif (facts.epochs if facts.steps is None else facts.steps) not in {1, None}:
         yield from _of_rank(facts, view)
@@ -130,6 +133,9 @@ def of_fitted_step_size(
         facts: that are asked for the step size.
         view: under these at any step size, of several steps of SGD on one example.
         result: of an attack, whose picture may be right.
+
+    Raises:
+        StoppedError: the time is up (`attacks.search_control`).
     """
     method = view.method
     if not isinstance(result, Reconstruction) or result.inputs is None or type(method) is not FedAvg:
@@ -146,7 +152,7 @@ def of_fitted_step_size(
     found_facts = replace(facts, lr=plain if abs(plain - rate) < RATE_ERROR * rate else rate)
     momentum = f" and its momentum {facts.momentum:g}" if facts.momentum != stated.momentum else ""
     words = f"its step size is {found_facts.lr:g}{momentum}"
-    return None if found_facts == stated else OtherFacts(found_facts, words, (FIRST_ATTACK,))
+    return None if found_facts == stated else OtherFacts(found_facts, words, (FIRST_ATTACK,), True)
 
 
 def _fit_rate(view: ServerView, method: FedAvg, images: torch.Tensor, labels: torch.Tensor) -> tuple[float, float]:
@@ -154,6 +160,7 @@ def _fit_rate(view: ServerView, method: FedAvg, images: torch.Tensor, labels: to
     observed = torch.cat([value.flatten() for value in ObservedUpdate(view).in_double(view.update).values()])
     guess, rate, left = Candidate(images, labels.to(images.device)), method.lr, math.inf
     for _ in range(PASSES):
+        check_time_limit()
         at_rate = replace(view, method=replace(method, lr=rate))
         with torch.no_grad():
             made = ObservedUpdate(at_rate).in_double(predict(at_rate, guess))

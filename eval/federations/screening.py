@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 import attacks as attack_registry
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
-from attacks.search_control import SearchControl
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
-from attacks.update.update_rule import guess_update_rule
-from attacks.verification import CONTRADICTED, contradicts_features
+from attacks.verification import CONTRADICTED
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
@@ -25,10 +24,11 @@ from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
+from eval.federations.exposures import LEVELS, Exposed, Exposure, layers_of_one_direction, proved_exposures
 from eval.federations.fail_closed import attempt
 from eval.federations.other_facts import (
-    ADAPTIVE_STEP,
     FIRST_ATTACK,
+    MOST_STEPS,
     USUAL_MOMENTUM,
     OtherFacts,
     likely_facts,
@@ -46,18 +46,9 @@ from fl.losses.function import build_loss
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.user_code import RUN_ERRORS
-from fl.tensors import dense
 from fl.view import ServerView
 
-Exposed = Literal["labels", "features", "images"]
-LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
-"""What an update may give away, the least first."""
 Verdict = Literal["leaked", "not shown to leak", "failed"]
-MAX_MISSED = 1e-3
-"""Share of a layer's equations that its input may leave for it to count as recovered."""
-MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = 2.0, 0.1
-"""The misfit of its layer up to which a step of Adam or its like is one image's, and the standard error up to which
-what was found is a picture: of one that is known less well the misfit tells nothing, either."""
 SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
 """What is tried of several steps on one example, and the most that it is tried of."""
 ATTACKING_SHARE = 0.75
@@ -79,21 +70,6 @@ FIRST_RATE = 0.01
 PAIR_NOTE = "the update is 'before' - 'after'"
 """What readers of files are told of two halves; in a federation there is nothing else."""
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Exposure:
-    """What one attack showed to be in an update.
-
-    Attributes:
-        kind: one of `LEVELS`.
-        attack: which showed it.
-        words: what it is, in a sentence.
-    """
-
-    kind: Exposed
-    attack: str
-    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,28 +216,28 @@ class Screener:
         subject = case.subject
         attacks = _solving_attacks(subject.view)  # imports some modules the first time, which is no time of this update
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
-        alone, found = self._attack_under(recorded, likely_facts(recorded.training, subject.view), control)
-        others = {} if alone.shown else self._attack(case, attacks, control)
-        shown = [one for name, result in others.items() for one in case.exposures(name, result)]
-        guessed = Guessed()
-        if not self._is_too_much([*alone.shown, *shown]):
-            guesses = itertools.chain(
-                other_facts(recorded.training, subject.view), self._fitted_step_sizes(recorded, others)
-            )
-            guessed, more = self._attack_under(recorded, guesses, control)
+        likely = likely_facts(recorded.training, subject.view)
+        first, found = self._attack_under(recorded, likely, control.share(2))  # the facts as stated get their turn
+        as_stated = {} if first.shown else self._attack(case, attacks, control)
+        shown = [*first.shown, *(one for name, result in as_stated.items() for one in case.exposures(name, result))]
+        last = Guessed()
+        if not self._is_too_much(shown):
+            fitted = self._fitted_step_sizes(recorded, as_stated, control)
+            guesses = itertools.chain(other_facts(recorded.training, subject.view), fitted)
+            last, more = self._attack_under(recorded, guesses, control)
             found = {**found, **more}
-        shown = [*alone.shown, *shown, *guessed.shown]
+        shown = [*shown, *last.shown]
         leaks = self._is_too_much(shown)
         notes = (
             *subject.notes,
-            *(f"whatever was stated, {words}" for words in (alone.words, guessed.words) if words),
+            *(f"whatever was stated, {words}" for words in (first.words, last.words) if words),
             *assumptions(recorded.training, subject.view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
             *(() if leaks else rests_on(recorded.training, subject.view)),
         )
-        doubt = "" if leaks else _doubt(others, subject.view)
+        doubt = "" if leaks else self._undone(as_stated) or _doubt(as_stated, subject.view)
         seconds = time.monotonic() - began
-        return self._judge(shown, {**found, **others}, notes, seconds, doubt)
+        return self._judge(shown, {**found, **as_stated}, notes, seconds, doubt)
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""
@@ -321,6 +297,8 @@ class Screener:
                     return Guessed(), found
                 try:
                     case = self._case(replace(recorded, training=guess.facts))
+                    if guess.is_size_fitted:
+                        case = replace(case, subject=_without_scale(case.subject))
                     result = attack_registry.build(name)(case.subject.view, seed=self.seed, control=control)
                 except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
                     log.debug("not screened where %s: %s", guess.words, error)
@@ -334,16 +312,27 @@ class Screener:
                     return Guessed(guess.words, tuple(shown)), found
         return Guessed(), found
 
-    def _fitted_step_sizes(self, recorded: RecordedUpdate, found: Mapping[str, Result]) -> Iterator[OtherFacts]:
-        """Yield step sizes, at usual momenta, by which several steps on what was found make an update so large."""
+    def _fitted_step_sizes(
+        self, recorded: RecordedUpdate, found: Mapping[str, Result], control: SearchControl
+    ) -> Iterator[OtherFacts]:
+        """Yield step sizes, at usual momenta, by which several steps on what was found make an update so large.
+
+        There are none once the time is up.
+        """
         facts = recorded.training
         pictured = [one for one in found.values() if isinstance(one, Reconstruction) and one.inputs is not None]
-        if facts.optimizer != "sgd" or (facts.steps or 1) < 2 or not pictured:
-            return
+        alone = (facts.examples or facts.batch_size or 1) == 1
+        if facts.optimizer != "sgd" or not alone or not 1 < (facts.steps or 1) <= MOST_STEPS or not pictured:
+            return  # before a case is built, which costs a prediction
         for momentum in dict.fromkeys((facts.momentum, USUAL_MOMENTUM, 0.0)):
             asked = replace(facts, lr=facts.lr or FIRST_RATE, momentum=momentum)
             view = self._case(replace(recorded, training=asked)).subject.view
-            if fitted := of_fitted_step_size(facts, asked, view, pictured[0]):
+            with limited_by(control):
+                try:
+                    fitted = of_fitted_step_size(facts, asked, view, pictured[0])
+                except StoppedError:
+                    return
+            if fitted is not None:
                 yield fitted
 
     def _attack(self, case: Case, attacks: Mapping[str, Attack], control: SearchControl) -> dict[str, Result]:
@@ -363,6 +352,11 @@ class Screener:
         """Return whether more is shown than an update may give away."""
         return any(LEVELS.index(exposure.kind) > LEVELS.index(self.allowed) for exposure in shown)
 
+    def _undone(self, found: Mapping[str, Result]) -> str:
+        """Return that no attack under the facts as stated came to an end, whatever others did; "" where one did."""
+        cut = all(isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values())
+        return f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)" if cut else ""
+
     def _judge(
         self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float, doubt: str
     ) -> Screening:
@@ -373,15 +367,11 @@ class Screener:
             found: what each came to.
             notes: what a reader has to know.
             seconds: that all took.
-            doubt: what keeps everybody from saying that no more is there, or nothing.
+            doubt: what keeps everybody from saying that no more is there; "" for nothing.
         """
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
         leaks = self._is_too_much(shown)
-        cut = [isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values()]
-        undone = not shown and all(cut)
-        if undone:
-            reason = f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)"
-        elif leaks:
+        if leaks:
             reason = f"{shown[-1].words} ({shown[-1].attack})"
         elif doubt:
             reason = doubt
@@ -390,13 +380,18 @@ class Screener:
         else:
             reason = "nothing is shown"
         return Screening(
-            verdict="leaked" if leaks else "failed" if undone or doubt else "not shown to leak",
+            verdict="leaked" if leaks else "failed" if doubt else "not shown to leak",
             reason=reason,
             exposures=tuple(shown),
             tried={name: _outcome(result) for name, result in found.items()},
             notes=notes,
             seconds=seconds,
         )
+
+
+def _without_scale(subject: Subject) -> Subject:
+    """Return an update of which nobody knows the step size, so that how large it is confirms nothing."""
+    return replace(subject, view=replace(subject.view, scale_unknown=True))
 
 
 def _solving_attacks(view: ServerView) -> dict[str, Attack]:
@@ -408,89 +403,6 @@ def _solving_attacks(view: ServerView) -> dict[str, Attack]:
     found = {name: attack_registry.build(name) for name in names}
     solving = {name: attack for name, attack in found.items() if not attack.is_controllable}
     return solving or {FIRST_ATTACK: attack_registry.build(FIRST_ATTACK)}  # which says why it does not apply
-
-
-def proved_exposures(attack: str, result: Result, view: ServerView, *, replayable: bool = True) -> list[Exposure]:
-    """Return what a result proves of an update without the truth; nothing that it merely found.
-
-    Images count where the update confirms them, and where it bears them out: of two nearly alike that were stated as
-    one their mean gives either away.
-
-    Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
-    where the optimizer is not known only what the whole update confirms counts, and nothing that the layers above
-    contradict. After one step of an adaptive optimizer inputs are known as far as rounding lets. They count where one
-    image explains the layer to within its errors, and where these are small.
-
-    Args:
-        attack: its name.
-        result: of it.
-        view: of the update.
-        replayable: whether a step on what was found can be taken again; where it can't, the layers above neither
-            confirm nor contradict anything, and inputs of layers are known up to a factor.
-    """
-    if isinstance(result, NotApplicable):
-        return []
-    shown: list[Exposure] = []
-    alike = set() if replayable else layers_of_one_direction(view)
-    error = result.relative_error if attack == ADAPTIVE_STEP else None
-    sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
-    sure = bool(result.verified or result.approximate)
-    if result.inputs is not None and (sure or sized):
-        count = len(result.inputs)
-        noun = "image" if view.task.inputs.is_image else "example"
-        words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
-        shown_by = "its layer confirms it" if sized else "the update confirms it"
-        if result.approximate:
-            shown_by = "the update bears it out, if not to a quarter of a level"
-        how = f"{_say_error(error) if sized else ''}, and {shown_by}"
-        shown.append(Exposure("images", attack, f"{words} recovered{how}"))
-    for name, value in result.private.items():
-        first, _, layer = name.partition("/")
-        if first != "features" or not (sure or sized or (layer and view.threat.knows_optimizer)):
-            continue
-        if layer.removesuffix(".weight") in alike:
-            continue
-        missed = result.private.get(f"residual/{layer}")
-        if missed is not None and float(dense(missed).max()) > MAX_MISSED:
-            continue
-        doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
-        if sure or sized or not doubted:
-            words = _say_features(layer, dense(value), replayable or sure)
-            words += _say_error(error) if sized else ""
-            shown.append(Exposure("features", attack, words))
-    if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
-        shown.append(Exposure("features", attack, _say_features(name, result.inputs, False)))  # type: ignore[arg-type]
-    if result.labels is not None and shown:
-        shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
-    return shown
-
-
-def _picture_by_its_layer(result: Result, view: ServerView, alike: Collection[str]) -> str:
-    """Return the name of the linear layer that is given the one image that its own equations tell; "" for none."""
-    layer = first_linear(view)
-    if isinstance(layer, NotApplicable) or isinstance(result, NotApplicable) or layer.name in alike:
-        return ""
-    stated = view.batch_size == 1 and view.threat.knows_optimizer and not guess_update_rule(view)
-    return layer.name if stated and result.inputs is not None and result.objective <= MAX_MISSED else ""
-
-
-def layers_of_one_direction(view: ServerView) -> set[str]:
-    """Return linear layers whose update has one direction whatever they are given: of two outputs that move, or fewer.
-
-    What flows back into two outputs under cross entropy sums to zero, so that several inputs look like one.
-    """
-    weights = {name: dense(value) for name, value in view.update.items() if dense(value).ndim == 2}
-    return {name.rpartition(".")[0] for name, value in weights.items() if int(value.any(1).sum()) <= 2}
-
-
-def _say_features(layer: str, value: Tensor, sized: bool) -> str:
-    name = layer.removesuffix(".weight")
-    what = f"what {name} takes" if name else "what the first fully connected layer takes"
-    return f"{what} is recovered{'' if sized else ' up to a factor'}: {value.numel()} numbers"
-
-
-def _say_error(error: float | None) -> str:
-    return "" if error is None else f", with a standard error of {100 * error:.2g}% of its size"
 
 
 def _outcome(result: Result) -> str:

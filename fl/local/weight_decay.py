@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from fl.local.optimizers import OptimState, optimize
 from fl.tensors import LowRank, Tensors, add, dense
@@ -81,8 +82,21 @@ def _remaining_share(
 
 
 def _remaining_share_of_phase(phase: Phase, group: Group, count: int) -> float:
-    params, state = {"": torch.ones((), dtype=torch.float64)}, OptimState()
-    zero = {"": torch.zeros((), dtype=torch.float64)}
-    for _ in range(count):
-        params, state = optimize(phase, {"": group}, params, dict(zero), state)  # type: ignore[arg-type, assignment]
-    return float(params[""])
+    """Return what steps without gradients leave of the number 1, in time that hardly grows with their number."""
+    if not count:
+        return 1.0
+    start, after_one = _step_without_gradient(phase, group, torch.ones(1), OptimState())
+    if phase.optimizer == "adamw" or not phase.momentum:
+        return float(start) ** count
+    # from the second step on each is the same linear map of the parameter and its momentum
+    later = OptimState(after_one.step, {"": torch.tensor([0.0, 1.0], dtype=torch.float64)})
+    parameter, after = _step_without_gradient(phase, group, torch.tensor([1.0, 0.0]), later)
+    step = torch.stack([parameter, dense(after.first[""])])
+    first = torch.stack([start, dense(after_one.first[""])])
+    return float((torch.linalg.matrix_power(step, count - 1) @ first)[0])
+
+
+def _step_without_gradient(phase: Phase, group: Group, at: Tensor, state: OptimState) -> tuple[Tensor, OptimState]:
+    """Return what a step along decay alone makes of numbers, each as a parameter of its own, and the state after it."""
+    params, after = optimize(phase, {"": group}, {"": at.double()}, {"": torch.zeros_like(at).double()}, state)
+    return dense(params[""]), after

@@ -81,6 +81,25 @@ def test_what_was_stated_rightly_stays(decay: float) -> None:
     assert with_decay_read_off(view) == (view, "")
 
 
+def test_many_steps_that_rounding_cuts_to_its_grid_are_no_other_decay() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(196, 24), nn.ReLU(), nn.Linear(24, 10))
+    image = torch.rand(1, *SHAPE, generator=torch.Generator().manual_seed(1))
+    image[:, :, :6] = 0  # what flows through black pixels is nothing
+    trained = copy.deepcopy(model)
+    optimizer = SGD(trained.parameters(), lr=1e-3, weight_decay=5e-4)
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(image), torch.tensor([3])).backward()
+        optimizer.step()
+    after = dict(trained.named_parameters())
+    update = {name: (value - after[name]).detach() for name, value in model.named_parameters()}
+    view = from_update(model, update, input_shape=SHAPE, method=plain(5e-4, lr=1e-3, steps=20), batch_size=1)
+    assert read_decay(view) is not None
+    assert with_decay_read_off(view) == (view, "")
+
+
 def test_decay_of_several_steps_with_momentum_is_that_of_one() -> None:
     rule = partial(SGD, lr=0.01, momentum=0.9, weight_decay=0.02)
     view = seen(network(), rule, plain(lr=0.01, momentum=0.9, steps=3), steps=3)

@@ -11,8 +11,13 @@ import torch
 from support import recorded as support
 from torch import nn
 
+from attacks.base import build
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from eval.federations.other_facts import of_fitted_step_size
 from eval.federations.screening import Screener, Screening
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
 
 ADAM = TrainingFacts(optimizer="adam", lr=1e-2, steps=1, examples=1)
 SGD = support.PLAIN
@@ -110,6 +115,33 @@ def test_the_step_size_of_several_steps_is_that_of_an_update_of_its_size(
     found = screened(model, several_steps(model, [0.02] * 3, **settings), 8.0, **stated)  # type: ignore[arg-type]
     assert (found.verdict, found.exposures[-1].kind) == ("leaked", "images")
     assert f"whatever was stated, {words}" in found.notes
+
+
+@pytest.mark.parametrize("lr", [None, 0.1])
+def test_a_size_that_was_fitted_confirms_no_mean_of_a_batch_that_was_stated_as_one(lr: float | None) -> None:
+    """Of one layer and two classes nothing but the size of the update tells a picture from another."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(196, 2)).eval()
+    inputs, trained = support.examples(4)[0], copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.02)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(trained(inputs), torch.ones(4, dtype=torch.int64)).backward()
+        optimizer.step()
+    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, trained)]
+    update = RecordedUpdate(before=states[0], after=states[1], training=replace(SGD, steps=3))
+    assert not screened(model, update, lr=lr).exposures
+
+
+def test_no_step_size_is_fitted_once_the_time_is_up() -> None:
+    model = support.dense_network()
+    update, method = several_steps(model, [0.02] * 3), FedAvg(lr=0.1, steps=3, batch_size=None)
+    view = from_update(model, update.difference(), input_shape=support.SHAPE, method=method, batch_size=1)
+    found = build("analytic")(view)
+    assert of_fitted_step_size(update.training, update.training, view, found) is not None
+    with limited_by(SearchControl(time_limit=0.0)), pytest.raises(StoppedError):
+        of_fitted_step_size(update.training, update.training, view, found)
 
 
 def test_a_schedule_that_cannot_be_stated_is_not_called_safe() -> None:

@@ -13,6 +13,7 @@ import torch
 from support import recorded as support
 from torch import Tensor, nn
 
+from attacks.base import Attack, NotApplicable, Result
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
@@ -128,6 +129,29 @@ def test_once_the_time_is_up_no_attack_begins() -> None:
     assert set(found.tried.values()) == {"not begun before the time limit"}
     assert (found.verdict, found.must_not_leave) == ("failed", True)
     assert found.reason == "no attack came to an end within 1e-09 seconds: give more (seconds)"
+
+
+def test_guesses_that_took_all_the_time_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_begun(_: Screener, __: object, attacks: Mapping[str, Attack], ___: object) -> dict[str, Result]:
+        return {name: NotApplicable("not begun before it", cut_short="the time limit") for name in attacks}
+
+    monkeypatch.setattr(Screener, "_attack", not_begun)
+    model = support.dense_network()
+    found = screener(model)(support.recorded(model, 2))
+    assert found.tried["analytic, where it is that of one step on one example"].startswith("images, not confirmed")
+    assert (found.verdict, found.must_not_leave) == ("failed", True)
+
+
+def test_a_mean_of_features_that_two_outputs_take_for_one_is_no_leak() -> None:
+    """Whatever a layer of two outputs was given, its update has one direction: only its size tells one from several."""
+    model = support.network()[:4].append(nn.Linear(100, 2))
+    for count, kind in ((1, {"features", "labels"}), (4, set())):
+        update = one_step(model, support.examples(count)[0], two_classes)
+        assert kinds(screener(model, seconds=0.5)(update)) == kind
+
+
+def two_classes(outputs: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs, torch.ones(len(outputs), dtype=torch.int64))
 
 
 @pytest.mark.parametrize("settings", [{"seconds": 0}, {"allowed": "everything"}])

@@ -1,5 +1,8 @@
 """What weight decay alone takes off a parameter, against torch's optimizer on a gradient of zero."""
 
+import math
+import time
+
 import pytest
 import torch
 
@@ -26,6 +29,15 @@ def test_it_is_what_torchs_sgd_takes_off(momentum: float, nesterov: bool) -> Non
     shares = decay_shares([phase], (((5,),) * 7,), ["head.weight", "body.weight"])
     assert shares["head.weight"] == pytest.approx(taken(0.1, 1e-2, 7, momentum=momentum, nesterov=nesterov), rel=1e-12)
     assert shares["body.weight"] == pytest.approx(taken(0.02, 5e-3, 7, momentum=momentum, nesterov=nesterov), rel=1e-12)
+
+
+@pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.0)])
+def test_of_millions_of_steps_it_is_told_at_once(optimizer: str, momentum: float) -> None:
+    phase = Phase(groups=(Group(lr=1e-4, weight_decay=1e-3),), optimizer=optimizer, momentum=momentum, steps=10**6)
+    began = time.perf_counter()
+    share = decay_shares([phase], None, ["body.weight"])["body.weight"]
+    assert time.perf_counter() - began < 1
+    assert share == pytest.approx(1 - math.exp(-0.1 / (1 - momentum)), rel=1e-4)
 
 
 def test_each_phase_starts_afresh_and_moves_its_own() -> None:

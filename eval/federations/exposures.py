@@ -1,0 +1,124 @@
+"""What a result of an attack proves to be in an update, without the truth."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+from attacks.base import NotApplicable, Result
+from attacks.update.first_linear_layer import first_linear
+from attacks.update.update_rule import guess_update_rule
+from attacks.verification import contradicts_features
+from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK
+from fl.tensors import dense
+from fl.view import ServerView
+
+Exposed = Literal["labels", "features", "images"]
+LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
+"""What an update may give away, the least first."""
+MAX_MISSED = 1e-3
+"""Share of a layer's equations that its input may leave for it to count as recovered."""
+MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = 2.0, 0.1
+"""The misfit of its layer up to which a step of Adam or its like is one image's, and the standard error up to which
+what was found is a picture: of one that is known less well the misfit tells nothing, either."""
+
+
+@dataclass(frozen=True)
+class Exposure:
+    """What one attack showed to be in an update.
+
+    Attributes:
+        kind: one of `LEVELS`.
+        attack: which showed it.
+        words: what it is, in a sentence.
+    """
+
+    kind: Exposed
+    attack: str
+    words: str
+
+
+def proved_exposures(attack: str, result: Result, view: ServerView, *, replayable: bool = True) -> list[Exposure]:
+    """Return what a result proves of an update without the truth; nothing that it merely found.
+
+    Images count where the update confirms them, and where it bears them out: of two nearly alike that were stated as
+    one their mean gives either away.
+
+    Inputs of layers count where they are all but exact by the layer's own equations. These hold for steps of SGD alone:
+    where the optimizer is not known only what the whole update confirms counts, and nothing that the layers above
+    contradict. After one step of an adaptive optimizer inputs are known as far as rounding lets. They count where one
+    image explains the layer to within its errors, and where these are small.
+
+    Args:
+        attack: its name.
+        result: of it.
+        view: of the update.
+        replayable: whether a step on what was found can be taken again; where it can't, the layers above neither
+            confirm nor contradict anything, and inputs of layers are known up to a factor.
+    """
+    if isinstance(result, NotApplicable):
+        return []
+    shown: list[Exposure] = []
+    alike = layers_of_one_direction(view)
+    error = result.relative_error if attack == ADAPTIVE_STEP else None
+    sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
+    sure = bool(result.verified or result.approximate)
+    if result.inputs is not None and (sure or sized):
+        count = len(result.inputs)
+        noun = "image" if view.task.inputs.is_image else "example"
+        words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
+        shown_by = "its layer confirms it" if sized else "the update confirms it"
+        if result.approximate:
+            shown_by = "the update bears it out, if not to a quarter of a level"
+        how = f"{_say_error(error) if sized else ''}, and {shown_by}"
+        shown.append(Exposure("images", attack, f"{words} recovered{how}"))
+    for name, value in result.private.items():
+        first, _, layer = name.partition("/")
+        if first != "features" or not (sure or sized or (layer and view.threat.knows_optimizer)):
+            continue
+        if layer.removesuffix(".weight") in alike and not (sure and replayable):
+            continue
+        missed = result.private.get(f"residual/{layer}")
+        if missed is not None and float(dense(missed).max()) > MAX_MISSED:
+            continue
+        doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
+        if sure or sized or not doubted:
+            words = _say_features(layer, dense(value), replayable or sure)
+            words += _say_error(error) if sized else ""
+            shown.append(Exposure("features", attack, words))
+    if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
+        shown.append(Exposure("features", attack, _say_features(name, result.inputs, False)))  # type: ignore[arg-type]
+    if result.labels is not None and shown:
+        shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
+    return shown
+
+
+def _picture_by_its_layer(result: Result, view: ServerView, alike: Collection[str]) -> str:
+    """Return the name of the linear layer that is given the one image that its own equations tell; "" for none."""
+    layer = first_linear(view)
+    if isinstance(layer, NotApplicable) or isinstance(result, NotApplicable) or layer.name in alike:
+        return ""
+    stated = view.batch_size == 1 and view.threat.knows_optimizer and not guess_update_rule(view)
+    return layer.name if stated and result.inputs is not None and result.objective <= MAX_MISSED else ""
+
+
+def layers_of_one_direction(view: ServerView) -> set[str]:
+    """Return linear layers whose update has one direction whatever they are given: of two outputs that move, or fewer.
+
+    What flows back into two outputs under cross entropy sums to zero, so that several inputs look like one.
+    """
+    weights = {name: dense(value) for name, value in view.update.items() if dense(value).ndim == 2}
+    return {name.rpartition(".")[0] for name, value in weights.items() if int(value.any(1).sum()) <= 2}
+
+
+def _say_features(layer: str, value: Tensor, sized: bool) -> str:
+    name = layer.removesuffix(".weight")
+    what = f"what {name} takes" if name else "what the first fully connected layer takes"
+    return f"{what} is recovered{'' if sized else ' up to a factor'}: {value.numel()} numbers"
+
+
+def _say_error(error: float | None) -> str:
+    return "" if error is None else f", with a standard error of {100 * error:.2g}% of its size"
