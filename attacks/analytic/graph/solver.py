@@ -241,7 +241,7 @@ class GraphSolver:
         if self.images == 1:
             return columns, False
         told = int(two_valued.confirmed.sum())
-        for rows in (columns, _neighbor_differences(columns)):
+        for rows in (columns, _neighbor_differences(columns)) if positions > 1 else (columns,):
             sparse = unmix_sparse(rows.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
             if int(sparse.confirmed.sum()) == self.images:
                 return columns @ sparse.directions, False

@@ -528,3 +528,12 @@ def test_when_the_time_is_up_the_features_found_by_then_are_returned() -> None:
     assert found.cut_short == "not done before the time limit: features alone"
     ((name, _),) = found.private.items()
     assert name.startswith("features/blocks")
+
+
+def test_a_batch_above_a_convolution_of_one_position_is_refused_by_its_signals() -> None:
+    body = nn.Conv2d(3, 24, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(24, 24, 3, padding=1), nn.ReLU()
+    images = torch.rand(2, 3, 2, 2, generator=torch.Generator().manual_seed(0))
+    view, _ = from_batch(nn.Sequential(*body, nn.Flatten(), nn.Linear(24, 10)).eval(), images, torch.arange(2))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "the signals of 0 of 2 images could be told apart" in found.reason
