@@ -19,6 +19,7 @@ from attacks.update.training_phases import (
     deviation_from_loss_gradient,
     training_phases,
 )
+from attacks.update.update_comparison import MAX_TRIED_LABELS
 from fl.defense import Defense, UnknownDefense
 from fl.losses.cross_entropy import CrossEntropy
 from fl.method import Method, Step
@@ -34,8 +35,8 @@ OUTPUTS = "outputs"
 """The payload of a rewritten view that holds `gradient`: read off the update, not sent by the server."""
 MIN_OTHER_CLASSES = 4
 """Classes beside the label that tell a smoothing: two of them fix it and the step size."""
-MAX_SHARE, MAX_TRIED_LABELS = 0.5, 100
-"""The largest smoothing that is told from another step size, and labels that are tried, at most."""
+MAX_SHARE = 0.5
+"""The largest smoothing that is told from another step size."""
 MAX_MISFIT = 0.02
 """Of their targets, which smoothing makes equal, relative to them."""
 

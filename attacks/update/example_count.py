@@ -12,10 +12,10 @@ from dataclasses import replace
 
 import torch
 
+from attacks.update.float_rounding import LEAST_SPACING
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_matrices import (
     COMPUTED_SPACINGS,
-    LEAST_SPACING,
     UpdateMatrix,
     update_matrices,
     vector_parts,

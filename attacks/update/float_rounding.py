@@ -12,6 +12,9 @@ from fl.view import ServerView
 
 RMS_ROUNDING = 0.25
 """Rounding to the nearest number, root mean square, relative to the spacing after 1."""
+LEAST_SPACING = torch.finfo(torch.float32).eps
+"""The spacing after 1 that counts of double precision, too: clients may have computed in single precision, and attacks
+do not solve to the last digit."""
 MIN_SHARE_ON_GRID = 0.95
 """Share of a parameter whose update leads from one number of its type to another. Differences of models miss by a
 thousandth, where a weight is far smaller than its update and the difference is rounded once more; computed updates

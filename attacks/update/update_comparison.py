@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _NormBase
 
-from attacks.update.float_rounding import rounding_of_numbers, sent_types
+from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers, sent_types
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
@@ -49,8 +49,6 @@ DISTANCES = (0.003, 0.01, 0.03, 0.1)
 """How far away pictures are asked for whether the update tells them apart, in pixel units: 50 to 20 dB."""
 LEVEL_TOLERANCE = 0.2
 """How near to whole numbers all pixels lie that are at levels of 8 bits, or, of a mean of so many, at parts of them."""
-LEAST_SPACING = torch.finfo(torch.float32).eps
-"""The spacing after 1 that counts of double precision, too, in which attacks do not solve to the last digit."""
 SCATTERS = 5.0
 """Standard deviations by which the squares of many rounding errors may add up to more than their mean."""
 MAX_TRIED_LABELS = 100
@@ -132,7 +130,7 @@ class UpdateComparison:
         zero, rounding may have put the client on its other side.
         """
         made, allowed = self._with_strict_bounds(images, labels)
-        return not self._is_more(made, allowed) or not self._is_more(self._predicted_update(images, labels), allowed)
+        return not self._exceeds(made, allowed) or not self._exceeds(self._predicted_update(images, labels), allowed)
 
     def tells_brightness_to_rounding(
         self, images: Tensor, labels: Tensor, read: Callable[[Tensor], Tensor | None] | None = None
@@ -183,9 +181,9 @@ class UpdateComparison:
 
     def _leaves_more(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
-        return self._is_more(self._predict_in_double(images, labels), allowed)
+        return self._exceeds(self._predict_in_double(images, labels), allowed)
 
-    def _is_more(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
+    def _exceeds(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
         """Return whether what a prediction leaves of some tensor is more than allowed, at the best common factor."""
         factor = self._best_factor(made, allowed)
         return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())

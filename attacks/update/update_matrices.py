@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attacks.update.float_rounding import sent_types
+from attacks.update.float_rounding import LEAST_SPACING, sent_types
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
@@ -18,8 +18,6 @@ MOST_ROWS, MOST_COLUMNS, MOST_MATRICES = 64, 128, 3
 the first and the last ones."""
 COMPUTED_SPACINGS = 4.0
 """What computing a gradient may add to its rounding, in spacings after 1 of its size."""
-LEAST_SPACING = torch.finfo(torch.float32).eps
-"""The spacing after 1 that counts of double precision, too: a client may have computed in single precision."""
 
 
 @dataclass(frozen=True)

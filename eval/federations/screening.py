@@ -77,9 +77,10 @@ class Screening:
     """The outcome for one update.
 
     Attributes:
-        verdict: "leaked" where more is shown than the limit allows, "failed" where the screening itself ended in an
-            error or its time was up before any attack was done, else "not shown to leak": nothing was proved within the
-            time, which is no proof that nothing leaks.
+        verdict: "leaked" where more is shown than the limit allows. "failed" where nobody can say: the screening ended
+            in an error, its time was up before any attack was done, or a layer gives an input away that training as
+            stated can't have made. Else "not shown to leak": nothing was proved within the time, which is no proof that
+            nothing leaks.
         reason: the verdict in a sentence.
         exposures: what was shown, the worst last.
         tried: what each attack came to, in words, by its name.
