@@ -142,8 +142,8 @@ MEAN_OF_PICTURES = (
     "of two to four pictures do, which were stated as one"
 )
 PAIRS_HIDDEN = (
-    "borne out, but not confirmed to a quarter of a level: it is not at levels of 8 bits, and for the rounding of the "
-    "update two pictures 35 dB apart, stated as one, would be taken for their mean"
+    "borne out, but not confirmed to a quarter of a level: it is not at levels of 8 bits, and two pictures 35 dB "
+    "apart, stated as one, could make this update to its rounding, so that it may lie between them"
 )
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 ANY_LOSS = (

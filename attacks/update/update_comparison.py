@@ -150,16 +150,26 @@ class UpdateComparison:
         return True
 
     def tells_pairs_apart(self, images: Tensor, labels: Tensor) -> bool:
-        """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as the one in their middle, would be noticed.
+        """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as one, would be noticed.
 
-        Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture.
+        Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture. The one
+        is their middle. Where all that flows back has one direction, as of two classes, it may lie anywhere between
+        them: what flows back is more for one of them than for the other, and no other direction tells that. Then the
+        size of the update is all that tells, if the step size was stated and the picture makes an update of that size.
         """
         made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
+        one_direction = math.prod(self.view.task.output_shape) <= 2
+        sized = not self.view.scale_unknown and not self._exceeds(made, allowed, 1 / self._unit)
         for away in _differences(images.double(), PAIR_DISTANCE / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
-            left = {n: factor * float(((one[n] + other[n]) / 2 - v).norm()) for n, v in made.items()}
-            if all(left[n] <= allowed[n] for n in made):
+            left = {n: (one[n] + other[n]) / 2 - value for n, value in made.items()}
+            if one_direction:
+                towards_one = {n: (one[n] - other[n]) / 2 for n in made}
+                if not sized:
+                    left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
+                left = _beside(left, towards_one, allowed)
+            if all(factor * float(left[n].norm()) <= allowed[n] for n in made):
                 return False
         return True
 
@@ -183,9 +193,9 @@ class UpdateComparison:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
         return self._exceeds(self._predict_in_double(images, labels), allowed)
 
-    def _exceeds(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
+    def _exceeds(self, made: Mapping[str, Tensor], allowed: Mapping[str, float], factor: float | None = None) -> bool:
         """Return whether what a prediction leaves of some tensor is more than allowed, at the best common factor."""
-        factor = self._best_factor(made, allowed)
+        factor = self._best_factor(made, allowed) if factor is None else factor
         return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
 
     @cached_property
@@ -335,12 +345,25 @@ class UpdateComparison:
 
     def _best_factor(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
         """Return the factor that brings the prediction nearest to the observed update, tensors weighed by precision."""
-        top = bottom = 0.0
-        for name, value in made.items():
-            weight = 1 / max(allowed[name], 1e-300) ** 2
-            top += weight * float((value * self.observed[name]).sum())
-            bottom += weight * float(value.square().sum())
-        return top / bottom if bottom > 0 else math.nan
+        return _best_factor(self.observed, made, allowed)
+
+
+def _best_factor(update: Mapping[str, Tensor], made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
+    """Return the factor that brings a prediction nearest to an update, tensors weighed by precision; NaN of zero."""
+    top = bottom = 0.0
+    for name, value in made.items():
+        weight = 1 / max(allowed[name], 1e-300) ** 2
+        top += weight * float((value * update[name]).sum())
+        bottom += weight * float(value.square().sum())
+    return top / bottom if bottom > 0 else math.nan
+
+
+def _beside(
+    update: Mapping[str, Tensor], made: Mapping[str, Tensor], allowed: Mapping[str, float]
+) -> dict[str, Tensor]:
+    """Return what an update has beside the multiple of another that is nearest to it."""
+    factor = _best_factor(update, made, allowed)
+    return {name: value - factor * made[name] if math.isfinite(factor) else value for name, value in update.items()}
 
 
 def _differences(images: Tensor, distance: float) -> Iterator[Tensor]:

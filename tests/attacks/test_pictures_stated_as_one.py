@@ -71,14 +71,15 @@ def other(picture: Tensor, decibels: float, kind: str) -> Tensor:
     return picture + change * 10 ** (-decibels / 20) / change.square().mean().sqrt()
 
 
-def stated_as_one(model: nn.Module, pictures: Tensor, lr: float = 0.1) -> ServerView:
+def stated_as_one(model: nn.Module, pictures: Tensor, lr: float = 0.1, *, label: int = 3) -> ServerView:
     """The view of a step of SGD on pictures of one label, stated to be on one picture."""
-    loss = functional.cross_entropy(model(pictures), torch.full((len(pictures),), 3))
+    outputs = model(pictures)
+    loss = functional.cross_entropy(outputs, torch.full((len(pictures),), label))
     grads = torch.autograd.grad(loss, list(model.parameters()))
     named = {name: value.detach() for name, value in model.named_parameters()}
     sent = {name: value - (value - lr * grad) for (name, value), grad in zip(named.items(), grads, strict=True)}
     method = FedAvg(lr=lr, steps=1, batch_size=None, train_mode=False)
-    return from_update(model, sent, input_shape=SHAPE, num_classes=10, method=method)
+    return from_update(model, sent, input_shape=SHAPE, num_classes=outputs.shape[1], method=method)
 
 
 def network(make: Callable[[], nn.Module]) -> nn.Module:
@@ -156,6 +157,21 @@ def test_what_rounding_hides_is_not_verified_off_levels() -> None:
     found = build("analytic")(stated_as_one(model, pair, 1.0))
     assert isinstance(found, Reconstruction)
     assert found.note == MORE_THAN_ROUNDING
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_what_flows_back_in_one_direction_verifies_no_mixture_off_levels(count: int) -> None:
+    """Of two classes and units that are all active, a picture between several makes exactly their update."""
+    model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 2)))
+    layer = model.get_submodule("1")
+    assert isinstance(layer, nn.Linear)
+    layer.bias.data.fill_(3.0)
+    pictures = torch.rand(count, *SHAPE, generator=stream(2, "mixture"))
+    found = build("analytic")(stated_as_one(model, pictures, label=1))
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert float((found.inputs - pictures).flatten(1).square().mean(1).sqrt().min()) > 20 * MAX_PIXEL_ERROR
+    assert (found.verified, found.note) == (None, PAIRS_HIDDEN)
 
 
 @pytest.mark.parametrize("kind", ["slow", "quick"])

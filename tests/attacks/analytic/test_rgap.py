@@ -185,12 +185,13 @@ def test_a_right_prediction_of_two_classes_leaves_the_brightness_of_a_dim_image_
     right = int(logits.argmax())
     wrong = attack(from_batch(model, image, torch.tensor([1 - right]))[0])
     assert off(wrong, image) < 1e-6
-    assert wrong.verified
+    assert wrong.approximate  # of two classes a picture off levels may lie between two that were stated as one
     result = attack(from_batch(model, image, torch.tensor([right]))[0])
     assert result.inputs is not None
     ratio = result.inputs / image  # the other margin that explains the gradient is five times as large
     assert float(ratio.std()) < 1e-6
-    assert result.verified is not dim
+    assert not result.verified
+    assert result.approximate is not dim
     assert dim or off(result, image) < 1e-6
 
 
