@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -26,6 +26,9 @@ MAX_PIXEL_ERROR = 0.25 / 255
 """Root mean square of what a picture that counts as right may be off by, in pixel units: a quarter of a level."""
 BLUR_DRAWS = 2
 """Blurred pictures that tell how far that puts a prediction off."""
+LAST_DIGIT_DRAWS, MOST_LAST_DIGIT_DRAWS = 2, 8
+"""Changes of the last digit of pixels and weights that tell what computing does, and the most that are made where a
+prediction leaves more: of a number next to a bend of an activation each change meets either side half of the times."""
 ERROR_FACTOR = 3.0
 """How many times the expected error is no surprise."""
 COMPUTED_SPACINGS, MIN_RELATIVE_ERROR = 64.0, 1e-9
@@ -53,6 +56,23 @@ SCATTERS = 5.0
 """Standard deviations by which the squares of many rounding errors may add up to more than their mean."""
 MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """What one step on images makes, and what computing does to it.
+
+    Attributes:
+        images: that were asked for.
+        labels: likewise.
+        made: of each tensor, in double precision.
+        changes: how far each tensor is off, for each change of the last digit of pixels and weights so far.
+    """
+
+    images: Tensor
+    labels: Tensor
+    made: dict[str, Tensor]
+    changes: list[dict[str, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -127,10 +147,15 @@ class UpdateComparison:
         adds to a layer is a product of two things that differ, and the mean of products is none of means.
 
         A prediction in double precision counts, and one in the client's own: where a number before a ReLU is next to
-        zero, rounding may have put the client on its other side.
+        zero, rounding may have put the client on its other side. Of a batch in another order, it may not have here.
         """
         made, allowed = self._with_strict_bounds(images, labels)
-        return not self._exceeds(made, allowed) or not self._exceeds(self._predicted_update(images, labels), allowed)
+        if not self._exceeds(made, allowed) or not self._exceeds(self._predicted_update(images, labels), allowed):
+            return True
+        return any(
+            not self._exceeds(*self._with_strict_bounds(images, labels, draws))
+            for draws in range(LAST_DIGIT_DRAWS + 1, MOST_LAST_DIGIT_DRAWS + 1)
+        )
 
     def tells_brightness_to_rounding(
         self, images: Tensor, labels: Tensor, read: Callable[[Tensor], Tensor | None] | None = None
@@ -199,41 +224,45 @@ class UpdateComparison:
         return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
 
     @cached_property
-    def _asked_last(self) -> list[tuple[Tensor, Tensor, dict[str, Tensor], dict[str, float]]]:
-        """The images and labels whose prediction and bounds were asked for last, with these: several questions are."""
+    def _asked_last(self) -> list[_Computed]:
+        """What was asked for last: several questions are."""
         return []
 
-    def _with_strict_bounds(self, images: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], dict[str, float]]:
+    def _with_strict_bounds(
+        self, images: Tensor, labels: Tensor, draws: int = LAST_DIGIT_DRAWS
+    ) -> tuple[dict[str, Tensor], dict[str, float]]:
         """Return a prediction, and how far each tensor of the update of exactly these images may be from it.
 
         Computing in the view's type does about what a change of the last digit of pixels and weights does. Batch
         normalization in training mode takes off most of what flows back, and leaves the rounding of that.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+            draws: changes of the last digit, at least.
         """
-        for asked, of, made, allowed in self._asked_last:
-            if asked is images and of is labels:
-                return made, allowed
-        made = self._predict_in_double(images, labels)
-        factor = self._best_factor(made, self.rounding)
+        if not (self._asked_last and self._asked_last[0].images is images and self._asked_last[0].labels is labels):
+            self._asked_last[:] = [_Computed(images, labels, self._predict_in_double(images, labels))]
+        asked = self._asked_last[0]
+        factor = self._best_factor(asked.made, self.rounding)
         eps = max(torch.finfo(self.view.dtype).eps, LEAST_SPACING)
-        computed = dict.fromkeys(made, 0.0)
-        for number in range(BLUR_DRAWS):
-            draw = stream(number, "last digit")
+        while len(asked.changes) < draws:
+            draw = stream(len(asked.changes), "last digit")
             near = images.double() + eps * _noise_like(images, draw)
             weights = {n: v * (1 + eps * _noise_like(v, draw)) for n, v in _all_double(self.view.shared).items()}
-            for name, value in self._predict_in_double(near, labels, weights).items():
-                computed[name] = max(computed[name], abs(factor) * float((value - made[name]).norm()))
-        sizes = {name: float(self.observed[name].norm()) for name in made}
+            changed = self._predict_in_double(near, labels, weights)
+            asked.changes.append({n: abs(factor) * float((v - asked.made[n]).norm()) for n, v in changed.items()})
+        sizes = {name: float(self.observed[name].norm()) for name in asked.made}
         still = math.hypot(*sizes.values()) * eps
         nothing = COMPUTED_SPACINGS if self._normalizes_batches else 1e-3
         allowed = {
             name: _likely_length(self.deviations[name][(value != 0) | self._off_grid[name]])
-            + LAST_DIGIT_FACTOR * computed[name]
+            + LAST_DIGIT_FACTOR * max(change[name] for change in asked.changes)
             + COMPUTED_AT_LEAST * eps * sizes[name]
             + nothing * still
-            for name, value in made.items()
+            for name, value in asked.made.items()
         }
-        self._asked_last[:] = [(images, labels, made, allowed)]
-        return made, allowed
+        return asked.made, allowed
 
     @cached_property
     def _normalizes_batches(self) -> bool:

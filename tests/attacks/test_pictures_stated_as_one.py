@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
+from fl.tensors import dense as as_dense
 from fl.view import ServerView
 
 SHAPE = (3, 8, 8)
@@ -214,3 +216,23 @@ def test_a_picture_next_to_a_bend_is_verified_though_rounding_puts_it_on_the_oth
         found = confirm(stated_as_one(model, one), claimed)
         assert isinstance(found, Reconstruction)
         assert found.verified is True, found.note
+
+
+def test_a_picture_next_to_a_bend_is_verified_in_whatever_order_a_client_adds() -> None:
+    """A client that adds pixels in another order may put a unit on the other side of zero."""
+    one, active = picture(), []
+    for unit in range(24):
+        model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)))
+        weight, bias = model.get_parameter("1.weight").data, model.get_parameter("1.bias").data
+        bias[unit] = -float(one.flatten().double() @ weight[unit].double())
+        order = torch.randperm(192, generator=stream(unit, "order"))
+        reordered = copy.deepcopy(model)
+        reordered.get_parameter("1.weight").data = weight[:, order]
+        update = {**stated_as_one(reordered, one.flatten(1)[:, order].view(1, *SHAPE)).update}
+        update["1.weight"] = as_dense(update["1.weight"])[:, order.argsort()]
+        active.append(bool(as_dense(update["1.bias"])[unit] != 0))
+        view = replace(stated_as_one(model, one), update=update)
+        found = confirm(view, Reconstruction(inputs=one, labels=torch.tensor([3]), verified=True))
+        assert isinstance(found, Reconstruction)
+        assert found.verified is True, found.note
+    assert 4 < sum(active) < 20
