@@ -155,16 +155,27 @@ class RecordedUpdate:
     """An update with all that matters for an audit.
 
     Attributes:
-        before: weights and buffers as the server sent them, by name in the model's `state_dict()`.
+        before: weights and buffers as the server sent them, by name in the model's `state_dict()`: tensors, or arrays
+            of NumPy, which become tensors.
         after: the same as they came back.
         training: what is known of the training between.
         origin: where it was made: the framework, its version, the round, the client, as far as known.
+
+    Raises:
+        ValueError: what stands under a name is neither a tensor nor an array of numbers; says which.
     """
 
     before: Mapping[str, Tensor]
     after: Mapping[str, Tensor]
     training: TrainingFacts = field(default_factory=TrainingFacts)
     origin: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for half in ("before", "after"):
+            given = getattr(self, half)
+            if not isinstance(given, Mapping):
+                raise ValueError(f"expected {half} as tensors by their names, got {type(given).__name__}")
+            object.__setattr__(self, half, {name: _as_tensor(value, half, name) for name, value in given.items()})
 
     def difference(self) -> dict[str, Tensor]:
         """Return weights before - after; of numbers of two bytes in four.
@@ -214,6 +225,19 @@ class RecordedUpdate:
                     raise ValueError(f"expected numbers under {name!r} in {path}, got {value.dtype}") from error
         training, origin = read_facts(found[FACTS].tobytes(), path)
         return cls(**halves, training=training, origin=origin)
+
+
+def _as_tensor(value: object, half: str, name: str) -> Tensor:
+    """Return a tensor as it is, and an array of numbers as a tensor of its own."""
+    if isinstance(value, Tensor):
+        return value
+    if not isinstance(value, np.ndarray | np.generic):
+        raise ValueError(f"expected {half} of {name!r} as a tensor or an array of NumPy, got {type(value).__name__}")
+    native = np.array(value).astype(value.dtype.newbyteorder("="), copy=False)
+    try:
+        return torch.from_numpy(native)
+    except TypeError as error:  # text, dates, types of other packages
+        raise ValueError(f"expected {half} of {name!r} as numbers, got an array of {value.dtype}") from error
 
 
 def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str]]:

@@ -39,7 +39,7 @@ from eval.federations.reply_checks import refuse_non_finite
 from eval.federations.stated_facts import assumptions, rests_on
 from eval.federations.wording import in_arguments
 from fl.capture import ClientSettings
-from fl.inputs.description import Range
+from fl.inputs.description import Range, check_range
 from fl.inputs.form import Inputs
 from fl.losses import Loss
 from fl.losses.function import build_loss
@@ -157,7 +157,8 @@ class Screener:
         seed: of whatever the attacks draw.
 
     Raises:
-        ValueError: seconds that are not above zero, an unknown limit or loss, or ranges that contradict each other.
+        ValueError: seconds that are not above zero, an unknown limit or loss, a mean or std for another number of
+            channels, a range whose least number is not below its largest, or ranges that contradict each other.
     """
 
     model: Callable[[], nn.Module]
@@ -180,12 +181,19 @@ class Screener:
             raise ValueError(f"expected allowed as {', '.join(map(repr, LEVELS))}, got {self.allowed!r}")
         if not (isinstance(self.loss, str) and ":" in self.loss):  # which may be in a module that is at clients alone
             build_loss(self.loss)
-        if not self.mean and not self.std:
+        check_range(self.input_range)
+        if not len(self.mean) and not len(self.std):
             return
         if self.input_range is not None:
             raise ValueError("expected mean and std of a loader of pixels in [0, 1], or input_range, got both")
         if not isinstance(self.input_shape, Sequence) or len(self.input_shape) != 3:
             raise ValueError(f"expected mean and std with images (C, H, W) alone, got input_shape {self.input_shape!r}")
+        for name, values in (("mean", self.mean), ("std", self.std)):
+            if len(values) not in {0, self.input_shape[0]}:
+                raise ValueError(
+                    f"expected {name} with a number for each of the {self.input_shape[0]} channels of input_shape "
+                    f"{tuple(self.input_shape)}, got {len(values)}"
+                )
 
     def __call__(self, recorded: RecordedUpdate) -> Screening:
         """Screen one update; an error inside is a verdict of its own, so that nothing leaves unscreened.
@@ -276,7 +284,7 @@ class Screener:
     def _pixel_model(self) -> nn.Module:
         """Return the model with what its loader does to pixels in [0, 1] in front of it."""
         model = self.model()
-        if not self.mean and not self.std:
+        if not len(self.mean) and not len(self.std):
             return model
         channels = self.input_shape[0]  # type: ignore[index]
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)

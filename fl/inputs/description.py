@@ -69,9 +69,29 @@ def _real_part(
                 f"input, got {len(limit)}"
             )
     low, high = (limit * (channels if len(low + high) > 2 and len(limit) == 1 else 1) for limit in (low, high))
+    _check_order(low, high)
+    return InputPart(name, shape, low, high)
+
+
+def check_range(given: Range | None) -> None:
+    """Refuse a range in which no number lies, whatever the inputs are.
+
+    Args:
+        given: as for `describe_inputs`.
+
+    Raises:
+        ValueError: its ends are no finite numbers, or a least one is not below its largest.
+    """
+    low, high = _range(given)
+    if len(low) != len(high) and 1 not in {len(low), len(high)}:
+        raise ValueError(f"expected input_range with as many least as largest numbers, got {len(low)} and {len(high)}")
+    channels = max(len(low), len(high))
+    _check_order(*(end * (channels if len(end) == 1 else 1) for end in (low, high)))
+
+
+def _check_order(low: tuple[float, ...], high: tuple[float, ...]) -> None:
     if not all(a < b for a, b in zip(low, high, strict=True)):
         raise ValueError(f"expected input_range (low, high) with low < high, got {low}, {high}")
-    return InputPart(name, shape, low, high)
 
 
 def _with_categories(part: InputPart, categories: Sequence[tuple[int, int]]) -> InputPart:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support import recorded as support
@@ -420,11 +421,39 @@ def test_a_table_of_numbers_in_a_stated_range_is_an_example() -> None:
         ({"loss": "hinge"}, "unknown loss 'hinge'"),
         ({"mean": (0.5,), "input_range": (-1, 1)}, "mean and std .* or input_range, got both"),
         ({"mean": (0.5,), "input_shape": (14,)}, r"with images \(C, H, W\) alone"),
+        ({"mean": (0.5, 0.5)}, "mean with a number for each of the 1 channels .*, got 2"),
+        ({"mean": (0.5,), "std": (0.1, 0.2, 0.3)}, "std with a number for each of the 1 channels .*, got 3"),
+        ({"std": (0.5,), "input_shape": (3, 14, 14)}, "std with a number for each of the 3 channels .*, got 1"),
+        ({"input_range": (1, 0)}, r"input_range \(low, high\) with low < high"),
+        ({"input_range": (0.5, 0.5)}, r"input_range \(low, high\) with low < high"),
+        ({"input_range": ((0, 2), 1)}, r"input_range \(low, high\) with low < high"),
+        ({"input_range": ((0, 0), (1, 1, 1))}, "as many least as largest numbers, got 2 and 3"),
+        ({"input_range": (0, float("inf"))}, "input_range as finite numbers"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Screener(**{"model": support.network, "input_shape": support.SHAPE, **settings})
+
+
+def test_arrays_of_numpy_are_taken() -> None:
+    model = support.dense_network()
+    update = support.recorded(model)
+    halves = [{name: value.numpy() for name, value in half.items()} for half in (update.before, update.after)]
+    halves[0]["1.weight"].setflags(write=False)
+    halves[1]["3.weight"] = halves[1]["3.weight"].astype(">f4")
+    found = screener(model)(replace(update, before=halves[0], after=halves[1]))
+    assert (found.verdict, kinds(found)) == ("leaked", {"images", "labels"})
+
+
+@pytest.mark.parametrize("half", ["before", "after"])
+@pytest.mark.parametrize("value", [[1.0, 2.0], np.array(["a"]), np.array([None]), None])
+def test_what_is_neither_tensor_nor_array_of_numbers_is_named(half: str, value: object) -> None:
+    update = support.recorded(support.dense_network())
+    with pytest.raises(ValueError, match=f"expected {half} of '3.bias' as"):
+        replace(update, **{half: {**getattr(update, half), "3.bias": value}})
+    with pytest.raises(ValueError, match=f"expected {half} as tensors by their names, got list"):
+        replace(update, **{half: [value]})
 
 
 @pytest.mark.parametrize("build", [support.dense_network, support.network])
