@@ -37,9 +37,12 @@ from attacks.update.update_comparison import (
     ERROR_FACTOR,
     MAX_PIXEL_ERROR,
     MAX_TRIED_LABELS,
+    PAIR_DISTANCE,
+    UNLIKE_DISTANCE,
     UpdateComparison,
     are_between_levels,
     at_levels,
+    is_on_coarse_grid,
 )
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
@@ -144,6 +147,10 @@ MEAN_OF_PICTURES = (
 PAIRS_HIDDEN = (
     "borne out, but not confirmed to a quarter of a level: it is not at levels of 8 bits, and two pictures 35 dB "
     "apart, stated as one, could make this update to its rounding, so that it may lie between them"
+)
+INPUTS_HIDDEN = (
+    "borne out, but not confirmed: two examples that differ by a tenth of their range, stated as one, could make this "
+    "update to its rounding, so that it may lie between them"
 )
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 ANY_LOSS = (
@@ -302,7 +309,8 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
     Pictures at levels of 8 bits count as no means of others: only those of pictures are that differ by even numbers of
-    levels in every pixel, which small steps may hide.
+    levels in every pixel, which small steps may hide. But those of few levels, far apart, do not: so the mean of three
+    black and white ones is.
 
     Args:
         view: that was attacked.
@@ -320,11 +328,13 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         near = [inputs] if whole is None else [inputs, whole]
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
             continue
-        if not pictured or whole is not None:
+        averaged = pictured and are_between_levels(inputs)
+        if whole is not None and not is_on_coarse_grid(whole):
             return result
-        if not are_between_levels(inputs) and asked.check.tells_pairs_apart(inputs, labels):
+        distance = PAIR_DISTANCE if pictured else UNLIKE_DISTANCE
+        if not averaged and asked.check.tells_pairs_apart(inputs, labels, distance):
             return result
-        reason = MEAN_OF_PICTURES if are_between_levels(inputs) else PAIRS_HIDDEN
+        reason = MEAN_OF_PICTURES if averaged else PAIRS_HIDDEN if pictured else INPUTS_HIDDEN
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=None, fixed=None, note=note, approximate=True)
 

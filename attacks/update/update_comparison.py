@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -46,6 +47,8 @@ LAST_DIGIT_FACTOR, COMPUTED_AT_LEAST = 4.0, 8.0
 it, and at least, in spacings after 1: asked where an update must be one of exactly so many pictures."""
 PAIR_DISTANCE = 0.0178
 """Root mean square, in pixel units, by which pictures differ that must be noticed when stated as one: 35 dB."""
+UNLIKE_DISTANCE = 0.1
+"""Likewise rows of tables, series and features, relative to their range or to twice their root mean square."""
 MOST_AVERAGED = 4
 """Pictures at levels of 8 bits whose mean is recognized by where its pixels lie."""
 DISTANCES = (0.003, 0.01, 0.03, 0.1)
@@ -174,19 +177,26 @@ class UpdateComparison:
                 return False
         return True
 
-    def tells_pairs_apart(self, images: Tensor, labels: Tensor) -> bool:
-        """Return whether pairs of pictures `PAIR_DISTANCE` apart, stated as one, would be noticed.
+    def tells_pairs_apart(self, images: Tensor, labels: Tensor, distance: float = PAIR_DISTANCE) -> bool:
+        """Return whether pairs of pictures so far apart, stated as one, would be noticed.
 
         Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture. The one
         is their middle. Where all that flows back has one direction, as of two classes, it may lie anywhere between
         them: what flows back is more for one of them than for the other, and no other direction tells that. Then the
         size of the update is all that tells, if the step size was stated and the picture makes an update of that size.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+            distance: root mean square, in the unit of `told_distance`.
         """
         made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
-        one_direction = math.prod(self.view.task.output_shape) <= 2
+        outputs, loss = math.prod(self.view.task.output_shape), self.view.task.loss
+        one_direction = outputs == 1 or (outputs == 2 and loss.is_cross_entropy)
         sized = not self.view.scale_unknown and not self._exceeds(made, allowed, 1 / self._unit)
-        for away in _differences(images.double(), PAIR_DISTANCE / 2):
+        unit = self.spread / MAX_PIXEL_ERROR
+        for away in _differences(images.double(), unit * distance / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
             left = {n: (one[n] + other[n]) / 2 - value for n, value in made.items()}
             if one_direction:
@@ -422,6 +432,16 @@ def at_levels(images: Tensor) -> Tensor | None:
     """
     levels = 255 * images.double()
     return levels.round() / 255 if _is_near_grid(levels) else None
+
+
+def is_on_coarse_grid(images: Tensor) -> bool:
+    """Return whether all levels are multiples of one that divides the largest, which they are not just zero and that.
+
+    The mean of so many black and white pictures lies there, and that of pictures of few shades.
+    """
+    levels = (255 * images.double()).round().long().clamp(0, 255)
+    step = functools.reduce(math.gcd, levels.unique().tolist(), 255)
+    return 1 < step < 255
 
 
 def are_between_levels(images: Tensor) -> bool:

@@ -27,6 +27,7 @@ from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode
 from eval.federations.exposures import LEVELS, Exposed, Exposure, layers_of_one_direction, proved_exposures
 from eval.federations.fail_closed import attempt
 from eval.federations.other_facts import (
+    ADAPTIVE_STEP,
     FIRST_ATTACK,
     MOST_STEPS,
     USUAL_MOMENTUM,
@@ -312,9 +313,11 @@ class Screener:
                 except RUN_ERRORS as error:  # batch normalization, say, which takes no single example
                     log.debug("not screened where %s: %s", guess.words, error)
                     continue
-                # nobody stated that it is so: only what the whole update confirms counts, not what rounding allows
+                # nobody stated that it is so: only what the whole update confirms counts, not what rounding allows, nor
+                # what one layer says alone, which is an outer product, too, where all of a batch sends back the same
                 if isinstance(result, Reconstruction):
-                    result = replace(result, approximate=False)
+                    told = result.verified or name == ADAPTIVE_STEP
+                    result = replace(result, approximate=False, private=result.private if told else {})
                 found[f"{name}, where {guess.words}"] = result
                 shown = replace(case, replayable=True).exposures(name, result)
                 if self._is_too_much(shown):

@@ -17,6 +17,7 @@ from support.forkserver import use_spawn
 from support.spreading import Telling, leaving
 
 import attacks
+from attacks import parallel
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.gradient_matching.engine.memory_estimate import trials_in_cache
 from attacks.parallel import AttackPool
@@ -78,12 +79,14 @@ def test_the_number_of_processes_changes_no_bit(
     alone = AttackPool().run(built, given, range(7))
     assert all(isinstance(one, Reconstruction) for one in alone)
 
-    def slowly(attack: Attack, views: list[ServerView], seeds: list[int], control: object) -> list[Result]:
+    run_here = parallel._run_here
+
+    def slowly(attack: Attack, views: list[ServerView], seeds: list[int], control: Any) -> list[Result]:
         here.extend(seeds)
         time.sleep(1.0)
-        return attack.run(views, seeds)
+        return run_here(attack, views, seeds, control)
 
-    monkeypatch.setattr("attacks.parallel._run_here", slowly)
+    monkeypatch.setattr(parallel, "_run_here", slowly)
     away = pool.run(built, given, range(7))
     assert 0 < len(here) < 7
     for one, other in zip(alone, away, strict=True):

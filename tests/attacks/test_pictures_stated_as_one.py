@@ -14,8 +14,8 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction, build
 from attacks.update.update_comparison import MAX_PIXEL_ERROR
-from attacks.verification import MORE_THAN_ROUNDING, PAIRS_HIDDEN, confirm
-from fl.capture import from_update
+from attacks.verification import INPUTS_HIDDEN, MORE_THAN_ROUNDING, PAIRS_HIDDEN, confirm
+from fl.capture import CapturedUpdateSettings, from_update
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
@@ -174,6 +174,45 @@ def test_what_flows_back_in_one_direction_verifies_no_mixture_off_levels(count: 
     assert found.inputs is not None
     assert float((found.inputs - pictures).flatten(1).square().mean(1).sqrt().min()) > 20 * MAX_PIXEL_ERROR
     assert (found.verified, found.note) == (None, PAIRS_HIDDEN)
+
+
+def at_zero(model: nn.Module) -> nn.Module:
+    """A network whose outputs, and what flows back into them, are the same whatever it is given."""
+    for value in model.parameters():
+        value.data.zero_()
+    return model
+
+
+@pytest.mark.parametrize("count", [3, 5])
+def test_the_mean_of_black_and_white_pictures_is_not_verified_though_it_is_at_levels(count: int) -> None:
+    model = at_zero(nn.Sequential(nn.Flatten(), nn.Linear(192, 10)))
+    pictures = torch.rand(count, *SHAPE, generator=stream(0, "mixture")).round()
+    found = build("analytic")(stated_as_one(model, pictures))
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert torch.allclose(found.inputs, pictures.mean(0), atol=1e-4)
+    assert not found.verified
+    alone = build("analytic")(stated_as_one(model, pictures[:1]))
+    assert isinstance(alone, Reconstruction)
+    assert alone.verified
+
+
+@pytest.mark.parametrize("classes", [1, 2, 10])
+def test_rows_of_tables_and_features_stated_as_one_are_not_verified(classes: int) -> None:
+    loss: nn.Module = nn.CrossEntropyLoss() if classes > 1 else nn.MSELoss()
+    model = at_zero(nn.Sequential(nn.Flatten(), nn.Linear(6, classes)))
+    rows = torch.rand(4, 6, generator=stream(0, "rows"))
+    targets = torch.full((4,), classes - 1) if classes > 1 else torch.ones(4, 1)
+    grads = torch.autograd.grad(loss(model(rows), targets), list(model.parameters()))
+    named = dict(zip(dict(model.named_parameters()), grads, strict=True))
+    settings = CapturedUpdateSettings(
+        method=FedAvg(lr=1.0, steps=1, batch_size=None), kind="gradient", loss="cross-entropy" if classes > 1 else "mse"
+    )
+    found = build("analytic")(from_update(model, named, input_shape=(6,), num_classes=classes, options=settings))
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
+    if classes == 10:
+        assert found.note.endswith(INPUTS_HIDDEN)
 
 
 @pytest.mark.parametrize("kind", ["slow", "quick"])

@@ -323,7 +323,8 @@ def test_a_label_that_was_not_tried_contradicts_nothing(features: bool) -> None:
     for label in (3, classes - 1):
         result = confirm(view_of(model, gradient(model, x, label), classes=classes), found)
         assert isinstance(result, Reconstruction)
-        assert result.verified is True  # of a label that was not tried by what flowed back into the outputs
+        # of a label that was not tried by what flowed back into the outputs, which tells no two nearly alike apart
+        assert result.approximate if features and label != 3 else result.verified
         assert ("the label is not told" in result.note) == (label != 3)
     one = nn.Sequential(nn.Flatten(), nn.Linear(192, classes))  # whose bias alone tells nothing beside that
     alone = confirm(view_of(one, gradient(one, x, classes - 1), classes=classes), Reconstruction(x, verified=True))

@@ -325,6 +325,41 @@ def test_one_picture_is_found_whatever_number_is_stated(facts: TrainingFacts) ->
     assert any(name.endswith(", where it is that of one step on one example") for name in eight.tried)
 
 
+def sent(model: nn.Module, inputs: Tensor, targets: Tensor, loss: Callable[..., Tensor]) -> RecordedUpdate:
+    """One step on a batch of which the number is stated rightly."""
+    trained = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    loss(trained(inputs), targets).backward()
+    optimizer.step()
+    states = [{name: value.clone() for name, value in one.state_dict().items()} for one in (model, trained)]
+    return RecordedUpdate(before=states[0], after=states[1], training=replace(support.PLAIN, examples=len(inputs)))
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_batch_of_rows_under_linear_regression_is_no_example_that_is_proved(layers: int) -> None:
+    rows = 5 * torch.rand(8, 6, generator=stream(0, "rows"))
+    targets = rows.sum(1, keepdim=True)
+    for start in range(3):
+        with torch.random.fork_rng():
+            torch.random.default_generator.manual_seed(start)
+            model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)) if layers == 2 else nn.Sequential(nn.Linear(6, 1))
+        update = sent(model, rows, targets, nn.functional.mse_loss)
+        found = Screener(model=lambda: model, input_shape=(6,), loss="mse", input_range=(0.0, 5.0))(update)  # noqa: B023
+        assert (found.verdict, found.exposures) == ("not shown to leak", ()), found.reason
+
+
+def test_what_all_of_a_batch_sends_back_alike_proves_no_feature_of_one_example() -> None:
+    """A new head that starts at zero, and a client of one class: the layer's update is the mean's, of rank one."""
+    model = support.network()
+    head = model.get_submodule("6")
+    assert isinstance(head, nn.Linear)
+    for value in head.parameters():
+        value.data.zero_()
+    pictures = support.examples(8)[0]
+    found = screener(model)(sent(model, pictures, torch.full((8,), 4), nn.functional.cross_entropy))
+    assert (found.verdict, kinds(found)) == ("not shown to leak", set()), found.reason
+
+
 def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)).train()
     found = screener(model)(support.recorded(model, 4))
