@@ -24,6 +24,7 @@ from attacks.labels.assignment import assign_labels
 from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
 from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
+from attacks.network.pixel_map import folds_pictures
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
@@ -67,6 +68,30 @@ def confirm(view: ServerView, result: Result) -> Result:
         view: that was attacked.
         result: of an attack on it.
     """
+    held = _hold_to_update(view, result)
+    if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
+        return held
+    reason, unseen = "", 0
+    if (held.verified or held.approximate) and folds_pictures(view):
+        reason = FOLDED
+    elif held.approximate and held.fixed is None and (unseen := _count_unseen(view, held)):
+        reason = UNSEEN.format(unseen, held.inputs.numel())
+    if not reason:
+        return held
+    note = "; ".join(filter(None, (held.note, reason)))
+    mostly = 0 < unseen <= MOST_UNSEEN * held.inputs.numel()
+    return replace(held, verified=None, fixed=None, note=note, approximate=mostly)
+
+
+def _count_unseen(view: ServerView, result: Reconstruction) -> int:
+    """Return how many numbers of pictures that an update bears out may be any for all that it says."""
+    asked = _comparison(view, replace(result, verified=True))
+    guess = None if asked is None else next(iter(asked.guesses), None)
+    return 0 if asked is None or guess is None else asked.check.count_unseen(*guess)
+
+
+def _hold_to_update(view: ServerView, result: Result) -> Result:
+    """Return the result, `verified` only where the update, or its stated rule, bears it out."""
     if isinstance(result, Reconstruction) and result.verified is False and (kind := half_precision(view)):
         return _hold_to_coarse_rounding(view, result, kind)
     unstated = not view.threat.knows_optimizer
@@ -152,6 +177,13 @@ INPUTS_HIDDEN = (
     "borne out, but not confirmed: two examples that differ by a tenth of their range, stated as one, could make this "
     "update to its rounding, so that it may lie between them"
 )
+FOLDED = (
+    "one of several pictures that make the update: what the network does to pixels below its first parameters is "
+    "neither affine nor a function of each pixel that rises or falls"
+)
+MOST_UNSEEN = 0.5
+"""Share of a picture's numbers that may change nothing in an update that bears the picture out."""
+UNSEEN = "borne out as far as the network sees it: {} of the {} numbers of the picture change nothing in the update"
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 ANY_LOSS = (
     "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "

@@ -11,8 +11,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _NormBase
 
+from attacks.network.autograd_support import AUTOGRAD_ERRORS
 from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers, sent_types
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
@@ -49,6 +51,8 @@ PAIR_DISTANCE = 0.0178
 """Root mean square, in pixel units, by which pictures differ that must be noticed when stated as one: 35 dB."""
 UNLIKE_DISTANCE = 0.1
 """Likewise rows of tables, series and features, relative to their range or to twice their root mean square."""
+UNSEEN_SLOPE = 1e-7
+"""Relative to the largest slope of an update by a pixel: one by which it does not change."""
 MOST_AVERAGED = 4
 """Pictures at levels of 8 bits whose mean is recognized by where its pixels lie."""
 DISTANCES = (0.003, 0.01, 0.03, 0.1)
@@ -223,6 +227,22 @@ class UpdateComparison:
             if all(self._leaves_more(other, labels, allowed) for other in others):
                 return distance
         return None
+
+    def count_unseen(self, images: Tensor, labels: Tensor) -> int:
+        """Return how many numbers of the images change nothing in the update: of pixels that a stride passes over, say.
+
+        It is asked by one gradient with respect to them, of a random sum of what they make.
+        """
+        inputs = images.to(self.view.device, self.view.dtype).detach().requires_grad_()
+        draw = stream(0, "unseen")
+        try:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                made = predict(self.view, Candidate(inputs, labels.to(self.view.device)))
+                drawn = [(v * torch.randn(v.shape, generator=draw).to(v)).sum() for v in map(dense, made.values())]
+                (slopes,) = torch.autograd.grad(torch.stack(drawn).sum(), inputs, materialize_grads=True)
+        except AUTOGRAD_ERRORS:  # of operations that can't be differentiated twice nobody can ask
+            return 0
+        return int((slopes.abs() <= UNSEEN_SLOPE * slopes.abs().max()).sum())
 
     def _leaves_more(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
