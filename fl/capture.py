@@ -21,7 +21,7 @@ from fl.inputs.form import InputForm, InputHook, Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS
-from fl.losses.function import build_loss
+from fl.losses.function import build_loss, known_loss
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import (
@@ -129,10 +129,10 @@ class ClientSettings:
         Raises:
             ValueError: a mean, a std or a head that cannot be; says which.
         """
-        loss, classes = self.built_loss, output_shape[0]
+        loss, classes = known_loss(self.built_loss, output_shape), output_shape[0]
         mean, std = _per_channel("mean", self.mean, -math.inf), _per_channel("std > 0", self.std, 0)
         own = form.units()
-        head = find_head(model, self.head, classes, strict=loss.is_cross_entropy and form.is_image)
+        head = find_head(model, self.head, classes, strict=self.built_loss.is_cross_entropy and form.is_image)
         return Task(model, form.shape, classes, head, mean or own[0], std or own[1], loss, output_shape, form)
 
     def client(self, task: Task) -> Client:

@@ -99,14 +99,16 @@ def _of_rank(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
 
 
 def _of_adaptive(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
-    """Yield another step size, and SGD, where Adam or its like was stated."""
-    if (facts.examples or facts.batch_size or 1, facts.steps) != (1, 1):
-        return
-    read = _with_read_step_size(facts, view)
-    if read.facts.lr != facts.lr:
+    """Yield another step size, and one step of SGD on one example, where Adam or its like was stated."""
+    single = (facts.examples or facts.batch_size or 1) == 1 and (facts.steps or facts.epochs) == 1
+    if single:
+        read = _with_read_step_size(facts, view)
+        if read.facts.lr == facts.lr:
+            return
         yield read
-        untold = replace(facts, optimizer=None, lr=None, weight_decay=0.0, steps=None)
-        yield OtherFacts(untold, "it is that of one step of SGD", (FIRST_ATTACK,))
+    plain = replace(facts, optimizer=None, lr=None, weight_decay=0.0, steps=None, epochs=None, examples=1)
+    words = "it is that of one step of SGD" if single else "it is that of one step of SGD on one example"
+    yield OtherFacts(replace(plain, batch_size=None), words, (FIRST_ATTACK,))
 
 
 def _with_read_step_size(facts: TrainingFacts, view: ServerView) -> OtherFacts:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -14,10 +16,14 @@ from fl.losses import Loss, losses
 from fl.losses.bce import BinaryCrossEntropy
 from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
+from fl.losses.segmentation import Segmentation
 from fl.runtime import user_code
+from fl.seeds import stream
 
 TargetKind = Literal["known", "free", "binary", "probabilities"]
 Function = Callable[[Tensor, Tensor], Tensor]
+MOST_NUMBERS = 2**22
+"""Of outputs on which a function is compared with losses that are known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +146,51 @@ def _known_module(module: nn.Module) -> Loss | None:
     weighed = any(isinstance(value, Tensor) for value in module.buffers())
     ignored = getattr(module, "ignore_index", -100) != -100
     return kinds.get(type(module)) if plain and not weighed and not ignored else None
+
+
+def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
+    """Return the registered loss that a function of the user's own is by what it returns, or the function.
+
+    It is tried on random outputs of two examples for each output, with all classes among the targets. More is known of
+    a registered loss: which targets there are.
+
+    Args:
+        loss: any.
+        output_shape: of one example.
+    """
+    if not isinstance(loss, NamedFunction | GivenFunction):
+        return loss
+    count = 2 if len(output_shape) > 1 else 2 * max(math.prod(output_shape), 2)
+    if count * math.prod(output_shape) > MOST_NUMBERS:
+        return loss
+    draw = stream(0, "known loss")
+    outputs = torch.randn(count, *output_shape, generator=draw, dtype=torch.float64)
+    binary = torch.randint(2, outputs.shape, generator=draw).double()
+    asked: list[tuple[Loss, Tensor, Tensor]] = [
+        (BinaryCrossEntropy(), outputs, binary),
+        (BinaryCrossEntropy(logits=False), outputs.sigmoid(), binary),
+        (SquaredError(), outputs, torch.randn(outputs.shape, generator=draw, dtype=torch.float64)),
+    ]
+    if output_shape and output_shape[0] > 1:
+        classes = torch.arange(count * math.prod(output_shape[1:])) % output_shape[0]
+        by_class = CrossEntropy() if len(output_shape) == 1 else Segmentation()
+        asked.insert(0, (by_class, outputs, classes.view(count, *output_shape[1:])))
+    return next((known for known, *given in asked if _returns_the_same(loss, known, *given)), loss)
+
+
+def _returns_the_same(loss: Loss, known: Loss, outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether two losses, and their derivatives, are the same but for rounding."""
+    found = []
+    try:
+        for one in (loss, known):
+            given = outputs.clone().requires_grad_()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of targets that do not go with the outputs
+                value = one(given, targets)
+            found.append(torch.cat([value.reshape(1), torch.autograd.grad(value, given)[0].flatten()]))
+    except user_code.RUN_ERRORS:  # it takes other targets, or other outputs
+        return False
+    return bool(torch.allclose(found[0], found[1], rtol=1e-10, atol=1e-12))
 
 
 @functools.cache

@@ -51,6 +51,13 @@ def test_another_number_of_examples_is_told_by_the_rank(facts: dict[str, object]
         (ADAM, {"lr": None}, "it is that of one step of adam at lr 0.01"),
         (ADAM, {"optimizer": "sgd"}, "it is that of one step of adam at lr 0.01"),
         (SGD, {"optimizer": "adam", "lr": 1e-3}, "it is that of one step of SGD"),
+        (SGD, {"optimizer": "adam", "lr": 1e-3, "steps": None, "epochs": 1}, "it is that of one step of SGD"),
+        (
+            SGD,
+            {"optimizer": "adamw", "lr": 1e-3, "steps": None, "epochs": 5, "examples": 600, "batch_size": 32},
+            "it is that of one step of SGD on one example",
+        ),
+        (SGD, {"optimizer": "rmsprop", "lr": 1e-3, "examples": 4}, "it is that of one step of SGD on one example"),
     ],
 )
 def test_another_optimizer_or_step_size_is_told_by_sizes(

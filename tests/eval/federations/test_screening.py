@@ -360,6 +360,15 @@ def test_what_all_of_a_batch_sends_back_alike_proves_no_feature_of_one_example()
     assert (found.verdict, kinds(found)) == ("not shown to leak", set()), found.reason
 
 
+@pytest.mark.parametrize(
+    "loss", [nn.functional.cross_entropy, "torch.nn.functional:cross_entropy", lambda a, b: nn.CrossEntropyLoss()(a, b)]
+)
+def test_a_loss_given_as_a_function_hides_no_batch(loss: Any) -> None:
+    model = support.dense_network()
+    found = screener(model, loss=loss)(support.recorded(model, 4))
+    assert (found.verdict, kinds(found)) == ("leaked", {"images", "labels"}), found.reason
+
+
 def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)).train()
     found = screener(model)(support.recorded(model, 4))

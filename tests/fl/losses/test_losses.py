@@ -5,7 +5,7 @@ from torch import nn
 from fl.losses import losses
 from fl.losses.bce import BinaryCrossEntropy
 from fl.losses.cross_entropy import CrossEntropy
-from fl.losses.function import GivenFunction, build_loss
+from fl.losses.function import GivenFunction, build_loss, known_loss
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
 
@@ -93,3 +93,31 @@ def test_a_loss_of_ones_own_is_taken_by_name_or_as_a_callable():
         build_loss("bcee")
     with pytest.raises(ValueError, match="expected loss as a name"):
         build_loss(3)
+
+
+def weighted(outputs, targets):
+    return nn.functional.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 1, 2]).to(outputs))
+
+
+@pytest.mark.parametrize(
+    ("function", "shape", "known"),
+    [
+        (nn.functional.cross_entropy, (3,), CrossEntropy()),
+        ("torch.nn.functional:cross_entropy", (3,), CrossEntropy()),
+        (lambda outputs, targets: -outputs.log_softmax(1)[range(len(targets)), targets].mean(), (10,), CrossEntropy()),
+        (nn.functional.cross_entropy, (3, 4, 4), Segmentation()),
+        (nn.functional.mse_loss, (1,), SquaredError()),
+        (lambda outputs, targets: (outputs - targets).pow(2).mean(), (2, 5), SquaredError()),
+        (nn.functional.binary_cross_entropy_with_logits, (4,), BinaryCrossEntropy()),
+        (nn.functional.binary_cross_entropy, (1,), BinaryCrossEntropy(logits=False)),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1), (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"), (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, ignore_index=2), (3,), None),
+        (lambda outputs, targets: 2 * nn.functional.mse_loss(outputs, targets), (1,), None),
+        (weighted, (3,), None),
+        (nn.functional.l1_loss, (2,), None),
+    ],
+)
+def test_functions_are_known_by_what_they_return(function, shape, known):
+    built = build_loss(function)
+    assert known_loss(built, torch.Size(shape)) == (built if known is None else known)
