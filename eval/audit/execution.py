@@ -14,6 +14,7 @@ from eval.audit import findings
 from eval.audit.attack_selection import EarlyStopping, leave_out_settled
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.findings import AttackFinding, AuditReport
+from eval.audit.stated_training import describe_training
 from eval.audit.user_model import Subject
 from eval.experiment.capture_spec import CaptureSpec
 from eval.io import jsonl, manifest
@@ -157,8 +158,20 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
             if one.words.startswith(CONTRADICTED)
         ]
         contradiction = next(iter(against), "")
-    captured = isinstance(plan.experiment, CaptureSpec) and "update" in plan.experiment.source
-    return replace(report, mismatch=contradiction, notes=plan.notes, captured=captured)
+    spec, notes, captured = plan.experiment, plan.notes, False
+    if isinstance(spec, CaptureSpec) and "update" in spec.source:
+        captured = True
+        if spec.images is None and not _is_shown(report):  # the true images would tell wrong facts
+            notes = (*notes, describe_training(spec.method[0].item, loss="", examples=spec.batch_size))
+    return replace(report, mismatch=contradiction, notes=notes, captured=captured)
+
+
+def _is_shown(report: AuditReport) -> bool:
+    """Return whether some attack shows that images leaked, by itself or by the true images."""
+    outcomes = [one for found in report.findings for one in found.outcomes]
+    return any(found.leaked for found in report.findings) or any(
+        one.kind in {"settled", "borne out"} for one in outcomes
+    )
 
 
 def _recovered_labels(plan: Plan, folder: RunDir) -> dict[str, list[list[int]]]:

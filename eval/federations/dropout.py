@@ -48,10 +48,13 @@ class Silenced:
         """What a reader has to know of it; "" for nothing."""
         if self.replayable:
             return f"masks of dropout were read off the update: {', '.join(self.names)}" if self.names else ""
-        return (
-            "dropout in training mode draws masks that nobody can draw again: what a layer's own equations tell was "
-            "not held against the layers above it"
-        )
+        unheld = "what a layer's own equations tell was not held against the layers above it"
+        if self.evaluating:
+            return (
+                "the network draws random numbers in its forward, which nobody can draw again: an image that is "
+                f"recovered is as these left it (turned, shifted or noisy, say), and {unheld}"
+            )
+        return f"dropout in training mode draws masks that nobody can draw again: {unheld}"
 
 
 class Mask(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from eval.audit.recorded_update import TrainingFacts
+from eval.audit.stated_training import say_what_it_rests_on
 from eval.io.text import join_words
 from fl.methods.fedavg import FedAvg
 from fl.view import ServerView
@@ -35,12 +36,7 @@ def rests_on(facts: TrainingFacts, view: ServerView) -> list[str]:
         "examples": facts.examples,
         "batch_size": facts.batch_size,
     }
-    words = ", ".join(f"{name} {_say_fact(value)}" for name, value in used.items())
-    said = [f"that no more is shown rests on {words}: a wrong one can hide what leaks"]
+    said = [say_what_it_rests_on(used)]
     if facts.lr is None and next(iter(length.values())) not in {1, None}:
         said.append("several steps of unknown sizes were attacked as one, and as steps of one size; of such say lr")
     return said
-
-
-def _say_fact(value: float | str | None) -> str:
-    return "not known" if value is None else value if isinstance(value, str) else f"{value:g}"
