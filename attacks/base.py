@@ -21,6 +21,7 @@ from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
 from fl.registry import FormerHooks, Registry, UnknownNameError
+from fl.runtime.double_precision import PrecisionError
 from fl.settings import current_names
 from fl.simulation.nonfinite_updates import all_finite, form_mismatch
 from fl.types import Batch, Task
@@ -283,6 +284,8 @@ def run_checked(
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             results = runner(attack, control)(views, seeds)
+        except PrecisionError as error:
+            results = [NotApplicable(str(error), limit=True) for _ in views]
         except AUTOGRAD_ERRORS as error:
             found = autograd_obstacle(views[0], error)  # one method's views have the network in common
             if found is None:

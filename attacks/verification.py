@@ -50,6 +50,7 @@ from attacks.update.view_below_classifier import LayerSignal, view_below_classif
 from fl.defense import Defense
 from fl.method import Method
 from fl.parametrization import Parametrization
+from fl.runtime.double_precision import PrecisionError
 from fl.seeds import stream
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
@@ -64,10 +65,22 @@ MAX_BORNE_OUT_LABELS = 10
 def confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update, or its stated rule, bears it out.
 
+    Where the network does not run in double precision, nothing is confirmed.
+
     Args:
         view: that was attacked.
         result: of an attack on it.
     """
+    try:
+        return _confirm(view, result)
+    except PrecisionError as error:
+        assert isinstance(result, Reconstruction)
+        note = "; ".join(filter(None, (result.note, f"not confirmed: {error}")))
+        return replace(result, verified=None, fixed=None, note=note)
+
+
+def _confirm(view: ServerView, result: Result) -> Result:
+    """Return the result, `verified` only where the update bears it out, and no picture that a network does not see."""
     held = _hold_to_update(view, result)
     if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
         return held

@@ -62,6 +62,13 @@ class Client:
                 module.track_running_stats = False
         return model
 
+    def network_in(self, dtype: torch.dtype, device: torch.device | str | None = None) -> nn.Module:
+        """Return a copy of `fixed_statistics_model` in another precision, as `Task.convert` makes it."""
+        hooks = type(self.method).client_model, type(self.defense).wrap_model
+        own = hooks != (Method.client_model, Defense.wrap_model) or self.base.model.training != self.method.train_mode
+        task = self.task if own else self.base  # which many views have in common: it is tried but once
+        return task.convert(self.fixed_statistics_model, device=device, dtype=dtype)
+
     @cached_property
     def stackable(self) -> nn.Module:
         """The network in a form for `vmap`: batch norm in train mode applies its weight and bias as steps of their own.

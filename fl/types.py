@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import math
 import warnings
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 from fl.inputs.form import InputForm, image_form
 from fl.losses import Loss
 from fl.losses.cross_entropy import CrossEntropy
+from fl.runtime.double_precision import DoubleForm, double_form
+from fl.seeds import stream
 from fl.tensors import Payloads, Tensors
 
 Order = tuple[tuple[tuple[Tensor, ...], ...], ...]
@@ -129,11 +132,35 @@ class Task:
         mean, std = (torch.tensor(x, dtype=torch.float32).to(like).view(-1, 1, 1) for x in (self.mean, self.std))
         return mean, std
 
+    @cached_property
+    def double_form(self) -> DoubleForm:
+        """How the network runs in double precision, where it is not in it: tried once, on one or two images."""
+        forms = (
+            double_form(self.model, torch.rand(count, *self.input_shape, generator=stream(0, "double precision")))
+            for count in (1, 2)  # batch normalization in training mode takes no single image of one position
+        )
+        return next((form for form in forms if form is not None), DoubleForm())
+
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Task:
         """Return this task with its model's floating-point tensors moved."""
-        import copy
+        return replace(self, model=self.convert(self.model, device=device, dtype=dtype))
 
-        return replace(self, model=copy.deepcopy(self.model).to(device=device, dtype=dtype))
+    def convert(
+        self, model: nn.Module, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> nn.Module:
+        """Return a copy of a form of this task's model, its floating-point tensors moved.
+
+        In double precision it runs though its forward fixes single precision (`fl.runtime.double_precision`). Where it
+        can't, a call raises `PrecisionError`, which says why.
+
+        Args:
+            model: this task's, or a copy of it with other settings.
+            device: where it is moved; None leaves it.
+            dtype: of its floating-point tensors; None leaves them.
+        """
+        made = copy.deepcopy(model).to(device=device, dtype=dtype)
+        in_double = any(value.dtype is torch.float64 for value in model.parameters())
+        return made if dtype is not torch.float64 or in_double else self.double_form.apply(made)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.func import functional_call
 
 from attacks.update.classifier_update import classifier_names
 from fl.aggregated_view import as_single_client
+from fl.runtime.double_precision import PrecisionError
 from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
@@ -107,7 +107,7 @@ def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Ten
 
     In double precision on the CPU, as some devices have none.
     """
-    model = copy.deepcopy(view.client.fixed_statistics_model).to("cpu", torch.float64)
+    model = view.client.network_in(torch.float64, "cpu")
     known = {**frozen(model), **view.shared}
     if any(name not in known for name, _ in model.named_parameters()):
         return None
@@ -115,9 +115,13 @@ def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Ten
     buffers = {n: v.to("cpu", torch.float64 if v.is_floating_point() else v.dtype) for n, v in view.buffers.items()}
     given: list[Tensor] = []
     handle = model.get_submodule(layer).register_forward_hook(lambda _, args, __: given.append(args[0]))
-    with torch.no_grad():
-        outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
-    handle.remove()
+    try:
+        with torch.no_grad():
+            outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
+    except PrecisionError:
+        return None
+    finally:
+        handle.remove()
     if len(given) != 1 or given[0].ndim != 2 or len(given[0]) != len(images):
         return None
     return given[0], outputs

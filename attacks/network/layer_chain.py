@@ -142,7 +142,7 @@ def trace_view(
         dtype: in which it computes.
     """
     check_time_limit()
-    model = load_sent_weights(copy.deepcopy(view.client.fixed_statistics_model).to(device=device, dtype=dtype), view)
+    model = load_sent_weights(view.client.network_in(dtype, device), view)
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")

@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fl.runtime.double_precision import PrecisionError
+
 IMAGE = -1
 """Number of the source that stands for the images."""
 MODEL_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
@@ -226,7 +228,8 @@ class Graph:
 def trace_operations(model: nn.Module, images: Tensor) -> Graph | str:
     """Return what `model` computes from `images`, or why that can't be told.
 
-    The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out.
+    The model is run as it is, without gradients, in the precision of its weights: casts to a lower one are left out,
+    but for those that round the pixels themselves by more than half precision does.
     Attention is recorded in plain steps (products and a softmax), not as one fused operation.
 
     Args:
@@ -237,7 +240,7 @@ def trace_operations(model: nn.Module, images: Tensor) -> Graph | str:
     with torch.no_grad(), _plain_attention(), _track_modules(model, recorder), recorder:
         try:
             returned = model(recorder.graph.image)
-        except _UnreadableError as error:
+        except (_UnreadableError, PrecisionError) as error:
             return str(error)
         except MODEL_ERRORS as error:
             many = "one image by itself" if len(images) == 1 else f"{len(images)} images"
@@ -372,9 +375,22 @@ class _Recorder(TorchDispatchMode):
     ) -> tuple[dict[str, Any], list[Any], list[Any], Any]:
         dtype = kwargs.get("dtype")
         if dtype is not None and dtype.is_floating_point and args[0].is_floating_point():
-            kwargs["dtype"] = args[0].dtype
+            raised = args[0].dtype != self.graph.image.dtype == dtype  # what meets numbers of that precision
+            if not raised and not self._rounds_pixels(args[0], dtype):
+                kwargs["dtype"] = args[0].dtype
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return kwargs, leaves, [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec
+
+    def _rounds_pixels(self, value: Tensor, dtype: torch.dtype) -> bool:
+        """Return whether a cast rounds pixels, before any parameter has met them, by more than half precision does.
+
+        What follows takes other pixels than the image's then: those of bfloat16 are off by up to half a level.
+        """
+        ref = self.ref(value)
+        if torch.finfo(dtype).eps <= torch.finfo(torch.float16).eps or not isinstance(ref, Ref):
+            return False
+        behind = (self.graph.nodes[number] for number in self.graph.operations_behind(ref))
+        return self.graph.depends_on_image(ref) and not any(node.sources & self.graph.parameters for node in behind)
 
     def _bind(self, value: Tensor, ref: Ref) -> None:
         key = _key(value)

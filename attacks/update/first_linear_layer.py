@@ -22,6 +22,7 @@ from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
 from fl.defense import overrides
 from fl.method import Step
 from fl.network import Network
+from fl.runtime.double_precision import PrecisionError
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, frozen
@@ -170,6 +171,8 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     probe = _NetworkProbe(view)
     try:
         layers = probe.layers
+    except PrecisionError as error:
+        return NotApplicable(str(error), limit=True)
     except MODEL_ERRORS as error:
         return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
     still: NotApplicable | None = None
@@ -310,7 +313,7 @@ class _NetworkProbe:
 
     def __post_init__(self) -> None:
         view = self.view
-        self.model = copy.deepcopy(view.client.fixed_statistics_model).double()
+        self.model = view.client.network_in(torch.float64)
         draw = stream(0, "probe")
         self.weights, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():
@@ -460,7 +463,7 @@ class _NetworkProbe:
 
 
 def _are_same(given: Tensor, expected: Tensor) -> bool:
-    return given.shape == expected.shape and torch.allclose(given, expected, atol=1e-5)
+    return given.shape == expected.shape and torch.allclose(given.to(expected), expected, atol=1e-5)
 
 
 class _OutputLeaf:

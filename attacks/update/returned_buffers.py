@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ def predict_buffers(view: ServerView, images: Tensor, raised_by: float = 0.0) ->
         By name.
     """
     sent = view.buffers_after or {}
-    model = load_sent_weights(copy.deepcopy(view.client.task.model).to(images.device, images.dtype), view)
+    model = load_sent_weights(view.client.task.to(device=images.device, dtype=images.dtype).model, view)
     buffers = {n: b for n, b in model.named_buffers() if b.is_floating_point() and n in sent}
     with torch.no_grad():
         for buffer in buffers.values():

@@ -18,6 +18,7 @@ from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
 from fl.runtime import user_code
+from fl.runtime.double_precision import KeepDouble
 from fl.seeds import stream
 
 TargetKind = Literal["known", "free", "binary", "probabilities"]
@@ -87,7 +88,7 @@ class NamedFunction(OwnLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what the function returns."""
-        return _checked(_find(self.function)(outputs, targets), self.function)
+        return _checked(_called(_find(self.function), outputs, targets), self.function)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ class GivenFunction(OwnLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what the function returns."""
-        return _checked(self.call(outputs, targets), getattr(self.call, "__name__", type(self.call).__name__))
+        return _checked(_called(self.call, outputs, targets), getattr(self.call, "__name__", type(self.call).__name__))
 
 
 def build_loss(given: object) -> Loss:
@@ -196,6 +197,14 @@ def _returns_the_same(loss: Loss, known: Loss, outputs: Tensor, targets: Tensor)
 @functools.cache
 def _find(target: str) -> Callable[..., object]:
     return user_code.find_callable(target)
+
+
+def _called(function: Callable[..., object], outputs: Tensor, targets: Tensor) -> object:
+    """Return what a function returns, in double precision where outputs are, whatever it fixes (weights of classes)."""
+    if outputs.dtype is not torch.float64:
+        return function(outputs, targets)
+    with KeepDouble():
+        return function(outputs, targets)
 
 
 def _checked(value: object, name: str) -> Tensor:

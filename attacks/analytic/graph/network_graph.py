@@ -359,6 +359,8 @@ def _identity(ref: Ref, value: Tensor) -> SingleEntries:
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, torch.dtype):
+        return dtype if leaf.is_floating_point else leaf
     return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
 
 
