@@ -43,7 +43,8 @@ MAX_DIFFERENCE = 1e-2
 by a thousandth, a network that is another one differs by more."""
 WAY_ON = (
     "write forward so that what it makes has the type of its input or weights (x.new_zeros(...), dtype=x.dtype, "
-    "register_buffer for constants), or give a model of standard layers that computes the same"
+    "register_buffer for constants), give a model of standard layers that computes the same, or try a search, which "
+    "computes in the network's own precision: ig"
 )
 
 

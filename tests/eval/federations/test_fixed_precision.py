@@ -12,8 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hyperleak
+from attacks.result import Reconstruction
+from attacks.verification import confirm
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.screening import Screener, Screening
+from fl.capture import from_batch
+from fl.methods.fedavg import FedAvg
 from fl.runtime.double_precision import WAY_ON
 from fl.seeds import stream
 
@@ -220,3 +224,13 @@ def test_a_network_that_can_not_run_in_double_precision_is_refused_for_that(way:
     *solving, search = report.findings
     assert all("does not run in double precision" in finding.verdict for finding in solving)
     assert "failed" not in search.verdict
+
+
+@pytest.mark.parametrize("way", REFUSED)
+def test_nothing_is_confirmed_of_a_network_that_can_not_run_in_double_precision(way: str) -> None:
+    inputs, labels = support.examples(1)
+    view, _ = from_batch(seeded(lambda: Network(REFUSED[way][0])), inputs, labels, method=FedAvg(lr=0.1, steps=1))
+    claimed = confirm(view, Reconstruction(inputs=inputs, labels=labels, objective=0.0, verified=True))
+    assert isinstance(claimed, Reconstruction)
+    assert claimed.verified is None
+    assert "not confirmed: the network does not run in double precision" in claimed.note
