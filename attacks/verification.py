@@ -24,7 +24,7 @@ from attacks.labels.assignment import assign_labels
 from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
 from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
-from attacks.network.pixel_map import folds_pictures
+from attacks.network.pixel_map import read_pixel_map
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
@@ -84,16 +84,16 @@ def _confirm(view: ServerView, result: Result) -> Result:
     held = _hold_to_update(view, result)
     if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
         return held
-    reason, unseen = "", 0
-    if (held.verified or held.approximate) and folds_pictures(view):
-        reason = FOLDED
+    pixels = read_pixel_map(view) if held.verified or held.approximate else None
+    if pixels is not None and pixels.folds:
+        reason, seen = (FEWER_GIVEN, len(held.inputs) * pixels.numbers) if pixels.numbers else (FOLDED, 0)
     elif held.approximate and held.fixed is None and (unseen := _count_unseen(view, held)):
-        reason = UNSEEN.format(unseen, held.inputs.numel())
-    if not reason:
+        reason, seen = UNSEEN, held.inputs.numel() - unseen
+    else:
         return held
-    note = "; ".join(filter(None, (held.note, reason)))
-    mostly = 0 < unseen <= MOST_UNSEEN * held.inputs.numel()
-    return replace(held, verified=None, fixed=None, note=note, approximate=mostly)
+    count = held.inputs.numel()
+    note = "; ".join(filter(None, (held.note, reason.format(seen=seen, unseen=count - seen, count=count))))
+    return replace(held, verified=None, fixed=None, note=note, approximate=seen >= LEAST_SEEN * count)
 
 
 def _count_unseen(view: ServerView, result: Reconstruction) -> int:
@@ -194,9 +194,13 @@ FOLDED = (
     "one of several pictures that make the update: what the network does to pixels below its first parameters is "
     "neither affine nor a function of each pixel that rises or falls"
 )
-MOST_UNSEEN = 0.5
-"""Share of a picture's numbers that may change nothing in an update that bears the picture out."""
-UNSEEN = "borne out as far as the network sees it: {} of the {} numbers of the picture change nothing in the update"
+FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
+UNSEEN = (
+    "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
+    "update"
+)
+LEAST_SEEN = 0.5
+"""Share of a picture's numbers that a network must be given for a picture that the update bears out."""
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 ANY_LOSS = (
     "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "

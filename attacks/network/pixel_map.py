@@ -10,6 +10,7 @@ other does. Of anything else nobody knows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,23 +32,36 @@ Function = Callable[[Tensor], Tensor]
 """Of pictures (N, C, H, W), as (N, n)."""
 
 
-def folds_pictures(view: ServerView) -> bool | None:
-    """Return whether several pictures may be one to the network, for what is below its first parameters.
+@dataclass(frozen=True)
+class PixelMap:
+    """What a network's first parameters are given of a picture.
 
-    It is False where an operation with parameters is given the pixels, or what rises or falls with each of them alone,
-    or where such operations are given at least as many affine functions of the pixels as there are pixels. It is None
-    where the network can't be traced.
+    Attributes:
+        folds: whether several pictures may be one to them.
+        numbers: of affine functions of the pixels among what they are given, at most as many as there are pixels.
+    """
+
+    folds: bool
+    numbers: int
+
+
+def read_pixel_map(view: ServerView) -> PixelMap | None:
+    """Return what the operations with parameters are given of a picture, or None where the network can't be traced.
+
+    Nothing folds where one of them is given the pixels, or what rises or falls with each of them alone, or where they
+    are given at least as many affine functions of the pixels as there are pixels.
     """
     found = trace_view(view, view.device)
-    if isinstance(found, NotApplicable):
+    given = [] if isinstance(found, NotApplicable) else _given_first(found[1])
+    if isinstance(found, NotApplicable) or not given:
         return None
-    graph = found[1]
-    given = _given_first(graph)
-    if not given or Ref(IMAGE) in given:
-        return None if not given else False
+    graph, pixels = found[1], found[1].image.numel()
+    if Ref(IMAGE) in given:
+        return PixelMap(False, pixels)
     maps = [_map_to(graph, ref) for ref in given]
     affine = sum(graph.value(ref).numel() for ref, made in zip(given, maps, strict=True) if _is_affine(made, graph))
-    return affine < graph.image.numel() and not any(_tells_each_pixel(made, graph.image) for made in maps)
+    told = affine >= pixels or any(_tells_each_pixel(made, graph.image) for made in maps)
+    return PixelMap(not told, min(affine, pixels))
 
 
 def _given_first(graph: Graph) -> list[Ref]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from attacks.base import NotApplicable, Result
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification import UNSEEN, contradicts_features
+from attacks.verification import FEWER_GIVEN, UNSEEN, contradicts_features
 from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK
 from fl.tensors import dense
 from fl.view import ServerView
@@ -72,7 +72,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
         shown_by = "its layer confirms it" if sized else "the update confirms it"
         if result.approximate:
-            seen = ", as far as the network sees its pixels" if UNSEEN.partition("{")[0] in result.note else ""
+            partly = any(words.partition("{")[0] in result.note for words in (UNSEEN, FEWER_GIVEN))
+            seen = ", as far as the network sees its pixels" if partly else ""
             shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
         how = f"{_say_error(error) if sized else ''}, and {shown_by}"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))

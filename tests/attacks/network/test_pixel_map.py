@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction
-from attacks.network.pixel_map import folds_pictures
-from attacks.verification import FOLDED, UNSEEN, confirm
+from attacks.network.pixel_map import PixelMap, read_pixel_map
+from attacks.verification import FEWER_GIVEN, FOLDED, UNSEEN, confirm
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.view import ServerView
@@ -84,24 +84,32 @@ FOLDING: dict[str, Before] = {
     "rectified": lambda x: (x - 0.3).relu(),
     "maximum of neighbors": lambda x: functional.max_pool2d(x, 3, 1, 1),
     "gray": lambda x: x.mean(1, keepdim=True),
+    "cropped": lambda x: x[..., 1:7, :],
     "smaller": lambda x: functional.avg_pool2d(x, 2),
     "standardized": lambda x: (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True),
 }
+FEWER = {"gray": 64, "smaller": 48, "cropped": 144}
+"""Numbers that a network is given where these are affine functions of the pixels."""
 
 
 @pytest.mark.parametrize("before", TOLD)
 def test_pixels_are_told(before: str) -> None:
     view = view_of(Preceded(TOLD[before]))
-    assert folds_pictures(view) is False
+    found = read_pixel_map(view)
+    assert found is not None
+    assert not found.folds
     assert claimed(view, picture()).verified
 
 
 @pytest.mark.parametrize("before", FOLDING)
 def test_pictures_fold(before: str) -> None:
     view = view_of(Preceded(FOLDING[before]))
-    assert folds_pictures(view) is True
+    assert read_pixel_map(view) == PixelMap(True, FEWER.get(before, 0))
     found = claimed(view, picture())
     assert not found.verified
+    assert found.approximate is (before == "cropped")
+    expected = FEWER_GIVEN.format(count=192, seen=FEWER[before]) if before in FEWER else FOLDED
+    assert found.note == expected
 
 
 @pytest.mark.parametrize("before", ["absolute", "square", "parabola"])
@@ -116,7 +124,7 @@ def test_what_goes_into_two_networks_is_told_by_both() -> None:
     with torch.random.fork_rng():
         torch.random.default_generator.manual_seed(0)
         model = TwoTowers()
-    assert folds_pictures(view_of(model)) is False
+    assert read_pixel_map(view_of(model)) == PixelMap(False, 192)
 
 
 @pytest.mark.parametrize(("shown", "stays"), [(6, True), (2, False)])
@@ -127,7 +135,7 @@ def test_pixels_that_a_network_does_not_see_are_counted(shown: int, stays: bool)
     found = confirm(view, Reconstruction(inputs=other, labels=torch.tensor([3])))
     assert isinstance(found, Reconstruction)
     assert (found.verified, found.approximate) == (None, stays)
-    assert found.note == UNSEEN.format(3 * 8 * (8 - shown), 3 * 8 * 8)
+    assert found.note == UNSEEN.format(unseen=3 * 8 * (8 - shown), count=3 * 8 * 8)
 
 
 def test_pixels_that_a_stride_passes_over_are_not_borne_out() -> None:
