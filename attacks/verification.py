@@ -32,6 +32,7 @@ from attacks.update.float_rounding import half_precision
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.returned_buffers import predict_buffers
 from attacks.update.training_phases import training_phases
+from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_comparison import (
     BLUR_DRAWS,
     COMPUTED_SPACINGS,
@@ -60,6 +61,8 @@ FAR_TARGET = 1e6
 
 MAX_BORNE_OUT_LABELS = 10
 """Labels with which it is asked, at most, whether the update bears out what its attack does not verify."""
+MOST_NAMED = 3
+"""Tensors that a note names, at most."""
 
 
 def confirm(view: ServerView, result: Result) -> Result:
@@ -117,7 +120,11 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         said = {past.round: explains_update(past, result) for past in earlier}
         view = next((past for past in earlier if said[past.round]), view)
         answer = _most_favorable(said.values())
-    if answer:
+    moved = without_unmoved(view)
+    if answer is False and moved is not view and (explains_update(moved, result) or _tells_brightness(moved, result)):
+        still = STILL.format(", ".join([name for name in view.update if name not in moved.update][:MOST_NAMED]))
+        return confirm(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
+    if answer or (answer is None and _tells_brightness(view, result)):
         return _hold_to_rounding(view, result)
     if answer is False or _leaves_targets_unasked(view, result):
         found = _confirm_under_any_loss(view, result)
@@ -148,6 +155,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     return replace(result, verified=False if answer is False and not untried else None, fixed=None, note=note)
 
 
+STILL = "tensors that did not move count as not trained: {}"
 CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
     "the update"
@@ -354,6 +362,18 @@ def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None
     )
 
 
+def _tells_brightness(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether a picture makes the update to its rounding, and none brighter or darker by a quarter of a level.
+
+    `explains_update` allows what a picture a quarter of a level off leaves, beside which a change of brightness may not
+    show.
+    """
+    asked = None if view.private or view.batch_size != 1 else _comparison(view, result)
+    if asked is None or result.inputs is None:
+        return False
+    return any(asked.check.tells_brightness_to_a_level(*guess) for guess in asked.guesses)
+
+
 def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor | None = None) -> Reconstruction:
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
@@ -407,11 +427,13 @@ def _note_if_borne_out(view: ServerView, result: Reconstruction) -> Reconstructi
     """Return a result that its attack does not verify, with whether the update bears it out."""
     if result.inputs is None or view.private or not view.threat.knows_optimizer:
         return result
-    asked = _comparison(view, replace(result, verified=True))
-    if asked is None:
-        return result
-    guesses = itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
-    return replace(result, approximate=any(asked.check.is_explained(*guess) for guess in guesses))
+    moved = without_unmoved(view)
+    for each in (view,) if moved is view else (view, moved):
+        asked = _comparison(each, replace(result, verified=True))
+        guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
+        if asked is not None and any(asked.check.is_explained(*guess) for guess in guesses):
+            return replace(result, approximate=True)
+    return result if asked is None else replace(result, approximate=False)
 
 
 def _explains_lower_layers(view: ServerView, result: Reconstruction) -> bool | None:

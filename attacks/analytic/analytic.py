@@ -1,14 +1,15 @@
-"""The input of a linear layer, in closed form."""
+"""The input of a linear layer, in closed form or up to a factor."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
@@ -27,10 +28,6 @@ ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 FAR_OUTSIDE = 0.1
 """How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
-OTHER_RANGE = (
-    "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
-    "them (mean, std)?"
-)
 
 
 @attacks.register("analytic")
@@ -45,6 +42,9 @@ class Analytic(Attack):
     a signal u of its own, and u x^T is one of the gradient's summands only if taking it away lowers the rank by one,
     that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Only images that pass are handed out,
     with that label. Where the layer is given the image, x is it; else its input goes under `features`.
+
+    Where no layer with a bias that moved is given a single image, but layers without one are, it is known up to its
+    brightness. The step taken again tells that, and the label (`attacks.analytic.input_scale`).
 
     An unknown defense may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
     a single image counts as verified only if the network sends back the observed signal for it.
@@ -70,6 +70,12 @@ class Analytic(Attack):
         if view.batch_size == 1 and (found := self._invert_inputs(view)) is not None:
             return found
         layer = first_linear(view)
+        if view.batch_size == 1 and not (isinstance(layer, LinearLayer) and layer.is_given_images):
+            by_direction = invert_direction(view, self.fits)
+            if isinstance(by_direction, Reconstruction):
+                return by_direction
+            if isinstance(layer, NotApplicable):
+                return replace(layer, reason=f"{layer.reason}; {by_direction.reason}")
         if isinstance(layer, NotApplicable):
             return layer
         if view.batch_size == 1:

@@ -37,6 +37,9 @@ from attacks.update.training_phases import training_phases
 from fl.tensors import dense
 from fl.view import ServerView
 
+UNTRAINED_BIASES = (
+    "the bias {} did not move, though its weight did: it is not trained, or not sent, and nothing says what flows back"
+)
 MAX_UNKNOWNS = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 MAX_UNEXPLAINED = 1e-3
@@ -145,6 +148,12 @@ class Cascade(Attack):
                 "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
                 "network is certain of"
             )
+            biases = [f"{s.name}.bias" for s in stages if isinstance(s.layer, nn.Linear)]
+            untrained = [
+                n for n in biases if n in gradients and bool(gradients[f"{n.removesuffix('bias')}weight"].any())
+            ]
+            if untrained:
+                return NotApplicable(UNTRAINED_BIASES.format(untrained[-1]))
             if there:
                 return NotApplicable(still)
             why = f": {stages[-1].end_reason}" if stages[-1].end_reason else ""

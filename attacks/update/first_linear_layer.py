@@ -232,6 +232,10 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
     kinds = dict(zip(("weight", "bias"), names, strict=True))
     weight, bias = (probe.arrange(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
+    if not bool(bias.any()) and bool(weight.any()):
+        return NotApplicable(
+            f"the bias of {name!r} did not move, though its weight did: it is not trained, or not sent"
+        )
     if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
         return NotApplicable(f"the update of {name!r} is zero or not finite")
     unit = weight.abs().max()

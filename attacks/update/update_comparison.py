@@ -244,6 +244,32 @@ class UpdateComparison:
             return 0
         return int((slopes.abs() <= UNSEEN_SLOPE * slopes.abs().max()).sum())
 
+    def tells_brightness_to_a_level(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether an image (1, C, H, W) makes the update to rounding, and none a quarter of a level brighter."""
+        if not self.is_explained_to_rounding(images, labels):
+            return False
+        mean, _ = self.view.task.normalization(images)
+        others = []
+        for middle in (torch.zeros_like(mean), mean):
+            away = images - middle
+            size = float(away.double().square().mean().sqrt())
+            if not size:
+                return False
+            others += [images + sign * MAX_PIXEL_ERROR / size * away for sign in (-1, 1)]
+        return self.tells_apart(images, torch.cat(others), labels)
+
+    def tells_apart(self, images: Tensor, others: Tensor, labels: Tensor) -> bool:
+        """Return whether each of other images by itself leaves more than rounding, whatever the size of each tensor.
+
+        Args:
+            images: (1, C, H, W), that explain the update.
+            others: (N, C, H, W), each in place of that.
+            labels: (1,).
+        """
+        allowed = self._with_strict_bounds(images, labels)[1]
+        made = (self._predict_in_double(other[None], labels) for other in others)
+        return all(self._leaves_other_direction(one, allowed) for one in made)
+
     def _leaves_more(self, images: Tensor, labels: Tensor, allowed: Mapping[str, float]) -> bool:
         """Return whether what images leave of some tensor is more than allowed, at the best common factor."""
         return self._exceeds(self._predict_in_double(images, labels), allowed)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from attacks.analytic.input_scale import UP_TO_BRIGHTNESS
 from attacks.base import NotApplicable, Result
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.update_rule import guess_update_rule
@@ -88,7 +89,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
             continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
         if sure or sized or not doubted:
-            words = _say_features(layer, dense(value), replayable or sure)
+            untold = UP_TO_BRIGHTNESS in result.note
+            words = _say_features(layer, dense(value), (replayable or sure) and not untold)
             words += _say_error(error) if sized else ""
             shown.append(Exposure("features", attack, words))
     if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):

@@ -93,11 +93,9 @@ def test_several_steps_are_worked_out_from_the_first(method: type[FedAvg]) -> No
     assert error(found, photograph(14)) < 1e-5
 
 
-def test_the_gate_of_a_mixture_gives_away_what_it_is_given() -> None:
-    view = victim(FLAT, photograph(14), FedJETs(**ONE))
-    found = attack(view, "analytic")
-    common = view.client.task.model.get_submodule("common")
-    assert torch.allclose(dense(found.private["features"]), common(photograph(14))[0])
+def test_the_experts_of_a_mixture_give_away_the_picture_though_its_gate_is_given_something_else() -> None:
+    found = attack(victim(FLAT, photograph(14), FedJETs(**ONE)), "analytic")
+    assert error(found, photograph(14)) < 1e-9
     assert found.verified
 
 

@@ -1,0 +1,492 @@
+"""A picture whose direction alone stands in the update: of first linear layers without a bias that moved.
+
+Of one picture and one step of SGD the gradient of a linear layer's weight is delta x^T. So x is known up to a factor,
+which the bias's gradient, delta itself, would tell. Without it the rest of the network does: with x = a v, v known, the
+network sends back delta(a, y) of its own for each factor a and label y, and
+
+    a delta(a, y) = gW v                                                                          (1)
+
+are as many equations as the layer has outputs, for one number. Pixels outside [0, 1] rule factors out. Where the step
+size is unknown (1) holds up to a factor, which a network may leave open: one without biases is homogeneous but for its
+loss. Several layers may be given a part of the picture each; then there is a factor for each of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.labels.recovery import single_label
+from attacks.network.layer_chain import trace_view
+from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.network.pixel_layers import PixelLayer, PixelNetwork, pixel_layers
+from attacks.update.float_rounding import relative_rounding
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
+from attacks.update.unmoved_tensors import without_unmoved
+from attacks.update.update_comparison import MAX_PIXEL_ERROR, MAX_TRIED_LABELS, UpdateComparison
+from attacks.verification import can_replay, explains_update
+from fl.defense import Defense
+from fl.tensors import LowRank, Tensors, dense
+from fl.view import ServerView
+
+FACTORS, FACTORS_OF_TWO, MOST_PARTS = 96, 20, 2
+"""Factors that are tried, of one part of the picture and of each of two, and the most parts that are."""
+DIM_FACTORS = 6
+"""Smaller factors that are tried beside, each half of the one before: of dim pictures."""
+STARTS_PER_LABEL, STARTS = 2, 16
+"""Of these, the best that are refined, of each label and of all."""
+REFINEMENTS, DIFFERENCE = 40, 1e-6
+"""Steps of Gauss and Newton, and the relative change of a factor that tells how what is left changes with it."""
+POWER_STEPS = 4
+"""Steps that bring a layer's direction from its longest row to the leading one."""
+PIXEL_SLACK = 0.02
+"""How far outside [0, 1] a pixel may come out, for rounding."""
+WIDEST_INPUT, WIDE_FACTORS, DECADES = 10.0, 64, 4.0
+"""Root mean square of an input that is no picture, at most, and the factors that are tried of it over so many powers of
+ten, with either sign."""
+NEARLY_ONE = 1e-2
+"""Share of the layers' update and equations that a picture may leave to be handed out, unverified."""
+SAME_PICTURE = 1e-5
+"""Relative difference of two factors that are one."""
+ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
+"""What may be left of a layer's update, relative to the rounding of its weights, and as a share of all."""
+MOST_CONFIRMED = 4
+"""Pictures that explain their layers, of which it is asked whether they make the whole update."""
+
+UP_TO_BRIGHTNESS = "the update tells the picture up to its brightness"
+"""What notes say where only the direction of the first layer's input is told."""
+TARGET_UNKNOWN = "its size takes the target, which may be one of too many: state it (threat: knows_labels)"
+SEVERAL_FACTORS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} of different brightness make all of it"
+OTHER_RANGE = (
+    "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
+    "them (mean, std)?"
+)
+NEARLY = "not confirmed: {:.1e} of the update of the first layer is not that of this picture"
+FACTOR_UNTOLD = f"not confirmed: {UP_TO_BRIGHTNESS}, and that not to a quarter of a level, whatever the step size was"
+
+
+@dataclass(frozen=True)
+class Part:
+    """What some layers that have the same input tell of it.
+
+    Attributes:
+        layers: numbers of these layers.
+        layer: one of them.
+        direction: v, of norm 1 (n,).
+        observed: gW v of all of them (m,), in one unit.
+        low: the smallest factor at which the pixels are in range.
+        high: the largest.
+        left: the share of gW that no single input explains.
+    """
+
+    layers: tuple[int, ...]
+    layer: PixelLayer
+    direction: Tensor
+    observed: Tensor
+    low: float
+    high: float
+    left: float
+
+    @property
+    def is_pictured(self) -> bool:
+        """Whether all pixels are in range at some factor."""
+        return self.low < self.high
+
+    def without_range(self) -> Part:
+        """Return the part where its pixels may have any range."""
+        limit = WIDEST_INPUT * math.sqrt(len(self.direction))
+        return replace(self, low=-limit, high=limit)
+
+    def factors(self, count: int) -> Tensor:
+        """Return factors to try, in order: as many even ones, and smaller ones of either sign."""
+        even = torch.linspace(self.low, self.high, count + 1, dtype=torch.float64)
+        dim = max(abs(self.low), abs(self.high)) / count * 0.5 ** torch.arange(1, DIM_FACTORS, dtype=torch.float64)
+        every = torch.cat([even, dim, -dim])
+        every = every[(every != 0) & (every >= self.low) & (every <= self.high)]
+        return every.unique().to(self.direction.device)
+
+    def wide_factors(self) -> Tensor:
+        """Return factors to try of a part without a range, in order."""
+        sizes = self.high * torch.logspace(-DECADES, 0, WIDE_FACTORS, dtype=torch.float64)
+        return torch.cat([-sizes.flip(0), sizes]).to(self.direction.device)
+
+
+@dataclass(frozen=True)
+class ScaleSearch:
+    """The search for the factors at which a picture makes what its layers were seen to get.
+
+    Attributes:
+        view: the server's, of one picture and one step.
+        network: with its layers.
+        parts: of the picture, which cover it.
+        targets: that the picture may have (K, ...).
+        sized: whether the size of what flows back is known, not its direction alone.
+        wide: whether what is given to the layers may have any range.
+    """
+
+    view: ServerView
+    network: PixelNetwork
+    parts: Sequence[Part]
+    targets: Tensor
+    sized: bool
+    wide: bool = False
+
+    @cached_property
+    def _observed(self) -> Tensor:
+        return torch.cat([part.observed / part.observed.norm() for part in self.parts])
+
+    def pictures(self, factors: Tensor) -> Tensor:
+        """Return the pictures (N, C, H, W) at factors (N, parts); the mean where several numbers are of one pixel."""
+        shape = self.view.task.input_shape
+        total = factors.new_zeros(len(factors), math.prod(shape))
+        count = torch.zeros_like(total[0])
+        for part, factor in zip(self.parts, factors.T, strict=True):
+            layer = part.layer
+            moving = layer.slope != 0
+            values = (factor[:, None] * part.direction - layer.offset)[:, moving] / layer.slope[moving]
+            total.index_add_(1, layer.index[moving], values)
+            count.index_add_(0, layer.index[moving], torch.ones_like(layer.slope[moving]))
+        return (total / count).view(len(factors), *shape)
+
+    def _made(self, signals: Sequence[Tensor], factors: Tensor) -> Tensor:
+        """Return what signals (..., N, m) of each layer at factors (N, parts) come to, as `_observed` (..., N, M)."""
+        made = []
+        for part, factor in zip(self.parts, factors.T, strict=True):
+            flows = torch.cat([signals[number] for number in part.layers], -1)
+            made.append(flows * factor[:, None] / part.observed.norm())
+        return torch.cat(made, -1)
+
+    def _left(self, made: Tensor) -> Tensor:
+        """Return what is left of the observed (..., M)."""
+        if self.sized:
+            return self._observed - made
+        size = made.square().sum(-1, keepdim=True)
+        factor = (made @ self._observed)[..., None] / size.where(size > 0, torch.ones_like(size))
+        return self._observed - factor.clamp(min=0) * made
+
+    def starts(self) -> tuple[Tensor, Tensor]:
+        """Return factors (N, parts) to begin at, and numbers of their targets (N,), the best first."""
+        count = FACTORS if len(self.parts) == 1 else FACTORS_OF_TWO
+        grids = [part.wide_factors() if self.wide else part.factors(count) for part in self.parts]
+        factors = torch.cartesian_prod(*grids).view(-1, len(grids))
+        signals = self.network.signals(self.pictures(factors), self.targets, self.view.task.loss)
+        cost = self._left(self._made(signals, factors)).square().sum(-1)  # (K, N)
+        cost = cost.where(cost.isfinite(), torch.full_like(cost, math.inf))
+        grid = cost.view(len(cost), *map(len, grids))
+        lowest = torch.ones_like(grid, dtype=torch.bool)
+        for axis in range(1, grid.ndim):
+            ahead, behind = grid.narrow(axis, 1, grid.shape[axis] - 1), grid.narrow(axis, 0, grid.shape[axis] - 1)
+            lowest.narrow(axis, 0, grid.shape[axis] - 1).logical_and_(behind <= ahead)
+            lowest.narrow(axis, 1, grid.shape[axis] - 1).logical_and_(ahead <= behind)
+        cost = cost.where(lowest.view_as(cost), torch.full_like(cost, math.inf))
+        best = cost.topk(min(STARTS_PER_LABEL, cost.shape[1]), largest=False)
+        order = best.values.flatten().argsort()[:STARTS]
+        order = order[best.values.flatten()[order].isfinite()]
+        return factors[best.indices.flatten()[order]], order // best.values.shape[1]
+
+    def refine(self, factors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return factors (N, parts) after some steps of Levenberg and Marquardt, and what each leaves (N,)."""
+        damping = factors.new_full((len(factors),), 1e-3)
+        left, slopes = self._linearize(factors, labels)
+        cost = left.square().sum(-1)
+        for _ in range(REFINEMENTS):
+            square = slopes @ slopes.mT
+            ridge = damping[:, None] * square.diagonal(dim1=1, dim2=2) + 1e-300
+            step = torch.linalg.solve(square + ridge.diag_embed(), -(slopes @ left[..., None])[..., 0])
+            trial = factors + step
+            new_left, new_slopes = self._linearize(trial, labels)
+            new_cost = new_left.square().sum(-1)
+            better = new_cost < cost
+            factors = torch.where(better[:, None], trial, factors)
+            left = torch.where(better[:, None], new_left, left)
+            slopes = torch.where(better[:, None, None], new_slopes, slopes)
+            settled = bool(((step.abs() <= 1e-12 * factors.abs()).all(1) | (damping > 1e9)).all())
+            cost, damping = torch.where(better, new_cost, cost), torch.where(better, damping / 10, damping * 10)
+            if settled:
+                break
+        return factors, cost.sqrt() / math.sqrt(len(self.parts))
+
+    def _linearize(self, factors: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what is left (N, M) at factors (N, parts), and how it changes with each (N, parts, M)."""
+        count = factors.shape[1]
+        steps = (
+            DIFFERENCE * torch.eye(count).to(factors) * factors.abs().clamp(min=1e-300)[:, None]
+        )  # (N, parts, parts)
+        points = torch.cat([factors[:, None], factors[:, None] + steps, factors[:, None] - steps], 1)
+        targets = self.targets[labels].repeat_interleave(2 * count + 1, 0)
+        flat = points.reshape(-1, count)
+        signals = self.network.paired_signals(self.pictures(flat), targets, self.view.task.loss)
+        left = self._left(self._made(signals, flat)).view(len(factors), 2 * count + 1, -1)
+        size = steps.diagonal(dim1=1, dim2=2)[..., None]
+        return left[:, 0], (left[:, 1 : count + 1] - left[:, count + 1 :]) / (2 * size)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A picture that explains its layers.
+
+    Attributes:
+        factors: of its parts (parts,).
+        target: number of its target.
+        left: the share of its layers' equations (1) that it leaves.
+    """
+
+    factors: Tensor
+    target: int
+    left: float
+
+
+def invert_direction(view: ServerView, tolerance: float) -> Result:
+    """Return the picture of an update whose first linear layers tell it up to a factor, or why there is none.
+
+    Args:
+        view: the server's, of one picture.
+        tolerance: share of the layers' update that one picture may leave, if its rounding is not more.
+
+    Returns:
+        `verified` if no other picture found makes the update, and one of which the brightness differs by a quarter of
+        a level leaves more than rounding; whether the update bears it out is left to the caller.
+    """
+    if (reason := _obstacle(view)) is not None:
+        return NotApplicable(reason)
+    read = _read_network(view)
+    if isinstance(read, NotApplicable):
+        return read
+    network, parts = read
+    limit = max(tolerance, *(_rounding_limit(view, part.layer.weight) for part in parts))
+    targets, untaken = _possible_targets(view), _replay_obstacle(view)
+    if targets is None or untaken:
+        if len(parts) == 1 and parts[0].left <= limit and _tells_inputs_apart(view):
+            return _up_to_a_factor(view, parts[0], untaken or TARGET_UNKNOWN)
+        return NotApplicable(f"{UP_TO_BRIGHTNESS} alone: {untaken or TARGET_UNKNOWN}")
+    sized = all(ObservedUpdate(view).scale(layer.weight) is not None for layer in network.layers)
+    search = ScaleSearch(view, network, parts, targets, sized)
+    searches = [search] if all(part.is_pictured for part in search.parts) else []
+    if len(search.parts) == 1 and _tells_inputs_apart(view):
+        searches.append(replace(search, parts=[search.parts[0].without_range()], wide=True))
+    for each in searches:
+        for sized in dict.fromkeys((search.sized, False)):  # the step size may be another than stated
+            asked = replace(each, sized=sized)
+            judged = _judge(asked, _solutions(asked), limit)
+            if judged is not None:
+                return judged
+    return NotApplicable(
+        f"{search.parts[0].layer.weight} tells the picture up to its brightness, and at none do the layers above send "
+        "back what it got"
+    )
+
+
+def _obstacle(view: ServerView) -> str | None:
+    """Return why the layers of an update are not sums of outer products of one picture, or None."""
+    if view.batch_size != 1 or view.parts or type(view.client.defense) is not Defense:
+        return "a picture up to its brightness takes one picture, and no defense"
+    if (reason := deviation_from_loss_gradient(view)) is not None:
+        return reason
+    return "it takes pixels, and the model is given ids" if view.task.inputs.has_ids else None
+
+
+def _replay_obstacle(view: ServerView) -> str:
+    """Return why one step on a picture can't be taken again; "" where it can."""
+    steps = [step for steps in training_phases(view)[1] or () for step in steps]
+    if len(steps) != 1:
+        return "the size follows from one local step, and these are several or of unknown number"
+    if view.private or not view.method.uses_labels or not can_replay(view):
+        return "what flows back can't be computed, since some of the network or of the rule is private"
+    return ""
+
+
+def _read_network(view: ServerView) -> tuple[PixelNetwork, list[Part]] | NotApplicable:
+    """Return the layers that see all of the picture, and what they tell of it, or why there are none."""
+    nowhere = NotApplicable("no linear layers of weights that moved are given all pixels as they are", limit=True)
+    gradient = ObservedUpdate(view).gradient
+    if isinstance(gradient, NotApplicable):
+        return gradient
+    weights = {n: v for n, v in gradient.items() if not isinstance(v, LowRank) and v.ndim == 2 and bool(v.any())}
+    if sum(max(value.shape) for value in weights.values()) < math.prod(view.task.input_shape):
+        return nowhere  # before the network is recorded
+    traced = trace_view(view, view.device)
+    if isinstance(traced, NotApplicable):
+        return traced
+    layers = pixel_layers(traced[1], weights)
+    groups: list[list[int]] = []
+    for number, layer in enumerate(layers):
+        group = next((g for g in groups if layers[g[0]].is_given_the_same(layer)), None)
+        groups.append([number]) if group is None else group.append(number)
+    chosen = _covering(layers, groups, math.prod(view.task.input_shape))
+    if chosen is None:
+        return nowhere
+    used = [number for group in chosen for number in group]
+    network = PixelNetwork(traced[1], [layers[number] for number in used])
+    parts = []
+    for group in chosen:
+        part = _read_part([layers[i] for i in group], tuple(used.index(i) for i in group), weights)
+        if not part.left <= NEARLY_ONE:
+            return NotApplicable(f"the update of {part.layer.weight} is not that of one input: {part.left:.1e} is left")
+        parts.append(part)
+    return network, parts
+
+
+def _up_to_a_factor(view: ServerView, part: Part, reason: str) -> Reconstruction:
+    """Return what a layer is given, as bright as pixels in [0, 1] can be, where no more than its direction is told."""
+    ends = (part.low, part.high) if part.is_pictured else (0.0, math.sqrt(len(part.direction)))
+    labels, note = single_label(view)
+    words = f"{UP_TO_BRIGHTNESS}: {reason}"
+    return Reconstruction(
+        inputs=None,
+        labels=labels,
+        objective=part.left,
+        private={f"features/{part.layer.weight}": (max(ends, key=abs) * part.direction).to(view.dtype)},
+        knowledge=() if view.labels is None else ("labels",),
+        note="; ".join(filter(None, (words, note))),
+    )
+
+
+def _covering(layers: Sequence[PixelLayer], groups: Sequence[list[int]], count: int) -> list[list[int]] | None:
+    """Return at most `MOST_PARTS` groups of layers of one input that see all pixels together, or None."""
+    seen = [set(layers[group[0]].index[layers[group[0]].slope != 0].tolist()) for group in groups]
+    chosen: list[int] = []
+    covered: set[int] = set()
+    while len(covered) < count and len(chosen) < MOST_PARTS and len(chosen) < len(groups):
+        best = max(range(len(groups)), key=lambda i: len(seen[i] - covered))
+        chosen, covered = [*chosen, best], covered | seen[best]
+    return [groups[i] for i in chosen] if len(covered) == count else None
+
+
+def _read_part(layers: Sequence[PixelLayer], numbers: tuple[int, ...], weights: dict[str, Tensor]) -> Part:
+    """Return what layers of one input tell of it."""
+    gradient = torch.cat([layer.arrange(dense(weights[layer.weight]).double()) for layer in layers])
+    direction = gradient[gradient.norm(dim=1).argmax()]
+    for _ in range(POWER_STEPS):
+        direction = direction / direction.norm()
+        direction = gradient.mT @ (gradient @ direction)
+    direction = direction / direction.norm()
+    observed = gradient @ direction
+    left = float((gradient - torch.outer(observed, direction)).norm() / gradient.norm())
+    offset, slope = layers[0].offset, layers[0].slope
+    heard = (direction != 0) & (slope != 0)
+    ends = torch.stack([offset - PIXEL_SLACK * slope, offset + (1 + PIXEL_SLACK) * slope])[:, heard] / direction[heard]
+    low, high = float(ends.amin(0).max()), float(ends.amax(0).min())
+    return Part(numbers, layers[0], direction, observed, low, high, left)
+
+
+def _possible_targets(view: ServerView) -> Tensor | None:
+    """Return the targets that the picture may have (K, ...), or None where there are too many, or any number may be."""
+    if view.labels is not None:
+        return view.labels
+    task = view.task
+    classes = task.num_classes if task.loss.is_cross_entropy else 0
+    return task.loss.every_target(task.output_shape, max(classes, MAX_TRIED_LABELS))
+
+
+def _rounding_limit(view: ServerView, weight: str) -> float:
+    rounding = ROUNDING_MARGIN * relative_rounding(view, weight) if view.dtype.itemsize > 2 else 0.0
+    return min(rounding, MAX_ROUNDING)
+
+
+def _solutions(search: ScaleSearch) -> list[_Found]:
+    """Return the pictures that leave next to nothing of their layers' equations, the best first."""
+    try:
+        factors, labels = search.starts()
+        if not len(factors):
+            return []
+        factors, left = search.refine(factors, labels)
+    except MODEL_ERRORS:
+        return []  # an operation that takes no batch of this kind
+    lows, highs = (torch.tensor([getattr(p, end) for p in search.parts]).to(factors) for end in ("low", "high"))
+    inside = ((factors >= lows) & (factors <= highs)).all(1) & (left <= NEARLY_ONE)
+    kept: list[_Found] = []
+    for i in left.argsort().tolist():
+        same = (
+            other.target == int(labels[i])
+            and bool(((other.factors - factors[i]).abs() <= SAME_PICTURE * factors[i].abs()).all())
+            for other in kept
+        )
+        if bool(inside[i]) and not any(same):
+            kept.append(_Found(factors[i], int(labels[i]), float(left[i])))
+    return kept[:MOST_CONFIRMED]
+
+
+def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Reconstruction | None:
+    """Return the picture that makes the update, verified where no other does and its brightness is told; None of none.
+
+    Args:
+        search: for it.
+        found: what explains its layers.
+        limit: share of the layers' update and equations that rounding may be.
+    """
+    view = without_unmoved(search.view)
+    results = [_as_result(search, one) for one in found]
+    left = max(part.left for part in search.parts)
+    exact = [i for i, one in enumerate(found) if max(left, one.left) <= limit]
+    if len(exact) == 1 and not search.wide and _tells_factors(search, view, found[exact[0]], results[exact[0]]):
+        return results[exact[0]]  # whether the update bears it out is asked of every result
+    borne_out = [i for i in exact if explains_update(view, results[i]) is not False]
+    if search.wide and borne_out:
+        one, result = found[borne_out[0]], results[borne_out[0]]
+        note = OTHER_RANGE if _tells_factors(search, view, one, result) else f"{FACTOR_UNTOLD}; {OTHER_RANGE}"
+        return replace(result, inputs=None, private=_features(search, one), verified=None, note=note)
+    if search.wide or not found:
+        return None
+    if not exact:
+        return replace(
+            results[0], verified=None, objective=max(left, found[0].left), note=NEARLY.format(max(left, found[0].left))
+        )
+    best = (borne_out or exact)[0]
+    others = [i for i in borne_out if _are_apart(results[best], results[i])]
+    if len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
+        return results[best]
+    reason = SEVERAL_FACTORS.format(f"{len(others) + 1} pictures") if others else FACTOR_UNTOLD
+    single = len(search.parts) == 1 and bool(borne_out) and _tells_inputs_apart(view)
+    private = _features(search, found[best]) if single else {}
+    return replace(results[best], verified=None, private=private, note=reason)
+
+
+def _tells_inputs_apart(view: ServerView) -> bool:
+    """Return whether several pictures leave more than one direction: of two outputs all that flows back has one."""
+    return math.prod(view.task.output_shape) > 2
+
+
+def _features(search: ScaleSearch, one: _Found) -> Tensors:
+    """Return what the one layer is given, under its name."""
+    (part,) = search.parts
+    return {f"features/{part.layer.weight}": (one.factors * part.direction).to(search.view.dtype)}
+
+
+def _as_result(search: ScaleSearch, one: _Found) -> Reconstruction:
+    view = search.view
+    pixels = search.pictures(one.factors[None])
+    return Reconstruction(
+        inputs=(pixels if search.wide else pixels.clamp(0, 1)).to(view.dtype),
+        labels=search.targets[one.target][None].to(view.device),
+        objective=one.left,
+        knowledge=() if view.labels is None else ("labels",),
+        verified=True,
+    )
+
+
+def _are_apart(one: Reconstruction, other: Reconstruction) -> bool:
+    assert one.inputs is not None
+    assert other.inputs is not None
+    return float((one.inputs - other.inputs).double().square().mean().sqrt()) > MAX_PIXEL_ERROR
+
+
+def _tells_factors(search: ScaleSearch, view: ServerView, one: _Found, result: Reconstruction) -> bool:
+    """Return whether pictures with a part brighter or darker by a quarter of a level leave more than rounding."""
+    assert result.inputs is not None
+    assert result.labels is not None
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    step = []
+    for part in search.parts:
+        heard = part.layer.slope != 0
+        step.append(MAX_PIXEL_ERROR / float((part.direction[heard] / part.layer.slope[heard]).square().mean().sqrt()))
+    signs = [s for s in itertools.product((-1.0, 0.0, 1.0), repeat=len(step)) if any(s)]
+    moved = one.factors + torch.tensor(signs).to(one.factors) * torch.tensor(step).to(one.factors)
+    return check.tells_apart(result.inputs, search.pictures(moved), result.labels)

@@ -1,0 +1,170 @@
+"""Linear layers that are given pixels number by number, wherever they stand, and what flows back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attacks.network.layer_sequence import read_layer
+from attacks.network.operation_recognition import PRODUCTS, has_trained_weight
+from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Ref
+from fl.losses import Loss
+from fl.seeds import stream
+
+AFFINE_TOLERANCE = 1e-9
+"""How far a layer's input may be from one that is affine in the pixels, relative to its size, in double precision."""
+
+
+@dataclass(frozen=True)
+class PixelLayer:
+    """A linear layer whose input (n,) is made of pixels: each number of one pixel, or a constant.
+
+    Attributes:
+        weight: name of its weight in the update.
+        places: where each number of the weight (m, n) stands there; None where they lie alike.
+        node: number of the operation that multiplies by it.
+        offset: its input of a black image (n,).
+        slope: by how much each number grows with its pixel (n,); 0 of a constant.
+        index: which pixel that is (n,), row by row.
+    """
+
+    weight: str
+    places: Tensor | None
+    node: int
+    offset: Tensor
+    slope: Tensor
+    index: Tensor
+
+    def arrange(self, sent: Tensor) -> Tensor:
+        """Return what was sent of the weight as it lies in the layer (m, n)."""
+        return sent if self.places is None else sent.flatten()[self.places.to(sent.device)].contiguous()
+
+    def is_given_the_same(self, other: PixelLayer) -> bool:
+        """Return whether another layer has the same input."""
+        return (
+            self.offset.shape == other.offset.shape
+            and torch.equal(self.index, other.index)
+            and torch.allclose(self.offset, other.offset)
+            and torch.allclose(self.slope, other.slope)
+        )
+
+
+def pixel_layers(graph: Graph, names: Collection[str]) -> list[PixelLayer]:
+    """Return the linear layers that are given pixels, in the order they run.
+
+    Left out are weights that the network uses more than once: their gradients are sums.
+
+    Args:
+        graph: what the network computes from one image.
+        names: of the weights that are asked for.
+    """
+    found: list[PixelLayer] = []
+    uses: dict[str, int] = {}
+    for number in graph.used_operations():
+        node = graph.nodes[number]
+        taken = [ref for ref in node.refs if not graph.depends_on_image(ref)]
+        for name in frozenset[str]().union(*(graph.origins(ref) for ref in taken)):
+            uses[name] = uses.get(name, 0) + 1
+        if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
+            continue
+        piece, _ = read_layer(graph, number)
+        name = piece.names.get("weight", "")
+        if name not in names or not isinstance(piece.module, nn.Linear):
+            continue
+        start = next(ref for ref in node.refs if graph.depends_on_image(ref))
+        origin = _pixel_origin(graph, start)
+        if origin is not None and len(origin[0]) == piece.module.in_features:
+            found.append(PixelLayer(name, piece.places.get("weight"), number, *origin))
+    return [layer for layer in found if uses[layer.weight] == 1]
+
+
+def _pixel_origin(graph: Graph, ref: Ref) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return offset, slope and pixel of each number of a tensor, or None where it is not made of pixels so."""
+    nodes = [number for number in graph.operations_behind(ref) if graph.nodes[number].flows]
+    if any(graph.nodes[number].sources & graph.parameters for number in nodes):
+        return None  # of what a trained layer returns, or of pixels that a trained scale has changed
+    image = graph.image
+    count = torch.arange(image.numel(), dtype=image.dtype, device=image.device).view_as(image)
+
+    def run(pixels: Tensor) -> Tensor:
+        return graph.replay(nodes, ref, {Ref(IMAGE): pixels}).flatten()
+
+    try:
+        offset = run(torch.zeros_like(image))
+        slope = run(torch.ones_like(image)) - offset
+        moving = slope != 0
+        scale = torch.where(moving, slope, torch.ones_like(slope))
+        # numbered from 1, so that no pixel is told from a constant by its number alone; scaled into [0, 1]
+        index = ((run((count + 1) / image.numel()) - offset) / scale * image.numel() - 1).round().long()
+        index = torch.where(moving, index, torch.zeros_like(index))
+        if not bool(((index >= 0) & (index < image.numel())).all()):
+            return None
+        probe = torch.rand(image.shape, generator=stream(0, "pixels"), dtype=torch.float64).to(image)
+        expected, seen = offset + slope * probe.flatten()[index], run(probe)
+    except MODEL_ERRORS:
+        return None
+    size = float(seen.abs().max()) + float(offset.abs().max())
+    affine = float((seen - expected).abs().max()) <= AFFINE_TOLERANCE * size
+    return (offset, slope, index) if affine and bool(moving.any()) else None
+
+
+@dataclass(frozen=True)
+class PixelNetwork:
+    """A network as a function of pictures and of what its pixel layers return, each picture by itself.
+
+    Attributes:
+        graph: what it computes from one image.
+        layers: its pixel layers.
+    """
+
+    graph: Graph
+    layers: Sequence[PixelLayer]
+
+    def signals(self, pictures: Tensor, targets: Tensor, loss: Loss) -> list[Tensor]:
+        """Return what flows back into each layer (K, N, m) from each picture with each target.
+
+        Args:
+            pictures: (N, C, H, W), in double precision.
+            targets: (K, ...).
+            loss: of one example.
+        """
+        outputs, leaves = self._run(pictures)
+        rows = [self._differentiate(outputs, leaves, t.expand(len(pictures), *t.shape), loss) for t in targets]
+        return [torch.stack(each) for each in zip(*rows, strict=True)]
+
+    def paired_signals(self, pictures: Tensor, targets: Tensor, loss: Loss) -> list[Tensor]:
+        """Return what flows back into each layer (N, m) from each picture with its own target (N, ...)."""
+        return self._differentiate(*self._run(pictures), targets, loss)
+
+    def _differentiate(self, outputs: Tensor, leaves: list[Tensor], targets: Tensor, loss: Loss) -> list[Tensor]:
+        with torch.enable_grad():
+            mean = loss(outputs, targets.to(outputs.device))
+        grads = torch.autograd.grad(mean, leaves, retain_graph=True, allow_unused=True)
+        found = [torch.zeros_like(leaf) if g is None else g for leaf, g in zip(leaves, grads, strict=True)]
+        return [grad.flatten(1) * len(outputs) for grad in found]
+
+    def _run(self, pictures: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs (N, ...), and what each layer returns as the leaves that they are computed from."""
+        graph, ends = self.graph, [layer.node for layer in self.layers]
+        assert graph.returned is not None
+        flow = graph.used_operations()
+        lower, upper = [n for n in flow if n <= max(ends)], [n for n in flow if n not in ends]
+        end = graph.returned
+
+        def below(image: Tensor) -> tuple[Tensor, ...]:
+            values = graph.replay_values(lower, {Ref(IMAGE): image})
+            return tuple(values[Ref(number)] for number in ends)
+
+        def above(image: Tensor, *given: Tensor) -> Tensor:
+            known = {Ref(number): value for number, value in zip(ends, given, strict=True)}
+            return graph.replay(upper, end, {Ref(IMAGE): image, **known})
+
+        images = pictures[:, None].to(graph.image)
+        with torch.no_grad():
+            leaves = [leaf.detach().clone().requires_grad_() for leaf in torch.func.vmap(below)(images)]
+        with torch.enable_grad():
+            outputs = torch.func.vmap(above)(images, *leaves)
+        return outputs[:, 0], leaves
