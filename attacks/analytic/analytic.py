@@ -26,6 +26,7 @@ ALTERNATIONS = 20
 
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
+PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
 FAR_OUTSIDE = 0.1
 """How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
 
@@ -90,6 +91,8 @@ class Analytic(Attack):
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
+        if layer.passed_over:
+            note = "; ".join(filter(None, (note, PASSED_OVER.format(layer.name, ", ".join(layer.passed_over)))))
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
         whole, images = bool(fit.known.all()), layer.is_given_images
         # under other losses no label can be tried, and nothing would tell another range from a wrong size

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,6 +63,7 @@ MOST_CONFIRMED = 4
 
 UP_TO_BRIGHTNESS = "the update tells the picture up to its brightness"
 """What notes say where only the direction of the first layer's input is told."""
+NOWHERE = NotApplicable("no linear layers of weights that moved are given all pixels as they are", limit=True)
 TARGET_UNKNOWN = "its size takes the target, which may be one of too many: state it (threat: knows_labels)"
 SEVERAL_FACTORS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} of different brightness make all of it"
 OTHER_RANGE = (
@@ -255,9 +256,12 @@ def invert_direction(view: ServerView, tolerance: float) -> Result:
         `verified` if no other picture found makes the update, and one of which the brightness differs by a quarter of
         a level leaves more than rounding; whether the update bears it out is left to the caller.
     """
+    weights = _moved_weights(view)
+    if isinstance(weights, NotApplicable):
+        return weights
     if (reason := _obstacle(view)) is not None:
         return NotApplicable(reason)
-    read = _read_network(view)
+    read = _read_network(view, weights)
     if isinstance(read, NotApplicable):
         return read
     network, parts = read
@@ -303,15 +307,20 @@ def _replay_obstacle(view: ServerView) -> str:
     return ""
 
 
-def _read_network(view: ServerView) -> tuple[PixelNetwork, list[Part]] | NotApplicable:
-    """Return the layers that see all of the picture, and what they tell of it, or why there are none."""
-    nowhere = NotApplicable("no linear layers of weights that moved are given all pixels as they are", limit=True)
+def _moved_weights(view: ServerView) -> dict[str, Tensor] | NotApplicable:
+    """Return the gradients of matrices that moved, or why they can't be those of layers that see a whole picture."""
     gradient = ObservedUpdate(view).gradient
     if isinstance(gradient, NotApplicable):
         return gradient
-    weights = {n: v for n, v in gradient.items() if not isinstance(v, LowRank) and v.ndim == 2 and bool(v.any())}
-    if sum(max(value.shape) for value in weights.values()) < math.prod(view.task.input_shape):
-        return nowhere  # before the network is recorded
+    weights: dict[str, Tensor] = {
+        n: v for n, v in gradient.items() if not isinstance(v, LowRank) and v.ndim == 2 and bool(v.any())
+    }
+    enough = sum(max(value.shape) for value in weights.values()) >= math.prod(view.task.input_shape)
+    return weights if enough else NOWHERE
+
+
+def _read_network(view: ServerView, weights: Mapping[str, Tensor]) -> tuple[PixelNetwork, list[Part]] | NotApplicable:
+    """Return the layers that see all of the picture, and what they tell of it, or why there are none."""
     traced = trace_view(view, view.device)
     if isinstance(traced, NotApplicable):
         return traced
@@ -322,7 +331,7 @@ def _read_network(view: ServerView) -> tuple[PixelNetwork, list[Part]] | NotAppl
         groups.append([number]) if group is None else group.append(number)
     chosen = _covering(layers, groups, math.prod(view.task.input_shape))
     if chosen is None:
-        return nowhere
+        return NOWHERE
     used = [number for group in chosen for number in group]
     network = PixelNetwork(traced[1], [layers[number] for number in used])
     parts = []
@@ -360,7 +369,7 @@ def _covering(layers: Sequence[PixelLayer], groups: Sequence[list[int]], count: 
     return [groups[i] for i in chosen] if len(covered) == count else None
 
 
-def _read_part(layers: Sequence[PixelLayer], numbers: tuple[int, ...], weights: dict[str, Tensor]) -> Part:
+def _read_part(layers: Sequence[PixelLayer], numbers: tuple[int, ...], weights: Mapping[str, Tensor]) -> Part:
     """Return what layers of one input tell of it."""
     gradient = torch.cat([layer.arrange(dense(weights[layer.weight]).double()) for layer in layers])
     direction = gradient[gradient.norm(dim=1).argmax()]

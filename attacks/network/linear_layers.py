@@ -60,15 +60,43 @@ class VectorLayer:
         return sent.flatten()[self.places[kind].to(sent.device)].contiguous() if kind in self.places else sent
 
 
-def vector_layers(view: ServerView) -> dict[str, VectorLayer]:
-    """Return the linear layers with a bias, in the order they run, by name.
+@dataclass(frozen=True)
+class VectorLayers:
+    """The linear layers of a network.
 
-    There are none where the network can't be followed.
+    Attributes:
+        layers: those with a bias that are given one vector per image, in the order they run, by name.
+        reused: the parameters that the network uses more than once, so that their gradients are sums.
+    """
+
+    layers: Mapping[str, VectorLayer]
+    reused: frozenset[str]
+
+
+def vector_layers(view: ServerView) -> VectorLayers:
+    """Return the linear layers with a bias, none where the network can't be followed.
+
+    Args:
+        view: the server's.
     """
     found = trace_view(view, view.device)
     if isinstance(found, NotApplicable):
-        return {}
+        return VectorLayers({}, frozenset())
     _, graph = found
+    return VectorLayers(_vector_layers(graph), reused_parameters(graph))
+
+
+def reused_parameters(graph: Graph) -> frozenset[str]:
+    """Return the parameters that more than one operation on what becomes of the image takes."""
+    uses: dict[str, int] = {}
+    for number in graph.used_operations():
+        taken = [graph.origins(ref) for ref in graph.nodes[number].refs if not graph.depends_on_image(ref)]
+        for name in frozenset[str]().union(*taken) & graph.parameters:
+            uses[name] = uses.get(name, 0) + 1
+    return frozenset(name for name, count in uses.items() if count > 1)
+
+
+def _vector_layers(graph: Graph) -> dict[str, VectorLayer]:
     layers: dict[str, VectorLayer] = {}
     first = _first_piece(graph)
     for number in graph.used_operations():

@@ -117,7 +117,8 @@ def _replay_from(graph: Graph, start: Ref, flow: list[int]) -> Replay:
     assert graph.returned is not None
     returned, shape = graph.returned, graph.value(start).shape
     # with what makes operands of the parameters: a transposed weight, say
-    nodes = sorted({*flow, *(n for n in graph.operations_behind(returned) if not graph.nodes[n].flows)})
+    taken = {ref for number in flow for ref in graph.nodes[number].refs if not graph.depends_on_image(ref)}
+    nodes = sorted({*flow, *(n for ref in taken for n in graph.operations_behind(ref))})
 
     def run(inputs: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         given = inputs.flatten(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.network.layer_sequence import read_layer
+from attacks.network.linear_layers import reused_parameters
 from attacks.network.operation_recognition import PRODUCTS, has_trained_weight
 from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Ref
 from fl.losses import Loss
@@ -62,23 +64,20 @@ def pixel_layers(graph: Graph, names: Collection[str]) -> list[PixelLayer]:
         names: of the weights that are asked for.
     """
     found: list[PixelLayer] = []
-    uses: dict[str, int] = {}
+    reused = reused_parameters(graph)
     for number in graph.used_operations():
         node = graph.nodes[number]
-        taken = [ref for ref in node.refs if not graph.depends_on_image(ref)]
-        for name in frozenset[str]().union(*(graph.origins(ref) for ref in taken)):
-            uses[name] = uses.get(name, 0) + 1
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
         piece, _ = read_layer(graph, number)
         name = piece.names.get("weight", "")
-        if name not in names or not isinstance(piece.module, nn.Linear):
+        if name not in names or name in reused or not isinstance(piece.module, nn.Linear):
             continue
         start = next(ref for ref in node.refs if graph.depends_on_image(ref))
         origin = _pixel_origin(graph, start)
         if origin is not None and len(origin[0]) == piece.module.in_features:
             found.append(PixelLayer(name, piece.places.get("weight"), number, *origin))
-    return [layer for layer in found if uses[layer.weight] == 1]
+    return found
 
 
 def _pixel_origin(graph: Graph, ref: Ref) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -163,8 +162,10 @@ class PixelNetwork:
             return graph.replay(upper, end, {Ref(IMAGE): image, **known})
 
         images = pictures[:, None].to(graph.image)
-        with torch.no_grad():
-            leaves = [leaf.detach().clone().requires_grad_() for leaf in torch.func.vmap(below)(images)]
-        with torch.enable_grad():
-            outputs = torch.func.vmap(above)(images, *leaves)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)  # it is none beside a loop
+            with torch.no_grad():
+                leaves = [leaf.detach().clone().requires_grad_() for leaf in torch.func.vmap(below)(images)]
+            with torch.enable_grad():
+                outputs = torch.func.vmap(above)(images, *leaves)
         return outputs[:, 0], leaves

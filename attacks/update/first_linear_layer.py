@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from attacks.network.linear_layers import PixelOrigin, VectorLayer, operation_outputs, vector_layers
+from attacks.network.linear_layers import PixelOrigin, VectorLayer, VectorLayers, operation_outputs, vector_layers
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
@@ -59,6 +59,7 @@ class LinearLayer:
         steps: optimizer steps in which it moves; None if unknown.
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
             a defense that changes sizes).
+        passed_over: linear layers below that the network uses more than once, so that their updates are sums.
     """
 
     view: ServerView
@@ -76,6 +77,7 @@ class LinearLayer:
     steps: int | None
     scale: float | None
     origin: PixelOrigin | None = None
+    passed_over: tuple[str, ...] = ()
 
     @property
     def parameter_names(self) -> tuple[str, str]:
@@ -161,7 +163,10 @@ def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
 
 
 def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
-    """Return the first linear layer with a bias that the update says something of, or why there is none."""
+    """Return the first linear layer with a bias that the update says something of, or why there is none.
+
+    Layers that the network uses more than once (recurrent ones, shared ones) are passed over.
+    """
     reason = _obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
@@ -176,12 +181,21 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     except MODEL_ERRORS as error:
         return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
     still: NotApplicable | None = None
+    reused: list[str] = []
     for name, images in layers.items():
         names = probe.parameter_names(name)
         if not set(names) <= set(observed.change):
             continue
+        if not probe.is_used_once(name):
+            still = still or NotApplicable(
+                f"the network uses {name!r} more than once: its gradient is a sum", limit=True
+            )
+            reused.append(name)
+            continue
         layer = _read_layer(observed, probe, name, images)
-        if isinstance(layer, LinearLayer) or any(bool(dense(observed.change[n]).any()) for n in names):
+        if isinstance(layer, LinearLayer):
+            return replace(layer, passed_over=tuple(reused))
+        if any(bool(dense(observed.change[n]).any()) for n in names):
             return layer
         still = still or layer  # it was frozen, or nothing flows through it: layers above may have moved
     nowhere = "no linear layer with a bias, given one vector per image, is in the update"
@@ -343,8 +357,16 @@ class _NetworkProbe:
         return {name: seen.get(name, False) for name in order if name in seen or name in flat}
 
     @cached_property
-    def _vector_layers(self) -> dict[str, VectorLayer]:
+    def _traced(self) -> VectorLayers:
         return vector_layers(self.view)
+
+    @property
+    def _vector_layers(self) -> Mapping[str, VectorLayer]:
+        return self._traced.layers
+
+    def is_used_once(self, name: str) -> bool:
+        """Return whether the network uses a layer's tensors once, so that their gradients are those of one input."""
+        return not self._traced.reused & set(self.parameter_names(name))
 
     def origin(self, name: str) -> PixelOrigin | None:
         """Return how a layer's input is made of pixels, where that is otherwise than the view says."""

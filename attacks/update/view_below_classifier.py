@@ -168,7 +168,7 @@ def _find_layer(view: ServerView, layer: str | None) -> VectorLayer | None:
     if name is not None and _runs(view, name):
         names = {kind: f"{name}.{kind}" for kind in ("weight", "bias")}
         return VectorLayer(name, names, {}, None, IS_MODULE)
-    traced = [found for found in vector_layers(view).values() if set(found.names.values()) <= view.update.keys()]
+    traced = [found for found in vector_layers(view).layers.values() if set(found.names.values()) <= view.update.keys()]
     if layer is not None:
         return next((found for found in traced if found.name == layer), None)
     below = [found for found in traced if not found.names["weight"].startswith(view.task.head)]

@@ -78,6 +78,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
             shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
         how = f"{_say_error(error) if sized else ''}, and {shown_by}"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))
+    linear = first_linear(view) if "features" in result.private else NotApplicable("")
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
         if first != "features" or not (sure or sized or (layer and view.threat.knows_optimizer)):
@@ -90,7 +91,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
         if sure or sized or not doubted:
             untold = UP_TO_BRIGHTNESS in result.note
-            words = _say_features(layer, dense(value), (replayable or sure) and not untold)
+            at = layer if layer or isinstance(linear, NotApplicable) or not linear.passed_over else linear.name
+            words = _say_features(at, dense(value), (replayable or sure) and not untold)
             words += _say_error(error) if sized else ""
             shown.append(Exposure("features", attack, words))
     if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):

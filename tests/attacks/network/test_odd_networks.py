@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from attacks.base import NotApplicable, Reconstruction, attacks, build
 from attacks.gradient_matching.engine.regularizers import total_variation
 from attacks.network.autograd_support import autograd_obstacle
+from attacks.update.first_linear_layer import first_linear
 from benchmarks.reliability.odd_models import STYLES, written
 from fl.capture import from_batch, from_update
 from fl.seeds import stream
@@ -78,9 +79,15 @@ def test_a_module_that_is_called_by_keyword_is_followed(attack: str) -> None:
     assert result.verified
 
 
-@pytest.mark.parametrize("attack", ["analytic", "spear"])
-def test_a_network_for_batches_of_one_size_is_refused(attack: str) -> None:
-    assert "does not run on a batch of 8 images" in reason(attack, seen(Fixed(1)))
+def test_a_network_for_batches_of_one_size_is_refused_but_of_one_image() -> None:
+    view = seen(Fixed(1))
+    assert "does not run on a batch of 8 images" in reason("spear", view)
+    layer = first_linear(view)
+    assert isinstance(layer, NotApplicable)
+    assert "does not run on a batch of 8 images" in layer.reason
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified
 
 
 @pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])
