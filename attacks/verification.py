@@ -123,7 +123,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     moved = without_unmoved(view)
     if answer is False and moved is not view and (explains_update(moved, result) or _tells_brightness(moved, result)):
         still = STILL.format(", ".join([name for name in view.update if name not in moved.update][:MOST_NAMED]))
-        return confirm(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
+        return _hold_to_update(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
     if answer or (answer is None and _tells_brightness(view, result)):
         return _hold_to_rounding(view, result)
     if answer is False or _leaves_targets_unasked(view, result):
