@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
@@ -46,6 +47,8 @@ class Analytic(Attack):
 
     Where no layer with a bias that moved is given a single image, but layers without one are, it is known up to its
     brightness. The step taken again tells that, and the label (`attacks.analytic.input_scale`).
+
+    Of a gradient that looks clipped by value, rows in which no number was are read (`attacks.analytic.clipped_rows`).
 
     An unknown defense may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
     a single image counts as verified only if the network sends back the observed signal for it.
@@ -89,6 +92,9 @@ class Analytic(Attack):
     def _invert_single_image(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
         if not layer.is_given_images and layer.steps != 1:
             return NotApplicable(f"{layer.name!r} is not given the image, and its input changes from step to step")
+        clipped = invert_unclipped_rows(layer, self.fits) if layer.steps == 1 else None
+        if clipped is not None:
+            return clipped
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
         if layer.passed_over:

@@ -60,6 +60,7 @@ class LinearLayer:
         scale: size of the updates for a gradient of size 1 of the loss; None if unknown (several steps, clipping,
             a defense that changes sizes).
         passed_over: linear layers below that the network uses more than once, so that their updates are sums.
+        unit: size in the update of what is of size 1 in `update` and `bias_update`.
     """
 
     view: ServerView
@@ -78,6 +79,7 @@ class LinearLayer:
     scale: float | None
     origin: PixelOrigin | None = None
     passed_over: tuple[str, ...] = ()
+    unit: float = 1.0
 
     @property
     def parameter_names(self) -> tuple[str, str]:
@@ -278,6 +280,7 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         steps=steps,
         scale=scale,
         origin=origin,
+        unit=float(unit),
     )
 
 

@@ -42,11 +42,20 @@ LEVEL_TOLERANCE = 0.05
 
 ADAPTIVE_FIRST_STEP = "signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad)"
 """How the rule begins that made an update of which nearly all numbers are of one size."""
+CLIPPED_BY_VALUE = "clipping by value"
+"""How the rule begins that cut every number of a gradient at one bound."""
 SIGNS_ONLY = (
     "only signs are sent, or as good as (the first step of Adam, say): they look like a rank-one gradient whatever its "
     "factors are"
 )
 """Why equations of gradients do not hold then."""
+
+
+def clipping_bound(view: ServerView) -> float | None:
+    """Return the size that no number of an update is above, where its gradient looks as if it was clipped by value."""
+    if not guess_update_rule(view).startswith(CLIPPED_BY_VALUE):
+        return None
+    return max(float(tensor.sizes.max()) for tensor in _readable_tensors(view))
 
 
 def is_sign_compressed(view: ServerView) -> bool:
@@ -171,8 +180,8 @@ def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
         return ""
     where = tensors[rows.index(max(rows))].name
     return (
-        f"clipping by value: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
-        "so, and no equation of gradients holds"
+        f"{CLIPPED_BY_VALUE}: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
+        "so, and only rows that stay below it are a gradient's"
     )
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from attacks.analytic.clipped_rows import UNCLIPPED_ROWS
 from attacks.analytic.input_scale import UP_TO_BRIGHTNESS
 from attacks.base import NotApplicable, Result
 from attacks.update.first_linear_layer import first_linear
@@ -89,7 +90,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
-        if sure or sized or not doubted:
+        if sure or sized or not doubted or UNCLIPPED_ROWS in result.note:  # which no layer above can confirm
             untold = UP_TO_BRIGHTNESS in result.note
             at = layer if layer or isinstance(linear, NotApplicable) or not linear.passed_over else linear.name
             words = _say_features(at, dense(value), (replayable or sure) and not untold)

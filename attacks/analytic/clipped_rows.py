@@ -1,0 +1,68 @@
+"""The input of a linear layer whose gradient was clipped by value: off the rows that the clip left as they were."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from attacks.base import NotApplicable, Reconstruction
+from attacks.labels.recovery import single_label
+from attacks.update.first_linear_layer import LinearLayer
+from attacks.update.float_rounding import relative_rounding
+from attacks.update.update_rule import clipping_bound
+from fl.tensors import Tensors
+
+BELOW_BOUND = 0.999
+"""Share of the bound up to which a number counts as not clipped."""
+MIN_SHARE, MIN_ROWS = 1e-2, 2
+"""Share of the strongest row's square from which on a row says something of the input, and rows that prove it."""
+ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
+"""What may be left of the rows, relative to the rounding of the weights, and as a share of them."""
+UNCLIPPED_ROWS = "the gradient was clipped by value"
+"""How the note begins where rows agree that the clip left as they were."""
+
+
+def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstruction | NotApplicable | None:
+    """Return the input of a layer by rows of its gradient in which no number was clipped; None where none was.
+
+    A row of the weight's gradient is the bias's number times the input. Rows that see different mixtures of several
+    inputs do not agree, so that two that do prove the input. The rest of the update can confirm nothing: no step of SGD
+    makes it.
+
+    Args:
+        layer: of one image.
+        tolerance: share of the rows that one input may leave, if their rounding is not more.
+    """
+    view = layer.view
+    bound = clipping_bound(view)
+    if bound is None:
+        return None
+    limit = BELOW_BOUND * bound / layer.unit
+    free = (layer.update.abs().amax(1) < limit) & (layer.bias_update.abs() < limit) & (layer.bias_update != 0)
+    if not bool(free.any()):
+        return NotApplicable(
+            f"the gradient was clipped by value, at {bound:.3g} in the update, and in every row of {layer.name!r} the "
+            "clip was reached: no ratio of its numbers is the input's"
+        )
+    rows, bias = layer.update[free], layer.bias_update[free]
+    found = bias @ rows / bias.square().sum()
+    left = float((rows - torch.outer(bias, found)).norm() / rows.norm()) if bool(rows.any()) else 0.0
+    rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0]) if view.dtype.itemsize > 2 else 0.0
+    rounding *= float(layer.update.norm() / rows.norm()) if bool(rows.any()) else 1.0
+    count = int((bias.square() >= MIN_SHARE * bias.square().max()).sum())
+    proved = count >= MIN_ROWS and left <= max(tolerance, min(rounding, MAX_ROUNDING))
+    proved = proved and math.prod(view.task.output_shape) > 2  # of two outputs all rows see one mixture
+    labels, note = single_label(view)
+    said = f"{count} rows of {layer.name!r} that it left as they were agree to {left:.1e}"
+    words = f"{UNCLIPPED_ROWS}, and {said}" if proved else f"clipped by value: not confirmed, {said}"
+    features: Tensors = {f"features/{layer.parameter_names[0]}" if proved else "features": found.to(view.dtype)}
+    return Reconstruction(
+        inputs=layer.pixels(found[None]) if layer.is_given_images else None,
+        labels=labels,
+        objective=left if proved else math.nan,
+        private=features,
+        knowledge=() if view.labels is None else ("labels",),
+        verified=None,
+        note="; ".join(filter(None, (words, note))),
+    )

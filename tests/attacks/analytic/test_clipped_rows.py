@@ -1,0 +1,92 @@
+"""Gradients clipped by value: rows of the first layer that the clip left as they were give the input away."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import chains
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.analytic.clipped_rows import UNCLIPPED_ROWS
+from attacks.base import NotApplicable, Reconstruction, Result, build
+from eval.federations.exposures import proved_exposures
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.tensors import dense
+from fl.view import ServerView
+
+SHAPE, LR = (1, 8, 8), 0.1
+
+
+def network(classes: int = 10) -> nn.Module:
+    layers = nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, classes)
+    return chains.initialized(nn.Sequential(*layers)).float()
+
+
+def pictures(count: int = 1) -> Tensor:
+    return (255 * torch.rand(count, *SHAPE, generator=stream(0, "clipped"))).round() / 255
+
+
+def clipped(share: float, count: int = 1, classes: int = 10) -> ServerView:
+    """A step on pictures stated as one, each number of whose gradient is cut at a share of the largest."""
+    model = network(classes)
+    loss = functional.cross_entropy(model(pictures(count)), torch.arange(count) % classes)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
+    bound = share * max(float(grad.abs().max()) for grad in grads)
+    moved = {}
+    for (name, value), grad in zip(model.named_parameters(), grads, strict=True):
+        moved[name] = (value - (value - LR * grad.clamp(-bound, bound))).detach()
+    method = FedAvg(lr=LR, steps=1, batch_size=None)
+    return from_update(model, moved, input_shape=SHAPE, num_classes=classes, batch_size=1, method=method)
+
+
+def found(view: ServerView) -> Result:
+    return build("analytic")(view)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.05, 0.03])
+def test_rows_that_agree_prove_the_input(share: float) -> None:
+    view = clipped(share)
+    result = found(view)
+    assert isinstance(result, Reconstruction)
+    assert result.note.startswith(UNCLIPPED_ROWS)
+    assert torch.allclose(dense(result.private["features/1.weight"]), pictures().flatten(), atol=1e-3)
+    assert not result.verified
+    assert not result.approximate
+    assert "features" in {one.kind for one in proved_exposures("analytic", result, view)}
+
+
+def test_a_single_row_proves_nothing() -> None:
+    view = clipped(0.02)
+    result = found(view)
+    assert isinstance(result, Reconstruction)
+    assert result.note.startswith("clipped by value: not confirmed, 1 rows")
+    assert not result.verified
+    assert not proved_exposures("analytic", result, view)
+
+
+def test_where_every_row_reaches_the_bound_it_is_refused() -> None:
+    view = clipped(0.05)
+    weight = dense(view.update["1.weight"])
+    weight[:, 0] = weight.abs().max()
+    result = found(view)
+    assert isinstance(result, NotApplicable)
+    assert "in every row of '1' the clip was reached" in result.reason
+
+
+@pytest.mark.parametrize("share", [0.3, 0.1, 0.05, 0.01])
+@pytest.mark.parametrize(("count", "classes"), [(2, 10), (4, 10), (2, 2)])
+def test_rows_of_several_pictures_prove_nothing(share: float, count: int, classes: int) -> None:
+    view = clipped(share, count, classes)
+    result = found(view)
+    assert not (isinstance(result, Reconstruction) and (result.verified or result.approximate))
+    assert not [one for one in proved_exposures("analytic", result, view) if one.kind != "labels"]
+
+
+def test_a_gradient_that_was_not_clipped_is_read_as_ever() -> None:
+    result = found(clipped(1.0))
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert UNCLIPPED_ROWS not in result.note
