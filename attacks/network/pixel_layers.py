@@ -69,13 +69,14 @@ def pixel_layers(graph: Graph, names: Collection[str]) -> list[PixelLayer]:
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
+        origin = _pixel_origin(graph, next(ref for ref in node.refs if graph.depends_on_image(ref)))
+        if origin is None:  # before the layer is read, which takes longer
+            continue
         piece, _ = read_layer(graph, number)
         name = piece.names.get("weight", "")
         if name not in names or name in reused or not isinstance(piece.module, nn.Linear):
             continue
-        start = next(ref for ref in node.refs if graph.depends_on_image(ref))
-        origin = _pixel_origin(graph, start)
-        if origin is not None and len(origin[0]) == piece.module.in_features:
+        if len(origin[0]) == piece.module.in_features:
             found.append(PixelLayer(name, piece.places.get("weight"), number, *origin))
     return found
 
