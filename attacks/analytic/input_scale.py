@@ -31,9 +31,16 @@ from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from attacks.update.unmoved_tensors import without_unmoved
-from attacks.update.update_comparison import MAX_PIXEL_ERROR, MAX_TRIED_LABELS, UpdateComparison
+from attacks.update.update_comparison import (
+    ERROR_FACTOR,
+    MAX_PIXEL_ERROR,
+    MAX_TRIED_LABELS,
+    UNLIKE_DISTANCE,
+    UpdateComparison,
+)
 from attacks.verification import can_replay, explains_update
 from fl.defense import Defense
+from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
 from fl.view import ServerView
 
@@ -60,12 +67,26 @@ ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may be left of a layer's update, relative to the rounding of its weights, and as a share of all."""
 MOST_CONFIRMED = 4
 """Pictures that explain their layers, of which it is asked whether they make the whole update."""
+LEAST_SURPLUS, CLEAR_SURPLUS = 1, 2
+"""How many more equations than unknowns there must be for a picture to be verified, and to be one at all where it is
+found at another step size than the stated one."""
+MOST_PAIRED = 10
+"""Targets, at most, with which it is asked whether two inputs stated as one would be told apart."""
 
 UP_TO_BRIGHTNESS = "the update tells the picture up to its brightness"
 """What notes say where only the direction of the first layer's input is told."""
 NOWHERE = NotApplicable("no linear layers of weights that moved are given all pixels as they are", limit=True)
 TARGET_UNKNOWN = "its size takes the target, which may be one of too many: state it (threat: knows_labels)"
 SEVERAL_FACTORS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} of different brightness make all of it"
+OTHER_STEP_SIZE = (
+    f"not confirmed: {UP_TO_BRIGHTNESS}; at the stated step size no picture makes the update, and this one does at "
+    "another: check the step size, and the loss, which is taken as stated"
+)
+NO_SIZE = (
+    "at no brightness do the layers above send back what it got, so that the loss or the step size may be another than "
+    "stated"
+)
+TOO_FEW_OUTPUTS = "not confirmed: {} outputs are too few to tell how bright the picture is, and to say that it was one"
 OTHER_RANGE = (
     "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
     "them (mean, std)?"
@@ -100,6 +121,12 @@ class Part:
     def is_pictured(self) -> bool:
         """Whether all pixels are in range at some factor."""
         return self.low < self.high
+
+    @property
+    def brightest(self) -> float:
+        """The largest factor at which pixels are in range, or one of inputs of size 1 where they never are."""
+        ends = (self.low, self.high) if self.is_pictured else (0.0, math.sqrt(len(self.direction)))
+        return max(ends, key=abs)
 
     def without_range(self) -> Part:
         """Return the part where its pixels may have any range."""
@@ -139,6 +166,40 @@ class ScaleSearch:
     targets: Tensor
     sized: bool
     wide: bool = False
+
+    @property
+    def surplus(self) -> int:
+        """How many more numbers flow back, that do not follow from each other, than are unknown.
+
+        Unknown are the factor, the step size if it is, and the target if there are several. Further parts bring one
+        number each, their own factor: what flows back into all of them is made of one gradient of the outputs, whose
+        numbers sum to zero under cross entropy.
+        """
+        task = self.view.task
+        outputs = math.prod(task.output_shape) - int(task.loss.is_cross_entropy)
+        flowing = min(outputs, *(len(part.observed) for part in self.parts))
+        return flowing - 1 - int(not self.sized) - int(len(self.targets) > 1)
+
+    def tells_pairs_apart(self) -> bool:
+        """Return whether two inputs of one target, unlike each other, leave more of a layer's update than was seen.
+
+        The one part's input is their middle. What flows back from both may be all but the same, as of a classifier of
+        small weights; then their update is that of one input.
+        """
+        (part,) = self.parts
+        middle = part.brightest * part.direction
+        drawn = torch.randn(middle.shape, generator=stream(0, "pairs"), dtype=torch.float64).to(middle)
+        away = UNLIKE_DISTANCE * middle.norm() / drawn.norm() * drawn
+        inputs = torch.stack([middle + away, middle - away])
+        images = [replace(self, parts=[replace(part, direction=one)]).pictures(one.new_ones(1, 1)) for one in inputs]
+        try:
+            flows = self.network.signals(torch.cat(images), self.targets[:MOST_PAIRED], self.view.task.loss)
+        except MODEL_ERRORS:
+            return False
+        flowing = torch.cat([flows[number] for number in part.layers], -1)  # (K, 2, m)
+        squares = torch.linalg.eigvals((flowing @ flowing.mT) @ (inputs @ inputs.mT)).real.clamp(min=0)
+        shares = (squares.amin(1) / squares.sum(1)).sqrt()
+        return bool((shares > ERROR_FACTOR * part.left).all())
 
     @cached_property
     def _observed(self) -> Tensor:
@@ -271,21 +332,53 @@ def invert_direction(view: ServerView, tolerance: float) -> Result:
         if len(parts) == 1 and parts[0].left <= limit and _tells_inputs_apart(view):
             return _up_to_a_factor(view, parts[0], untaken or TARGET_UNKNOWN)
         return NotApplicable(f"{UP_TO_BRIGHTNESS} alone: {untaken or TARGET_UNKNOWN}")
-    sized = all(ObservedUpdate(view).scale(layer.weight) is not None for layer in network.layers)
-    search = ScaleSearch(view, network, parts, targets, sized)
+    stated = all(ObservedUpdate(view).scale(layer.weight) is not None for layer in network.layers)
+    return _search(ScaleSearch(view, network, parts, targets, stated), limit)
+
+
+def _search(search: ScaleSearch, limit: float) -> Result:
+    """Return what the layers above say of the size of a picture, or that they say nothing.
+
+    Args:
+        search: for it.
+        limit: share of the layers' update and equations that rounding may be.
+    """
+    alone = len(search.parts) == 1 and _tells_inputs_apart(search.view)
     searches = [search] if all(part.is_pictured for part in search.parts) else []
-    if len(search.parts) == 1 and _tells_inputs_apart(view):
+    if alone:
         searches.append(replace(search, parts=[search.parts[0].without_range()], wide=True))
     for each in searches:
-        for sized in dict.fromkeys((search.sized, False)):  # the step size may be another than stated
-            asked = replace(each, sized=sized)
-            judged = _judge(asked, _solutions(asked), limit)
-            if judged is not None:
-                return judged
-    return NotApplicable(
-        f"{search.parts[0].layer.weight} tells the picture up to its brightness, and at none do the layers above send "
-        "back what it got"
-    )
+        judged = _judge(each, _solutions(each), limit)
+        if judged is not None:
+            return judged
+    if search.sized and searches and not searches[0].wide:
+        judged = _judge_resized(replace(search, sized=False), limit)
+        if judged is not None:
+            return judged
+    part = search.parts[0]
+    if alone and part.left <= limit and search.tells_pairs_apart():
+        return _up_to_a_factor(search.view, part, NO_SIZE)
+    return NotApplicable(f"{part.layer.weight} tells the picture up to its brightness, and {NO_SIZE}")
+
+
+def _judge_resized(search: ScaleSearch, limit: float) -> Reconstruction | None:
+    """Return the picture that makes the update at another step size than stated, never verified; None of none.
+
+    Under another loss than stated, some picture may make what few outputs send back: there must be clearly more
+    equations than unknowns, and the whole update must say the same.
+    """
+    if search.surplus < CLEAR_SURPLUS:
+        return None
+    found = _solutions(search)
+    left = max(part.left for part in search.parts)
+    view = without_unmoved(search.view)
+    for one in found:
+        result = _as_result(search, one)
+        if max(left, one.left) <= limit and _is_made_to_rounding(search, view, result):
+            single = len(search.parts) == 1 and _tells_inputs_apart(view) and search.tells_pairs_apart()
+            private = _features(search, one) if single else {}
+            return replace(result, verified=None, private=private, note=OTHER_STEP_SIZE)
+    return None
 
 
 def _obstacle(view: ServerView) -> str | None:
@@ -345,14 +438,13 @@ def _read_network(view: ServerView, weights: Mapping[str, Tensor]) -> tuple[Pixe
 
 def _up_to_a_factor(view: ServerView, part: Part, reason: str) -> Reconstruction:
     """Return what a layer is given, as bright as pixels in [0, 1] can be, where no more than its direction is told."""
-    ends = (part.low, part.high) if part.is_pictured else (0.0, math.sqrt(len(part.direction)))
     labels, note = single_label(view)
     words = f"{UP_TO_BRIGHTNESS}: {reason}"
     return Reconstruction(
         inputs=None,
         labels=labels,
         objective=part.left,
-        private={f"features/{part.layer.weight}": (max(ends, key=abs) * part.direction).to(view.dtype)},
+        private={f"features/{part.layer.weight}": (part.brightest * part.direction).to(view.dtype)},
         knowledge=() if view.labels is None else ("labels",),
         note="; ".join(filter(None, (words, note))),
     )
@@ -435,11 +527,21 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
     results = [_as_result(search, one) for one in found]
     left = max(part.left for part in search.parts)
     exact = [i for i, one in enumerate(found) if max(left, one.left) <= limit]
-    if len(exact) == 1 and not search.wide and _tells_factors(search, view, found[exact[0]], results[exact[0]]):
+    told = search.surplus >= LEAST_SURPLUS
+    if (
+        told
+        and len(exact) == 1
+        and not search.wide
+        and _tells_factors(search, view, found[exact[0]], results[exact[0]])
+    ):
         return results[exact[0]]  # whether the update bears it out is asked of every result
     borne_out = [i for i in exact if explains_update(view, results[i]) is not False]
-    if search.wide and borne_out:
+    if search.wide:
+        borne_out = [i for i in exact if _is_made_to_rounding(search, view, results[i])]
+    if search.wide and borne_out and search.tells_pairs_apart():
         one, result = found[borne_out[0]], results[borne_out[0]]
+        if not told:
+            return None
         note = OTHER_RANGE if _tells_factors(search, view, one, result) else f"{FACTOR_UNTOLD}; {OTHER_RANGE}"
         return replace(result, inputs=None, private=_features(search, one), verified=None, note=note)
     if search.wide or not found:
@@ -450,12 +552,25 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
         )
     best = (borne_out or exact)[0]
     others = [i for i in borne_out if _are_apart(results[best], results[i])]
-    if len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
+    if told and len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
         return results[best]
+    if not told and not search.sized and len(search.parts) == 1 and _tells_inputs_apart(view):
+        return None  # some picture makes whatever flows back, so that its direction is all that is told
     reason = SEVERAL_FACTORS.format(f"{len(others) + 1} pictures") if others else FACTOR_UNTOLD
+    reason = reason if told else TOO_FEW_OUTPUTS.format(math.prod(view.task.output_shape))
     single = len(search.parts) == 1 and bool(borne_out) and _tells_inputs_apart(view)
+    single = single and search.tells_pairs_apart()
     private = _features(search, found[best]) if single else {}
     return replace(results[best], verified=None, private=private, note=reason)
+
+
+def _is_made_to_rounding(search: ScaleSearch, view: ServerView, result: Reconstruction) -> bool:
+    """Return whether a step on a picture makes all of the update to its rounding, of its size if that is known."""
+    assert result.inputs is not None
+    assert result.labels is not None
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    explained = check.is_explained_to_rounding(result.inputs, result.labels)
+    return explained and (not search.sized or check.has_stated_size(result.inputs, result.labels))
 
 
 def _tells_inputs_apart(view: ServerView) -> bool:

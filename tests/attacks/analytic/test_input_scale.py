@@ -146,11 +146,70 @@ def test_biases_that_are_frozen_or_did_not_move_are_no_obstacle(only: str, froze
     assert ("did not move" in result.note) is not frozen
 
 
-def test_another_step_size_than_stated_makes_no_difference_where_directions_tell_the_brightness() -> None:
+def test_at_another_step_size_than_stated_a_picture_is_found_and_not_verified() -> None:
     model, x = network(chain), picture()
-    result = found(view_of(model, moved(model, x), lr=0.02))
+    view = view_of(model, moved(model, x), lr=0.02)
+    result = found(view)
     assert is_right(result, x)
-    assert result.verified
+    assert not result.verified
+    assert {"features", "images"} & {one.kind for one in proved_exposures("analytic", result, view)}
+    assert "at the stated step size no picture makes the update" in result.note
+
+
+def smoothed(share: float) -> Loss:
+    return lambda outputs, label: functional.cross_entropy(outputs, label, label_smoothing=share)
+
+
+OTHER_LOSSES: dict[str, Loss] = {
+    "smoothing 0.05": smoothed(0.05),
+    "smoothing 0.1": smoothed(0.1),
+    "smoothing 0.2": smoothed(0.2),
+    "soft targets": lambda outputs, label: functional.cross_entropy(outputs, torch.tensor([[0.15, 0.8, 0.05]])),
+    "focal": lambda outputs, label: (1 - torch.exp(-entropy(outputs, label))) ** 2 * entropy(outputs, label),
+    "hinge": functional.multi_margin_loss,
+}
+
+
+@pytest.mark.parametrize("loss", OTHER_LOSSES)
+@pytest.mark.parametrize("brightness", [1.0, 0.6])
+@pytest.mark.parametrize(
+    "make", [lambda: nn.Sequential(nn.Flatten(), plain(64, 3)), lambda: chain(3), lambda: chain(3, nn.Tanh)]
+)
+def test_of_few_classes_no_size_is_claimed_under_another_loss_than_stated(
+    make: Callable[[], nn.Module], brightness: float, loss: str
+) -> None:
+    model, x = network(make), picture(brightness=brightness)
+    update = moved(model, x, torch.tensor([1]), loss=OTHER_LOSSES[loss])
+    view = view_of(model, update, 3)
+    result = build("analytic")(view)
+    shown = proved_exposures("analytic", result, view)
+    assert not (isinstance(result, Reconstruction) and (result.verified or result.approximate))
+    assert all("up to a factor" in one.words for one in shown if one.kind == "features")
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2])
+def test_a_smoothed_label_is_no_reason_to_call_a_picture_normalized(share: float) -> None:
+    model, x = network(chain), picture()
+    view = view_of(model, moved(model, x, loss=smoothed(share)))
+    result = found(view)
+    assert not result.verified
+    assert not result.approximate
+    assert "normalize" not in result.note
+    features = result.private["features/1.weight"].flatten()  # type: ignore[union-attr]
+    assert float(functional.cosine_similarity(features, x.flatten(), dim=0)) > 1 - 1e-5
+    assert "up to a factor" in proved_exposures("analytic", result, view)[0].words
+
+
+def test_the_mean_of_pictures_of_one_label_is_no_input() -> None:
+    """Of small weights of the classifier all send back the same, so that their layer's update is that of one."""
+    model, x = network(chain), torch.cat([picture(seed) for seed in range(4)])
+    with torch.no_grad():
+        next(reversed(list(model.parameters()))).mul_(1e-4)
+    for loss in (entropy, smoothed(0.1)):
+        view = view_of(model, moved(model, x, loss=loss))
+        result = build("analytic")(view)
+        assert not (isinstance(result, Reconstruction) and result.verified)
+        assert not [one for one in proved_exposures("analytic", result, view) if one.kind == "features"]
 
 
 @pytest.mark.parametrize("factor", [1.0, 0.3, 3.0])
