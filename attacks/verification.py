@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attacks.labels.assignment import assign_labels
 from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
+from attacks.labels.recovery import single_label
 from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
 from attacks.network.pixel_map import read_pixel_map
@@ -53,7 +54,7 @@ from fl.method import Method
 from fl.parametrization import Parametrization
 from fl.runtime.double_precision import PrecisionError
 from fl.seeds import stream
-from fl.tensors import LowRank, dense
+from fl.tensors import LowRank, Tensors, dense
 from fl.view import ServerView
 
 FAR_TARGET = 1e6
@@ -316,6 +317,24 @@ def contradicts_features(view: ServerView, result: Reconstruction, layer: str) -
         return bool(guess_update_rule(view))
     alone = {"features": result.private[f"features/{layer}"]}
     return explains_update(view, replace(result, inputs=None, private=alone, verified=None, fixed=None)) is False
+
+
+def explains_clipped(view: ServerView, features: Tensor, bound: float) -> bool:
+    """Return whether inputs of the first linear layer make the update, to its rounding, of a gradient clipped by value.
+
+    All layers from that one up are asked. Two unlike inputs, stated as one, must leave more.
+
+    Args:
+        view: of one picture.
+        features: of the first linear layer with a bias (n,).
+        bound: the largest size in the update.
+    """
+    labels = single_label(view)[0]
+    private: Tensors = {"features": features}
+    result = Reconstruction(inputs=None, labels=labels, objective=0.0, private=private, verified=True)
+    asked = _comparison(view, result)
+    guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
+    return asked is not None and any(asked.check.is_explained_clipped(*guess, bound) for guess in guesses)
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:

@@ -10,13 +10,13 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import relative_rounding
+from attacks.update.update_comparison import BELOW_BOUND
 from attacks.update.update_rule import clipping_bound
+from attacks.verification import explains_clipped
 from fl.tensors import Tensors
 
-BELOW_BOUND = 0.999
-"""Share of the bound up to which a number counts as not clipped."""
 MIN_SHARE, MIN_ROWS = 1e-2, 2
-"""Share of the strongest row's square from which on a row says something of the input, and rows that prove it."""
+"""Share of the strongest row's square from which on a row says something of the input, and rows that have to agree."""
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may be left of the rows, relative to the rounding of the weights, and as a share of them."""
 UNCLIPPED_ROWS = "the gradient was clipped by value"
@@ -27,8 +27,9 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
     """Return the input of a layer by rows of its gradient in which no number was clipped; None where none was.
 
     A row of the weight's gradient is the bias's number times the input. Rows that see different mixtures of several
-    inputs do not agree, so that two that do prove the input. The rest of the update can confirm nothing: no step of SGD
-    makes it.
+    inputs do not agree. But those may see one mixture that do: of a classifier of small weights every label sends back
+    nearly the same. So the step is taken again on the input, with its gradient clipped at the same bound: it must make
+    what all layers from this one up were seen to get, to the rounding of that, and two unlike inputs must leave more.
 
     Args:
         layer: of one image.
@@ -53,6 +54,7 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
     count = int((bias.square() >= MIN_SHARE * bias.square().max()).sum())
     proved = count >= MIN_ROWS and left <= max(tolerance, min(rounding, MAX_ROUNDING))
     proved = proved and math.prod(view.task.output_shape) > 2  # of two outputs all rows see one mixture
+    proved = proved and explains_clipped(view, found, bound)
     labels, note = single_label(view)
     said = f"{count} rows of {layer.name!r} that it left as they were agree to {left:.1e}"
     words = f"{UNCLIPPED_ROWS}, and {said}" if proved else f"clipped by value: not confirmed, {said}"

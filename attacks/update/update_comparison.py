@@ -61,6 +61,8 @@ LEVEL_TOLERANCE = 0.2
 """How near to whole numbers all pixels lie that are at levels of 8 bits, or, of a mean of so many, at parts of them."""
 SCATTERS = 5.0
 """Standard deviations by which the squares of many rounding errors may add up to more than their mean."""
+BELOW_BOUND = 0.999
+"""Share of the bound up to which a number of a gradient that was clipped by value counts as not clipped."""
 MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
 
@@ -209,6 +211,43 @@ class UpdateComparison:
                     left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
                 left = _beside(left, towards_one, allowed)
             if all(factor * float(left[n].norm()) <= allowed[n] for n in made):
+                return False
+        return True
+
+    def is_explained_clipped(self, images: Tensor, labels: Tensor, bound: float) -> bool:
+        """Return whether these inputs make the update to its rounding, were numbers cut at a bound, and no two others.
+
+        Two that differ from them, to either side, by a tenth of twice their root mean square must leave more.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+            bound: the largest size in the update.
+        """
+        made, allowed = self._with_strict_bounds(images, labels)
+        limit = BELOW_BOUND * bound / self._unit
+        at_bound = torch.cat([v[v.abs() >= limit].abs() for v in self.observed.values()])
+        if not len(at_bound):
+            return False
+        cut = float(at_bound.median())  # the largest is off by the largest rounding error
+        free = {name: self.observed[name].abs() < limit for name in made}
+        below = {name: value * free[name] for name, value in self.observed.items() if name in made}
+        factor = _best_factor(below, {name: value * free[name] for name, value in made.items()}, self.rounding)
+        whole = self._best_factor(made, self.rounding)
+        if not 0 < whole < math.inf or not 0 < factor < math.inf:
+            return False
+        allowed = {name: value * max(1.0, factor / whole) for name, value in allowed.items()}
+
+        def clipped(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: (factor * value).clamp(-cut, cut) for name, value in values.items()}
+
+        expected = clipped(made)
+        if any(float((self.observed[n] - value).norm()) > allowed[n] for n, value in expected.items()):
+            return False
+        for away in _differences(images.double(), self.spread / MAX_PIXEL_ERROR * UNLIKE_DISTANCE / 2):
+            one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
+            both = clipped({name: (one[name] + other[name]) / 2 for name in made})
+            if all(float((both[n] - value).norm()) <= allowed[n] for n, value in expected.items()):
                 return False
         return True
 

@@ -90,7 +90,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
-        if sure or sized or not doubted or UNCLIPPED_ROWS in result.note:  # which no layer above can confirm
+        if sure or sized or not doubted or UNCLIPPED_ROWS in result.note:  # which its attack has asked them
             untold = UP_TO_BRIGHTNESS in result.note
             at = layer if layer or isinstance(linear, NotApplicable) or not linear.passed_over else linear.name
             words = _say_features(at, dense(value), (replayable or sure) and not untold)

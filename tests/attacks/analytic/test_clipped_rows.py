@@ -29,16 +29,30 @@ def pictures(count: int = 1) -> Tensor:
     return (255 * torch.rand(count, *SHAPE, generator=stream(0, "clipped"))).round() / 255
 
 
-def clipped(share: float, count: int = 1, classes: int = 10) -> ServerView:
-    """A step on pictures stated as one, each number of whose gradient is cut at a share of the largest."""
+def clipped(
+    share: float, count: int = 1, classes: int = 10, *, head: float = 1.0, one_label: bool = False, lr: float = LR
+) -> ServerView:
+    """A step on pictures stated as one, each number of whose gradient is cut at a share of the largest.
+
+    The weights of the classifier are multiplied by `head`, and those of the layer below set so that all its units work.
+    """
     model = network(classes)
-    loss = functional.cross_entropy(model(pictures(count)), torch.arange(count) % classes)
+    if head != 1:
+        hidden, _, last = list(model)[1:]
+        with torch.no_grad():
+            hidden.bias.fill_(3.0)
+            last.weight.mul_(head)
+    labels = torch.full((count,), 1) if one_label else torch.arange(count) % classes
+    loss = functional.cross_entropy(model(pictures(count)), labels)
     grads = torch.autograd.grad(loss, list(model.parameters()))
+    if head != 1:  # the bound is reached in the first layer alone
+        bound = float(grads[0].abs().amax(1).median())
+        share = bound / max(float(grad.abs().max()) for grad in grads)
     bound = share * max(float(grad.abs().max()) for grad in grads)
     moved = {}
     for (name, value), grad in zip(model.named_parameters(), grads, strict=True):
-        moved[name] = (value - (value - LR * grad.clamp(-bound, bound))).detach()
-    method = FedAvg(lr=LR, steps=1, batch_size=None)
+        moved[name] = (value - (value - lr * grad.clamp(-bound, bound))).detach()
+    method = FedAvg(lr=lr, steps=1, batch_size=None)
     return from_update(model, moved, input_shape=SHAPE, num_classes=classes, batch_size=1, method=method)
 
 
@@ -83,6 +97,32 @@ def test_rows_of_several_pictures_prove_nothing(share: float, count: int, classe
     result = found(view)
     assert not (isinstance(result, Reconstruction) and (result.verified or result.approximate))
     assert not [one for one in proved_exposures("analytic", result, view) if one.kind != "labels"]
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("head", [1e-3, 0.01, 0.03, 0.1])
+@pytest.mark.parametrize("lr", [0.1, 10.0])
+def test_rows_that_see_one_mixture_of_pictures_prove_nothing(head: float, count: int, lr: float) -> None:
+    view = clipped(0.0, count, head=head, one_label=True, lr=lr)
+    result = found(view)
+    assert not (isinstance(result, Reconstruction) and (result.verified or result.approximate))
+    assert not [one for one in proved_exposures("analytic", result, view) if one.kind != "labels"]
+
+
+def test_rows_of_one_picture_prove_it_below_a_classifier_of_smaller_weights() -> None:
+    view = clipped(0.0, head=0.3, lr=10.0)
+    result = found(view)
+    assert isinstance(result, Reconstruction)
+    assert result.note.startswith(UNCLIPPED_ROWS)
+    assert "features" in {one.kind for one in proved_exposures("analytic", result, view)}
+
+
+def test_where_a_layer_above_got_another_update_nothing_is_proved() -> None:
+    view = clipped(0.05)
+    view.update["3.bias"] = 1.01 * dense(view.update["3.bias"])
+    result = found(view)
+    assert isinstance(result, Reconstruction)
+    assert not proved_exposures("analytic", result, view)
 
 
 def test_a_gradient_that_was_not_clipped_is_read_as_ever() -> None:
