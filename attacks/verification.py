@@ -25,7 +25,7 @@ from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_an
 from attacks.labels.recovery import single_label
 from attacks.labels.targets import output_signal, outputs_of
 from attacks.network.network_parts import network_above
-from attacks.network.pixel_map import read_pixel_map
+from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
@@ -88,16 +88,30 @@ def _confirm(view: ServerView, result: Result) -> Result:
     held = _hold_to_update(view, result)
     if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
         return held
-    pixels = read_pixel_map(view) if held.verified or held.approximate else None
-    if pixels is not None and pixels.folds:
-        reason, seen = (FEWER_GIVEN, len(held.inputs) * pixels.numbers) if pixels.numbers else (FOLDED, 0)
-    elif held.approximate and held.fixed is None and (unseen := _count_unseen(view, held)):
+    pixels = read_pixel_map(view) if held.verified or held.approximate else PixelMap("told")
+    if pixels.kind == "folded" or (pixels.kind == "unknown" and held.verified and _has_double(view, held)):
+        reason, seen = FOLDED, 0
+    elif pixels.kind == "fewer":
+        reason, seen = FEWER_GIVEN, len(held.inputs) * pixels.numbers
+    elif (pixels.kind == "unknown" or (held.approximate and held.fixed is None)) and (
+        unseen := _count_unseen(view, held)
+    ):
         reason, seen = UNSEEN, held.inputs.numel() - unseen
     else:
         return held
     count = held.inputs.numel()
     note = "; ".join(filter(None, (held.note, reason.format(seen=seen, unseen=count - seen, count=count))))
     return replace(held, verified=None, fixed=None, note=note, approximate=seen >= LEAST_SEEN * count)
+
+
+def _has_double(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether pictures that networks often take for another make the update as well."""
+    asked = _comparison(view, result)
+    guess = None if asked is None else next(iter(asked.guesses), None)
+    if asked is None or guess is None:
+        return False
+    images, labels = guess
+    return any(asked.check.is_explained_to_rounding(other, labels) for other in doubles(images))
 
 
 def _count_unseen(view: ServerView, result: Reconstruction) -> int:
@@ -200,8 +214,8 @@ INPUTS_HIDDEN = (
     "update to its rounding, so that it may lie between them"
 )
 FOLDED = (
-    "one of several pictures that make the update: what the network does to pixels below its first parameters is "
-    "neither affine nor a function of each pixel that rises or falls"
+    "one of several pictures that make the update: what the network does to pixels below its first trained parameters "
+    "comes out the same for others"
 )
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
 UNSEEN = (

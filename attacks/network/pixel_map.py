@@ -1,16 +1,17 @@
-"""Whether pictures are told by what a network makes of them below its first parameters.
+"""Whether pictures are told by what a network makes of them below the first parameters that an update has.
 
-An update depends on a picture x by way of what the operations with parameters are given alone. Below them a network may
-compute something of pixels, P(x): normalize, crop, resize, take a power. Where P folds (an absolute value, a square of
-what is centered, rounding), other pictures make the same update, to the last digit. Where P is affine on the range of
-pixels, linear algebra says which pictures do. Where P takes each pixel by itself and rises or falls all the way, none
-other does. Of anything else nobody knows.
+An update depends on a picture x by way of what operations with trained parameters are given alone. Below them a network
+may compute something of pixels, P(x): normalize, crop, resize, take a power. Where each number of P is one pixel's that
+rises or falls with it, or affine functions of full rank, P tells x. Where a pixel comes out the same for several values
+(an absolute value, rounding), or an affine P has less than full rank (gray, a crop), other pictures make the same
+update, to the last digit. Of anything else this does not say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +26,12 @@ LEVELS = 256
 """At which a pixel's own function is looked at."""
 MAX_ROUNDING = 1e-9
 """What is rounding, relative to the largest number that comes out."""
+DARK = 0.3
+"""Largest number of a dark picture; a bright one is 1 less such a number."""
+MOST_RANKED = 4096
+"""Pixels of which the rank of an affine map is worked out; of more it is taken for full."""
+MOST_ROWS, ADDED_TO = 2, 3
+"""Rows of an affine map that are kept, for each pixel, and to how many of these a row is added where there are more."""
 PAIRS = 3
 """Pairs of pictures by which it is asked whether a function is affine."""
 
@@ -34,46 +41,69 @@ Function = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class PixelMap:
-    """What a network's first parameters are given of a picture.
+    """What a network's first trained parameters are given of a picture.
 
     Attributes:
-        folds: whether several pictures may be one to them.
-        numbers: of affine functions of the pixels among what they are given, at most as many as there are pixels.
+        kind: "told" where nothing else comes out the same; "folded" where other values of some pixel do; "fewer" where
+            it is fewer affine functions of the pixels than there are pixels; "unknown" of anything else.
+        numbers: of pixels, or independent affine functions of them, that are told.
     """
 
-    folds: bool
-    numbers: int
+    kind: Literal["told", "folded", "fewer", "unknown"]
+    numbers: int = 0
 
 
-def read_pixel_map(view: ServerView) -> PixelMap | None:
-    """Return what the operations with parameters are given of a picture, or None where the network can't be traced.
-
-    Nothing folds where one of them is given the pixels, or what rises or falls with each of them alone, or where they
-    are given at least as many affine functions of the pixels as there are pixels.
-    """
+def read_pixel_map(view: ServerView) -> PixelMap:
+    """Return what operations with parameters that the update has are given of a picture."""
     found = trace_view(view, view.device)
-    given = [] if isinstance(found, NotApplicable) else _given_first(found[1])
+    given = [] if isinstance(found, NotApplicable) else _given_first(found[1], view.update.keys())
     if isinstance(found, NotApplicable) or not given:
-        return None
+        return PixelMap("unknown")
     graph, pixels = found[1], found[1].image.numel()
     if Ref(IMAGE) in given:
-        return PixelMap(False, pixels)
+        return PixelMap("told", pixels)
     maps = [_map_to(graph, ref) for ref in given]
-    affine = sum(graph.value(ref).numel() for ref, made in zip(given, maps, strict=True) if _is_affine(made, graph))
-    told = affine >= pixels or any(_tells_each_pixel(made, graph.image) for made in maps)
-    return PixelMap(not told, min(affine, pixels))
+    affine = [made for made in maps if _is_affine(made, graph)]
+    told, folded = _tell_single_pixels(lambda x: torch.cat([made(x) for made in maps], 1), graph.image)
+    if bool(told.all()):
+        return PixelMap("told", pixels)
+    numbers = _rank(affine, told, graph.image)
+    if numbers == pixels:
+        return PixelMap("told", pixels)
+    if bool((folded & ~told).any()):
+        return PixelMap("folded", int(told.sum()))
+    return PixelMap("fewer" if len(affine) == len(maps) else "unknown", numbers)
 
 
-def _given_first(graph: Graph) -> list[Ref]:
-    """Return what operations with parameters are given of the image that no other such operation has been given."""
+def doubles(images: Tensor) -> Iterator[Tensor]:
+    """Yield other pictures that networks often take for some in [0, 1] (N, C, H, W).
+
+    Those are with half of the pixels mirrored in gray, and with all; a level brighter or darker at random, and all by
+    some levels; with channels exchanged, and with what one channel gains taken off another.
+    """
+    draw = stream(0, "doubles")
+    half = (torch.rand(images.shape, generator=draw) < 0.5).to(images.device)
+    signs = torch.where(half, 1 / 255, -1 / 255).to(images)
+    yield torch.where(half, 1 - images, images)
+    yield 1 - images
+    yield images + signs
+    yield images + 4 / 255
+    if images.shape[1] > 1:
+        yield images.roll(1, 1)
+        yield images + 4 * (signs - signs.roll(1, 1))
+
+
+def _given_first(graph: Graph, trained: Collection[str]) -> list[Ref]:
+    """Return what operations with trained parameters are given of the image that no other such one has been given."""
     above, given = set[int](), dict[Ref, None]()
     for number in graph.used_operations():
         node = graph.nodes[number]
         flowing = [ref for ref in node.refs if graph.depends_on_image(ref)]
         below = [ref for ref in flowing if ref.node not in above]
-        if node.sources & graph.parameters:
+        takes = not node.sources.isdisjoint(trained)
+        if takes:
             given |= dict.fromkeys(below)
-        if node.sources & graph.parameters or len(below) < len(flowing):
+        if takes or len(below) < len(flowing):
             above.add(number)
     return list(given)
 
@@ -94,24 +124,68 @@ def _is_affine(made: Function, graph: Graph) -> bool:
     return bool(((one + other) / 2 - middle).abs().max() <= MAX_ROUNDING * middle.abs().max().clamp(min=1))
 
 
-def _tells_each_pixel(made: Function, image: Tensor) -> bool:
-    """Return whether a function gives a number for each pixel, which rises or falls with that one alone."""
-    picture, other = _random_pictures(image, 2)
-    changed = torch.rand(image[0].numel(), generator=stream(1, "pixel map")) < 0.5
-    mixed = torch.where(changed.view_as(picture).to(image.device), other, picture)
-    first, second = made(torch.stack([picture, mixed]))
-    if first.numel() != picture.numel() or bool(((first != second).cpu() != changed).any()):
-        return False
-    previous, direction = None, None
+def _tell_single_pixels(made: Function, image: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which pixels some number tells, and which some number has the same of for several values of them.
+
+    These are numbers that change with one pixel alone. Which it is follows from its place in binary: for each digit, of
+    the pixels that have it and of the others, one group alone changes the number.
+    """
+    count, low, high = image[0].numel(), *(part * DARK for part in _random_pictures(image, 2))
+    high, places = 1 - high, torch.arange(count, device=image.device)
+    before = made(low[None])[0]
+    pixel, single = torch.zeros(len(before), dtype=torch.int64, device=image.device), None
+    for digit in range(max(count - 1, 1).bit_length()):
+        has = (places >> digit & 1).bool()
+        one, other = (made(torch.where(mask.view_as(low), high, low)[None])[0] != before for mask in (has, ~has))
+        pixel += one.long() << digit
+        single = one ^ other if single is None else single & (one ^ other)
+        if not bool(single.any()):
+            break
+    assert single is not None
+    told, folded = (torch.zeros(count, dtype=torch.bool, device=image.device) for _ in range(2))
+    if not bool(single.any()):
+        return told, folded
+    pixel = pixel[single]
+    values: list[Tensor] = []
+    rises, falls = (torch.ones(len(pixel), dtype=torch.bool, device=image.device) for _ in range(2))
     for level in range(LEVELS):
-        value = made(torch.full_like(picture, level / (LEVELS - 1))[None])[0]
-        if previous is not None:
-            sign = (value - previous).sign()
-            direction = sign if direction is None else direction
-            if bool((sign == 0).any()) or not torch.equal(sign, direction):
-                return False
-        previous = value
-    return True
+        values = [*values[-1:], made(torch.full_like(low, level / (LEVELS - 1))[None])[0][single]]
+        if len(values) == 2:
+            rises, falls = rises & (values[1] > values[0]), falls & (values[1] < values[0])
+    told[pixel[rises | falls]] = True
+    folded[pixel[~(rises | falls)]] = True
+    return told, folded
+
+
+def _rank(affine: Sequence[Function], told: Tensor, image: Tensor) -> int:
+    """Return how many pixels, or functions of them, affine maps and the pixels that are told tell together.
+
+    Many rows of the maps are added up at random, each to several, so that a few times as many are left as there are
+    pixels.
+    """
+    count = image[0].numel()
+    if not affine:
+        return int(told.sum())
+    start = torch.cat([made(torch.zeros_like(image)) for made in affine], 1)[0]
+    if count > MOST_RANKED:
+        return min(count, len(start))
+    draw, buckets = stream(0, "rank"), MOST_ROWS * count
+    added = len(start) > buckets
+    group = torch.randint(buckets, (ADDED_TO, len(start)), generator=draw).to(image.device)
+    weight = torch.randn(ADDED_TO, len(start), generator=draw, dtype=torch.float64).to(image)
+    columns = []
+    for place in range(count):
+        unit = torch.zeros_like(image).flatten()
+        unit[place] = 1
+        change = torch.cat([made(unit.view_as(image)) for made in affine], 1)[0] - start
+        if added:
+            change = torch.zeros(buckets).to(image).index_add_(0, group.flatten(), (weight * change).flatten())
+        columns.append(change)
+    rows = torch.stack(columns, 1)
+    square = rows.mT @ rows
+    square.diagonal().add_(told.to(square) * square.diagonal().mean())
+    whole = torch.linalg.cholesky_ex(square - MAX_ROUNDING * square.diagonal().max() * torch.eye(count).to(square)).info
+    return count if int(whole) == 0 else int(torch.linalg.matrix_rank(square, hermitian=True, rtol=MAX_ROUNDING))
 
 
 def _random_pictures(image: Tensor, count: int) -> Tensor:

@@ -281,7 +281,8 @@ class UpdateComparison:
                 (slopes,) = torch.autograd.grad(torch.stack(drawn).sum(), inputs, materialize_grads=True)
         except AUTOGRAD_ERRORS:  # of operations that can't be differentiated twice nobody can ask
             return 0
-        return int((slopes.abs() <= UNSEEN_SLOPE * slopes.abs().max()).sum())
+        largest = float(slopes.abs().max())
+        return int((slopes.abs() <= UNSEEN_SLOPE * largest).sum()) if largest else 0  # of rounding every slope is zero
 
     def tells_brightness_to_a_level(self, images: Tensor, labels: Tensor) -> bool:
         """Return whether an image (1, C, H, W) makes the update to rounding, and none a quarter of a level brighter."""

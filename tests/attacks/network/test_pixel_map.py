@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction
 from attacks.network.pixel_map import PixelMap, read_pixel_map
-from attacks.verification import FEWER_GIVEN, FOLDED, UNSEEN, confirm
+from attacks.verification import FEWER_GIVEN, FOLDED, confirm
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.view import ServerView
@@ -72,7 +72,18 @@ TOLD: dict[str, Before] = {
     "gamma": lambda x: x**2.2,
     "inverted root": lambda x: 1 - x.sqrt(),
     "turned, then cubed": lambda x: x**3 * 255,
-    "blurred": lambda x: functional.avg_pool2d(x, 3, 1, 1),
+    "blurred": lambda x: functional.avg_pool2d(x, 3, 1, 1) + x,
+    "mirrored, with gamma": lambda x: x.flip(-1) ** 2.2,
+    "other channels first": lambda x: x[:, [2, 1, 0]].sqrt(),
+    "larger": lambda x: functional.interpolate(x, scale_factor=2),
+    "larger, smoothly": lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+    "padded": lambda x: functional.pad(x, (1, 1, 1, 1)) ** 2,
+    "with its square": lambda x: torch.cat([x, x**2], 1),
+    "with what is folded": lambda x: torch.cat([x, (2 * x - 1).abs()], 1),
+    "other colors": lambda x: torch.einsum(
+        "ij,bjhw->bihw", torch.tensor([[0.6, 0.3, 0], [0.1, 0.7, 0.2], [0, 0, 1.0]]).to(x), x
+    ),
+    "at 8 bits": lambda x: (255 * x).round() / 255,
 }
 FOLDING: dict[str, Before] = {
     "absolute": lambda x: (2 * x - 1).abs(),
@@ -82,32 +93,40 @@ FOLDING: dict[str, Before] = {
     "four bits": lambda x: (15 * x).round() / 15,
     "clamped": lambda x: x.clamp(0.1, 0.9),
     "rectified": lambda x: (x - 0.3).relu(),
-    "maximum of neighbors": lambda x: functional.max_pool2d(x, 3, 1, 1),
     "gray": lambda x: x.mean(1, keepdim=True),
+    "gray three times": lambda x: x.mean(1, keepdim=True).repeat(1, 3, 1, 1),
+    "smaller and larger": lambda x: functional.interpolate(functional.avg_pool2d(x, 2), scale_factor=2),
+    "less its mean": lambda x: x - x.mean((1, 2, 3), keepdim=True),
+    "cropped twice": lambda x: torch.cat([x[..., 1:7, :], x[..., 1:7, :]], 1),
     "cropped": lambda x: x[..., 1:7, :],
     "smaller": lambda x: functional.avg_pool2d(x, 2),
-    "standardized": lambda x: (x - x.mean((1, 2, 3), keepdim=True)) / x.std((1, 2, 3), keepdim=True),
 }
-FEWER = {"gray": 64, "smaller": 48, "cropped": 144}
+FEWER = {
+    "gray three times": 64,
+    "smaller and larger": 48,
+    "less its mean": 191,
+    "cropped twice": 144,
+    "gray": 64,
+    "smaller": 48,
+    "cropped": 144,
+}
 """Numbers that a network is given where these are affine functions of the pixels."""
 
 
 @pytest.mark.parametrize("before", TOLD)
 def test_pixels_are_told(before: str) -> None:
     view = view_of(Preceded(TOLD[before]))
-    found = read_pixel_map(view)
-    assert found is not None
-    assert not found.folds
+    assert read_pixel_map(view) == PixelMap("told", 192)
     assert claimed(view, picture()).verified
 
 
 @pytest.mark.parametrize("before", FOLDING)
 def test_pictures_fold(before: str) -> None:
     view = view_of(Preceded(FOLDING[before]))
-    assert read_pixel_map(view) == PixelMap(True, FEWER.get(before, 0))
+    assert read_pixel_map(view) == PixelMap("fewer", FEWER[before]) if before in FEWER else PixelMap("folded")
     found = claimed(view, picture())
     assert not found.verified
-    assert found.approximate is (before == "cropped")
+    assert found.approximate is (before in {"cropped", "cropped twice", "less its mean"})
     expected = FEWER_GIVEN.format(count=192, seen=FEWER[before]) if before in FEWER else FOLDED
     assert found.note == expected
 
@@ -124,7 +143,36 @@ def test_what_goes_into_two_networks_is_told_by_both() -> None:
     with torch.random.fork_rng():
         torch.random.default_generator.manual_seed(0)
         model = TwoTowers()
-    assert read_pixel_map(view_of(model)) == PixelMap(False, 192)
+    assert read_pixel_map(view_of(model)) == PixelMap("told", 192)
+
+
+UNKNOWN: dict[str, tuple[Before, str]] = {
+    "maximum of neighbors": (lambda x: functional.max_pool2d(x, 3, 1, 1), "change nothing in the update"),
+    "neighbors, folded": (lambda x: (functional.avg_pool2d(2 * x - 1, 3, 1, 1) + 2 * x - 1).abs(), FOLDED),
+    "channels by their norm": (lambda x: x.norm(dim=1, keepdim=True), FOLDED),
+}
+
+
+@pytest.mark.parametrize("before", UNKNOWN)
+def test_of_what_nobody_knows_pictures_are_asked_that_networks_take_for_others(before: str) -> None:
+    function, words = UNKNOWN[before]
+    view = view_of(Preceded(function))
+    assert read_pixel_map(view).kind == "unknown"
+    found = claimed(view, picture())
+    assert not found.verified
+    assert words in found.note
+
+
+def test_what_reads_each_pixel_among_others_stays_verified() -> None:
+    view = view_of(Preceded(lambda x: x + 0.1 * (functional.avg_pool2d(x, 3, 1, 1)) ** 2))
+    assert read_pixel_map(view).kind == "unknown"
+    assert claimed(view, picture()).verified
+
+
+def test_a_frozen_layer_is_what_a_network_does_to_pixels() -> None:
+    frozen = nn.Conv2d(3, 1, 1).requires_grad_(False)
+    model = Preceded(lambda x: x, nn.Sequential(frozen, nn.LazyConv2d(12, 3)))
+    assert read_pixel_map(view_of(model)) == PixelMap("fewer", 64)
 
 
 @pytest.mark.parametrize(("shown", "stays"), [(6, True), (2, False)])
@@ -135,7 +183,7 @@ def test_pixels_that_a_network_does_not_see_are_counted(shown: int, stays: bool)
     found = confirm(view, Reconstruction(inputs=other, labels=torch.tensor([3])))
     assert isinstance(found, Reconstruction)
     assert (found.verified, found.approximate) == (None, stays)
-    assert found.note == UNSEEN.format(unseen=3 * 8 * (8 - shown), count=3 * 8 * 8)
+    assert found.note == FEWER_GIVEN.format(seen=3 * 8 * shown, count=3 * 8 * 8)
 
 
 def test_pixels_that_a_stride_passes_over_are_not_borne_out() -> None:

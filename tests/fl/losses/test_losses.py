@@ -5,7 +5,7 @@ from torch import nn
 from fl.losses import losses
 from fl.losses.bce import BinaryCrossEntropy
 from fl.losses.cross_entropy import CrossEntropy
-from fl.losses.function import GivenFunction, build_loss, known_loss
+from fl.losses.function import GivenFunction, NamedFunction, build_loss, known_loss
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
 
@@ -95,6 +95,43 @@ def test_a_loss_of_ones_own_is_taken_by_name_or_as_a_callable():
         build_loss(3)
 
 
+class OwnError(Exception):
+    """What a function of the user's own raises at what it does not take."""
+
+
+def strict(outputs, targets):
+    if outputs.dtype != torch.float32 or targets.dtype != torch.float32 or outputs.shape != targets.shape:
+        raise OwnError(outputs.dtype)
+    return (outputs - targets).abs().mean()
+
+
+class Counting(nn.Module):
+    """A loss that keeps how often it was called, and draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, outputs, targets):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + outputs.detach().mean()
+        return nn.functional.mse_loss(outputs + 0.1 * torch.randn_like(outputs), targets)
+
+
+def test_a_function_that_is_asked_stays_as_it_was_and_may_raise_anything():
+    own, before = build_loss(Counting()), torch.get_rng_state()
+    assert known_loss(own, torch.Size([3])) == own
+    assert (own.call.calls, own.call.mean.dtype, float(own.call.mean)) == (0, torch.float32, 0.0)
+    assert torch.equal(before, torch.get_rng_state())
+    assert known_loss(build_loss(strict), torch.Size([3])) == build_loss(strict)
+
+
+def test_what_the_user_says_of_targets_stands():
+    soft = NamedFunction(function="torch.nn.functional:cross_entropy", targets="probabilities")
+    assert known_loss(soft, torch.Size([3])) == soft
+
+
 def weighted(outputs, targets):
     return nn.functional.cross_entropy(outputs, targets, weight=torch.tensor([1.0, 1, 2]).to(outputs))
 
@@ -114,6 +151,9 @@ def weighted(outputs, targets):
         (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"), (3,), None),
         (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, ignore_index=2), (3,), None),
         (lambda outputs, targets: 2 * nn.functional.mse_loss(outputs, targets), (1,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum") / 6, (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs.clamp(-10, 10), targets), (3,), None),
+        (lambda outputs, targets: 2 * nn.functional.huber_loss(outputs, targets, delta=10), (1,), None),
         (weighted, (3,), None),
         (nn.functional.l1_loss, (2,), None),
     ],
