@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -220,7 +221,7 @@ def double_form(model: nn.Module, images: Tensor) -> DoubleForm | None:
     """
     like = next((value for value in model.parameters() if value.is_floating_point()), images)
     images = images.to(like)
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), _Lowered() as lowered:  # type: ignore[no-untyped-call]
+    with _same_draws(images), torch.no_grad(), _Lowered() as lowered:  # type: ignore[no-untyped-call]
         try:
             copy.deepcopy(model).double()(images.double())
             if not lowered.seen:
@@ -241,6 +242,11 @@ def double_form(model: nn.Module, images: Tensor) -> DoubleForm | None:
         if not said:
             return DoubleForm(fixes_single=True)
     return DoubleForm() if runs else DoubleForm(refusal=refusal_of(said))
+
+
+def _same_draws(images: Tensor) -> AbstractContextManager[None]:
+    """Return the context in which random numbers are drawn from the state of now, on the images' device as well."""
+    return torch.random.fork_rng(devices=[images.device] if images.is_cuda else [])
 
 
 def _in_a_line(error: Exception) -> str:
@@ -265,7 +271,7 @@ def refusal_of(said: str) -> str:
 
 def _run(model: nn.Module, images: Tensor) -> Any:
     """Return what a network returns, where its gradient can be taken, too."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+    with _same_draws(images), torch.enable_grad():
         returned = model(images)
         if isinstance(returned, Tensor) and returned.requires_grad:
             trained = [value for value in model.parameters() if value.requires_grad]
