@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,6 +27,7 @@ from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.network.pixel_layers import PixelLayer, PixelNetwork, pixel_layers
+from attacks.search_control import StoppedError, check_time_limit
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
@@ -50,6 +51,8 @@ DIM_FACTORS = 6
 """Smaller factors that are tried beside, each half of the one before: of dim pictures."""
 STARTS_PER_LABEL, STARTS = 2, 16
 """Of these, the best that are refined, of each label and of all."""
+TARGETS_AT_ONCE = 8
+"""Targets that are tried before the time is asked for."""
 REFINEMENTS, DIFFERENCE = 40, 1e-6
 """Steps of Gauss and Newton, and the relative change of a factor that tells how what is left changes with it."""
 POWER_STEPS = 4
@@ -86,7 +89,8 @@ NO_SIZE = (
     "at no brightness do the layers above send back what it got, so that the loss or the step size may be another than "
     "stated"
 )
-TOO_FEW_OUTPUTS = "not confirmed: {} outputs are too few to tell how bright the picture is, and to say that it was one"
+NOT_SIZED = "its size was not found before {}"
+TOO_FEW_OUTPUTS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} outputs are too few to tell that, too"
 OTHER_RANGE = (
     "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
     "them (mean, std)?"
@@ -239,8 +243,12 @@ class ScaleSearch:
         count = FACTORS if len(self.parts) == 1 else FACTORS_OF_TWO
         grids = [part.wide_factors() if self.wide else part.factors(count) for part in self.parts]
         factors = torch.cartesian_prod(*grids).view(-1, len(grids))
-        signals = self.network.signals(self.pictures(factors), self.targets, self.view.task.loss)
-        cost = self._left(self._made(signals, factors)).square().sum(-1)  # (K, N)
+        pictures, costs = self.pictures(factors), []
+        for targets in self.targets.split(TARGETS_AT_ONCE):
+            check_time_limit()
+            signals = self.network.signals(pictures, targets, self.view.task.loss)
+            costs.append(self._left(self._made(signals, factors)).square().sum(-1))
+        cost = torch.cat(costs)  # (K, N)
         cost = cost.where(cost.isfinite(), torch.full_like(cost, math.inf))
         grid = cost.view(len(cost), *map(len, grids))
         lowest = torch.ones_like(grid, dtype=torch.bool)
@@ -260,6 +268,7 @@ class ScaleSearch:
         left, slopes = self._linearize(factors, labels)
         cost = left.square().sum(-1)
         for _ in range(REFINEMENTS):
+            check_time_limit()
             square = slopes @ slopes.mT
             ridge = damping[:, None] * square.diagonal(dim1=1, dim2=2) + 1e-300
             step = torch.linalg.solve(square + ridge.diag_embed(), -(slopes @ left[..., None])[..., 0])
@@ -343,22 +352,52 @@ def _search(search: ScaleSearch, limit: float) -> Result:
         search: for it.
         limit: share of the layers' update and equations that rounding may be.
     """
-    alone = len(search.parts) == 1 and _tells_inputs_apart(search.view)
+    part, nearly, stopped = search.parts[0], None, ""
+    try:
+        for targets in _target_groups(search):
+            judged = _judge_targets(replace(search, targets=targets), limit)
+            if judged is not None and judged.objective <= limit:
+                return judged
+            nearly = nearly or judged
+    except StoppedError as error:
+        stopped = str(error)
+    reason = NOT_SIZED.format(stopped) if stopped else NO_SIZE
+    if nearly is not None:
+        return replace(nearly, cut_short=stopped)
+    if _is_alone(search) and part.left <= limit and search.tells_pairs_apart():
+        return replace(_up_to_a_factor(search.view, part, reason), cut_short=stopped)
+    return NotApplicable(
+        f"{part.layer.weight} tells the picture up to its brightness, and {reason}",
+        limit=bool(stopped),
+        cut_short=stopped and f"not done before {stopped}",
+    )
+
+
+def _is_alone(search: ScaleSearch) -> bool:
+    """Return whether layers of one input tell the picture, as far as its direction is told from that of several."""
+    return len(search.parts) == 1 and _tells_inputs_apart(search.view)
+
+
+def _target_groups(search: ScaleSearch) -> Iterator[Tensor]:
+    """Return the targets to try, the likeliest first: a label that the update tells by itself, then all."""
+    view = search.view
+    label = single_label(view)[0] if view.task.loss.is_cross_entropy and len(search.targets) > 1 else None
+    if label is not None:
+        yield label.to(search.targets)
+    yield search.targets
+
+
+def _judge_targets(search: ScaleSearch, limit: float) -> Reconstruction | None:
+    """Return what the layers above say of the size of a picture that has one of the search's targets; None of none."""
     searches = [search] if all(part.is_pictured for part in search.parts) else []
-    if alone:
+    if _is_alone(search):
         searches.append(replace(search, parts=[search.parts[0].without_range()], wide=True))
     for each in searches:
         judged = _judge(each, _solutions(each), limit)
         if judged is not None:
             return judged
-    if search.sized and searches and not searches[0].wide:
-        judged = _judge_resized(replace(search, sized=False), limit)
-        if judged is not None:
-            return judged
-    part = search.parts[0]
-    if alone and part.left <= limit and search.tells_pairs_apart():
-        return _up_to_a_factor(search.view, part, NO_SIZE)
-    return NotApplicable(f"{part.layer.weight} tells the picture up to its brightness, and {NO_SIZE}")
+    pictured = bool(searches) and not searches[0].wide
+    return _judge_resized(replace(search, sized=False), limit) if search.sized and pictured else None
 
 
 def _judge_resized(search: ScaleSearch, limit: float) -> Reconstruction | None:
@@ -373,9 +412,10 @@ def _judge_resized(search: ScaleSearch, limit: float) -> Reconstruction | None:
     left = max(part.left for part in search.parts)
     view = without_unmoved(search.view)
     for one in found:
+        check_time_limit()
         result = _as_result(search, one)
         if max(left, one.left) <= limit and _is_made_to_rounding(search, view, result):
-            single = len(search.parts) == 1 and _tells_inputs_apart(view) and search.tells_pairs_apart()
+            single = _is_alone(search) and search.tells_pairs_apart()
             private = _features(search, one) if single else {}
             return replace(result, verified=None, private=private, note=OTHER_STEP_SIZE)
     return None
@@ -523,6 +563,7 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
         found: what explains its layers.
         limit: share of the layers' update and equations that rounding may be.
     """
+    check_time_limit()
     view = without_unmoved(search.view)
     results = [_as_result(search, one) for one in found]
     left = max(part.left for part in search.parts)
@@ -547,18 +588,20 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
     if search.wide or not found:
         return None
     if not exact:
-        return replace(
-            results[0], verified=None, objective=max(left, found[0].left), note=NEARLY.format(max(left, found[0].left))
-        )
+        most = max(left, found[0].left)
+        told = left <= limit and _is_alone(search) and search.tells_pairs_apart()
+        private = _features(search, found[0]) if told else {}
+        note = f"{NEARLY.format(most)}; {UP_TO_BRIGHTNESS}" if told else NEARLY.format(most)
+        return replace(results[0], verified=None, objective=most, private=private, note=note)
     best = (borne_out or exact)[0]
     others = [i for i in borne_out if _are_apart(results[best], results[i])]
     if told and len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
         return results[best]
-    if not told and not search.sized and len(search.parts) == 1 and _tells_inputs_apart(view):
+    if not told and not search.sized and _is_alone(search):
         return None  # some picture makes whatever flows back, so that its direction is all that is told
     reason = SEVERAL_FACTORS.format(f"{len(others) + 1} pictures") if others else FACTOR_UNTOLD
     reason = reason if told else TOO_FEW_OUTPUTS.format(math.prod(view.task.output_shape))
-    single = len(search.parts) == 1 and bool(borne_out) and _tells_inputs_apart(view)
+    single = bool(borne_out) and _is_alone(search)
     single = single and search.tells_pairs_apart()
     private = _features(search, found[best]) if single else {}
     return replace(results[best], verified=None, private=private, note=reason)

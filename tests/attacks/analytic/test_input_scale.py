@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, build
+from attacks.network.pixel_layers import PixelNetwork
+from attacks.search_control import TIME_LIMIT, StoppedError
 from attacks.update.update_comparison import MAX_PIXEL_ERROR
 from eval.federations.exposures import proved_exposures
 from fl.capture import from_update
@@ -173,18 +175,63 @@ OTHER_LOSSES: dict[str, Loss] = {
 @pytest.mark.parametrize("loss", OTHER_LOSSES)
 @pytest.mark.parametrize("brightness", [1.0, 0.6])
 @pytest.mark.parametrize(
-    "make", [lambda: nn.Sequential(nn.Flatten(), plain(64, 3)), lambda: chain(3), lambda: chain(3, nn.Tanh)]
+    "make",
+    [
+        lambda: nn.Sequential(nn.Flatten(), plain(64, 3)),
+        lambda: chain(3),
+        lambda: chain(3, nn.Tanh),
+        lambda: chain(3, nn.GELU),
+        lambda: chain(4),
+    ],
 )
 def test_of_few_classes_no_size_is_claimed_under_another_loss_than_stated(
     make: Callable[[], nn.Module], brightness: float, loss: str
 ) -> None:
     model, x = network(make), picture(brightness=brightness)
-    update = moved(model, x, torch.tensor([1]), loss=OTHER_LOSSES[loss])
-    view = view_of(model, update, 3)
+    classes = len(list(model.parameters())[-1])
+    if classes > 3 and loss in {"soft targets", "focal", "hinge"}:
+        pytest.skip("written for three classes, or of the same direction")
+    view = view_of(model, moved(model, x, torch.tensor([1]), loss=OTHER_LOSSES[loss]), classes)
     result = build("analytic")(view)
     shown = proved_exposures("analytic", result, view)
     assert not (isinstance(result, Reconstruction) and (result.verified or result.approximate))
     assert all("up to a factor" in one.words for one in shown if one.kind == "features")
+
+
+def test_of_few_classes_a_picture_as_stated_is_verified() -> None:
+    model, x = network(lambda: chain(3)), picture()
+    result = found(view_of(model, moved(model, x, torch.tensor([1])), 3))
+    assert is_right(result, x)
+    assert result.verified
+
+
+def test_a_label_that_the_update_tells_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+    signals = PixelNetwork.signals
+
+    def count(self: PixelNetwork, pictures: Tensor, targets: Tensor, loss: object) -> list[Tensor]:
+        tried.append(len(targets))
+        return signals(self, pictures, targets, loss)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(PixelNetwork, "signals", count)
+    model, x = network(lambda: chain(300)), picture()
+    result = found(view_of(model, moved(model, x, torch.tensor([299])), 300))
+    assert is_right(result, x)
+    assert result.verified
+    assert sum(tried) == 1
+
+
+def test_the_search_of_the_size_ends_at_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop() -> None:
+        raise StoppedError(TIME_LIMIT)
+
+    model, x = network(lambda: chain(300)), picture()
+    view = view_of(model, moved(model, x, torch.tensor([299]), loss=smoothed(0.1)), 300)
+    monkeypatch.setattr("attacks.analytic.input_scale.check_time_limit", stop)
+    result = found(view)
+    assert result.cut_short == TIME_LIMIT
+    assert "was not found before the time limit" in result.note
+    assert "up to a factor" in proved_exposures("analytic", result, view)[0].words
 
 
 @pytest.mark.parametrize("share", [0.1, 0.2])
