@@ -40,6 +40,8 @@ least what is asked of no attack."""
 CANCELED_SPACINGS = 8.0
 """Likewise of biases in training mode, in units of the whole update's size: batch normalization takes them off, so that
 what flows back into them sums to nothing but rounding."""
+NEARBY = 0.5
+"""Share of an update up to which what a prediction leaves may be for numbers next to a bend of an activation."""
 BRIGHTNESS_CHANGE = 0.02
 """A change of brightness that must show, or the picture is not borne out: 40 dB for one of full brightness."""
 PARTIAL_TOLERANCE = 0.1
@@ -161,6 +163,8 @@ class UpdateComparison:
         made, allowed = self._with_strict_bounds(images, labels)
         if not self._exceeds(made, allowed) or not self._exceeds(self._predicted_update(images, labels), allowed):
             return True
+        if self._missed_share(made, allowed) > NEARBY:
+            return False  # no other side of a bend, but another label, say
         return any(
             not self._exceeds(*self._with_strict_bounds(images, labels, draws))
             for draws in range(LAST_DIGIT_DRAWS + 1, MOST_LAST_DIGIT_DRAWS + 1)
@@ -318,6 +322,12 @@ class UpdateComparison:
         """Return whether what a prediction leaves of some tensor is more than allowed, at the best common factor."""
         factor = self._best_factor(made, allowed) if factor is None else factor
         return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
+
+    def _missed_share(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
+        """Return what a prediction leaves of the update, as a share of it, at the best common factor."""
+        factor = self._best_factor(made, allowed)
+        left = math.hypot(*(float((self.observed[n] - factor * v).norm()) for n, v in made.items()))
+        return left / max(math.hypot(*(float(self.observed[n].norm()) for n in made)), 1e-300)
 
     @cached_property
     def _asked_last(self) -> list[_Computed]:
