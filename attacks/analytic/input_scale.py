@@ -177,11 +177,12 @@ class ScaleSearch:
 
         Unknown are the factor, the step size if it is, and the target if there are several. Further parts bring one
         number each, their own factor: what flows back into all of them is made of one gradient of the outputs, whose
-        numbers sum to zero under cross entropy.
+        numbers sum to zero under cross entropy. A bias that moved tells these without the factor.
         """
         task = self.view.task
         outputs = math.prod(task.output_shape) - int(task.loss.is_cross_entropy)
         flowing = min(outputs, *(len(part.observed) for part in self.parts))
+        flowing *= 2 if _has_moved_bias(without_unmoved(self.view)) else 1
         return flowing - 1 - int(not self.sized) - int(len(self.targets) > 1)
 
     def tells_pairs_apart(self) -> bool:
@@ -605,6 +606,13 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
     single = single and search.tells_pairs_apart()
     private = _features(search, found[best]) if single else {}
     return replace(results[best], verified=None, private=private, note=reason)
+
+
+def _has_moved_bias(view: ServerView) -> bool:
+    """Return whether a bias of a linear layer is among the tensors of an update."""
+    sizes = {name: dense(value).shape for name, value in view.update.items()}
+    pairs = ((size, sizes.get(name.removesuffix("bias") + "weight", ())) for name, size in sizes.items())
+    return any(len(size) == 1 and len(weight) == 2 and weight[0] == size[0] for size, weight in pairs)
 
 
 def _is_made_to_rounding(search: ScaleSearch, view: ServerView, result: Reconstruction) -> bool:

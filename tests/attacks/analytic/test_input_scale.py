@@ -205,6 +205,18 @@ def test_of_few_classes_a_picture_as_stated_is_verified() -> None:
     assert result.verified
 
 
+def test_a_bias_of_the_classifier_tells_the_brightness_of_a_picture_of_few_classes() -> None:
+    model = network(lambda: nn.Sequential(nn.Flatten(), plain(64, 24), nn.ReLU(), nn.Linear(24, 3)))
+    x, label = picture(), torch.tensor([1])
+    for loss, step in ((entropy, LR), (smoothed(0.1), LR), (smoothed(0.1), 0.02), (entropy, 0.02)):
+        view = view_of(model, moved(model, x, label, loss=loss), 3, lr=step)
+        result = build("analytic")(view)
+        as_stated = loss is entropy and step == LR
+        assert isinstance(result, Reconstruction)
+        assert bool(result.verified) is as_stated
+        assert is_right(result, x) or not (result.verified or result.approximate)
+
+
 def test_a_label_that_the_update_tells_is_tried_first(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
     signals = PixelNetwork.signals
