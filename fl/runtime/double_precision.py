@@ -246,7 +246,7 @@ def double_form(model: nn.Module, images: Tensor) -> DoubleForm | None:
 
 def _same_draws(images: Tensor) -> AbstractContextManager[None]:
     """Return the context in which random numbers are drawn from the state of now, on the images' device as well."""
-    return torch.random.fork_rng(devices=[images.device] if images.is_cuda else [])
+    return torch.random.fork_rng(devices=[images.device] if images.device.type == "cuda" else [])
 
 
 def _in_a_line(error: Exception) -> str:
