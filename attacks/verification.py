@@ -88,7 +88,8 @@ def _confirm(view: ServerView, result: Result) -> Result:
     held = _hold_to_update(view, result)
     if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
         return held
-    pixels = read_pixel_map(view) if held.verified or held.approximate else PixelMap("told")
+    asked = held.verified or held.approximate
+    pixels = read_pixel_map(without_unmoved(view)) if asked else PixelMap("told")  # what did not move tells nothing
     if pixels.kind == "folded" or (pixels.kind == "unknown" and held.verified and _has_double(view, held)):
         reason, seen = FOLDED, 0
     elif pixels.kind == "fewer":
@@ -106,19 +107,21 @@ def _confirm(view: ServerView, result: Result) -> Result:
 
 def _has_double(view: ServerView, result: Reconstruction) -> bool:
     """Return whether pictures that networks often take for another make the update as well."""
-    asked = _comparison(view, result)
-    guess = None if asked is None else next(iter(asked.guesses), None)
-    if asked is None or guess is None:
-        return False
-    images, labels = guess
-    return any(asked.check.is_explained_to_rounding(other, labels) for other in doubles(images))
+    asked = _first_guess(view, result)
+    return asked is not None and any(asked[0].is_explained_to_rounding(other, asked[2]) for other in doubles(asked[1]))
 
 
 def _count_unseen(view: ServerView, result: Reconstruction) -> int:
     """Return how many numbers of pictures that an update bears out may be any for all that it says."""
+    asked = _first_guess(view, result)
+    return 0 if asked is None else asked[0].count_unseen(*asked[1:])
+
+
+def _first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateComparison, Tensor, Tensor] | None:
+    """Return the comparison with an update, and the pictures with the likeliest labels; None where none can be made."""
     asked = _comparison(view, replace(result, verified=True))
     guess = None if asked is None else next(iter(asked.guesses), None)
-    return 0 if asked is None or guess is None else asked.check.count_unseen(*guess)
+    return None if asked is None or guess is None else (asked.check, *guess)
 
 
 def _hold_to_update(view: ServerView, result: Result) -> Result:

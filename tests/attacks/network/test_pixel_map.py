@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from attacks.network.pixel_map import PixelMap, read_pixel_map
 from attacks.verification import FEWER_GIVEN, FOLDED, confirm
 from fl.capture import from_batch
 from fl.seeds import stream
+from fl.tensors import dense
 from fl.view import ServerView
 
 SHAPE = (3, 8, 8)
@@ -172,7 +174,14 @@ def test_what_reads_each_pixel_among_others_stays_verified() -> None:
 def test_a_frozen_layer_is_what_a_network_does_to_pixels() -> None:
     frozen = nn.Conv2d(3, 1, 1).requires_grad_(False)
     model = Preceded(lambda x: x, nn.Sequential(frozen, nn.LazyConv2d(12, 3)))
-    assert read_pixel_map(view_of(model)) == PixelMap("fewer", 64)
+    view = view_of(model)
+    assert read_pixel_map(view) == PixelMap("fewer", 64)
+    frozen.requires_grad_(True)
+    named = dict(view_of(model).update)
+    still = {name: 0 * dense(named[name]) for name in named if name.startswith("stem.0.")}
+    unmoved = replace(view_of(model), update={**named, **still})  # it is sent, as it came
+    assert still
+    assert claimed(unmoved, picture()).note.endswith(FEWER_GIVEN.format(count=192, seen=64))
 
 
 @pytest.mark.parametrize(("shown", "stays"), [(6, True), (2, False)])
