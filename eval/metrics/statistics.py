@@ -25,8 +25,7 @@ from typing import Any, cast
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import beta
-from scipy.stats import t as student
+from scipy import special
 
 from eval.metrics.image import PSNR_CAP
 
@@ -148,12 +147,16 @@ def exact_interval(successes: float, trials: int, level: float = 0.95) -> tuple[
 
 def rate_upper_bound(successes: float, trials: int, significance: float) -> float:
     """Return Clopper and Pearson's one-sided upper bound on a rate."""
-    return 1.0 if successes >= trials else float(beta.ppf(1 - significance, successes + 1, trials - successes))
+    if successes >= trials:
+        return 1.0
+    return float(special.betaincinv(successes + 1, trials - successes, 1 - significance))
 
 
 def rate_lower_bound(successes: float, trials: int, significance: float) -> float:
     """Return Clopper and Pearson's one-sided lower bound on a rate."""
-    return 0.0 if successes <= 0 else float(beta.ppf(significance, successes, trials - successes + 1))
+    if successes <= 0:
+        return 0.0
+    return float(special.betaincinv(successes, trials - successes + 1, significance))
 
 
 def success_rate(
@@ -240,7 +243,7 @@ def _student(values: Floats, level: float) -> tuple[float, float]:
     middle, count = float(values.mean()), len(values)
     if count < 2:
         return middle, middle
-    quantile, spread = float(student.ppf(0.5 + level / 2, count - 1)), float(values.std(ddof=1))
+    quantile, spread = float(special.stdtrit(count - 1, 0.5 + level / 2)), float(values.std(ddof=1))
     half = quantile * spread / math.sqrt(count)
     if count < 3 or spread == 0:
         return middle - half, middle + half

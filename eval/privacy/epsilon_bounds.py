@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import optimize, special, stats
+from scipy import optimize, special
 
 from eval.metrics.statistics import rate_lower_bound
 from fl.privacy.accounting import gaussian_delta
@@ -112,8 +112,9 @@ def one_run(canaries: int, guesses: int, right: int, *, delta: float, significan
 
     def p_value(epsilon: float) -> float:
         rate = special.expit(epsilon)
+        least = np.arange(right, 0, -1)
         # P[Bin(r, rate) >= v - i] for i = 0 .. v
-        tails = stats.binom.sf(np.arange(right - 1, -2, -1), guesses, rate)
+        tails = np.append(special.betainc(least, guesses - least + 1, rate), 1.0)
         alpha = np.max((tails[1:] - tails[0]) / np.arange(1, right + 1)) if right else 0.0
         return float(tails[0] + 2 * canaries * delta * alpha)
 
