@@ -23,7 +23,7 @@ from torch import Tensor
 from attacks.labels.assignment import assign_labels
 from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
 from attacks.labels.recovery import single_label
-from attacks.labels.targets import output_signal, outputs_of
+from attacks.labels.targets import FAR_TARGET, fitted_signal, output_signal, outputs_of
 from attacks.network.network_parts import network_above
 from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
 from attacks.result import NotApplicable, Reconstruction, Result
@@ -56,9 +56,6 @@ from fl.runtime.double_precision import PrecisionError
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
 from fl.view import ServerView
-
-FAR_TARGET = 1e6
-"""How far away a target is put of which only the direction is known, in units of the outputs."""
 
 MAX_BORNE_OUT_LABELS = 10
 """Labels with which it is asked, at most, whether the update bears out what its attack does not verify."""
@@ -531,8 +528,9 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     spread = 2 * MAX_PIXEL_ERROR * float(inputs.square().mean().sqrt())  # as of pixels of half brightness
     check = UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
-        return _Question(check, ((inputs, labels) for labels in _candidate_labels(view, result)))
-    if not view.task.loss.is_cross_entropy:
+        given = (above, replace(result, inputs=inputs)) if view.task.loss.is_linear_in_targets else (view, result)
+        return _Question(check, ((inputs, labels) for labels in _candidate_labels(*given)))
+    if not view.task.loss.takes_classes:
         return None
     return _Question(check, [(inputs, check.labels_of(inputs, layer.parameter_names[0]))])
 
@@ -541,16 +539,17 @@ def _leaves_labels_untried(view: ServerView, result: Reconstruction) -> bool:
     """Return whether labels matter, are neither known to the server nor found, and are too many to be all tried."""
     used = result.labels if result.inputs is not None or view.batch_size == 1 else None  # see `_feature_comparison`
     known = view.private or used is not None or view.labels is not None or not view.method.uses_labels
-    return not known and view.task.loss.is_cross_entropy and view.task.num_classes > MAX_TRIED_LABELS
+    return not known and view.task.loss.takes_classes and view.task.num_classes > MAX_TRIED_LABELS
 
 
 def _leaves_targets_unasked(view: ServerView, result: Reconstruction) -> bool:
-    """Return whether targets of another loss than cross entropy matter, and there are none to ask the update with."""
+    """Return whether targets matter, and there are none to ask the update with."""
     task = view.task
-    if task.loss.is_cross_entropy or view.labels is not None or not view.method.uses_labels or view.private:
+    if view.labels is not None or not view.method.uses_labels or view.private:
         return False
-    if task.loss.is_linear_in_targets:
-        return False
+    if (result.inputs is not None and len(result.inputs) > 1) or task.loss.is_linear_in_targets:
+        asked = _comparison(view, result)
+        return asked is not None and next(iter(asked.guesses), None) is None
     unread = result.labels is None and task.loss.every_target(task.output_shape, MAX_TRIED_LABELS) is None
     return unread or not task.loss.has_exact_targets
 
@@ -585,7 +584,7 @@ def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tens
 
 
 def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
-    """Yield a target (1, ...) in the direction that the outputs' bias tells, where targets are unknown numbers.
+    """Yield a target (1, ...) in the direction that the update tells, where targets are unknown numbers.
 
     It is far away, so that what flows back has that direction whatever the picture is: a near one, fitted to this
     picture, would speak against any other. One step is the same up to a factor, further ones are not.
@@ -593,7 +592,12 @@ def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
     if not view.task.loss.is_linear_in_targets:
         return
-    if result.inputs is None or len(steps) != 1 or (signal := output_signal(view)) is None:
+    if result.inputs is None or len(steps) != 1 or view.batch_size != 1:
         return
-    outputs = outputs_of(view, result.inputs.to(view.device, view.dtype))
+    inputs = result.inputs.to(view.device, view.dtype)
+    signal = output_signal(view)
+    signal = fitted_signal(view, inputs) if signal is None else signal
+    if signal is None:
+        return
+    outputs = outputs_of(view, inputs)
     yield outputs - FAR_TARGET * (1 + float(outputs.abs().max())) * signal[None] / signal.abs().max()

@@ -102,7 +102,7 @@ class Analytic(Attack):
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
         whole, images = bool(fit.known.all()), layer.is_given_images
         # under other losses no label can be tried, and nothing would tell another range from a wrong size
-        classified = view.task.loss.is_cross_entropy
+        classified = view.task.loss.takes_classes
         if images and sized and whole and classified and not _is_within_range(layer, fit.inputs):
             images, note = False, "; ".join(filter(None, (note, OTHER_RANGE)))
         private: Tensors = {} if images else {"features": fit.inputs.to(view.dtype)}

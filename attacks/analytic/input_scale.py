@@ -180,7 +180,7 @@ class ScaleSearch:
         numbers sum to zero under cross entropy. A bias that moved tells these without the factor.
         """
         task = self.view.task
-        outputs = math.prod(task.output_shape) - int(task.loss.is_cross_entropy)
+        outputs = math.prod(task.output_shape) - int(task.loss.takes_classes)
         flowing = min(outputs, *(len(part.observed) for part in self.parts))
         flowing *= 2 if _has_moved_bias(without_unmoved(self.view)) else 1
         return flowing - 1 - int(not self.sized) - int(len(self.targets) > 1)
@@ -524,7 +524,7 @@ def _possible_targets(view: ServerView) -> Tensor | None:
     if view.labels is not None:
         return view.labels
     task = view.task
-    classes = task.num_classes if task.loss.is_cross_entropy else 0
+    classes = task.num_classes if task.loss.takes_classes else 0
     return task.loss.every_target(task.output_shape, max(classes, MAX_TRIED_LABELS))
 
 

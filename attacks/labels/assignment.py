@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch.func import functional_call
 
 from attacks.update.classifier_update import classifier_names
 from fl.aggregated_view import as_single_client
+from fl.losses import Loss
 from fl.runtime.double_precision import PrecisionError
 from fl.tensors import dense
 from fl.types import frozen
@@ -28,7 +30,8 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
     The gradient of a linear classifier's weight is the mean of `(p_i - y_i) h_i^T`. The images give their features h_i
     and predictions p_i, so that the gradient times the pseudo-inverse of all h_i has a column for each, a multiple of
     p_i - y_i, which is negative at the image's own class alone (iDLG, Zhao et al. 2020, of one image). It is believed
-    where all columns point where the predictions say.
+    where all columns point where the predictions say. Under another loss of classes the label is the one by which the
+    gradient of the image's outputs is nearest to the column, in direction: sizes may hang on the whole batch.
 
     Args:
         view: whose classifier may be shared or not.
@@ -38,16 +41,41 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
     read = _read_classifier(view, gradient, images)
     if read is None:
         return None
-    columns, predictions = read
-    labels = columns.argmin(1)
-    wanted = predictions - nn.functional.one_hot(labels, columns.shape[1])
-    unit = nn.functional.normalize
-    far = (unit(columns, dim=-1) - unit(wanted, dim=-1)).norm(dim=-1)
+    columns, outputs = read
+    if view.task.loss.is_cross_entropy:
+        labels = columns.argmin(1)
+        wanted = torch.softmax(outputs, -1) - nn.functional.one_hot(labels, columns.shape[1])
+        far = _direction_distance(columns, wanted)
+    else:
+        labels, far = _nearest_labels(view.task.loss, columns, outputs)
     return labels.to(view.device) if bool((far <= MAX_DIRECTION_DISTANCE).all()) else None
+
+
+def _nearest_labels(loss: Loss, columns: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the label (N,) by which each image's outputs (N, K) have the gradient nearest to its column (N, K).
+
+    How far apart their directions are comes second (N,).
+    """
+    far, labels = columns.new_full((len(columns),), math.inf), torch.zeros(len(columns), dtype=torch.int64)
+    for label in range(columns.shape[1]):
+        with torch.enable_grad():
+            given = outputs.clone().requires_grad_()
+            (wanted,) = torch.autograd.grad(loss(given, torch.full((len(given),), label)), given)
+        off = _direction_distance(columns, wanted)
+        far, labels = torch.where(off < far, off, far), torch.where(off < far, label, labels)
+    return labels, far
+
+
+def _direction_distance(some: Tensor, others: Tensor) -> Tensor:
+    """Return the distances of rows that are brought to length one (N,)."""
+    unit = nn.functional.normalize
+    return (unit(some, dim=-1) - unit(others, dim=-1)).norm(dim=-1)
 
 
 def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, count: int) -> Tensor | None:
     """Return how often each image is in a batch with each label (N, K) int64, or None where nothing tells.
+
+    Of losses other than cross entropy nothing does.
 
     Image i, m_i times in the batch, c_i of them with each label, leaves a multiple k of `m_i p_i - c_i` in the
     classifier. Over p_i that is largest, `k m_i`, at labels it does not have. All m_i together are the batch, which
@@ -59,10 +87,10 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
         images: distinct ones, in [0, 1] (N, C, H, W).
         count: of the batch's images.
     """
-    read = _read_classifier(view, gradient, images)
+    read = _read_classifier(view, gradient, images) if view.task.loss.is_cross_entropy else None
     if read is None:
         return None
-    columns, predictions = read
+    columns, predictions = read[0], torch.softmax(read[1], -1)
     shares = (columns / predictions).amax(1)  # k m_i
     factor = float(shares.sum()) / count
     if not bool((shares > 0).all()) or not factor > 0:
@@ -76,9 +104,9 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
 
 
 def _read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return what each image left in the classifier's gradient over its features (N, K), and its predictions (N, K)."""
+    """Return what each image left in the classifier's gradient over its features (N, K), and its outputs (N, K)."""
     weight = classifier_names(view, view.update)[0]
-    reads = view.method.uses_labels and view.task.loss.is_cross_entropy
+    reads = view.method.uses_labels and view.task.loss.takes_classes
     if weight is None or weight not in gradient or not reads:
         return None
     seen = _features(view, weight.rpartition(".")[0], images)
@@ -86,7 +114,7 @@ def _read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tens
         return None
     features, outputs = seen
     columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)
-    return columns.mT, torch.softmax(outputs, -1)
+    return columns.mT, outputs
 
 
 def order_matters(view: ServerView) -> bool:

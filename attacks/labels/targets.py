@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from attacks.labels.assignment import assign_labels
 from attacks.result import Reconstruction
 from attacks.update.classifier_update import classifier_names, classifier_tensors
 from attacks.update.observed_update import ObservedUpdate
@@ -24,6 +25,10 @@ from fl.view import ServerView
 
 MIN_COSINE = 0.99
 """Between the gradient of the outputs and the bias's update, from which on one is taken for the other."""
+FAR_TARGET = 1e6
+"""How far away a target is put of which only the direction is known, in units of the outputs."""
+MOST_NUMBERS = 2**24
+"""Of what steps make of all numbers of the outputs together, from which the gradient of these is worked out."""
 
 
 def output_signal(view: ServerView) -> Tensor | None:
@@ -57,6 +62,34 @@ def output_signal(view: ServerView) -> Tensor | None:
     return bias
 
 
+def fitted_signal(view: ServerView, inputs: Tensor) -> Tensor | None:
+    """Return the gradient of a single example's outputs by which a step on an input comes nearest to the update.
+
+    It is known up to a positive factor. What a step makes of it is the sum of what it makes of each of its numbers. So
+    it is told without a bias of the last layer, if the input is right.
+
+    Args:
+        view: the server's, of one step on one example under a loss that is linear in its targets.
+        inputs: the example (1, ...).
+
+    Returns:
+        Of the shape of one example's outputs; None where these are many.
+    """
+    outputs = outputs_of(view, inputs.to(view.device, view.dtype))
+    observed = ObservedUpdate(view)
+    seen = torch.cat([dense(value).flatten() for value in observed.in_double(view.update).values()])
+    if outputs.numel() * len(seen) > MOST_NUMBERS:
+        return None
+    size = FAR_TARGET * (1 + float(outputs.abs().max()))
+    made = []
+    for each in torch.eye(outputs.numel()).to(outputs):
+        with torch.no_grad():
+            sent = observed.in_double(predict(view, Candidate(inputs, outputs - size * each.view_as(outputs))))
+        made.append(torch.cat([dense(sent[name]).flatten() for name in view.update]))
+    found = torch.linalg.lstsq(torch.stack(made, 1), seen[:, None]).solution
+    return found.view_as(outputs)[0] if bool(found.isfinite().all() and found.any()) else None
+
+
 def read_targets(view: ServerView) -> Tensor | None:
     """Return the target (1, ...) of a single example that the update tells without the input, or None."""
     signal = output_signal(view)
@@ -66,7 +99,8 @@ def read_targets(view: ServerView) -> Tensor | None:
 def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
     """Return a result with the target of its one input, where the loss's target follows from both.
 
-    A search by direction alone leaves the size of such a target open; then it has none. So it has where the step size
+    So does the class that a function of the user's own takes, by the direction of what flows back. Of numbers, a search
+    by direction alone leaves the size of such a target open; then it has none. So it has where the step size
     is not known.
 
     Args:
@@ -74,9 +108,14 @@ def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
         result: of an attack on it.
     """
     loss, found = view.task.loss, result.inputs
-    if loss.is_cross_entropy or loss.has_exact_targets or view.labels is not None or not view.method.uses_labels:
+    if loss.is_cross_entropy or view.labels is not None or not view.method.uses_labels:
         return result
     if view.batch_size != 1 or found is None or len(found) != 1:
+        return result
+    if loss.takes_classes:
+        label = _label_of(view, found) if result.labels is None else result.labels
+        return replace(result, labels=label)
+    if loss.has_exact_targets:
         return result
     signal, name = output_signal(view), classifier_names(view, view.update)[1]
     observed, target = ObservedUpdate(view), None
@@ -86,6 +125,14 @@ def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
             outputs = outputs_of(view, found.to(view.device, view.dtype))
             target = loss.target_of_outputs(outputs, signal[None] / scale)
     return replace(result, labels=target)
+
+
+def _label_of(view: ServerView, image: Tensor) -> Tensor | None:
+    """Return the label (1,) of the one image (1, C, H, W) that one step was taken on; None where nothing tells."""
+    observed = ObservedUpdate(view)
+    weight = classifier_names(view, observed.change)[0]
+    stepped = weight is not None and observed.steps(weight) == 1 and deviation_from_loss_gradient(view) is None
+    return assign_labels(view, observed.change, image) if stepped else None
 
 
 def outputs_of(view: ServerView, inputs: Tensor) -> Tensor:

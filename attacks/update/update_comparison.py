@@ -202,8 +202,7 @@ class UpdateComparison:
         """
         made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
-        outputs, loss = math.prod(self.view.task.output_shape), self.view.task.loss
-        one_direction = outputs == 1 or (outputs == 2 and loss.is_cross_entropy)
+        one_direction = self.view.task.loss.sends_back_one_direction(self.view.task.output_shape)
         sized = not self.view.scale_unknown and not self._exceeds(made, allowed, 1 / self._unit)
         unit = self.spread / MAX_PIXEL_ERROR
         for away in _differences(images.double(), unit * distance / 2):

@@ -185,7 +185,7 @@ def score_without_truth(reconstruction: Reconstructed, size: int | None, task: T
         task: what the targets are of; None is cross entropy.
     """
     found = reconstruction.inputs
-    given, classes = reconstruction.labels, task is None or task.loss.is_cross_entropy
+    given, classes = reconstruction.labels, task is None or task.loss.takes_classes
     labels = None if given is None or not classes else _hard(given)
     row: Row = {
         **{"images": size, "candidates": 0 if found is None else len(found), "unjudged": True, "failure": None},
@@ -348,7 +348,7 @@ def _targets(reconstruction: Reconstructed, truth: TrueValues, matched: list[int
 
 
 def _labels(reconstruction: Reconstructed, truth: TrueValues, matched: list[int | None], loss: Loss) -> list[Row]:
-    if not loss.is_cross_entropy:
+    if not loss.takes_classes:
         return _targets(reconstruction, truth, matched, loss)
     true = _hard(truth.labels)
     if len(true) != len(matched):

@@ -122,6 +122,21 @@ class Loss:
         """Whether a target is right or wrong; if not, its error says how far it is off."""
         return True
 
+    @property
+    def takes_classes(self) -> bool:
+        """Whether a target is one class for each example, of as many as there are outputs, and the whole target."""
+        return self.is_cross_entropy
+
+    def sends_back_one_direction(self, output_shape: torch.Size) -> bool:
+        """Return whether what flows back into the outputs has one direction, whatever they are and the target is.
+
+        So it has of a single number, and of the logits of two classes, where it sums to zero.
+
+        Args:
+            output_shape: of one example.
+        """
+        return output_shape.numel() == 1 or (output_shape.numel() == 2 and self.takes_classes)
+
     def plain(self, target: Tensor) -> list[float] | float | int | None:
         """Return one target as plain data; None where it is too large for a table."""
         return None if target.numel() > MAX_NAMED else target.tolist()

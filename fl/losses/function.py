@@ -7,8 +7,8 @@ import functools
 import logging
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -23,7 +23,7 @@ from fl.runtime import user_code
 from fl.runtime.double_precision import KeepDouble
 from fl.seeds import stream
 
-TargetKind = Literal["known", "free", "binary", "probabilities"]
+TargetKind = Literal["known", "free", "binary", "probabilities", "classes"]
 Function = Callable[[Tensor, Tensor], Tensor]
 MOST_NUMBERS = 2**22
 """Of outputs on which a function is compared with losses that are known."""
@@ -38,7 +38,8 @@ class OwnLoss(Loss):
 
     Attributes:
         targets: what an unknown target is searched as, which has the shape of one example's outputs then: "free"
-            numbers, "binary" ones, or "probabilities" over the last dimension. "known": the attacker has to know it.
+            numbers, "binary" ones, or "probabilities" over the last dimension. "classes": a target is the number of one
+            of the outputs (K,); exact attacks try all, no search does. "known": the attacker has to know it.
     """
 
     outputs: ClassVar[str] = "whatever the function takes, as one tensor"
@@ -47,11 +48,11 @@ class OwnLoss(Loss):
 
     def prepare(self, targets: Tensor, output_shape: torch.Size) -> Tensor:
         """Return targets as they are; in the outputs' shape where they may be searched for."""
-        return targets if self.targets == "known" else super().prepare(targets, output_shape)
+        return targets if self.targets in {"known", "classes"} else super().prepare(targets, output_shape)
 
     def variable_shape(self, output_shape: torch.Size) -> torch.Size | None:
         """Return the outputs' shape, or None."""
-        return None if self.targets == "known" else output_shape
+        return None if self.targets in {"known", "classes"} else output_shape
 
     def relax(self, variables: Tensor) -> Tensor:
         """Return targets of the kind stated."""
@@ -63,10 +64,25 @@ class OwnLoss(Loss):
         """Return targets of the kind stated; probabilities stay such."""
         return (variables > 0).to(variables.dtype) if self.targets == "binary" else self.relax(variables)
 
+    def every_target(self, output_shape: torch.Size, limit: int) -> Tensor | None:
+        """Return all classes, or the first `limit` of them; None of other targets."""
+        return torch.arange(min(output_shape[0], limit)) if self.takes_classes and output_shape else None
+
+    def errors(self, found: Tensor, true: Tensor) -> Tensor:
+        """Return 1 for a wrong class; of other targets the root mean square of the difference."""
+        if not self.takes_classes:
+            return super().errors(found, true)
+        return (found != (true.argmax(1) if true.ndim == 2 else true).to(found.device)).double()
+
+    @property
+    def takes_classes(self) -> bool:
+        """Whether that was said of its targets, or found out (`known_loss`)."""
+        return self.targets == "classes"
+
     @property
     def has_exact_targets(self) -> bool:
-        """No: nobody knows what the function takes for right."""
-        return False
+        """Whether they are classes; of others nobody knows what the function takes for right."""
+        return self.takes_classes
 
 
 @losses.register("function")
@@ -158,20 +174,44 @@ def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
     """Return the registered loss that a function of the user's own is by what it returns, or the function.
 
     It is tried on random outputs of two numbers of examples, small and large ones, with all classes among the targets.
-    More is known of a registered loss: which targets there are. Where the user says what targets are, that stands.
+    More is known of a registered loss: which targets there are. Of any other function it is found out whether its
+    targets are classes. Where the user says what targets are, that stands.
 
     Args:
         loss: any.
         output_shape: of one example.
+
+    Raises:
+        ValueError: the user says that targets are classes, and outputs are no logits of them.
     """
     if not isinstance(loss, NamedFunction | GivenFunction) or loss.targets != "known":
+        if isinstance(loss, OwnLoss) and loss.takes_classes and (len(output_shape) != 1 or output_shape[0] < 2):
+            raise ValueError(
+                f"expected a model that returns logits (B, K), K >= 2, under a loss with targets='classes', got "
+                f"{tuple(output_shape)} for each example; say targets='known' of others"
+            )
         return loss
     most = 2 if len(output_shape) > 1 else 2 * max(math.prod(output_shape), 2)
     if most * math.prod(output_shape) > MOST_NUMBERS:
         return loss
     asked = [_trials(output_shape, count, size) for count in (most, most + 1) for size in TRIED_SIZES]
     matching = (known for known in asked[0] if all(_returns_the_same(loss, known, *trial[known]) for trial in asked))
-    return next(matching, loss)
+    found = next(matching, loss)
+    return replace(loss, targets="classes") if found is loss and _takes_classes(loss, output_shape) else found
+
+
+def _takes_classes(loss: OwnLoss, output_shape: torch.Size) -> bool:
+    """Return whether a function takes one class for each example, as far as trying it tells.
+
+    Of classes it returns the same twice, and it raises at one of which there is no output.
+    """
+    if len(output_shape) != 1 or output_shape[0] < 2:
+        return False
+    draw, count = stream(0, "classes"), 2 * output_shape[0]
+    outputs = torch.randn(count, *output_shape, generator=draw)
+    classes = torch.randint(output_shape[0], (count,), generator=draw)
+    found = _tried(loss, outputs, (classes, classes, classes + output_shape[0]))
+    return len(found) == 2 and bool(found[0].isfinite().all()) and torch.equal(*found)
 
 
 def _trials(output_shape: torch.Size, count: int, size: float) -> dict[Loss, tuple[Tensor, Tensor]]:
@@ -191,22 +231,30 @@ def _trials(output_shape: torch.Size, count: int, size: float) -> dict[Loss, tup
 
 
 def _returns_the_same(loss: Loss, known: Loss, outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether two losses, and their derivatives, are the same but for rounding.
+    """Return whether two losses, and their derivatives, are the same but for rounding."""
+    found = [one for asked in (loss, known) for one in _tried(asked, outputs, (targets,))]
+    if len(found) < 2:
+        return False
+    return torch.allclose(found[0], found[1], rtol=SAME_LOSS, atol=SAME_LOSS * float(found[1].abs().max()))
+
+
+def _tried(loss: Loss, outputs: Tensor, trials: Iterable[Tensor]) -> list[Tensor]:
+    """Return what a loss returns for targets in turn, with its derivatives in a row, until it raises.
 
     A copy of a loss that is a module is asked, so that what it keeps of its calls stays as it was.
     """
-    found = []
+    found: list[Tensor] = []
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of targets that do not go with the outputs
-            for one in (copy.deepcopy(loss), known):
+            asked = copy.deepcopy(loss)
+            for targets in trials:
                 given = outputs.clone().requires_grad_()
-                value = one(given, targets)
+                value = asked(given, targets)
                 found.append(torch.cat([value.detach().reshape(1), torch.autograd.grad(value, given)[0].flatten()]))
     except Exception as error:  # noqa: BLE001  whatever a function raises at targets that are not its own
-        log.debug("%s is not %s: %s", type(loss).__name__, known.name, error)
-        return False
-    return bool(torch.allclose(found[0], found[1], rtol=SAME_LOSS, atol=SAME_LOSS * float(found[1].abs().max())))
+        log.debug("%s does not take such targets: %s", type(loss).__name__, error)
+    return found
 
 
 @functools.cache

@@ -196,7 +196,9 @@ def test_label_smoothing_that_was_not_stated_hides_nothing() -> None:
     assert kinds(found) == {"images", "labels"}
     assert "label smoothing 0.1, which was not stated" in found.tried["analytic"]
     stated = screener(model, loss=smoothed)(trained(model))
-    assert kinds(stated) == {"images"}  # under a loss of one's own no label is told
+    assert kinds(stated) == {"images"}  # under another loss than the client's no label is told
+    right = screener(model, loss=smoothed)(trained(model, loss=smoothed))
+    assert kinds(right) == {"images", "labels"}
 
 
 def test_what_facts_contradict_is_not_said_to_be_safe() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -147,17 +149,35 @@ def weighted(outputs, targets):
         (lambda outputs, targets: (outputs - targets).pow(2).mean(), (2, 5), SquaredError()),
         (nn.functional.binary_cross_entropy_with_logits, (4,), BinaryCrossEntropy()),
         (nn.functional.binary_cross_entropy, (1,), BinaryCrossEntropy(logits=False)),
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1), (3,), None),
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"), (3,), None),
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, ignore_index=2), (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, label_smoothing=0.1), (3,), "classes"),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum"), (3,), "classes"),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, ignore_index=2), (3,), "classes"),
         (lambda outputs, targets: 2 * nn.functional.mse_loss(outputs, targets), (1,), None),
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum") / 6, (3,), None),
-        (lambda outputs, targets: nn.functional.cross_entropy(outputs.clamp(-10, 10), targets), (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs, targets, reduction="sum") / 6, (3,), "classes"),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs.clamp(-10, 10), targets), (3,), "classes"),
         (lambda outputs, targets: 2 * nn.functional.huber_loss(outputs, targets, delta=10), (1,), None),
-        (weighted, (3,), None),
+        (weighted, (3,), "classes"),
+        (nn.functional.multi_margin_loss, (4,), "classes"),
+        (lambda outputs, targets: nn.functional.mse_loss(outputs.softmax(1), torch.eye(3)[targets]), (3,), "classes"),
         (nn.functional.l1_loss, (2,), None),
+        (lambda outputs, targets: (outputs[:, 0] - targets).abs().mean(), (3,), None),  # of numbers
+        (lambda outputs, targets: torch.pdist(outputs)[torch.pdist(targets[:, None] * 1.0) == 0].mean(), (3,), None),
+        (lambda outputs, targets: nn.functional.cross_entropy(nn.functional.dropout(outputs), targets), (3,), None),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), (3, 4, 4), None),
     ],
 )
 def test_functions_are_known_by_what_they_return(function, shape, known):
     built = build_loss(function)
-    assert known_loss(built, torch.Size(shape)) == (built if known is None else known)
+    expected = {None: built, "classes": replace(built, targets="classes")}.get(known, known)
+    assert known_loss(built, torch.Size(shape)) == expected
+
+
+def test_a_function_of_classes_has_targets_to_try_and_none_to_search_for():
+    loss = known_loss(build_loss(weighted), torch.Size([3]))
+    assert loss.every_target(torch.Size([3]), 2).tolist() == [0, 1]
+    assert loss.variable_shape(torch.Size([3])) is None
+    assert loss.errors(torch.tensor([0, 1]), torch.tensor([[0.9, 0.1, 0], [0.9, 0.1, 0]])).tolist() == [0, 1]
+    assert [loss.sends_back_one_direction(torch.Size([count])) for count in (2, 3)] == [True, False]
+    assert build_loss(weighted).every_target(torch.Size([3]), 4) is None
+    with pytest.raises(ValueError, match=r"logits \(B, K\), K >= 2, under a loss with targets='classes', got \(3, 4\)"):
+        known_loss(loss, torch.Size([3, 4]))

@@ -1,0 +1,246 @@
+"""Batches under a loss that is given as a function: confirmed where the update is theirs under it, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.analytic.spear import Spear
+from attacks.base import Reconstruction, build
+from attacks.labels.assignment import assign_labels
+from attacks.verification import confirm
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
+from fl.models.building_blocks.initialization import initialize
+from fl.seeds import stream
+from fl.view import ServerView
+
+SHAPE, CLASSES, LR = (3, 8, 8), 6, 0.1
+Function = Callable[[Tensor, Tensor], Tensor]
+entropy = functional.cross_entropy
+
+
+def focal(outputs: Tensor, labels: Tensor, gamma: float = 2.0) -> Tensor:
+    """Lin et al., ICCV 2017, equation 4."""
+    each = entropy(outputs, labels, reduction="none")
+    return ((1 - torch.exp(-each)) ** gamma * each).mean()
+
+
+def smoothed(share: float) -> Function:
+    return partial(entropy, label_smoothing=share)
+
+
+def weighted(outputs: Tensor, labels: Tensor) -> Tensor:
+    return entropy(outputs, labels, weight=torch.linspace(0.5, 2, outputs.shape[1]).to(outputs))
+
+
+LOSSES: dict[str, Function] = {
+    "smoothed": smoothed(0.1),
+    "focal": focal,
+    "weighted": weighted,
+    "module": nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2, CLASSES), label_smoothing=0.05),
+    "sum": partial(entropy, reduction="sum"),
+    "margin": functional.multi_margin_loss,
+}
+
+
+def network(classes: int = CLASSES, *, end: nn.Module | None = None) -> nn.Module:
+    ends = [] if end is None else [end]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 96), nn.ReLU(), nn.Linear(96, classes), *ends)
+    initialize(model, stream(0, "network"))
+    return model
+
+
+def convolutional(classes: int = CLASSES) -> nn.Module:
+    body = nn.Conv2d(3, 24, 3, padding=1, stride=2), nn.LeakyReLU(0.1), nn.Flatten(), nn.Linear(384, 32), nn.ReLU()
+    model = nn.Sequential(*body, nn.Linear(32, classes))
+    initialize(model, stream(0, "network"))
+    return model
+
+
+def pictures(count: int) -> Tensor:
+    return torch.rand(count, *SHAPE, generator=stream(0, "pictures")).mul(255).round() / 255
+
+
+def labels_of(count: int, classes: int = CLASSES) -> Tensor:
+    """With one label twice where there are more than two pictures."""
+    return torch.tensor([1, 0, 4, 1, 5, 2, 2, 3])[:count] % classes
+
+
+def seen(
+    model: nn.Module, made: Function, stated: object, images: Tensor, labels: Tensor, count: int = 0
+) -> ServerView:
+    """The view of a step under one loss, of which another or the same is stated, and so many pictures."""
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(made(model(images), labels), list(named.values()))
+    update = {n: (p - (p - LR * grad)).detach() for (n, p), grad in zip(named.items(), grads, strict=True)}
+    method = FedAvg(lr=LR, steps=1, batch_size=None, train_mode=False)
+    return from_update(model, update, input_shape=SHAPE, method=method, batch_size=count or len(images), loss=stated)
+
+
+def claimed(view: ServerView, images: Tensor, labels: Tensor | None = None) -> Reconstruction:
+    """What is left of a claim that these pictures are verified."""
+    found = confirm(view, Reconstruction(inputs=images, labels=labels, verified=True))
+    assert isinstance(found, Reconstruction)
+    return found
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("make", [network, convolutional])
+def test_a_batch_is_confirmed_in_whatever_order_it_is_found(make: Callable[[], nn.Module], name: str) -> None:
+    for count in (2, 8):
+        images, labels = pictures(count), labels_of(count)
+        view = seen(make(), LOSSES[name], LOSSES[name], images, labels)
+        order = torch.arange(count).flip(0)
+        found = assign_labels(view, view.update, images[order])
+        assert found is not None
+        assert torch.equal(found, labels[order])
+        assert claimed(view, images[order]).verified is True
+
+
+@pytest.mark.parametrize("name", ["smoothed", "focal", "module"])
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_an_attack_finds_and_confirms_pictures_and_labels(count: int, name: str) -> None:
+    images, labels = pictures(count), labels_of(count)
+    result = Spear(samples=20_000)(seen(network(), LOSSES[name], LOSSES[name], images, labels))
+    assert isinstance(result, Reconstruction)
+    assert result.verified is True, result.note
+    assert result.inputs is not None
+    assert result.labels is not None
+    off = (result.inputs[:, None] - images).abs().flatten(2).amax(-1)
+    assert float(off.amin(1).max()) < 1e-3
+    assert torch.equal(result.labels, labels[off.argmin(1)])
+
+
+WRONG: dict[str, tuple[Function, object]] = {
+    "smoothing stated": (entropy, smoothed(0.1)),
+    "smoothing not stated": (smoothed(0.1), "cross-entropy"),
+    "more smoothing": (smoothed(0.1), smoothed(0.12)),
+    "focal stated": (entropy, focal),
+    "another gamma": (focal, partial(focal, gamma=1.9)),
+    "weights stated": (entropy, weighted),
+    "weights not stated": (weighted, entropy),
+    "margin": (functional.multi_margin_loss, focal),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_under_a_loss_stated_wrongly_nothing_is_verified(name: str) -> None:
+    made, stated = WRONG[name]
+    images, labels = pictures(3), labels_of(3)
+    view = seen(network(), made, stated, images, labels)
+    for told in (None, labels):
+        found = claimed(view, images, told)
+        assert (bool(found.verified), found.approximate) == (False, False)
+    result = Spear(samples=20_000)(view)
+    assert not isinstance(result, Reconstruction) or not (result.verified or result.approximate)
+
+
+@pytest.mark.parametrize("name", ["smoothed", "focal", "weighted", "margin"])
+def test_other_pictures_than_those_of_the_batch_are_not_verified(name: str) -> None:
+    """Mixtures, brighter ones, one in place of another, one twice, and some of the batch stated as all of it."""
+    images, labels = pictures(4), labels_of(4)
+    view = seen(network(), LOSSES[name], LOSSES[name], images, labels)
+    mixed, brighter, other, twice = (images.clone() for _ in range(4))
+    mixed[0], mixed[1] = 0.9 * images[0] + 0.1 * images[1], 0.9 * images[1] + 0.1 * images[0]
+    brighter[2] = 1.02 * brighter[2]
+    other[3] = torch.rand(SHAPE, generator=stream(1, "other"))
+    twice[1] = images[0]
+    for wrong in (mixed, brighter, other, twice, images.mean(0, keepdim=True).expand_as(images)):
+        for told in (None, labels):
+            found = claimed(view, wrong, told)
+            assert (bool(found.verified), found.approximate) == (False, False)
+    assert not claimed(replace(view, batch_size=3, schedule=(((3,),),)), images[:3], labels[:3]).verified
+
+
+@pytest.mark.parametrize("name", ["smoothed", "focal", "weighted"])
+def test_pictures_nearly_alike_stated_as_fewer_are_not_verified(name: str) -> None:
+    images, labels = pictures(3), labels_of(3)
+    for apart in (0.03, 0.1):  # root mean square of their difference, about 30 and 20 dB
+        drawn = torch.randn(SHAPE, generator=stream(2, "alike"))
+        pair = torch.stack([images[0] + apart / 2 * drawn, images[0] - apart / 2 * drawn])
+        whole, own = torch.cat([pair, images[1:]]), torch.cat([labels[:1], labels])
+        view = seen(network(), LOSSES[name], LOSSES[name], whole, own, 3)
+        assert not claimed(view, images).verified
+        one = seen(network(), LOSSES[name], LOSSES[name], pair, labels[:1].expand(2), 1)
+        assert not claimed(one, images[:1]).verified
+
+
+@pytest.mark.parametrize("name", ["smoothed", "focal"])
+def test_what_flows_back_of_two_classes_in_one_direction_verifies_no_mixture(name: str) -> None:
+    """Where no activation bends, a picture between several makes exactly a multiple of their update."""
+    model = network(2)
+    model.get_submodule("1").bias.data.fill_(3.0)  # type: ignore[operator, union-attr]
+    images = torch.rand(3, *SHAPE, generator=stream(3, "mixture"))
+    view = seen(model, LOSSES[name], LOSSES[name], images, torch.ones(3, dtype=torch.int64), 1)
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert not result.verified
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_picture_that_is_there_twice_is_verified_as_two_and_only_with_labels_that_are_told(alike: bool) -> None:
+    images, labels = pictures(2), labels_of(2)
+    whole, own = torch.cat([images, images[:1]]), torch.cat([labels, labels[:1] + (not alike)])
+    view = seen(network(), focal, focal, whole, own)
+    told = assign_labels(view, view.update, whole)
+    assert (None if told is None else told.tolist()) == (own.tolist() if alike else None)
+    assert bool(claimed(view, whole).verified) is alike
+    assert claimed(view, whole, own).verified is True
+    for wrong in (replace(view, batch_size=2, schedule=(((2,),),)), seen(network(), focal, focal, images, labels, 3)):
+        assert not claimed(wrong, images if wrong.batch_size == 2 else whole).verified
+    result = Spear(samples=20_000)(view)  # which hands out each picture once
+    assert not isinstance(result, Reconstruction) or not result.verified
+
+
+class Mixed(nn.Module):
+    """Mixes outputs, so that what flows back into the last layer is not what flows back into them."""
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        return outputs @ torch.randn(CLASSES, CLASSES, generator=stream(4, "mixed")).to(outputs)
+
+
+def test_labels_that_nothing_tells_leave_a_batch_unasked() -> None:
+    """Where the attack did not find them, either."""
+    images = pictures(3)
+    for loss in (focal, "cross-entropy"):
+        view = seen(network(end=Mixed()), focal if loss is focal else entropy, loss, images, labels_of(3))
+        found = claimed(view, images)
+        assert (found.verified, found.approximate) == (None, False)
+        assert "the targets are unknown" in found.note
+        assert claimed(view, images, labels_of(3)).verified is True
+    asked = torch.tensor([[1.0], [0.0], [1.0]])
+    view = seen(network(1), functional.binary_cross_entropy_with_logits, "bce", images, asked)
+    for found, told in ((claimed(view, images), False), (claimed(view, images, asked), True)):
+        assert ("the targets are unknown" in found.note, bool(found.approximate or found.verified)) == (not told, told)
+
+
+@pytest.mark.parametrize("outputs", [1, 4])
+@pytest.mark.parametrize("bias", [True, False])
+def test_numbers_as_targets_bear_nothing_out_that_nobody_can_ask(outputs: int, bias: bool) -> None:
+    """Of one example the direction that flows back is worked out, and of several nothing tells their mixtures apart."""
+    model = network(outputs)
+    features = torch.rand(192, generator=stream(5, "features"))
+    if not bias:
+        model[3].bias = None
+    images, targets = pictures(3), torch.randn(3, outputs, generator=stream(5, "targets"))
+    single = seen(model, functional.mse_loss, "mse", images[:1], targets[:1])
+    assert claimed(single, images[:1]).verified is True
+    assert (claimed(single, images[1:2]).verified, claimed(single, images[1:2]).approximate) == (False, False)
+    for inputs, right in ((images[0].flatten(), True), (features, False)):
+        alone = Reconstruction(inputs=None, private={"features": inputs}, verified=True)
+        found = confirm(single, alone)
+        assert isinstance(found, Reconstruction)
+        assert (bool(found.verified), found.approximate) == (right, False)
+    view = seen(model, functional.mse_loss, "mse", images, targets)
+    for batch in (images, images.flip(3)):
+        found = claimed(view, batch)
+        assert (found.verified, found.approximate) == (None, False)
+        assert "the targets are unknown" in found.note
