@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
+from attacks.network.kept_readings import readings_kept
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
@@ -280,6 +281,13 @@ def run_checked(
         own = [views[i] for i in open_to], [seeds[i] for i in open_to]
         rest = iter(run_checked(attack, *own, control) if open_to else ())
         return [next(rest) if reason is None else reason for reason in refused]
+    with readings_kept():
+        return _run_and_confirm(attack, name, views, seeds, control)
+
+
+def _run_and_confirm(
+    attack: Attack, name: str, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None
+) -> list[Result]:
     before = [_tensor_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -77,6 +78,10 @@ class Part:
     batch_size: int | None
 
 
+_CLIENTS: WeakValueDictionary[tuple[int, ...], Client] = WeakValueDictionary()
+"""By the identities of task, method and defense, which a client keeps: none of them is another as long as it lives."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServerView:
     """What an honest-but-curious server knows and sees of one client in one round: plain data and settings.
@@ -133,9 +138,14 @@ class ServerView:
 
     @cached_property
     def client(self) -> Client:
-        """The client's local rule as far as the server knows it, built once."""
-        known = self.defense if self.threat.knows_defense else UnknownDefense(wrapped=self.defense)
-        return Client(self.task, self.method, known)
+        """The client's local rule as far as the server knows it, built once for all views with the same settings."""
+        parts = (self.task, self.method, self.defense, self.threat.knows_defense)
+        key = tuple(map(id, parts))
+        client = _CLIENTS.get(key)
+        if client is None:
+            known = self.defense if self.threat.knows_defense else UnknownDefense(wrapped=self.defense)
+            client = _CLIENTS[key] = Client(self.task, self.method, known)
+        return client
 
     @property
     def dtype(self) -> torch.dtype:

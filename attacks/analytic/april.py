@@ -14,7 +14,7 @@ from attacks.analytic.vit.token_embedding import TokenEmbedding
 from attacks.analytic.vit.token_subspaces import PatchSubspaces, TokenNetwork, separate_images
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import single_label
-from attacks.network.layer_chain import trace_view
+from attacks.network.layer_chain import make_trace
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.step_gradient import exact_step_gradient
@@ -73,7 +73,7 @@ class April(Attack):
         gradient = exact_step_gradient(view, batches=True)
         if isinstance(gradient, NotApplicable):
             return gradient
-        found = trace_view(view, view.device)
+        found = make_trace(view, view.device)
         if isinstance(found, NotApplicable):
             return found
         model, graph = found

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_sequence import Piece, read_pieces
 from attacks.network.operation_recognition import (
     ElementwiseAffine,
@@ -130,10 +131,35 @@ def load_sent_weights(model: nn.Module, view: ServerView) -> nn.Module:
     return model
 
 
-def trace_view(
+Trace = tuple[nn.Module, Graph]
+
+
+def trace_view(view: ServerView, device: torch.device | str = "cpu", *, count: int = 1) -> Trace | NotApplicable:
+    """Return the network of `view` in double precision, and what it computes from images, or why that can't be told.
+
+    While an attack runs others may be given the same (`attacks.network.kept_readings`): it is not to be changed.
+
+    Args:
+        view: the server's.
+        device: where it computes.
+        count: of the images.
+    """
+    what = ("trace", torch.device(device), count)
+    return kept_reading(view, what, lambda: make_trace(view, device, count=count), _count_numbers)
+
+
+def _count_numbers(trace: Trace | NotApplicable) -> int:
+    if isinstance(trace, NotApplicable):
+        return 0
+    model, graph = trace
+    made = sum(output.numel() for node in graph.nodes for output in node.outputs)
+    return made + sum(value.numel() for value in model.parameters())
+
+
+def make_trace(
     view: ServerView, device: torch.device | str = "cpu", *, count: int = 1, dtype: torch.dtype = torch.float64
-) -> tuple[nn.Module, Graph] | NotApplicable:
-    """Return the network of `view`, and what it computes from images, or why that can't be told.
+) -> Trace | NotApplicable:
+    """Return a network and its trace that are the caller's own, as `trace_view` does, in any precision.
 
     Args:
         view: the server's.

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_chain import trace_view
 from attacks.network.layer_sequence import Piece, read_layer, read_pieces
 from attacks.network.operation_recognition import PRODUCTS, ElementwiseAffine, Permutation, Reshape, has_trained_weight
@@ -79,6 +80,14 @@ def vector_layers(view: ServerView) -> VectorLayers:
     Args:
         view: the server's.
     """
+    return kept_reading(view, "vector layers", lambda: _read_vector_layers(view), _count_numbers)
+
+
+def _count_numbers(found: VectorLayers) -> int:
+    return sum(places.numel() for layer in found.layers.values() for places in layer.places.values())
+
+
+def _read_vector_layers(view: ServerView) -> VectorLayers:
     found = trace_view(view, view.device)
     if isinstance(found, NotApplicable):
         return VectorLayers({}, frozenset())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from attacks.network.layer_chain import trace_view
+from attacks.network.layer_chain import make_trace
 from attacks.network.layer_sequence import read_layer
 from attacks.network.operation_recognition import PRODUCTS, has_trained_weight, product_operands
 from attacks.network.operation_trace import IMAGE, Graph, Ref
@@ -41,7 +41,7 @@ def network_above(view: ServerView, weight: str, count: int) -> UpperPart | None
         None where the network can't be traced, the layer sees more than one input per image, or something of the image
         reaches what the network returns by another way.
     """
-    found = trace_view(view, view.device, count=count, dtype=view.dtype)
+    found = make_trace(view, view.device, count=count, dtype=view.dtype)
     if isinstance(found, NotApplicable):
         return None
     model, graph = found
@@ -69,7 +69,7 @@ def network_below(view: ServerView, weight: str) -> nn.Module | None:
         view: the server's.
         weight: name of the layer's weight.
     """
-    found = trace_view(view, view.device, dtype=view.dtype)
+    found = make_trace(view, view.device, dtype=view.dtype)
     if isinstance(found, NotApplicable):
         return None
     model, graph = found

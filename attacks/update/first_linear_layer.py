@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from attacks.network.kept_readings import kept_reading
 from attacks.network.linear_layers import PixelOrigin, VectorLayer, VectorLayers, operation_outputs, vector_layers
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
@@ -88,7 +89,7 @@ class LinearLayer:
 
     @cached_property
     def _probe(self) -> _NetworkProbe:
-        return _NetworkProbe(self.view)
+        return _probe(self.view)
 
     @property
     def lies_as_images(self) -> bool:
@@ -175,7 +176,7 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     observed = ObservedUpdate(view)
     if observed.unknown_decay:
         return NotApplicable("the number of local steps is unknown, so weight decay can't be taken off")
-    probe = _NetworkProbe(view)
+    probe = _probe(view)
     try:
         layers = probe.layers
     except PrecisionError as error:
@@ -215,7 +216,7 @@ def layers_of_inputs(view: ServerView) -> dict[int, LinearLayer]:
     observed = ObservedUpdate(view)
     if len(view.task.inputs.parts) < 2 or _obstacle(view) is not None or observed.unknown_decay:
         return {}
-    probe, found = _NetworkProbe(view), dict[int, LinearLayer]()
+    probe, found = _probe(view), dict[int, LinearLayer]()
     try:
         given = probe.inputs_of_layers
     except MODEL_ERRORS:
@@ -489,6 +490,20 @@ class _NetworkProbe:
             loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
+
+
+def _probe(view: ServerView) -> _NetworkProbe:
+    probe = kept_reading(
+        view,
+        "probe",
+        lambda: _NetworkProbe(view),
+        lambda probe: 2 * sum(value.numel() for value in probe.weights.values()),
+    )
+    if probe.view is view:
+        return probe
+    own = copy.copy(probe)  # the network is the same, but not what was sent back of it
+    own.view = view
+    return own
 
 
 def _are_same(given: Tensor, expected: Tensor) -> bool:
