@@ -55,11 +55,20 @@ class Client:
 
     @cached_property
     def fixed_statistics_model(self) -> nn.Module:
-        """A copy of the network whose running statistics stay as they are; outputs in train mode do not use them."""
+        """The network, whose running statistics stay as they are; outputs in train mode do not use them.
+
+        It is a copy where it has such statistics and is in train mode.
+        """
+
+        def moving(model: nn.Module) -> list[nn.modules.batchnorm._NormBase]:
+            norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase))
+            return [norm for norm in norms if norm.training]
+
+        if not moving(self.task.model):
+            return self.task.model
         model = copy.deepcopy(self.task.model)
-        for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.training:
-                module.track_running_stats = False
+        for norm in moving(model):
+            norm.track_running_stats = False
         return model
 
     def network_in(self, dtype: torch.dtype, device: torch.device | str | None = None) -> nn.Module:

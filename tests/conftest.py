@@ -10,9 +10,11 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
+import typer.testing
 from hypothesis import HealthCheck, settings
 from support.forkserver import use_forkserver
 
@@ -52,6 +54,14 @@ def _charts_drawn_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("eval.report.blocks.render_svg", render)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _commands_made_once() -> Iterator[None]:
+    """Make the command of an app once a process, where typer's runner makes it for each call."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(typer.testing, "_get_command", cache(typer.testing._get_command))
         yield
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import attacks as attack_registry
 from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.network.kept_readings import readings_kept
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
@@ -207,7 +208,8 @@ class Screener:
             reason = f"the screening failed: {words}"
             return Screening(verdict="failed", reason=reason, seconds=time.monotonic() - began)
 
-        found = attempt(lambda: self._screen(recorded, began), failed)
+        with readings_kept():  # of the network, which all attacks on the update read
+            found = attempt(lambda: self._screen(recorded, began), failed)
         return replace(
             found,
             reason=in_arguments(found.reason),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import chains
 from support.brief import brief_picture_searches
+from support.cover import pairwise
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -177,11 +178,13 @@ ODD: dict[str, Rule] = {
 }
 
 
-@pytest.mark.parametrize("rule", ODD)
-@pytest.mark.parametrize("network", [conv_net, single_head])
-@pytest.mark.parametrize("attack", ["analytic", "spear", "cascade", "rconv", "rgap", "headless", "headless+rconv"])
+@pairwise(
+    rule=ODD,
+    attack=("analytic", "spear", "cascade", "rconv", "rgap", "headless", "headless+rconv"),
+    network=(conv_net, single_head),
+)
 def test_features_of_another_rule_are_not_confirmed_whatever_is_stated(
-    rule: str, network: Callable[[], nn.Module], attack: str
+    rule: str, attack: str, network: Callable[[], nn.Module]
 ) -> None:
     """A layer's signs, or its tensors at step sizes of their own, are an outer product as well as its gradient."""
     model, x = network(), image()

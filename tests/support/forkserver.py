@@ -1,7 +1,8 @@
 """Worker processes that are forked of one that has imported the packages already, where users' import them anew.
 
-`fl.runtime.workers` spawns them: each loads torch, two seconds of work that dozens of tests would pay for. Forked of a
-server they are as clean: it runs no thread and no code of a test. They get the environment that the server began with.
+`fl.runtime.workers` spawns them: each loads torch, two seconds of work that dozens of tests would pay for, and to
+search its compiler, which is another. Forked of a server they are as clean: it runs no thread and no code of a test.
+They get the environment that the server began with.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-PRELOADED = ["torch", "fl.engines.process", "attacks.parallel", "eval.run.runner", "support.spreading"]
+PRELOADED = ["torch", "torch._dynamo", "fl.engines.process", "attacks.parallel", "eval.run.runner", "support.spreading"]
 _get_context: Any = multiprocessing.get_context
 
 

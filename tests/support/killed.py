@@ -1,7 +1,6 @@
-"""Kill runs with SIGKILL at random points, let them go on, and print whether the files are those of a calm run.
+"""Kill runs with SIGKILL at random points, let them go on, and tell whether the files are those of a calm run.
 
-A script, not a module: `python tests/support/killed.py FOLDER POINTS SEEDS`, with `tests` and its parent in PYTHONPATH.
-It forks, so that a kill costs no imports.
+It forks, so that a kill costs no imports: call it by `support.scripts.script`.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.brief import few_candidates
@@ -83,7 +82,8 @@ def same(path: Path, calm: Path) -> bool:
     )
 
 
-def main(folder: Path, points: int, seeds: int) -> None:
+def main(folder: Path, given_points: str, given_seeds: str) -> list[dict[str, Any]]:
+    points, seeds = int(given_points), int(given_seeds)
     with Registered():  # what is looked up by name is imported here, once, and not in every child
         yaml_config.read(yaml12.parse(CONFIG))
     draw, calm = random.Random(3), folder / "calm"
@@ -100,8 +100,4 @@ def main(folder: Path, points: int, seeds: int) -> None:
     while killed(often, whole / 2 * 1.2**kills, seeds):  # ever later: a busy machine may be slower than it was
         kills += 1
     outcomes.append({"kills": kills, "same": same(often, calm)})
-    sys.stdout.write(json.dumps(outcomes))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    return outcomes

@@ -1,18 +1,16 @@
 """Kill an audit with SIGKILL after its first attack, let it go on, and run it undisturbed.
 
-A script, not a module: `python tests/support/killed_audit.py FOLDER WORDS...`, with `tests`, its parent and FOLDER in
-PYTHONPATH. It forks, so that a run costs no imports, and every run has imported the same.
+It forks, so that a run costs no imports, and every run has imported the same: call it by `support.scripts.script`.
 """
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import signal
-import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from support.brief import few_candidates
@@ -21,11 +19,11 @@ from typer.testing import CliRunner
 
 from eval import cli
 
-PRELOADED = ("torch._dynamo", "torchvision", "scipy.stats", "matplotlib.backends.backend_svg", "eval.report.writer")
+PRELOADED = ("torch._dynamo", "torchvision", "matplotlib.backends.backend_svg", "eval.report.writer")
 """What an audit imports on its way and takes most of the time for."""
 
 
-def audit(folder: Path, name: str, words: list[str]) -> int:
+def audit(folder: Path, name: str, words: tuple[str, ...]) -> int:
     """Start `hyperleak audit WORDS` in a process of its own, into `folder/name`."""
     number = os.fork()
     if number == 0:
@@ -43,7 +41,7 @@ def finished(folder: Path) -> dict[str, int]:
     return {path.name: (path / "cell.json").stat().st_mtime_ns for path in done}
 
 
-def main(folder: Path, words: list[str]) -> None:
+def main(folder: Path, *words: str) -> dict[str, Any]:
     for name in PRELOADED:
         importlib.import_module(name)
     cells, running, until = folder / "killed" / "cells", audit(folder, "killed", words), time.monotonic() + 90
@@ -54,8 +52,4 @@ def main(folder: Path, words: list[str]) -> None:
     before = finished(cells)
     codes = [finish(audit(folder, name, words)) for name in ("killed", "whole")]
     kept = before.items() & finished(cells).items()
-    sys.stdout.write(json.dumps({"codes": codes, "finished": len(before), "kept": len(kept)}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    return {"codes": codes, "finished": len(before), "kept": len(kept)}

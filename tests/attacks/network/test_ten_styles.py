@@ -16,6 +16,7 @@ from torchvision.transforms import v2 as transforms
 
 import attacks
 from attacks.base import Reconstruction
+from attacks.network.kept_readings import readings_kept
 from fl.capture import from_batch
 from fl.network import Network
 from fl.seeds import stream
@@ -237,10 +238,11 @@ def view_of(model: nn.Module, plain: ServerView | None) -> ServerView:
 
 def answers(view: ServerView, names: tuple[str, ...]) -> dict[str, Reconstruction]:
     found = {}
-    for name in names:
-        result = attacks.build(name)(view)
-        assert isinstance(result, Reconstruction), (name, result)
-        found[name] = result
+    with readings_kept():
+        for name in names:
+            result = attacks.build(name)(view)
+            assert isinstance(result, Reconstruction), (name, result)
+            found[name] = result
     return found
 
 

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from support import worlds
+from support.brief import brief_picture_searches
 from support.compare import assert_same
 from support.private import EVERY, federation_of
 
@@ -129,7 +130,8 @@ def test_equations_are_refused_where_noise_is_added_and_a_search_is_named(name: 
 def test_behind_the_peel_the_noise_is_still_there(name: str) -> None:
     for mode, leaks in (("client-level", True), ("dp-joint", False)):
         method = worlds.one_step(replace(EVERY["dp-hyperfl"], mode=mode))  # type: ignore[arg-type]
-        result = build(name)(worlds.federation(method).observe(0, data=worlds.images(1, "victim"))[0])
+        with brief_picture_searches():
+            result = build(name)(worlds.federation(method).observe(0, data=worlds.images(1, "victim"))[0])
         assert isinstance(result, NotApplicable) == (not leaks), result
         if not leaks:
             assert "noise is added, which no equation survives" in result.reason

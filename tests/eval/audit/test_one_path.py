@@ -141,7 +141,7 @@ def test_an_audit_of_ones_own_model_goes_on_where_it_was_killed(mine, tmp_path):
     """Killed after one attack and in the middle of the next, it computes only what is left, to the same bytes."""
     first, second = SEARCH % 10, "{name: ig, iterations: 30, max_parallel_trials: 1, restarts: 3}"
     words = [f"{mine}:whole", "--attack", first, "--attack", second, "--device", "cpu", "--workers", "1"]
-    told = script("killed_audit.py", tmp_path, *words)
+    told = script("killed_audit", tmp_path, *words)
     assert told["finished"] == told["kept"] == 1
     assert told["codes"][0] == told["codes"][1] in {0, terminal.UNDECIDED}
     names = ("images.jsonl", "table.md", "images/fedavg-none-ig-2-round0-seed0.npz")

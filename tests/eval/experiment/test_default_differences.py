@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from support.brief import one_chart_of_a_kind
 from typer.testing import CliRunner
 
 from eval.cli import app
@@ -12,7 +13,7 @@ from eval.io import jsonl, yaml12
 
 CONFIG = """
 task: {dataset: {name: faces, size: 8}, model: {name: mlp, input_shape: [1, 8, 8]}}
-federation: {partition: {name: iid, clients: 3}, rounds: 1}
+federation: {partition: {name: iid, clients: 3, train_size: 24, test_size: 6}, rounds: 1}
 method:
   - {name: fedavg, lr: 0.1}
   - {name: dp-fedavg, lr: 0.1, images: 8, epsilon: 8}
@@ -106,7 +107,8 @@ def test_a_run_says_it_first_and_keeps_it_for_its_readers(tmp_path) -> None:
     words = differences_in_file(yaml_config.load(file), file)
 
     def run(path: Any) -> str:
-        done = CliRunner().invoke(app, ["run", str(path), "--out", str(out), "--workers", "1"])
+        with one_chart_of_a_kind():
+            done = CliRunner().invoke(app, ["run", str(path), "--out", str(out), "--workers", "1"])
         assert done.exit_code == 0, done.output
         return done.output
 

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from support.runs import tiny
+from support.scripts import script
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
 
@@ -22,7 +21,6 @@ from eval.io import yaml12
 from eval.run import cache_keys
 from fl.capture import from_batch
 
-ROOT = Path(__file__).parents[3]
 ATTACK = '''
 """An attack that says in which process it ran."""
 import os
@@ -130,11 +128,8 @@ def test_what_can_not_be_imported_is_said_in_a_line(tmp_path, word, text, said):
 
 def test_a_name_of_ours_is_taken_in_a_fresh_process_too(tmp_path):
     (tmp_path / "broken.py").write_text(ATTACK.replace("own-attack", "ig"))  # imported before anything of ours is found
-    words = [sys.executable, "-c", "from eval.experiment import plugins; plugins.import_plugins(['broken.py'])"]
-    done = subprocess.run(words, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert (
-        "ValueError: broken.py, line 8: ValueError: attack 'ig' is taken by attacks.gradient_matching.ig" in done.stderr
-    )
+    taken = "broken.py, line 8: ValueError: attack 'ig' is taken by attacks.gradient_matching.ig"
+    assert taken in script("imported_first", tmp_path, "broken.py")
 
 
 def test_an_error_below_is_said_of_the_line_that_led_to_it(tmp_path):

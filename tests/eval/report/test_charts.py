@@ -1,6 +1,4 @@
 import re
-import subprocess
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
@@ -252,22 +250,6 @@ def test_settings_of_the_user_change_nothing(monkeypatch):
     before = dict(matplotlib.rcParams)
     assert render_svg(LINES, style.WIDE) == usual
     assert dict(matplotlib.rcParams) == before
-
-
-def test_matplotlib_is_loaded_to_draw_only_and_pyplot_never():
-    script = """
-import sys
-from eval.report.charts import style
-from eval.report.charts.render import render_svg
-from eval.report.charts.specs import Heatmap
-import eval.report.writer
-assert "matplotlib" not in sys.modules
-render_svg(Heatmap([[1.0]], 0.0, 1.0), style.NARROW)
-assert "matplotlib" in sys.modules
-assert "matplotlib.pyplot" not in sys.modules
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_accuracies_beyond_100_percent_are_not_drawn():
