@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
-from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Result
+from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
@@ -34,6 +34,7 @@ __all__ = [
     "NotApplicable",
     "Preset",
     "Reconstruction",
+    "Remark",
     "Result",
     "ViewRewriter",
     "attacks",

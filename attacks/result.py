@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
 
 from torch import Tensor
 
@@ -13,6 +15,23 @@ IDS_UNSEARCHABLE = (
     "searched for; `tokens` reads off the embeddings' update which of them occur"
 )
 """Why attacks say nothing of such inputs."""
+
+
+class Remark(StrEnum):
+    """What a result says of itself for other code to act on; its note has the words for readers."""
+
+    CONTRADICTED = "contradicted"
+    """The picture explains what it was read from, and one step on it does not make the rest of the update."""
+    DIRECTION_ONLY = "direction only"
+    """The update tells the picture up to its brightness."""
+    UNCLIPPED_ROWS = "unclipped rows"
+    """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
+    PARTLY_SEEN = "partly seen"
+    """The network is given fewer numbers than the picture has."""
+    LABELS_CONFIRMED = "labels confirmed"
+    """One step with these labels makes the whole update to its rounding."""
+    LABELS_DOUBTFUL = "labels doubtful"
+    """A search did not explain the update, so that nothing confirms the labels that it found."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +62,7 @@ class Reconstruction:
             other attacks.
         relative_error: standard error of the inputs or features found, root mean square, relative to their size; None
             where an attack does not know it.
+        remarks: what it says of itself for other code.
     """
 
     inputs: Tensor | None
@@ -59,6 +79,16 @@ class Reconstruction:
     misfit: float | None = None
     relative_error: float | None = None
     approximate: bool = False
+    remarks: frozenset[Remark] = frozenset()
+
+    def with_note(self, words: str, *remarks: Remark) -> Reconstruction:
+        """Return the result with words at the end of its note, and remarks beside those it has."""
+        note = "; ".join(filter(None, (self.note, words)))
+        return replace(self, note=note, remarks=self.remarks.union(remarks))
+
+    def without_remarks(self, remarks: Iterable[Remark]) -> Reconstruction:
+        """Return the result without some remarks."""
+        return replace(self, remarks=self.remarks.difference(remarks))
 
 
 @dataclass(frozen=True)

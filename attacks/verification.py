@@ -26,7 +26,7 @@ from attacks.labels.recovery import single_label
 from attacks.labels.targets import FAR_TARGET, fitted_signal, output_signal, outputs_of
 from attacks.network.network_parts import network_above
 from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
-from attacks.result import NotApplicable, Reconstruction, Result
+from attacks.result import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.float_rounding import half_precision
@@ -72,6 +72,8 @@ def confirm(view: ServerView, result: Result) -> Result:
         view: that was attacked.
         result: of an attack on it.
     """
+    if isinstance(result, Reconstruction):
+        result = result.without_remarks({Remark.LABELS_CONFIRMED})
     try:
         return _confirm(view, result)
     except PrecisionError as error:
@@ -97,9 +99,9 @@ def _confirm(view: ServerView, result: Result) -> Result:
         reason, seen = UNSEEN, held.inputs.numel() - unseen
     else:
         return held
-    count = held.inputs.numel()
-    note = "; ".join(filter(None, (held.note, reason.format(seen=seen, unseen=count - seen, count=count))))
-    return replace(held, verified=None, fixed=None, note=note, approximate=seen >= LEAST_SEEN * count)
+    count, partly = held.inputs.numel(), () if reason == FOLDED else (Remark.PARTLY_SEEN,)
+    held = held.with_note(reason.format(seen=seen, unseen=count - seen, count=count), *partly)
+    return replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
 
 
 def _has_double(view: ServerView, result: Reconstruction) -> bool:
@@ -166,8 +168,9 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         reason = f"{RULE_DOUBTED} {looks}"
     else:
         return _hold_to_rounding(view, result)
-    note = "; ".join(filter(None, (result.note, reason)))
-    return replace(result, verified=False if answer is False and not untried else None, fixed=None, note=note)
+    contradicted = answer is False and not untried
+    result = result.with_note(reason, *([Remark.CONTRADICTED] if contradicted else []))
+    return replace(result, verified=False if contradicted else None, fixed=None)
 
 
 STILL = "tensors that did not move count as not trained: {}"
@@ -262,8 +265,11 @@ def _confirm_under_any_loss(view: ServerView, result: Reconstruction) -> Reconst
     else:
         return None
     reason = ANY_LOSS if smoothed is None else f"{SMOOTHED} {smoothed.share:.2g}, which was not stated"
-    labels = None if smoothed is None else torch.tensor([smoothed.label], device=view.device)
-    return replace(held, labels=labels, note="; ".join(filter(None, (held.note, reason))))
+    if smoothed is None:
+        return replace(held.with_note(reason), labels=None)
+    return replace(
+        held.with_note(reason, Remark.LABELS_CONFIRMED), labels=torch.tensor([smoothed.label], device=view.device)
+    )
 
 
 def _is_explained_to_rounding(check: UpdateComparison, images: Tensor, labels: Tensor) -> bool:
@@ -431,6 +437,7 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
             continue
         averaged = pictured and are_between_levels(inputs)
+        result = _with_labels(view, result, labels)
         if whole is not None and not is_on_coarse_grid(whole):
             return result
         distance = PAIR_DISTANCE if pictured else UNLIKE_DISTANCE
@@ -439,6 +446,15 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         reason = MEAN_OF_PICTURES if averaged else PAIRS_HIDDEN if pictured else INPUTS_HIDDEN
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=None, fixed=None, note=note, approximate=True)
+
+
+def _with_labels(view: ServerView, result: Reconstruction, labels: Tensor) -> Reconstruction:
+    """Return a result with labels by which one step on it makes the update, where that tells right ones from others."""
+    loss = view.task.loss
+    if not view.method.uses_labels or not loss.has_exact_targets or (loss.takes_classes and labels.ndim != 1):
+        return result
+    told = result.remarks | {Remark.LABELS_CONFIRMED}
+    return replace(result, labels=labels.to(view.device), remarks=told)
 
 
 def _hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from attacks.base import NotApplicable, Reconstruction
+from attacks.base import NotApplicable, Reconstruction, Remark
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import relative_rounding
@@ -67,4 +67,5 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
         knowledge=() if view.labels is None else ("labels",),
         verified=None,
         note="; ".join(filter(None, (words, note))),
+        remarks=frozenset({Remark.UNCLIPPED_ROWS} if proved else ()),
     )

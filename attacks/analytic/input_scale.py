@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.network.operation_trace import MODEL_ERRORS
@@ -418,7 +418,8 @@ def _judge_resized(search: ScaleSearch, limit: float) -> Reconstruction | None:
         if max(left, one.left) <= limit and _is_made_to_rounding(search, view, result):
             single = _is_alone(search) and search.tells_pairs_apart()
             private = _features(search, one) if single else {}
-            return replace(result, verified=None, private=private, note=OTHER_STEP_SIZE)
+            result = result.with_note(OTHER_STEP_SIZE, Remark.DIRECTION_ONLY)
+            return replace(result, verified=None, private=private)
     return None
 
 
@@ -488,6 +489,7 @@ def _up_to_a_factor(view: ServerView, part: Part, reason: str) -> Reconstruction
         private={f"features/{part.layer.weight}": (part.brightest * part.direction).to(view.dtype)},
         knowledge=() if view.labels is None else ("labels",),
         note="; ".join(filter(None, (words, note))),
+        remarks=frozenset({Remark.DIRECTION_ONLY}),
     )
 
 
@@ -584,16 +586,18 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
         one, result = found[borne_out[0]], results[borne_out[0]]
         if not told:
             return None
-        note = OTHER_RANGE if _tells_factors(search, view, one, result) else f"{FACTOR_UNTOLD}; {OTHER_RANGE}"
-        return replace(result, inputs=None, private=_features(search, one), verified=None, note=note)
+        if not _tells_factors(search, view, one, result):
+            result = result.with_note(FACTOR_UNTOLD, Remark.DIRECTION_ONLY)
+        result = result.with_note(OTHER_RANGE)
+        return replace(result, inputs=None, private=_features(search, one), verified=None)
     if search.wide or not found:
         return None
     if not exact:
         most = max(left, found[0].left)
         told = left <= limit and _is_alone(search) and search.tells_pairs_apart()
         private = _features(search, found[0]) if told else {}
-        note = f"{NEARLY.format(most)}; {UP_TO_BRIGHTNESS}" if told else NEARLY.format(most)
-        return replace(results[0], verified=None, objective=most, private=private, note=note)
+        result = replace(results[0], verified=None, objective=most, private=private).with_note(NEARLY.format(most))
+        return result.with_note(UP_TO_BRIGHTNESS, Remark.DIRECTION_ONLY) if told else result
     best = (borne_out or exact)[0]
     others = [i for i in borne_out if _are_apart(results[best], results[i])]
     if told and len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
@@ -605,7 +609,7 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
     single = bool(borne_out) and _is_alone(search)
     single = single and search.tells_pairs_apart()
     private = _features(search, found[best]) if single else {}
-    return replace(results[best], verified=None, private=private, note=reason)
+    return replace(results[best], verified=None, private=private).with_note(reason, Remark.DIRECTION_ONLY)
 
 
 def _has_moved_bias(view: ServerView) -> bool:

@@ -25,6 +25,8 @@ from fl.view import ServerView
 
 MIN_COSINE = 0.99
 """Between the gradient of the outputs and the bias's update, from which on one is taken for the other."""
+AS_STATED = "the target follows from loss {} and the step size as stated, and nothing in the update tells these"
+"""What a result notes of a target that is a number."""
 FAR_TARGET = 1e6
 """How far away a target is put of which only the direction is known, in units of the outputs."""
 MOST_NUMBERS = 2**24
@@ -124,7 +126,8 @@ def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
         if scale:
             outputs = outputs_of(view, found.to(view.device, view.dtype))
             target = loss.target_of_outputs(outputs, signal[None] / scale)
-    return replace(result, labels=target)
+    told = replace(result, labels=target)
+    return told if target is None else told.with_note(AS_STATED.format(loss.name))
 
 
 def _label_of(view: ServerView, image: Tensor) -> Tensor | None:

@@ -8,12 +8,10 @@ from typing import Literal
 
 from torch import Tensor
 
-from attacks.analytic.clipped_rows import UNCLIPPED_ROWS
-from attacks.analytic.input_scale import UP_TO_BRIGHTNESS
-from attacks.base import NotApplicable, Result
+from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification import FEWER_GIVEN, UNSEEN, contradicts_features
+from attacks.verification import contradicts_features
 from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK
 from fl.tensors import dense
 from fl.view import ServerView
@@ -74,8 +72,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
         shown_by = "its layer confirms it" if sized else "the update confirms it"
         if result.approximate:
-            partly = any(words.partition("{")[0] in result.note for words in (UNSEEN, FEWER_GIVEN))
-            seen = ", as far as the network sees its pixels" if partly else ""
+            seen = ", as far as the network sees its pixels" if Remark.PARTLY_SEEN in result.remarks else ""
             shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
         how = f"{_say_error(error) if sized else ''}, and {shown_by}"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))
@@ -90,8 +87,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
-        if sure or sized or not doubted or UNCLIPPED_ROWS in result.note:  # which its attack has asked them
-            untold = UP_TO_BRIGHTNESS in result.note
+        if sure or sized or not doubted or Remark.UNCLIPPED_ROWS in result.remarks:  # which its attack has asked them
+            untold = Remark.DIRECTION_ONLY in result.remarks
             at = layer if layer or isinstance(linear, NotApplicable) or not linear.passed_over else linear.name
             words = _say_features(at, dense(value), (replayable or sure) and not untold)
             words += _say_error(error) if sized else ""
@@ -99,7 +96,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     if not replayable and not shown and attack == FIRST_ATTACK and (name := _picture_by_its_layer(result, view, alike)):
         shown.append(Exposure("features", attack, _say_features(name, result.inputs, False)))  # type: ignore[arg-type]
     if result.labels is not None and shown:
-        shown.append(Exposure("labels", attack, f"labels are recovered: {len(result.labels)}"))
+        shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
 
 
@@ -119,6 +116,17 @@ def layers_of_one_direction(view: ServerView) -> set[str]:
     """
     weights = {name: dense(value) for name, value in view.update.items() if dense(value).ndim == 2}
     return {name.rpartition(".")[0] for name, value in weights.items() if int(value.any(1).sum()) <= 2}
+
+
+def _say_labels(result: Reconstruction, view: ServerView) -> str:
+    """Return what is said of labels, and what it rests on where the whole update does not confirm them.
+
+    Under a loss whose targets may be any numbers there are such of every loss that made the update.
+    """
+    rests = ""
+    if Remark.LABELS_CONFIRMED not in result.remarks:
+        rests = f", if the loss is as stated ({view.task.loss.name})"
+    return f"labels are recovered{rests}: {0 if result.labels is None else len(result.labels)}"
 
 
 def _say_features(layer: str, value: Tensor, sized: bool) -> str:

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import attacks as attack_registry
-from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result
 from attacks.network.kept_readings import readings_kept
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
-from attacks.verification import CONTRADICTED
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
@@ -445,7 +444,7 @@ def contradicts_facts(result: Result, view: ServerView) -> bool:
 
     A layer of which two outputs move, or fewer, is explained by one input whatever it was given.
     """
-    if isinstance(result, NotApplicable) or result.verified is not False or CONTRADICTED not in result.note:
+    if isinstance(result, NotApplicable) or result.verified is not False or Remark.CONTRADICTED not in result.remarks:
         return False
     layer = first_linear(view)
     return isinstance(layer, NotApplicable) or layer.name not in layers_of_one_direction(view)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from attacks.base import NotApplicable, Reconstruction, Result
-from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED
+from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from eval.io.text import join_words
 from eval.metrics.score import Row
 
@@ -33,7 +32,7 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
         common["note"] = result.note
     if result.approximate:
         common["approximate"] = True
-    if LABELS_UNCONFIRMED in result.note:
+    if Remark.LABELS_DOUBTFUL in result.remarks:
         common["labels_doubtful"] = True
     if result.given_up:
         common["given_up"] = result.given_up

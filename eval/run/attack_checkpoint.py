@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction, Result
+from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from eval.run.cache_keys import source_digest
 from fl.runtime.atomic_files import atomic_write, make_folder
 from fl.simulation.checkpoint import DAMAGED
@@ -145,6 +145,7 @@ def _plain(result: Result) -> dict[str, Any]:
         "misfit": result.misfit,
         "relative_error": result.relative_error,
         "approximate": result.approximate,
+        "remarks": sorted(result.remarks),
     }
 
 
@@ -176,6 +177,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         misfit=told["misfit"],
         relative_error=told.get("relative_error"),
         approximate=told.get("approximate", False),
+        remarks=frozenset(map(Remark, told.get("remarks", ()))),
         private=private,
     )
 

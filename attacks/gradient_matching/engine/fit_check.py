@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
-from attacks.result import Reconstruction
+from attacks.result import Reconstruction, Remark
 from fl.defense import Defense
 from fl.privacy.private_method import PrivateMethod
 from fl.view import ServerView
@@ -60,12 +60,13 @@ def note_misfit(
     if misfit <= EXPLAINED_BELOW:
         return result
     guessed = result.labels is not None and view.labels is None and view.method.uses_labels
-    note = "; ".join(filter(None, (result.note, LABELS_UNCONFIRMED if guessed else "")))
+    if guessed:
+        result = result.with_note(LABELS_UNCONFIRMED, Remark.LABELS_DOUBTFUL)
     if not (search.cut_short or is_noiseless(view) or still_falling(result.history, search.constant_lr)):
-        return replace(result, note=note)
+        return result
     how_far = f"1 - cos = {misfit:.2g}" if math.isfinite(misfit) else "no number"
     what = search.cut_short or f"the search (of at most {search.iterations} iterations) ended"
-    return replace(result, note=note, given_up=f"{what} without explaining the update ({how_far})")
+    return replace(result, given_up=f"{what} without explaining the update ({how_far})")
 
 
 def is_noiseless(view: ServerView) -> bool:

@@ -13,7 +13,7 @@ from support.runs import run, tiny
 from support.tiny import Guess, Registered
 from torch import Tensor
 
-from attacks.base import NotApplicable, Reconstruction
+from attacks.base import NotApplicable, Reconstruction, Remark
 from eval.run import attack_cell, attack_checkpoint
 from eval.run.attack_checkpoint import AttackCheckpoint
 from fl.methods.hyperfl import HyperFL
@@ -50,6 +50,7 @@ def whole() -> Reconstruction:
         misfit=0.25,
         relative_error=0.125,
         approximate=True,
+        remarks=frozenset({Remark.PARTLY_SEEN, Remark.LABELS_CONFIRMED}),
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
