@@ -12,10 +12,10 @@ from torch import Tensor
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
     SolvedPictures,
     as_target,
-    count_open_numbers,
     feature_noise,
     paths_around_activations,
     search_pictures,
@@ -30,7 +30,7 @@ from attacks.search_control import StoppedError
 MIN_TOLD_SHARE = 0.25
 """As many numbers as this share of the picture's must be solved for where linear layers are begun with. A search
 by fewer ends at some picture that says nothing of the client's."""
-NUMBERS_PER_PIXEL = 10.0
+NUMBERS_PER_PIXEL = 5.0
 """Solved features that are compared, at least, for one number of the picture, where there are so many."""
 MAX_NOISE_RATIO = 10.0
 """By how much features may be off, relative to the most precise ones and to rounding, to count among these."""

@@ -1,13 +1,6 @@
 r"""The images whose features these are: nonlinear least squares from gray.
 
-Known are feature tensors t_k of each image, exact up to a relative error; f_k is the network up to there. Sought is
-
-    min over x of  sum_k |r_k(x)|^2,    r_k = w_k known_k (f_k(x) - t_k) / |t_k|.
-
-- **Rectified targets.** Where t_k is the output of a ReLU, f_k may return what goes into it. Then r = f - t where
-  t > 0, and max(f, 0) where t = 0: no equation is lost where the activation is still closed.
-- **Unknown scale.** A target known up to a positive factor of each image is compared with a f, where the best
-  a = <f, t> / <f, f> is put in (variable projection; Golub and Pereyra, 1973).
+Sought is the minimum over images x of sum_k |r_k(x)|^2, with the residuals r_k of `feature_residuals`.
 
 **Steps** are Gauss and Newton's: min over d of |r + J d|^2 by conjugate gradients (CGLS), then a line search. A
 network of linear maps and ReLUs is piecewise linear, so once the pieces are right a step is exact. Three things make
@@ -38,14 +31,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, differences
 from attacks.analytic.graph.gradient_descent import anneal, descend
-from attacks.analytic.graph.linearization import Forward, Linearization, RecordedDerivative, RecordedFunction
+from attacks.analytic.graph.linearization import Forward, Linearization
 from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
@@ -72,32 +65,6 @@ MAX_SLOW_STEPS, MAX_STEPS_AT_NOISE = 5, 10
 """Steps in a row that hardly lower the residual, and that are at the level of noise, after which a search ends."""
 LEVEL_DISTANCE = 0.1
 """Levels of 8 bits by which a pixel that is at a whole one may miss it."""
-UNSEEN = 1e-10
-"""Share of the largest derivative up to which one is none but for rounding."""
-
-
-@dataclass(frozen=True)
-class FeatureTarget:
-    """Features of every image that are known.
-
-    Attributes:
-        value: (B, ...), as `forward` returns them.
-        known: which entries count, boolean, broadcastable to `value`; all where none is given.
-        weight: of the whole tensor in the sum, relative to other targets. Each is divided by its norm first.
-        noise: relative error of `value` (in norm). Where the residual is there, an image is done.
-        rectified: `value` is the output of a ReLU, and `forward` returns the input of it.
-        unknown_scale: `value` is known up to a positive factor of each image.
-        projection: (B, N, N), of the features' numbers in each channel (B, K, N) the part that `value` is; None where
-            it is all. It is symmetric.
-    """
-
-    value: Tensor
-    known: Tensor | None = None
-    weight: float = 1.0
-    noise: float = 1e-6
-    rectified: bool = False
-    unknown_scale: bool = False
-    projection: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -175,9 +142,7 @@ def invert_features(
     for target in targets:
         if len(target.value) != shape[0]:
             raise ValueError(f"A target of {len(target.value)} images for {shape[0]} images to find.")
-    function = RecordedFunction.of(forward)
-    single = function if single_forward in (None, forward) else RecordedFunction.of(single_forward)
-    problem = _Problem(function, single, tuple(targets))
+    problem = FeatureProblem.of(forward, single_forward, targets)
     value = targets[0].value
     generator = stream(settings.seed, "feature inversion")
 
@@ -238,7 +203,7 @@ class _Restart:
 
 
 def _search_again(
-    problem: _Problem,
+    problem: FeatureProblem,
     settings: InversionSettings,
     best: InvertedImages,
     waiting: Tensor,
@@ -264,26 +229,6 @@ def _came_back(before: InvertedImages, again: InvertedImages, which: Tensor, noi
     return _are_near(before, noise)[which] & same
 
 
-def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:
-    """Return how many numbers of the images move none of the known features.
-
-    Whatever these are, the images meet their targets: a pixel between the strides of a kernel, or below activations
-    that are all closed.
-
-    Args:
-        forward: from images (B, C, H, W) to one tensor for each target, as in `invert_features`.
-        targets: the known features.
-        images: near which numbers are moved.
-    """
-    at = images.detach().to(targets[0].value.dtype).requires_grad_()
-    with torch.enable_grad():
-        missed = tuple(_residual(f, t) for f, t in zip(forward(at), targets, strict=True))
-        generator = stream(0, "unseen numbers")
-        weights = [torch.randn(r.shape, generator=generator).to(r) for r in missed]
-        (moved,) = torch.autograd.grad(missed, at, weights)
-    return int((moved.abs() <= UNSEEN * moved.abs().max()).sum())
-
-
 def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:
     """Return the better of two searches for each image, the second of which was for some."""
     images, residual, converged, steps = (
@@ -298,118 +243,11 @@ def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> Inv
     return InvertedImages(images, residual, converged, steps, before.iterations + again.iterations)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """The residuals of all images, and of some of them."""
-
-    forward: RecordedFunction
-    single_forward: RecordedFunction
-    targets: tuple[FeatureTarget, ...]
-
-    @property
-    def size(self) -> float:
-        """Norm of the residuals where every target is missed by its own norm."""
-        return sum(t.weight**2 for t in self.targets) ** 0.5
-
-    @property
-    def noise(self) -> float:
-        """Relative residual at the true images."""
-        return sum((t.weight * t.noise) ** 2 for t in self.targets) ** 0.5 / self.size
-
-    def select(self, keep: Tensor) -> _Problem:
-        """Return the problem of some images."""
-
-        def choose(t: FeatureTarget) -> FeatureTarget:
-            shared = t.known is None or len(t.known) != len(t.value)
-            projection = None if t.projection is None else t.projection[keep]
-            known = t.known if shared or t.known is None else t.known[keep]
-            return replace(t, value=t.value[keep], known=known, projection=projection)
-
-        return replace(self, targets=tuple(choose(t) for t in self.targets))
-
-    def to(self, dtype: torch.dtype) -> _Problem:
-        """Return the problem with targets of another type."""
-
-        def convert(t: FeatureTarget) -> FeatureTarget:
-            projection = None if t.projection is None else t.projection.to(dtype)
-            return replace(t, value=t.value.to(dtype), projection=projection)
-
-        return replace(self, targets=tuple(map(convert, self.targets)))
-
-    def residuals(self, features: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Return one residual (b, ...) for each target."""
-        return tuple(_residual(f, t) for f, t in zip(features, self.targets, strict=True))
-
-    def evaluate(self, images: Tensor, *, single: bool) -> tuple[Tensor, ...]:
-        """Return all residuals at the images, without a graph."""
-        forward = self.single_forward if single else self.forward
-        with torch.no_grad():
-            return self.residuals(tuple(forward(images)))
-
-
-def _residual(feature: Tensor, target: FeatureTarget) -> Tensor:
-    value = target.value
-    dims = tuple(range(1, value.ndim))
-    if target.projection is not None:
-        feature = (feature.flatten(2) @ target.projection).reshape(value.shape)
-    if target.rectified:
-        feature = torch.where(value > 0, feature, feature.relu())
-    known = 1.0 if target.known is None else target.known.to(value.dtype)
-    if target.unknown_scale:
-        f, t = feature * known, value * known
-        size = (f * f).sum(dims, keepdim=True).clamp_min(1e-30)
-        best = (f * t).sum(dims, keepdim=True) / size
-        # where features point away from the target no positive factor is best; 0 would leave no direction to go
-        feature = feature * torch.where(best > 0, best, ((t * t).sum(dims, keepdim=True) / size).sqrt())
-    norm = (value * known).square().sum(dims, keepdim=True).sqrt()
-    norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-    return (feature - value) * known * (target.weight / norm)
-
-
-class _Jacobian:
-    """Products with the Jacobian of the residuals at one point, for each problem on its own."""
-
-    def __init__(
-        self, problem: _Problem, images: Tensor, record: RecordedDerivative | None, smoothness: Tensor | None = None
-    ) -> None:
-        self._smoothness = smoothness
-        self._features = Linearization(problem.single_forward, images, record)
-        self._residuals = [
-            Linearization(lambda f, t=t: (_residual(f, t),), f)  # type: ignore[misc]
-            for f, t in zip(self._features.values, problem.targets, strict=True)
-        ]
-
-    def push(self, direction: Tensor) -> tuple[Tensor, ...]:
-        """Return J v."""
-        features = self._features.push(direction)
-        pushed = tuple(r.push(f)[0] for r, f in zip(self._residuals, features, strict=True))
-        return pushed if self._smoothness is None else (*pushed, *_differences(direction, self._smoothness))
-
-    def pull(self, weights: Sequence[Tensor]) -> Tensor:
-        """Return J^T w."""
-        pulled = self._features.pull([r.pull([w]) for r, w in zip(self._residuals, weights, strict=False)])
-        if self._smoothness is not None:
-            pulled = pulled + _transposed_differences(weights[-2], weights[-1], self._smoothness)
-        return pulled
-
-
-def _differences(images: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the differences of neighboring pixels down and to the right, times a scale of each image."""
-    images = images * scale
-    return images[..., 1:, :] - images[..., :-1, :], images[..., 1:] - images[..., :-1]
-
-
-def _transposed_differences(down: Tensor, right: Tensor, scale: Tensor) -> Tensor:
-    down = functional.pad(down, (0, 0, 1, 0)) - functional.pad(down, (0, 0, 0, 1))
-    right = functional.pad(right, (1, 0)) - functional.pad(right, (0, 1))
-    return (down + right) * scale
-
-
 class _Search:
     """Gauss-Newton steps for all images that are not done yet."""
 
     def __init__(
-        self, problem: _Problem, settings: InversionSettings, images: Tensor, late: Callable[[], bool]
+        self, problem: FeatureProblem, settings: InversionSettings, images: Tensor, late: Callable[[], bool]
     ) -> None:
         self.settings = settings
         self.problem = problem
@@ -417,7 +255,7 @@ class _Search:
         self.count = len(images)
         self.late = late
         self.iterations = 0
-        self.work_type = torch.float32 if problem.single_forward is not problem.forward else images.dtype
+        self.work_type = problem.work_type
         self.single_problem = problem.to(self.work_type)
 
     def run(self) -> InvertedImages:
@@ -476,15 +314,25 @@ class _Search:
 
     def _curvature(self) -> PixelCurvature:
         """Return a model of J^T J, averaged over images."""
-        images = self.images.to(self.work_type)
-        jacobian = _Jacobian(self.single_problem, images, self.problem.single_forward.record(images))
-        generator = stream(self.settings.seed, "probes of the diagonal")
-        residuals = self.single_problem.evaluate(images, single=True)
-        pulled = []
-        for _ in range(PROBES):
-            signs = [(2 * torch.randint(0, 2, r.shape, generator=generator) - 1).to(r) for r in residuals]
-            pulled.append(jacobian.pull(signs))
-        return estimate_curvature(pulled)
+        features = self.single_problem.linearize(self.images.to(self.work_type))
+        jacobian = ResidualJacobian(self.single_problem, features)
+        return draw_curvature(jacobian, self.single_problem, self.settings.seed)
+
+
+def draw_curvature(jacobian: ResidualJacobian, problem: FeatureProblem, seed: int) -> PixelCurvature:
+    """Return a model of J^T J, averaged over images.
+
+    Args:
+        jacobian: J.
+        problem: whose residuals' Jacobian it is.
+        seed: of the random signs that are pulled back.
+    """
+    generator, pulled = stream(seed, "probes of the diagonal"), []
+    for _ in range(PROBES):
+        values = [target.value for target in problem.targets]
+        signs = [(2 * torch.randint(0, 2, v.shape, generator=generator) - 1).to(v) for v in values]
+        pulled.append(jacobian.pull(signs))
+    return estimate_curvature(pulled)
 
 
 class _State:
@@ -497,8 +345,8 @@ class _State:
         self.damping = torch.zeros(search.count, dtype=search.work_type, device=images.device)
         self.stalled = torch.zeros(search.count, dtype=torch.long, device=images.device)
         self.at_noise = torch.zeros_like(self.stalled)
-        self.precise = search.work_type == images.dtype
-        self.residuals, self.relative = self._evaluate(images)
+        self.precise = torch.full_like(self.stalled, search.work_type == images.dtype, dtype=torch.bool)
+        self.residuals, self.relative, self.features = self._evaluate(images)
         self.before = self.relative
         self.smoothness: Tensor | None = None
 
@@ -506,8 +354,9 @@ class _State:
         """Keep some problems."""
         self.problem, self.single = self.problem.select(keep), self.single.select(keep)
         self.images, self.damping = self.images[keep], self.damping[keep]
-        self.stalled, self.at_noise = self.stalled[keep], self.at_noise[keep]
+        self.stalled, self.at_noise, self.precise = self.stalled[keep], self.at_noise[keep], self.precise[keep]
         self.residuals = tuple(r[keep] for r in self.residuals)
+        self.features = self.single.linearize(self.images.to(self.search.work_type))
         self.relative, self.before = self.relative[keep], self.before[keep]
 
     def done(self) -> Tensor:
@@ -532,13 +381,13 @@ class _State:
 
     def step(self, curvature: PixelCurvature) -> None:
         """Take one Gauss-Newton step."""
-        if not self.precise and float(self.relative.min()) < SINGLE_FLOOR:
-            self.precise = True
-            self.residuals, self.relative = self._evaluate(self.images)
+        near = self.relative < SINGLE_FLOOR
+        if bool((near & ~self.precise).any()):
+            self.precise = self.precise | near
+            self.residuals, self.relative = self._residuals(self.images, self.features)
         self.before = self.relative
-        work = self.images.to(self.search.work_type)
         self._set_smoothness()
-        jacobian = _Jacobian(self.single, work, self.single.single_forward.record(work), self.smoothness)
+        jacobian = ResidualJacobian(self.single, self.features, self.smoothness)
         direction = self._solve(jacobian, curvature).nan_to_num(0.0, 0.0, 0.0)  # a step that is no number is none
         self._move(direction.to(self.images.dtype))
 
@@ -554,21 +403,38 @@ class _State:
         """Return what a step is to lower: the squared residual and the prior."""
         value = (relative * self.problem.size) ** 2
         if self.smoothness is not None:
-            for difference in _differences(images, self.smoothness.to(images.dtype)):
+            for difference in differences(images, self.smoothness.to(images.dtype)):
                 value = value + difference.square().reshape(self.search.count, -1).sum(1)
         return value
 
-    def _evaluate(self, images: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the residuals in the working type, and their norm for each problem, relative."""
-        if self.precise:
-            residuals = self.problem.evaluate(images, single=self.search.work_type == images.dtype)
-        else:
-            residuals = self.single.evaluate(images.to(self.search.work_type), single=True)
-        norm = sum(r.reshape(self.search.count, -1).square().sum(1) for r in residuals)
-        assert isinstance(norm, Tensor)
-        return tuple(r.to(self.search.work_type) for r in residuals), norm.sqrt().to(images.dtype) / self.problem.size
+    def _evaluate(self, images: Tensor) -> tuple[tuple[Tensor, ...], Tensor, Linearization]:
+        """Return what `_residuals` does, and the features with their Jacobian, by which the next step is taken."""
+        features = self.single.linearize(images.to(self.search.work_type))
+        return *self._residuals(images, features), features
 
-    def _solve(self, jacobian: _Jacobian, curvature: PixelCurvature) -> Tensor:
+    def _residuals(self, images: Tensor, features: Linearization) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the residuals in the working type, and their norm for each problem, relative.
+
+        Those of images that are `precise` are computed in the images' own type.
+        """
+        count, work_type = self.search.count, self.search.work_type
+        residuals = self.single.residuals(features.values)
+        relative = self._norm(residuals, count).to(images.dtype)
+        if work_type != images.dtype and bool(self.precise.any()):
+            exact = self.problem.select(self.precise).evaluate(images[self.precise])
+            for residual, values in zip(residuals, exact, strict=True):
+                residual[self.precise] = values.to(work_type)
+            relative[self.precise] = self._norm(exact, len(exact[0]))
+        return residuals, relative / self.problem.size
+
+    @staticmethod
+    def _norm(residuals: Sequence[Tensor], count: int) -> Tensor:
+        """Return the length of each image's residuals (count,)."""
+        squares = sum(r.reshape(count, -1).square().sum(1) for r in residuals)
+        assert isinstance(squares, Tensor)
+        return squares.sqrt()
+
+    def _solve(self, jacobian: ResidualJacobian, curvature: PixelCurvature) -> Tensor:
         """Return d that makes |r + J d|^2 + damping |d|^2 small, by preconditioned conjugate gradients."""
         count = self.search.count
 
@@ -580,7 +446,7 @@ class _State:
 
         residuals = self.residuals
         if self.smoothness is not None:
-            residuals = (*residuals, *_differences(self.images.to(self.search.work_type), self.smoothness))
+            residuals = (*residuals, *differences(self.images.to(self.search.work_type), self.smoothness))
         size = sum(dot(r, r) for r in residuals)
         assert isinstance(size, Tensor)
         scale = size.sqrt().clamp_min(1e-30)
@@ -620,7 +486,7 @@ class _State:
         share = torch.ones(count, dtype=direction.dtype, device=direction.device)
         while True:
             trial = self.images + share.reshape(like) * direction
-            residuals, relative = self._evaluate(trial)
+            residuals, relative, features = self._evaluate(trial)
             worse = ~(self._objective(trial, relative) < objective) & (share > 0)
             if not bool(worse.any()):
                 break
@@ -629,5 +495,5 @@ class _State:
         shortened = (share < 0.3).to(self.damping.dtype)
         self.damping = shortened * (4 * self.damping).clamp_min(1e-3) + (1 - shortened) * self.damping / 4
         self.damping = torch.where(self.damping < 1e-5, torch.zeros_like(self.damping), self.damping)
-        self.images = self.images + share.reshape(like) * direction
+        self.images, self.features = self.images + share.reshape(like) * direction, features
         self.residuals, self.relative = residuals, torch.where(share > 0, relative, self.relative)

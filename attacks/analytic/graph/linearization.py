@@ -2,20 +2,23 @@
 
 A step of Gauss and Newton multiplies by the Jacobian J of the same point dozens of times. Forward-mode automatic
 differentiation evaluates the function anew for each product. Here function and derivative are recorded together and
-the record is split: what depends on the direction v is linear in it and is all that a product costs; the rest is
-evaluated once a point. J^T w goes through autograd's graph of that point.
+the record is split: what depends on the direction v is linear in it and is all that a product costs; the rest, the
+function's values among it, is evaluated once a point. J^T w goes through autograd's graph of that evaluation.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attacks.network.operation_trace import MODEL_ERRORS
+from fl.seeds import stream
 
 Forward = Callable[[Tensor], Sequence[Tensor]]
 """From images (B, ...) to feature tensors (B, ...)."""
@@ -31,8 +34,12 @@ _KEEP_ZERO = (
 _PRODUCTS = (torch.ops.aten.mul.Tensor, torch.ops.aten.mm.default)
 
 
+MAX_MISMATCH = 1e-3
+"""Share of the larger of |w| |J v| and |J^T w| |v| by which w^T (J v) and (J^T w)^T v may differ for rounding."""
+
+
 class UnrecordableError(Exception):
-    """torch cannot record a function's derivative."""
+    """A function's derivative cannot be recorded."""
 
 
 class RecordedDerivative:
@@ -46,7 +53,8 @@ class RecordedDerivative:
             images: (B, ...), whose shape, type and device the record is for.
 
         Raises:
-            UnrecordableError: torch cannot record `forward` and its derivative.
+            UnrecordableError: torch cannot record `forward` and its derivative, or what a record makes of J and of J^T
+                does not agree, as where a function has a derivative of its own.
         """
 
         def both(point: Tensor, direction: Tensor) -> tuple[Tensor, ...]:
@@ -60,18 +68,41 @@ class RecordedDerivative:
             except MODEL_ERRORS as error:  # a fault of `forward` itself shows where it is evaluated without a record
                 raise UnrecordableError(str(error)) from error
         _remove_zero_terms(module.graph)
-        self.point_part, self.direction_part = _split(module)
+        self.point_part, self.direction_part, self._values = _split(module)
+        try:
+            agrees = self._agrees(forward, images)
+        except RuntimeError as error:  # autograd misses numbers that were overwritten
+            raise UnrecordableError(str(error)) from error
+        if not agrees:
+            raise UnrecordableError("Products with the record's J and J^T are not those of one matrix.")
 
-    def at(self, images: Tensor) -> Callable[[Tensor], tuple[Tensor, ...]]:
-        """Return the map from a direction v, shaped like the images, to J v."""
-        with torch.no_grad():
-            kept = self.point_part(images)
+    def at(self, images: Tensor) -> tuple[tuple[Tensor, ...], Callable[[Tensor], tuple[Tensor, ...]]]:
+        """Return the function's values, and the map from a direction v, shaped like the images, to J v.
+
+        The values have autograd's graph, where that is on and the images require a gradient.
+        """
+        found = self.point_part(images)
+        values, kept = tuple(found[: self._values]), tuple(t.detach() for t in found[self._values :])
 
         def product(direction: Tensor) -> tuple[Tensor, ...]:
             with torch.no_grad():
                 return tuple(self.direction_part(direction, *kept))
 
-        return product
+        return values, product
+
+    def _agrees(self, forward: Forward, images: Tensor) -> bool:
+        """Return whether w^T (J v) is (J^T w)^T v for a random v and w."""
+        draw = stream(0, "products with a recorded derivative")
+
+        def random_like(values: Tensor) -> Tensor:
+            return torch.randn(values.shape, generator=draw, dtype=torch.float64).to(values)
+
+        linear, direction = Linearization(forward, images, self), random_like(images)
+        weights = [random_like(value) for value in linear.values]
+        pushed, pulled = linear.push(direction), linear.pull(weights)
+        size = max(_length(weights) * _length(pushed), _length([pulled]) * _length([direction]))
+        inner = sum(float((w * p).sum()) for w, p in zip(weights, pushed, strict=True))
+        return abs(inner - float((pulled * direction).sum())) <= MAX_MISMATCH * size
 
 
 class RecordedFunction:
@@ -120,26 +151,32 @@ class Linearization:
         """
         self._point = images.detach().requires_grad_()
         with torch.enable_grad():
-            outputs = tuple(forward(self._point))
+            if record is None:
+                outputs = tuple(forward(self._point))
+            else:
+                outputs, self._product = record.at(self._point)
             self.values = tuple(o.detach() for o in outputs)
             self._moving = [o.requires_grad for o in outputs]
             self._outputs = tuple(o for o in outputs if o.requires_grad)
-            if record is None:
-                self._weights = tuple(torch.zeros_like(o).requires_grad_() for o in self.values)
-                weights = tuple(w for w, moving in zip(self._weights, self._moving, strict=True) if moving)
-                (self._pulled,) = torch.autograd.grad(self._outputs, self._point, weights, create_graph=True)
-            else:
-                self._product = record.at(self._point.detach())
         self._record = record
 
     def push(self, direction: Tensor) -> tuple[Tensor, ...]:
         """Return J v for a direction v, shaped like the images."""
         if self._record is not None:
             return self._product(direction)
+        weights, pulled = self._pulled
         pushed = torch.autograd.grad(
-            self._pulled, self._weights, direction, retain_graph=True, allow_unused=True, materialize_grads=True
+            pulled, weights, direction, retain_graph=True, allow_unused=True, materialize_grads=True
         )
         return tuple(t.detach() for t in pushed)
+
+    @cached_property
+    def _pulled(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """J^T w with autograd's graph of w, and w."""
+        weights = tuple(torch.zeros_like(o).requires_grad_() for o in self.values)
+        moving = tuple(w for w, moves in zip(weights, self._moving, strict=True) if moves)
+        with torch.enable_grad():
+            return weights, torch.autograd.grad(self._outputs, self._point, moving, create_graph=True)[0]
 
     def pull(self, weights: Sequence[Tensor]) -> Tensor:
         """Return J^T w for one weight w for each output."""
@@ -176,12 +213,20 @@ def _shape(node: fx.Node) -> object:
     return None if value is None else tuple(value.shape)
 
 
-def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a record of (point, direction) -> (values, J v) into what is needed of the point, and the rest."""
+def _length(tensors: Sequence[Tensor]) -> float:
+    """Return the length of tensors as one vector."""
+    return math.hypot(*(float(t.double().norm()) for t in tensors))
+
+
+def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """Split a record of (point, direction) -> (values, J v) into the values, with what the rest needs, and the rest.
+
+    The number of values is returned, too.
+    """
     nodes = list(module.graph.nodes)
     _, direction = (n for n in nodes if n.op == "placeholder")
     result = nodes[-1].args[0]
-    tangents = result[len(result) // 2 :]
+    values, tangents = result[: len(result) // 2], result[len(result) // 2 :]
     moving = {direction}
     for node in nodes:
         if any(n in moving for n in node.all_input_nodes):
@@ -200,7 +245,7 @@ def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
     for node in nodes:
         if node not in moving and node.op != "output":
             copies[node] = first.node_copy(node, lambda n: copies[n])
-    first.output(tuple(copies[n] for n in kept))
+    first.output((*(copies[n] for n in values), *(copies[n] for n in kept)))
     first.eliminate_dead_code()
     moved = {direction: second.placeholder("direction")}
     for place, node in enumerate(kept):
@@ -210,4 +255,4 @@ def _split(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
             moved[node] = second.node_copy(node, lambda n: moved[n])
     second.output(tuple(moved[n] for n in tangents))
     second.eliminate_dead_code()
-    return fx.GraphModule(module, first), fx.GraphModule(module, second)
+    return fx.GraphModule(module, first), fx.GraphModule(module, second), len(values)

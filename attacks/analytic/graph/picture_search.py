@@ -6,34 +6,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import (
-    NUDGE,
-    FeatureTarget,
-    InversionSettings,
-    InvertedImages,
-    count_unseen_numbers,
-    invert_features,
-)
+from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages, invert_features
+from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.network.operation_trace import Graph, Ref
-from fl.seeds import stream
 
 MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
 MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 300.0, 30.0, 3072
 """CPU seconds after which no search for pictures goes on: of all together, and if that is more, for each one of so many
 numbers (32 by 32 pixels)."""
-MAX_LEVEL_DISTANCE = 0.2
-"""Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
-LEVELS_ASIDE = 2.0
-"""Levels of 8 bits by which pixels at whole levels are moved, up or down, to see whether they come back."""
-MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
-"""Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
 DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
 """Share of the largest feature, and multiple of the features' noise, below which one that is not zero may be a closed
 activation's, and is not compared."""
@@ -150,56 +136,8 @@ def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
     )
 
 
-def count_open_numbers(
-    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], found: InvertedImages, seed: int
-) -> int:
-    """Return how many numbers of found pictures may be others, as they move no feature or only together do not.
-
-    Those are numbers that come out otherwise where a search begins beside the pictures and ends at the level of the
-    features' noise. Of pictures away from whole levels those are all where features are known up to a factor.
-
-    Args:
-        forward: from pictures to features.
-        single_forward: the same in single precision.
-        targets: the features.
-        found: the pictures.
-        seed: of what moves them.
-    """
-    unseen, shape = count_unseen_numbers(forward, targets, found.images), found.images.shape
-    if unseen or not bool(found.converged.all()):
-        return unseen
-    off = (255 * found.images - (255 * found.images).round()).abs()
-    draw = torch.randn(shape, generator=stream(seed, "open numbers"), dtype=torch.float64).to(found.images)
-    at_levels = bool((off < MAX_LEVEL_DISTANCE).all())
-    if at_levels:  # not by chance, but a number or two may be at another level
-        start = found.images + LEVELS_ASIDE / 255 * draw.sign()
-    elif any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
-        return found.images.numel()
-    elif (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
-        return few
-    else:
-        start = found.images + NUDGE * draw
-    settings = InversionSettings(
-        seed=seed, seconds=_search_seconds(shape), restarts=0, roughness=0.0, below_noise=False
-    )
-    again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
-    if not bool(again.converged.all()):  # what was not checked may be open
-        return found.images.numel()
-    return int(((again.images - found.images).abs() > (MAX_MOVED_AT_LEVELS if at_levels else MAX_MOVED) / 255).sum())
-
-
-def _count_equations(target: FeatureTarget) -> int:
-    """Return how many features are compared; those that a ReLU closed are bounds alone.
-
-    Of a part of features, so many numbers of each channel are compared as the part has dimensions.
-    """
-    if target.projection is not None:
-        return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
-    counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known
-    return int((counts & ((target.value != 0) | (not target.rectified))).sum())
-
-
-def _search_seconds(shape: Sequence[int]) -> float:
+def search_seconds(shape: Sequence[int]) -> float:
+    """Return the CPU seconds that a search for pictures of this shape may take."""
     return max(MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS * math.prod(shape) / SMALL_PICTURE)
 
 
@@ -221,5 +159,5 @@ def search_pictures(
         seed: of the starts.
         start: where to begin, if not at gray.
     """
-    settings = InversionSettings(seed=seed, seconds=_search_seconds(shape))
+    settings = InversionSettings(seed=seed, seconds=search_seconds(shape))
     return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)

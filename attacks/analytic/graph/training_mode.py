@@ -20,14 +20,15 @@ from attacks.analytic.graph.batch_normalization import (
     read_statistics,
 )
 from attacks.analytic.graph.batch_statistics_blocks import Descent, descend_blocks
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
+from attacks.analytic.graph.feature_inversion import InvertedImages
+from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
     FeaturePath,
     SolvedPictures,
     as_target,
-    count_open_numbers,
     paths_around_activations,
     search_pictures,
 )

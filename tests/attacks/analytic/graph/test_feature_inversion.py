@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InversionSettings, invert_features
+from attacks.analytic.graph.feature_inversion import InversionSettings, invert_features
+from attacks.analytic.graph.feature_residuals import FeatureTarget
 from fl.seeds import stream
 
 PIXELS = (3, 3, 8, 8)

@@ -12,12 +12,13 @@ from torch.nn import functional
 
 import attacks
 from attacks import Reconstruction
-from attacks.analytic.graph import picture_search
-from attacks.analytic.graph.feature_inversion import FeatureTarget, InvertedImages
+from attacks.analytic.graph import open_numbers, picture_search
+from attacks.analytic.graph.feature_inversion import InvertedImages
+from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.input_projections import solve_projection
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal
-from attacks.analytic.graph.picture_search import count_open_numbers
+from attacks.analytic.graph.open_numbers import count_open_numbers
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -139,8 +140,19 @@ def test_pictures_whose_open_numbers_could_not_be_looked_for_may_be_others(monke
     images = torch.rand(1, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
     found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
     lost = replace(found, converged=torch.tensor([False]))
-    monkeypatch.setattr(picture_search, "invert_features", lambda *_, **__: lost)
-    assert count_open_numbers(lambda x: [x], lambda x: [x], [FeatureTarget(images)], found, seed=0) == 48
+    monkeypatch.setattr(open_numbers, "invert_features", lambda *_, **__: lost)
+
+    def sums(x: Tensor) -> list[Tensor]:
+        return [x.sum(1) for _ in range(3)]  # as many equations as pixels, but the same ones
+
+    assert count_open_numbers(sums, sums, [FeatureTarget(f) for f in sums(images)], found, seed=0) == 48
+
+
+def test_where_features_tell_each_pixel_to_first_order_nothing_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    images = torch.rand(2, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
+    found = InvertedImages(images, torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.ones(2), 1)
+    monkeypatch.setattr(open_numbers, "invert_features", None)
+    assert count_open_numbers(lambda x: [x.exp()], lambda x: [x.exp()], [FeatureTarget(images.exp())], found, 0) == 0
 
 
 def weakly_told(pixels: slice, share: float) -> tuple[Tensor, FeatureTarget, Callable[[Tensor], list[Tensor]]]:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attacks.analytic.graph.feature_inversion import FeatureTarget, invert_features
+from attacks.analytic.graph.feature_inversion import invert_features
+from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.linearization import (
     Forward,
     Linearization,

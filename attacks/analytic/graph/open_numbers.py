@@ -1,0 +1,159 @@
+"""Counts the numbers of found pictures that the features leave open.
+
+Features may be met by other pictures, too: where a pixel lies between the strides of a kernel, or where some pixels
+change the features only together. So it is asked whether the pictures come back, where each number of them is moved a
+little: to first order, by least squares of what the features say of the move,
+
+    min over d of |J d - (r + J move)|^2,
+
+with r the residuals at the pictures, and J their Jacobian there. Iterations begin at zero and never leave what J hears.
+So d comes out as the move only where J hears all of it, and where the pictures are the best there are. They end at the
+level of the features' noise: what is heard less than that counts as open. Where d comes out otherwise, a search that
+begins beside the pictures decides: activations may bend between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.feature_inversion import (
+    NUDGE,
+    InversionSettings,
+    InvertedImages,
+    draw_curvature,
+    invert_features,
+)
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, residual
+from attacks.analytic.graph.linearization import Forward
+from attacks.analytic.graph.picture_search import search_seconds
+from fl.seeds import stream
+from fl.tensors import per_image
+
+UNSEEN = 1e-10
+"""Share of the largest derivative up to which one is none but for rounding."""
+MAX_LEVEL_DISTANCE = 0.2
+"""Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
+LEVELS_ASIDE = 2.0
+"""Levels of 8 bits by which pixels at whole levels are moved, up or down, to see whether they come back."""
+MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
+"""Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
+MAX_ITERATIONS, LOOK_BACK = 100, 5
+"""Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
+BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
+"""Times the level of noise at which iterations end, and at which they do where the residual falls to no less than such
+a share."""
+
+
+def count_open_numbers(
+    forward: Forward, single_forward: Forward, targets: Sequence[FeatureTarget], found: InvertedImages, seed: int
+) -> int:
+    """Return how many numbers of found pictures may be others, as they move no feature or only together do not.
+
+    Of pictures away from whole levels those are all where features are known up to a factor.
+
+    Args:
+        forward: from pictures to features.
+        single_forward: the same in single precision.
+        targets: the features.
+        found: the pictures.
+        seed: of what moves them.
+    """
+    unseen, shape = count_unseen_numbers(forward, targets, found.images), found.images.shape
+    if unseen or not bool(found.converged.all()):
+        return unseen
+    off = (255 * found.images - (255 * found.images).round()).abs()
+    draw = torch.randn(shape, generator=stream(seed, "open numbers"), dtype=torch.float64).to(found.images)
+    at_levels = bool((off < MAX_LEVEL_DISTANCE).all())
+    if at_levels:  # not by chance, but a number or two may be at another level
+        move, most = LEVELS_ASIDE / 255 * draw.sign(), MAX_MOVED_AT_LEVELS / 255
+    elif any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
+        return found.images.numel()
+    elif (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
+        return few
+    else:
+        move, most = NUDGE * draw, MAX_MOVED / 255
+    problem = FeatureProblem.of(forward, single_forward, targets)
+    if _hears(problem, found.images, move, most, seed):
+        return 0
+    settings = InversionSettings(seed=seed, seconds=search_seconds(shape), restarts=0, roughness=0.0, below_noise=False)
+    start = found.images + move
+    again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
+    if not bool(again.converged.all()):  # what was not checked may be open
+        return found.images.numel()
+    return int(((again.images - found.images).abs() > most).sum())
+
+
+def _count_equations(target: FeatureTarget) -> int:
+    """Return how many features are compared; those that a ReLU closed are bounds alone.
+
+    Of a part of features, so many numbers of each channel are compared as the part has dimensions.
+    """
+    if target.projection is not None:
+        return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
+    counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known
+    return int((counts & ((target.value != 0) | (not target.rectified))).sum())
+
+
+def _hears(problem: FeatureProblem, images: Tensor, move: Tensor, most: float, seed: int) -> bool:
+    """Return whether the features say of a move of the images, to first order, what it is.
+
+    Args:
+        problem: the features.
+        images: (B, C, H, W), which are moved.
+        move: shaped like them.
+        most: by which each number that comes out may differ from its move.
+        seed: of the preconditioner's probes.
+    """
+    single, wanted, count = problem.to(problem.work_type), move.to(problem.work_type), len(images)
+    jacobian = ResidualJacobian(single, single.linearize(images.to(problem.work_type)))
+    curvature = draw_curvature(jacobian, single, seed)
+
+    def dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(a * b).reshape(count, -1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
+
+    missed = [residual.to(problem.work_type) for residual in problem.evaluate(images)]
+    rest = tuple(m + p for m, p in zip(missed, jacobian.push(wanted), strict=True))
+    gradient = jacobian.pull(rest)
+    direction = preconditioned = curvature.divide(gradient)
+    told, gamma = torch.zeros_like(wanted), dot([gradient], [preconditioned])
+    noise, before = problem.noise * problem.size, dot(rest, rest).sqrt()
+    for k in range(1, MAX_ITERATIONS + 1):
+        pushed = jacobian.push(direction)
+        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0)
+        told = told + per_image(length, direction) * direction
+        rest = tuple(r - per_image(length, p) * p for r, p in zip(rest, pushed, strict=True))
+        if k % LOOK_BACK == 0:
+            now = dot(rest, rest).sqrt()
+            ended = (now <= BELOW_NOISE * noise) | ((now <= ABOVE_NOISE * noise) & (now > LEAST_FALL * before))
+            if bool(ended.all()):
+                return bool(((told - wanted).abs() <= most).all())
+            before = now
+        gradient = jacobian.pull(rest)
+        preconditioned = curvature.divide(gradient)
+        following = dot([gradient], [preconditioned])
+        direction = preconditioned + per_image(following / gamma.clamp_min(1e-37), direction) * direction
+        gamma = following
+    return False
+
+
+def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:
+    """Return how many numbers of the images move none of the known features.
+
+    Whatever these are, the images meet their targets: a pixel between the strides of a kernel, or below activations
+    that are all closed.
+
+    Args:
+        forward: from images (B, C, H, W) to one tensor for each target, as in `invert_features`.
+        targets: the known features.
+        images: near which numbers are moved.
+    """
+    at = images.detach().to(targets[0].value.dtype).requires_grad_()
+    with torch.enable_grad():
+        missed = tuple(residual(f, t) for f, t in zip(forward(at), targets, strict=True))
+        generator = stream(0, "unseen numbers")
+        weights = [torch.randn(r.shape, generator=generator).to(r) for r in missed]
+        (moved,) = torch.autograd.grad(missed, at, weights)
+    return int((moved.abs() <= UNSEEN * moved.abs().max()).sum())
