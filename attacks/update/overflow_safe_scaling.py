@@ -6,6 +6,9 @@ import math
 
 from fl.tensors import LowRank, Tensors, Value, scale_tensors
 
+MAX_SINGLE_POWER = 100
+"""Power of two, of either sign, up to which all types hold the factor itself."""
+
 
 def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
     """Divide `values` by a power of two near their largest entry; return the result and the power of two.
@@ -15,8 +18,11 @@ def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:
     """
     largest = max(map(_largest_entry, values.values()), default=0.0)
     power = math.frexp(largest if 0 < largest < math.inf else 1.0)[1] - 1
+    unit = math.ldexp(1.0, power)
+    if abs(power) <= MAX_SINGLE_POWER:
+        return scale_tensors(values, 1 / unit), unit
     half = power // 2  # by two factors: the inverse of the smallest numbers is more than their type holds
-    return scale_tensors(scale_tensors(values, 2.0**-half), 2.0 ** (half - power)), math.ldexp(1.0, power)
+    return scale_tensors(scale_tensors(values, 2.0**-half), 2.0 ** (half - power)), unit
 
 
 def _largest_entry(value: Value) -> float:

@@ -21,7 +21,7 @@ from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, dense
+from fl.tensors import Tensors, Value, dense
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -77,12 +77,14 @@ class _Computed:
         images: that were asked for.
         labels: likewise.
         made: of each tensor, in double precision.
+        rounding: how long a tensor's error may be for having been rounded number by number.
         changes: how far each tensor is off, for each change of the last digit of pixels and weights so far.
     """
 
     images: Tensor
     labels: Tensor
     made: dict[str, Tensor]
+    rounding: dict[str, float]
     changes: list[dict[str, float]] = field(default_factory=list)
 
 
@@ -347,25 +349,28 @@ class UpdateComparison:
             draws: changes of the last digit, at least.
         """
         if not (self._asked_last and self._asked_last[0].images is images and self._asked_last[0].labels is labels):
-            self._asked_last[:] = [_Computed(images, labels, self._predict_in_double(images, labels))]
+            made = self._predict_in_double(images, labels)
+            moved = {name: (value != 0) | self._off_grid[name] for name, value in made.items()}
+            rounding = {name: _likely_length(self.deviations[name] * which) for name, which in moved.items()}
+            self._asked_last[:] = [_Computed(images, labels, made, rounding)]
         asked = self._asked_last[0]
         factor = self._best_factor(asked.made, self.rounding)
         eps = max(torch.finfo(self.view.dtype).eps, LEAST_SPACING)
         while len(asked.changes) < draws:
             draw = stream(len(asked.changes), "last digit")
             near = images.double() + eps * _noise_like(images, draw)
-            weights = {n: v * (1 + eps * _noise_like(v, draw)) for n, v in _all_double(self.view.shared).items()}
+            weights = {n: _change_last_digit(v, eps, draw) for n, v in self._in_double.shared.items()}
             changed = self._predict_in_double(near, labels, weights)
             asked.changes.append({n: abs(factor) * float((v - asked.made[n]).norm()) for n, v in changed.items()})
         sizes = {name: float(self.observed[name].norm()) for name in asked.made}
         still = math.hypot(*sizes.values()) * eps
         nothing = COMPUTED_SPACINGS if self._normalizes_batches else 1e-3
         allowed = {
-            name: _likely_length(self.deviations[name][(value != 0) | self._off_grid[name]])
+            name: asked.rounding[name]
             + LAST_DIGIT_FACTOR * max(change[name] for change in asked.changes)
             + COMPUTED_AT_LEAST * eps * sizes[name]
             + nothing * still
-            for name, value in asked.made.items()
+            for name in asked.made
         }
         return asked.made, allowed
 
@@ -515,6 +520,13 @@ def _noise_like(values: Tensor, draw: torch.Generator) -> Tensor:
     return torch.randn(values.shape, generator=draw, dtype=torch.float64).to(values.device)
 
 
+def _change_last_digit(values: Value, eps: float, draw: torch.Generator) -> Tensor:
+    """Return numbers times 1 + eps and normal noise, which is drawn in float32: that is four times as fast."""
+    start = dense(values)
+    noise = torch.randn(start.shape, generator=draw, dtype=torch.float32).to(start.device)
+    return torch.addcmul(start, start, noise.to(start.dtype), value=eps)
+
+
 def _all_double(values: Tensors) -> dict[str, Tensor]:
     """Return tensors, dense and in double precision."""
     return {name: dense(value).double() for name, value in values.items()}
@@ -552,6 +564,6 @@ def _is_near_grid(values: Tensor) -> bool:
 
 def _likely_length(deviations: Tensor) -> float:
     """Return how long a tensor of rounding errors of these standard deviations is, at most."""
-    variances = deviations.square()
-    expected, scatter = float(variances.sum()), math.sqrt(0.8 * float(variances.square().sum()))
+    variances = deviations.flatten().square()
+    expected, scatter = float(variances.sum()), math.sqrt(0.8 * float(variances.dot(variances)))
     return math.sqrt(min(3 * expected, expected + SCATTERS * scatter))
