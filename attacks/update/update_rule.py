@@ -8,7 +8,7 @@ proportion to the weights (LARS, LAMB), sums of zero in every row (centralised g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,8 +64,12 @@ def is_sign_compressed(view: ServerView) -> bool:
     Each of them looks like a rank-one gradient then, whatever the factors are. Tensors of fewer than `MIN_ENTRIES`
     numbers, or of numbers that are no more than the rounding of a difference of weights, say nothing.
     """
-    sizes = [tensor.sizes for tensor in _readable_tensors(view)]
-    return bool(sizes) and all(bool((size >= (1 - SIZE_TOLERANCE) * size.max()).all()) for size in sizes)
+    empty = True
+    for tensor in _each_readable(view):
+        empty = False
+        if not bool((tensor.sizes >= (1 - SIZE_TOLERANCE) * tensor.sizes.max()).all()):
+            return False
+    return not empty
 
 
 def guess_update_rule(view: ServerView) -> str:
@@ -123,7 +127,11 @@ class _TensorUpdate:
 
 def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:
     """Return the dense tensors of an update with at least `MIN_ENTRIES` entries that rounding did not make."""
-    found = []
+    return list(_each_readable(view))
+
+
+def _each_readable(view: ServerView) -> Iterator[_TensorUpdate]:
+    """Yield them one by one: the first may be enough."""
     for name, value in view.update.items():
         start = view.shared.get(name)
         if isinstance(value, LowRank) or not isinstance(start, Tensor) or not bool(value.isfinite().all()):
@@ -133,8 +141,7 @@ def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:
         # the larger half has to be heard, or what is left of the rest is a choice of the grid's
         if int(heard.sum()) >= max(MIN_ENTRIES, int((value != 0).sum()) // 2):
             grain = float(spacing.max())
-            found.append(_TensorUpdate(name, start.double(), value.double(), value[heard].abs().double(), grain))
-    return found
+            yield _TensorUpdate(name, start.double(), value.double(), value[heard].abs().double(), grain)
 
 
 def _spacing(start: Tensor) -> Tensor:

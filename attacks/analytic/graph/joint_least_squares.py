@@ -162,6 +162,7 @@ class JointSolver:
     ran_out: bool = field(default=False, init=False)
     zero: Tensor | None = field(default=None, init=False)
     _parts: list[Tensor] | None = field(default=None, init=False)
+    _system: _System | None = field(default=None, init=False)
 
     def solve(
         self, gradients: GradientEquations, start: Tensor | None = None, tolerance: float = 1e-8
@@ -179,7 +180,9 @@ class JointSolver:
         if self.entries is not None:
             return self._solve_with_entries(gradients, self.entries, start, tolerance)
         assert self.others is not None
-        return _solve_for_all(gradients, self.others, start, tolerance)
+        if self._system is None or not torch.equal(self._system.matrix, gradients.matrix):
+            self._system = _System.of(gradients, self.others)
+        return None if self._system is None else self._system.solve(start, tolerance)
 
     def _solve_with_entries(
         self,
@@ -230,24 +233,46 @@ def _by_channels(x: Tensor) -> Tensor:
     return x.mT.contiguous().mT
 
 
-def _solve_for_all(
-    gradients: GradientEquations, others: LinearEquations, start: Tensor | None, tolerance: float
-) -> Tensor | None:
-    """Return x as `JointSolver` does, where nothing is known of single numbers."""
-    a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
-    basis = _Eigenbasis.of(a.mT @ a)
-    estimate = _Preconditioner.of(basis, gradients, others)
-    if estimate is None:
-        return None
-    precondition, weight = estimate
-    right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
+@dataclass(frozen=True)
+class _System:
+    """The normal equations of all numbers, where nothing is known of single ones, in coordinates of eigenvectors.
 
-    def product(y: Tensor) -> Tensor:
-        heard = as_rows(others.pull(others.push(as_images(basis.back(y)))))
-        return basis.values[:, None] * y + weight * basis.to(heard)
+    Attributes:
+        matrix: A.
+        basis: the eigenvectors of A^T A.
+        precondition: the preconditioner.
+        right: the right side.
+        product: returns N y.
+    """
 
-    y = _conjugate_gradients(product, right, precondition, None if start is None else basis.to(start), tolerance)
-    return None if y is None else basis.back(y)
+    matrix: Tensor
+    basis: _Eigenbasis
+    precondition: _Preconditioner
+    right: Tensor
+    product: Callable[[Tensor], Tensor]
+
+    @classmethod
+    def of(cls, gradients: GradientEquations, others: LinearEquations) -> _System | None:
+        """Return the system; None where a direction is in none of the equations."""
+        a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
+        basis = _Eigenbasis.of(a.mT @ a)
+        estimate = _Preconditioner.of(basis, gradients, others)
+        if estimate is None:
+            return None
+        precondition, weight = estimate
+        right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
+
+        def product(y: Tensor) -> Tensor:
+            heard = as_rows(others.pull(others.push(as_images(basis.back(y)))))
+            return basis.values[:, None] * y + weight * basis.to(heard)
+
+        return cls(a, basis, precondition, right, product)
+
+    def solve(self, start: Tensor | None, tolerance: float) -> Tensor | None:
+        """Return x as `JointSolver` does."""
+        begin = None if start is None else self.basis.to(start)
+        y = _conjugate_gradients(self.product, self.right, self.precondition, begin, tolerance)
+        return None if y is None else self.basis.back(y)
 
 
 def _normal_equations(

@@ -9,6 +9,7 @@ s_c / q_c is near 1 or near the slope.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ ROBUST_ROUNDS = 6
 """Solutions with new weights of the channels, at most."""
 TOLERANCES = (1e-4, 1e-6, 1e-8)
 """Of solutions by iterations, one after the other: the first ones only tell which channels fit badly."""
+SETTLED = 0.1
+"""Share by which the median misfit and the worst one change, at most, where further weights change nothing."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
 MIN_RATIO, MIN_JOINT_RATIO = 1.1, 1.25
@@ -317,6 +320,7 @@ def _robust_least_squares(
     weights = [known.to(norm.dtype) / norm for norm, known in zip(size, good, strict=True)]
     solved = None if before is None else systems.layer.as_channels(before.values).mT
     misfits: list[Tensor] = []
+    last = math.inf, math.inf
     for turn in range(ROBUST_ROUNDS):
         check_time_limit()
         tolerance = TOLERANCES[min(turn, len(TOLERANCES) - 1)]
@@ -328,14 +332,17 @@ def _robust_least_squares(
         solved = now
         sides = zip(systems.right, systems.matrices, size, strict=True)
         misfits = [_row_norms(g - m @ solved) / n for g, m, n in sides]
-        usual = _usual_misfit(misfits, [w > 0 for w in weights])
+        usual, worst = _usual_misfit(misfits, [w > 0 for w in weights]), float(torch.cat(misfits).max())
         final = systems.joint is None or tolerance == TOLERANCES[-1]
-        uneven = float(torch.cat(misfits).max()) > EVEN_MISFITS * usual
-        if final and (turn == ROBUST_ROUNDS - 1 or not uneven):
+        uneven = worst > EVEN_MISFITS * usual
+        settled = abs(usual - last[0]) <= SETTLED * usual and abs(worst - last[1]) <= SETTLED * worst
+        if final and (turn == ROBUST_ROUNDS - 1 or not uneven or settled):
             break
-        weights = [
-            known / n * usual / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)
-        ]
+        last = usual, worst
+        if uneven:
+            weights = [
+                known / n * usual / m.clamp_min(0.3 * usual) for m, n, known in zip(misfits, size, good, strict=True)
+            ]
     assert solved is not None
     return solved, misfits
 

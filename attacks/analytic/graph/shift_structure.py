@@ -75,7 +75,8 @@ def find_signal_columns(gradient: Tensor, size: tuple[int, int], images: int) ->
         images: how many distinct ones it saw; images x rows x columns <= min(C, 3 K).
     """
     rank = images * size[0] * size[1]
-    basis, sizes, _ = torch.linalg.svd(gradient.flatten(1), full_matrices=False)
+    triangle = torch.linalg.qr(gradient.flatten(1).mT, mode="r")[1]  # whose rows' lengths and angles are the gradient's
+    basis, sizes, _ = torch.linalg.svd(triangle.mT, full_matrices=False)
     gap = rank_gap(sizes, rank)
     basis = basis[:, :rank]
     reduced = torch.einsum("cr,ckij->ijrk", basis, gradient)  # U^T D_d
