@@ -79,6 +79,29 @@ def test_a_function_that_hangs_on_numbers_cannot_be_recorded() -> None:
         RecordedDerivative(lambda z: [z if float(z.sum()) > 0 else 2 * z], torch.ones(1, 3))
 
 
+def test_a_record_whose_products_belong_to_two_matrices_is_none() -> None:
+    """Recorded operations know nothing of what was detached while they were recorded."""
+    with pytest.raises(UnrecordableError, match="one matrix"):
+        RecordedDerivative(lambda z: [z * z.detach()], torch.randn(2, 3, generator=torch.Generator().manual_seed(0)))
+
+
+def test_the_record_gives_the_values_of_the_evaluation_that_products_belong_to() -> None:
+    generator = torch.Generator().manual_seed(0)
+    layers = network(generator)
+    evaluations: list[Tensor] = []
+
+    def forward(images: Tensor) -> list[Tensor]:
+        evaluations.append(images)
+        return [layers(images)]
+
+    images = torch.randn(2, 3, 8, 8, generator=generator, dtype=torch.float64)
+    record = RecordedDerivative(forward, images)
+    evaluations.clear()
+    linear = Linearization(forward, images, record)
+    torch.testing.assert_close(linear.values[0], layers(images))
+    assert not evaluations
+
+
 def test_a_fault_of_the_record_is_not_taken_for_a_function_that_cannot_be_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
