@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support import worlds
-from support.attacking import ATTACKS, assert_equal
+from support.attacking import ALIKE, ATTACKS, assert_equal
 from support.compare import tensors
+from support.cover import SLOW
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Result
@@ -47,6 +48,7 @@ KINDS = {
     "rounds": Kind(STEP, rounds=1),
     "group": Kind(STEP, defense=SecAgg(group_size=2)),
 }
+TWO = ("batch", "steps, hyperfl")
 
 
 def victim(kind: Kind, *, knows_labels: bool = False) -> tuple[ServerView, list[Any], Federation]:
@@ -70,8 +72,16 @@ def plain(kind: str, name: str) -> Result:
     return ATTACKS[name](victim(KINDS[kind])[0], seed=3)
 
 
-@pytest.mark.parametrize("name", list(ATTACKS))
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("one")])
+def _pairs() -> list[Any]:
+    kinds = [kind for kind in KINDS if not kind.startswith("one")]
+    return [
+        pytest.param(kind, name, marks=[SLOW] if name in ALIKE and kind not in TWO else [])
+        for kind in kinds
+        for name in ATTACKS
+    ]
+
+
+@pytest.mark.parametrize(("kind", "name"), _pairs())
 def test_an_attack_holds_nothing_of_the_client(kind: str, name: str) -> None:
     view, held, run = victim(KINDS[kind])
     assert len(view.history) == KINDS[kind].rounds

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import worlds
-from support.attacking import ATTACKS, assert_equal
+from support.attacking import ALIKE, ATTACKS, BEHIND, assert_equal
 from support.compare import assert_same, tensors
 from support.cover import SLOW, pairwise
 from support.loud import Loud
@@ -50,13 +50,16 @@ def _marks(row: str, often: tuple[str, ...]) -> list[Any]:
 
 def _every(often: tuple[str, ...]) -> Any:
     """All attacks on every kind of victim; those not met `often` are marked slow."""
-    pairs = [pytest.param(row, name, marks=_marks(row, often)) for row in KINDS for name in ATTACKS]
+    pairs = [
+        pytest.param(row, name, marks=_marks(row, TWO if name in ALIKE else often)) for row in KINDS for name in ATTACKS
+    ]
     return pytest.mark.parametrize(("row", "name"), pairs)
 
 
 SYSTEMS = ("hyperfl", "dp-hyperfl", "hyperfedzero", "hyperfednet", "fedprox+hfn", "hfedf-latent")
 KINDS = ("fedavg", "fedper", "local", "scaffold", *SYSTEMS, *NETWORKS)
-EVERY, SOME = _every(KINDS), _every(("fedavg", "hyperfl"))
+TWO = ("fedavg", "hyperfl")
+EVERY, SOME = _every(KINDS), _every(TWO)
 EVERY.args[1].append(pytest.param(ADAPTIVE, "adaptive-step"))
 
 
@@ -116,10 +119,6 @@ def test_the_unit_of_the_update_changes_no_bit(row: str, name: str) -> None:
     quiet, loud = victim(row)[0], victim(row, Loud())[0]
     assert_same(loud.update, scale_tensors(quiet.update, 1024.0))
     assert_equal(ATTACKS[name](loud, seed=3), plain(row, name))
-
-
-BEHIND = {"headless+cascade", "peel+cascade"}
-"""What is done behind a rewriting is `cascade`'s work, and that is among the others."""
 
 
 @pairwise(name=sorted(ATTACKS.keys() - BEHIND), column=COLUMNS, row=("fedavg", "hyperfl"))

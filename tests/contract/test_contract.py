@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from fl.predict import predict
 from fl.tensors import dense, norm
 from fl.view import ThreatModel
 
+seen = cache(observed)
+"""For tests that change nothing of what they are given."""
 CELLS = pytest.mark.parametrize(("row", "column"), cells())
 STAR = pytest.mark.parametrize(("row", "column"), star())
 REPLAYABLE = pytest.mark.parametrize(("row", "column"), cells(replayable=True))
@@ -40,13 +43,13 @@ def test_what_a_defense_cannot_defend_it_refuses_with_a_reason() -> None:
 
 @REPLAYABLE
 def test_the_true_candidate_predicts_the_update_bit_for_bit(row: str, column: str) -> None:
-    view, truth = observed(row, column)
+    view, truth = seen(row, column)
     assert_same(predict(view, truth.candidate()), view.update)
 
 
 @REPLAYABLE
 def test_a_wrong_candidate_does_not(row: str, column: str) -> None:
-    view, truth = observed(row, column)
+    view, truth = seen(row, column)
     wrong = replace(truth.candidate(), inputs=1 - truth.inputs)
     predicted = predict(view, wrong)
     assert any(not torch.equal(dense(predicted[name]), dense(value)) for name, value in view.update.items())
@@ -54,7 +57,7 @@ def test_a_wrong_candidate_does_not(row: str, column: str) -> None:
 
 @REPLAYABLE
 def test_stacked_candidates_predict_it_to_rounding(row: str, column: str) -> None:
-    view, truth = observed(row, column)
+    view, truth = seen(row, column)
     right = truth.candidate()
     private = {name: dense(value) for name, value in right.private.items()}
     client = view.client  # built here: a network that draws its own initial weights can't be built under vmap
@@ -73,7 +76,7 @@ def test_stacked_candidates_predict_it_to_rounding(row: str, column: str) -> Non
 
 @CELLS
 def test_gradients_reach_everything_the_server_does_not_see(row: str, column: str) -> None:
-    view, truth = observed(row, column)
+    view, truth = seen(row, column)
     inputs = truth.inputs.clone().requires_grad_()
     private = {name: dense(value).clone().requires_grad_() for name, value in truth.private.items()}
     predicted = predict(view, replace(truth.candidate(), inputs=inputs, private=private))

@@ -16,6 +16,10 @@ CHAINS = {name: build({"name": name, "iterations": 5}) for name in SEARCHES} | {
 }
 ATTACKS = dict(attacks.examples()) | CHAINS
 ATTACKS["lti"] = replace(ATTACKS["lti"], batch_size=128)  # type: ignore[call-arg]  # it imitates 512 clients: in four goes
+BEHIND = {"headless+cascade", "peel+cascade"}
+"""What is done behind a rewriting is `cascade`'s work, and that is among the others."""
+ALIKE = {"dlg", "idlg", "rog", "gradinversion"} | BEHIND
+"""Those, and searches of one engine with `ig`: by default they meet two kinds of victims, and the others every kind."""
 
 
 def assert_equal(x: Any, y: Any) -> None:
