@@ -71,6 +71,13 @@ class Client:
             norm.track_running_stats = False
         return model
 
+    @cached_property
+    def in_evaluation_mode(self) -> Client:
+        """The client with its network in evaluation mode, itself where it trains in that."""
+        if not self.method.train_mode:
+            return self
+        return Client(self.base, replace(self.method, train_mode=False), self.defense)
+
     def network_in(self, dtype: torch.dtype, device: torch.device | str | None = None) -> nn.Module:
         """Return a copy of `fixed_statistics_model` in another precision, as `Task.convert` makes it."""
         hooks = type(self.method).client_model, type(self.defense).wrap_model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,8 +35,7 @@ class Predictor:
 
     def logits(self, inputs: torch.Tensor, size: int = 256) -> Iterator[torch.Tensor]:
         """Yield logits (n, K) of `inputs` (N, C, H, W), `size` images at a time."""
-        evaluator = replace(self.client.method, train_mode=False)
-        network = Client(self.client.base, evaluator, self.client.defense).network(self.params, self.buffers)
+        network = self.client.in_evaluation_mode.network(self.params, self.buffers)
         with torch.no_grad():
             for part in inputs.split(size):
                 yield self.client.method.logits(network, part)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 from support.tiny import CONFIG
@@ -33,6 +37,19 @@ def run(experiment: Experiment, path: Path, **settings: Any) -> list[dict[str, A
         failures = runner.run(plan, folder, runner.Options(**settings), progress)
         assert not failures, failures
         return results.assemble(plan, folder)
+
+
+@cache
+def _computed(overrides: tuple[str, ...]) -> Path:
+    place = Path(mkdtemp())
+    atexit.register(shutil.rmtree, place, ignore_errors=True)
+    run(tiny(*overrides), place / "run")
+    return place / "run"
+
+
+def finished(path: Path, *overrides: str) -> None:
+    """Put a finished run of the tiny experiment there, computed once a process: for tests of what comes after it."""
+    shutil.copytree(_computed(overrides), path)
 
 
 def reader_files(path: Path) -> tuple[list[bytes], list[str]]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support import chains
+from support.cover import pairwise
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -172,17 +173,16 @@ OTHER_LOSSES: dict[str, Loss] = {
 }
 
 
-@pytest.mark.parametrize("loss", OTHER_LOSSES)
-@pytest.mark.parametrize("brightness", [1.0, 0.6])
-@pytest.mark.parametrize(
-    "make",
-    [
+@pairwise(
+    make=(
         lambda: nn.Sequential(nn.Flatten(), plain(64, 3)),
         lambda: chain(3),
         lambda: chain(3, nn.Tanh),
         lambda: chain(3, nn.GELU),
         lambda: chain(4),
-    ],
+    ),
+    brightness=(1.0, 0.6),
+    loss=OTHER_LOSSES,
 )
 def test_of_few_classes_no_size_is_claimed_under_another_loss_than_stated(
     make: Callable[[], nn.Module], brightness: float, loss: str

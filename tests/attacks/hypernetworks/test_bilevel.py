@@ -143,7 +143,7 @@ def test_views_in_a_stack_come_out_as_alone(method: HyperFL) -> None:
         run = Federation(Client(worlds.task(), method), [ClientData(own, own)], seed=i)
         views.append(run.observe(0)[0])
     plain = victim(FedAvg(steps=1))[0]
-    attack = Bilevel(lower_iterations=40, iterations=25, restarts=2)
+    attack = Bilevel(lower_iterations=20, iterations=12, restarts=2)
     together = attack.run([views[0], plain, *views[1:]], [3, 4, 5, 6])
     assert isinstance(together[1], NotApplicable)
     for found, view, seed in zip([together[0], *together[2:]], views, [3, 5, 6], strict=True):

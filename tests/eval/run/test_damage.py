@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support.runs import reader_files, run, tiny, unstated
+from support.runs import finished, reader_files, run, tiny, unstated
 from support.tiny import Registered
 from typer.testing import CliRunner
 
@@ -20,7 +20,7 @@ def _guesses():
 
 
 def test_damaged_pictures_of_an_older_cell_are_left_out(tmp_path, caplog):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     cell = tmp_path / "a" / "cells" / first.attack_tasks[0].cell.id
     unstated(cell)
@@ -35,7 +35,7 @@ def test_damaged_pictures_of_an_older_cell_are_left_out(tmp_path, caplog):
 
 
 def test_lost_pictures_are_named_and_the_cell_stays(tmp_path, caplog):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     (tmp_path / "a" / "cells" / first.attack_tasks[0].cell.id / "pictures.npz").unlink()
     run(tiny(), tmp_path / "a")
@@ -66,7 +66,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("kind", DAMAGES)
 def test_a_damaged_cell_is_computed_again(tmp_path, caplog, kind):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     before = reader_files(tmp_path / "a")
     watch = runner.prepare(tiny(), device="cpu").trainings[0].attack_tasks[0]
     name, change = DAMAGES[kind]
@@ -78,7 +78,7 @@ def test_a_damaged_cell_is_computed_again(tmp_path, caplog, kind):
 
 
 def test_a_training_with_a_row_less_is_trained_again_in_older_cells_too(tmp_path, rounds):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     before = reader_files(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     cell = tmp_path / "a" / "cells" / first.cell.id
@@ -92,7 +92,7 @@ def test_a_training_with_a_row_less_is_trained_again_in_older_cells_too(tmp_path
 
 
 def test_swapped_cells_are_computed_again(tmp_path, caplog):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     before = reader_files(tmp_path / "a")
     plan = runner.prepare(tiny(), device="cpu")
     one, other = (tmp_path / "a" / "cells" / training.attack_tasks[0].cell.id for training in plan.trainings)
@@ -107,7 +107,7 @@ def test_swapped_cells_are_computed_again(tmp_path, caplog):
 
 
 def test_emptied_cells_do_not_wait_for_ever(tmp_path):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     before = reader_files(tmp_path / "a")
     for path in (tmp_path / "a" / "cells").glob("*/*.jsonl"):
         path.write_bytes(b"")
@@ -129,7 +129,7 @@ def test_a_lock_that_is_taken_away_ends_the_run(tmp_path):
 
 @pytest.mark.parametrize("name", ["cells", "checkpoints", "images", "partitions", "report", "cells/0123456789ab.part"])
 def test_folders_that_are_links_are_refused_before_anything_is_written(tmp_path, name):
-    run(tiny("attack=guess"), tmp_path / "a")
+    finished(tmp_path / "a", "attack=guess")
     place, elsewhere = tmp_path / "a" / name, tmp_path / "elsewhere"
     elsewhere.mkdir()
     if place.exists():
@@ -145,7 +145,7 @@ def test_folders_that_are_links_are_refused_before_anything_is_written(tmp_path,
 
 
 def test_what_a_killed_process_left_goes_away(tmp_path):
-    run(tiny("attack=guess"), tmp_path / "a")
+    finished(tmp_path / "a", "attack=guess")
     (tmp_path / "a" / "report").mkdir()
     left = [
         tmp_path / "a" / place / f".x.{'0' * 16}.part"
@@ -159,7 +159,7 @@ def test_what_a_killed_process_left_goes_away(tmp_path):
 
 
 def test_a_link_to_nothing_in_a_cell_is_damage(tmp_path):
-    run(tiny("attack=guess"), tmp_path / "a")
+    finished(tmp_path / "a", "attack=guess")
     rows = next((tmp_path / "a" / "cells").glob("*/images.jsonl"))
     content = rows.read_bytes()
     rows.unlink()
@@ -179,7 +179,7 @@ def test_a_file_in_place_of_a_folder_is_refused_before_anything_is_written(tmp_p
 
 
 def test_a_folder_in_place_of_a_file_is_named(tmp_path):
-    run(tiny("attack=guess"), tmp_path / "a")
+    finished(tmp_path / "a", "attack=guess")
     (tmp_path / "a" / "report.html").mkdir()
     done = CliRunner().invoke(app, ["report", str(tmp_path / "a")])
     assert done.exit_code == 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.runs import reader_files, run, tiny
+from support.runs import finished, reader_files, run, tiny
 from support.spreading import locking
 from support.tiny import Registered
 
@@ -174,7 +174,7 @@ def test_a_training_that_fails_stops_its_attacks_only(tmp_path, monkeypatch):
 
 
 def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     monkeypatch.setattr(runner, "source_digest", lambda: "something else")
     run(tiny(), tmp_path / "a")
     assert "5 finished cells are of other source code" in caplog.text
@@ -182,7 +182,7 @@ def test_cells_of_other_code_are_said(tmp_path, monkeypatch, caplog):
 
 def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkeypatch):
     folder = RunDir(tmp_path / "a")
-    run(tiny("attack=guess"), folder.path)
+    finished(folder.path, "attack=guess")
     plan = runner.prepare(tiny(), device="cpu")
     assert not results.table_notes([], plan, folder)
     for place in (runner, run_status, run_directory):
@@ -197,7 +197,7 @@ def test_cells_of_other_code_stand_in_the_table_and_in_run_json(tmp_path, monkey
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "{}", "\x00"])
 def test_a_cell_that_cannot_be_read_is_computed_again(tmp_path, caplog, rounds, damage):
-    run(tiny(), tmp_path / "a")
+    finished(tmp_path / "a")
     before = reader_files(tmp_path / "a")
     first = runner.prepare(tiny(), device="cpu").trainings[0]
     for cell in (first.cell, first.attack_tasks[0].cell):
@@ -268,7 +268,7 @@ def test_only_runs_and_empty_folders_are_written_to(tmp_path):
         RunDir(tmp_path / "mine" / "thesis.txt").check()
     with pytest.raises(ValueError, match="expected a folder"), RunDir(tmp_path / "mine" / "thesis.txt").locked():
         pass
-    run(tiny("attack=guess"), tmp_path / "a")
+    finished(tmp_path / "a", "attack=guess")
     (tmp_path / "a" / "notes.txt").touch()
     run(tiny("attack=guess", "seeds=1"), tmp_path / "a")  # other settings share the folder
     assert (tmp_path / "a" / "notes.txt").exists()
