@@ -53,7 +53,9 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
     rounding *= float(layer.update.norm() / rows.norm()) if bool(rows.any()) else 1.0
     count = int((bias.square() >= MIN_SHARE * bias.square().max()).sum())
     proved = count >= MIN_ROWS and left <= max(tolerance, min(rounding, MAX_ROUNDING))
-    proved = proved and math.prod(view.task.output_shape) > 2  # of two outputs all rows see one mixture
+    shape = view.task.output_shape
+    proved = proved and math.prod(shape) > 2  # of two outputs all rows see one mixture
+    proved = proved and not view.task.loss.sends_back_one_direction(shape)
     proved = proved and explains_clipped(view, found, bound)
     labels, note = single_label(view)
     said = f"{count} rows of {layer.name!r} that it left as they were agree to {left:.1e}"

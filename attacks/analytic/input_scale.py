@@ -630,7 +630,8 @@ def _is_made_to_rounding(search: ScaleSearch, view: ServerView, result: Reconstr
 
 def _tells_inputs_apart(view: ServerView) -> bool:
     """Return whether several pictures leave more than one direction: of two outputs all that flows back has one."""
-    return math.prod(view.task.output_shape) > 2
+    shape = view.task.output_shape
+    return math.prod(shape) > 2 and not view.task.loss.sends_back_one_direction(shape)
 
 
 def _features(search: ScaleSearch, one: _Found) -> Tensors:

@@ -491,7 +491,7 @@ def _best_factor(update: Mapping[str, Tensor], made: Mapping[str, Tensor], allow
     """Return the factor that brings a prediction nearest to an update, tensors weighed by precision; NaN of zero."""
     top = bottom = 0.0
     for name, value in made.items():
-        weight = 1 / max(allowed[name], 1e-300) ** 2
+        weight = 1 / max(allowed[name], 1e-150) ** 2
         top += weight * float((value * update[name]).sum())
         bottom += weight * float(value.square().sum())
     return top / bottom if bottom > 0 else math.nan

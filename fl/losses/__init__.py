@@ -128,9 +128,10 @@ class Loss:
         return self.is_cross_entropy
 
     def sends_back_one_direction(self, output_shape: torch.Size) -> bool:
-        """Return whether what flows back into the outputs has one direction, whatever they are and the target is.
+        """Return whether what flows back into the outputs has one direction, whatever they are, under some target.
 
-        So it has of a single number, and of the logits of two classes, where it sums to zero.
+        So it has of a single number, and of the logits of two classes, where it sums to zero. Several examples of that
+        target look like one then.
 
         Args:
             output_shape: of one example.

@@ -29,6 +29,8 @@ MOST_NUMBERS = 2**22
 """Of outputs on which a function is compared with losses that are known."""
 TRIED_SIZES, SAME_LOSS = (1.0, 30.0), 1e-5
 """Standard deviations of these, and the relative difference of what is the same loss."""
+TRIED_OUTPUTS, MOST_DIRECTIONS, SAME_DIRECTION = 8, 32, 1e-6
+"""Outputs and classes with which it is tried whether all that flows back has one direction, and what that leaves."""
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +75,17 @@ class OwnLoss(Loss):
         if not self.takes_classes:
             return super().errors(found, true)
         return (found != (true.argmax(1) if true.ndim == 2 else true).to(found.device)).double()
+
+    def sends_back_one_direction(self, output_shape: torch.Size) -> bool:
+        """Return whether it has under some class, as far as trying tells; of other targets two outputs are too few.
+
+        So it has where a function takes the class's own output alone, say.
+        """
+        if not self.takes_classes or output_shape[0] < 3:
+            return output_shape.numel() < 3
+        outputs = torch.randn(TRIED_OUTPUTS, *output_shape, generator=stream(0, "direction"), dtype=torch.float64)
+        classes = range(0, output_shape[0], max(output_shape[0] // MOST_DIRECTIONS, 1))
+        return any(_has_one_direction(self, outputs, torch.full((TRIED_OUTPUTS,), label)) for label in classes)
 
     @property
     def takes_classes(self) -> bool:
@@ -198,6 +211,14 @@ def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
     matching = (known for known in asked[0] if all(_returns_the_same(loss, known, *trial[known]) for trial in asked))
     found = next(matching, loss)
     return replace(loss, targets="classes") if found is loss and _takes_classes(loss, output_shape) else found
+
+
+def _has_one_direction(loss: Loss, outputs: Tensor, targets: Tensor) -> bool:
+    """Return whether the gradients of a loss by outputs (B, K) are multiples of one another, or zero."""
+    for found in _tried(loss, outputs, (targets,)):
+        singular = torch.linalg.svdvals(found[1:].view_as(outputs))
+        return bool(singular[1] <= SAME_DIRECTION * singular[0])
+    return True
 
 
 def _takes_classes(loss: OwnLoss, output_shape: torch.Size) -> bool:

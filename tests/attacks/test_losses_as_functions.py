@@ -16,6 +16,7 @@ from attacks.base import Reconstruction, build
 from attacks.labels.assignment import assign_labels
 from attacks.verification import confirm
 from fl.capture import from_update
+from fl.losses.function import build_loss, known_loss
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
@@ -183,6 +184,30 @@ def test_what_flows_back_of_two_classes_in_one_direction_verifies_no_mixture(nam
     assert isinstance(result, Reconstruction)
     assert result.inputs is not None
     assert not result.verified
+
+
+def own_output(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of the label's own output alone, so that what flows back has one direction for each label."""
+    return functional.softplus(-outputs[range(len(labels)), labels]).mean()
+
+
+@pytest.mark.parametrize("bends", [True, False])
+def test_what_flows_back_of_a_label_in_one_direction_verifies_no_mixture_of_its_pictures(bends: bool) -> None:
+    loss = known_loss(build_loss(own_output), torch.Size([CLASSES]))
+    assert loss.sends_back_one_direction(torch.Size([CLASSES]))
+    model = network()
+    if not bends:
+        model.get_submodule("1").bias.data.fill_(3.0)  # type: ignore[operator, union-attr]
+    for start in range(4):
+        images = torch.rand(2, *SHAPE, generator=stream(start, "own output"))
+        alike = torch.stack([images[0], images[0] + 0.1 * (images[1] - images[0])])
+        for pair in (images, alike):
+            view = seen(model, own_output, own_output, pair, torch.ones(2, dtype=torch.int64), 1)
+            result = build("analytic")(view)
+            assert not isinstance(result, Reconstruction) or not result.verified
+    single = build("analytic")(seen(model, own_output, own_output, pictures(1), labels_of(1)))
+    assert isinstance(single, Reconstruction)
+    assert single.verified is True
 
 
 @pytest.mark.parametrize("alike", [True, False])

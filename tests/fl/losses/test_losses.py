@@ -178,6 +178,10 @@ def test_a_function_of_classes_has_targets_to_try_and_none_to_search_for():
     assert loss.variable_shape(torch.Size([3])) is None
     assert loss.errors(torch.tensor([0, 1]), torch.tensor([[0.9, 0.1, 0], [0.9, 0.1, 0]])).tolist() == [0, 1]
     assert [loss.sends_back_one_direction(torch.Size([count])) for count in (2, 3)] == [True, False]
+    own = known_loss(
+        build_loss(lambda outputs, targets: -outputs[range(len(targets)), targets].mean()), torch.Size([3])
+    )
+    assert own.sends_back_one_direction(torch.Size([3]))
     assert build_loss(weighted).every_target(torch.Size([3]), 4) is None
     with pytest.raises(ValueError, match=r"logits \(B, K\), K >= 2, under a loss with targets='classes', got \(3, 4\)"):
         known_loss(loss, torch.Size([3, 4]))
