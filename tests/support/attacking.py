@@ -15,7 +15,7 @@ CHAINS = {name: build({"name": name, "iterations": 5}) for name in SEARCHES} | {
     name: build(name) for name in ("peel+cascade", "headless+cascade")
 }
 ATTACKS = dict(attacks.examples()) | CHAINS
-ATTACKS["lti"] = replace(ATTACKS["lti"], batch_size=128)  # type: ignore[call-arg]  # it imitates 512 clients: in four goes
+ATTACKS["lti"] = replace(ATTACKS["lti"], batch_size=16)  # type: ignore[call-arg]  # clients that it imitates for each step
 BEHIND = {"headless+cascade", "peel+cascade"}
 """What is done behind a rewriting is `cascade`'s work, and that is among the others."""
 ALIKE = {"dlg", "idlg", "rog", "gradinversion"} | BEHIND

@@ -128,8 +128,8 @@ def test_an_objective_is_small_only_where_the_picture_explains_the_update(
     seed: int, filters: int, act: nn.Module
 ) -> None:
     """Without biases nothing but the image makes an output, so that what is lost above leaves nothing below."""
-    image = photograph(14)
-    task = network(nn.Conv2d(1, 8, 3, 2, 1), act, nn.Conv2d(8, filters, 3, 1, 1), act, seed=seed)
+    image = photograph(8)
+    task = network(nn.Conv2d(1, 8, 3, 2, 1), act, nn.Conv2d(8, filters, 3, 1, 1), act, size=8, seed=seed)
     for name, value in task.model.named_parameters():
         if name in {"body.0.bias", "body.2.bias"}:
             value.data.zero_()

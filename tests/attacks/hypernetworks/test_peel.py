@@ -373,7 +373,7 @@ def test_what_is_drowned_in_rounding_is_not_taken_for_an_extractor(chain: Attack
 
 
 class Residual(torch.nn.Module):
-    """Four residual blocks without normalization for pictures of 32 by 32 pixels."""
+    """Four residual blocks without normalization for pictures of 16 by 16 pixels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -394,9 +394,9 @@ class Residual(torch.nn.Module):
 def test_the_picture_of_a_residual_extractor_comes_back_without_its_classifier() -> None:
     with torch.random.fork_rng():
         torch.random.default_generator.manual_seed(0)
-        task = Task(Residual().eval(), (3, 32, 32), 10)
-    coarse = torch.rand(1, 3, 8, 8, generator=stream(0, "images"))
-    image = torch.nn.functional.interpolate(coarse, size=32, mode="bicubic").clamp(0, 1)
+        task = Task(Residual().eval(), (3, 16, 16), 10)
+    coarse = torch.rand(1, 3, 4, 4, generator=stream(0, "images"))
+    image = torch.nn.functional.interpolate(coarse, size=16, mode="bicubic").clamp(0, 1)
     data = Batch(image, torch.tensor([3]))
     view, _ = Federation(Client(task, STEP), [ClientData(data, data)]).observe(0)
     found = build("peel+backsolve")(view)

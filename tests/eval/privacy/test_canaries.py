@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from support import worlds
+from support.cover import one_at_a_time
 
 import fl.privacy.dp_sgd
 import fl.privacy.private_method
@@ -221,8 +222,10 @@ def test_a_broken_server_is_flagged(broken: Break, monkeypatch: pytest.MonkeyPat
     assert canaries.audit(SERVER, [100] * 10, 4, canaries=1000, seed=0, significance=0.05).refuted
 
 
-@pytest.mark.parametrize("tensor", ["body.weight", "body.bias", "head.weight"])
-@pytest.mark.parametrize("broken", [half_the_noise_in, twice_the_clip_in, a_clip_that_overlooks])
+@one_at_a_time(
+    broken=[half_the_noise_in, twice_the_clip_in, a_clip_that_overlooks],
+    tensor=["body.weight", "body.bias", "head.weight"],
+)
 def test_a_server_that_is_broken_in_one_tensor_is_flagged(
     broken: Callable[[str, pytest.MonkeyPatch], None], tensor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
