@@ -15,6 +15,7 @@ import platform
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,7 @@ def environment(device: str) -> dict[str, Any]:
     }
 
 
+@cache
 def installed_version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:

@@ -12,7 +12,7 @@ from support.probes import PROBES, Probe
 
 from defenses import defenses
 from fl.client import Client, LocalInput, LocalTraining, gather_batches, local_update
-from fl.defense import Defense
+from fl.defense import Defense, overrides
 from fl.federation import Federation
 from fl.method import methods
 from fl.methods.fedavg import FedAvg
@@ -73,6 +73,8 @@ def named(*, replayable: bool = False) -> list[tuple[str, str]]:
 @cache
 def refusal(row: str, column: str) -> str | None:
     """Why the defense says that it can't defend the method's client, or None."""
+    if column != "none" and not any(overrides(COLUMNS[column], hook) for hook in ("check", "wrap_model")):
+        return refusal(row, "none")  # it has no say in the matter
     try:
         Client(ROWS[row].task, ROWS[row].method, COLUMNS[column])
     except ValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from typing import Any, ClassVar
@@ -62,12 +63,18 @@ class Faces(Source):
 
     def load(self) -> Dataset:
         """Load 80 + 80 crops to train and 20 + 20 to test, at the default share."""
-        with _photo_path("lfw_subset.npy").open("rb") as stream:
-            crops = np.load(stream, allow_pickle=False)
-        images = torch.stack([_resize(torch.from_numpy(crop).float(), self.size) for crop in crops])[:, None]
-        labels = torch.arange(len(crops)) // 100  # the file holds the faces first
+        images = _face_crops(self.size)
+        labels = torch.arange(len(images)) // 100  # the file holds the faces first
         train, test = (Batch(images[i], labels[i]) for i in stratified_split(labels, self.test_share, self.seed))
         return Dataset(train, test, "faces", ("face", "not a face"), "LFW crops of scikit-image (lfw_subset)")
+
+
+@lru_cache(maxsize=1)
+def _face_crops(size: int) -> Tensor:
+    """Return all crops (N, 1, size, size), kept for the next cell of a run: not to be changed."""
+    with _photo_path("lfw_subset.npy").open("rb") as stream:
+        crops = np.load(stream, allow_pickle=False)
+    return torch.stack([_resize(torch.from_numpy(crop).float(), size) for crop in crops])[:, None]
 
 
 def _resize(image: Tensor, size: int) -> Tensor:
