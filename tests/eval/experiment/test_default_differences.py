@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from support.brief import one_chart_of_a_kind
 from typer.testing import CliRunner
 
 from eval.cli import app
@@ -107,8 +106,7 @@ def test_a_run_says_it_first_and_keeps_it_for_its_readers(tmp_path) -> None:
     words = differences_in_file(yaml_config.load(file), file)
 
     def run(path: Any) -> str:
-        with one_chart_of_a_kind():
-            done = CliRunner().invoke(app, ["run", str(path), "--out", str(out), "--workers", "1"])
+        done = CliRunner().invoke(app, ["run", str(path), "--out", str(out), "--workers", "1"])
         assert done.exit_code == 0, done.output
         return done.output
 
