@@ -22,6 +22,8 @@ class Remark(StrEnum):
 
     CONTRADICTED = "contradicted"
     """The picture explains what it was read from, and one step on it does not make the rest of the update."""
+    UNASKED = "unasked"
+    """The picture explains what it was read from, and no targets are known with which to ask the rest of the update."""
     DIRECTION_ONLY = "direction only"
     """The update tells the picture up to its brightness."""
     UNCLIPPED_ROWS = "unclipped rows"

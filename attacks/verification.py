@@ -169,7 +169,8 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     else:
         return _hold_to_rounding(view, result)
     contradicted = answer is False and not untried
-    result = result.with_note(reason, *([Remark.CONTRADICTED] if contradicted else []))
+    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: reason == TARGETS_UNKNOWN}
+    result = result.with_note(reason, *(remark for remark, said in remarks.items() if said))
     return replace(result, verified=False if contradicted else None, fixed=None)
 
 

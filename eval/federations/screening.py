@@ -59,6 +59,11 @@ NOT_AS_STATED = (
     "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
 )
 """Why that nothing is proved of an update means nothing."""
+NOT_ASKED = (
+    "nobody can say what it shows: what explains a layer's update exactly was found, and whether one step on it makes "
+    "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
+)
+"""Likewise where targets are no classes."""
 MAX_NEARLY = 0.01
 """Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
 NEARLY_ONE_INPUT = (
@@ -431,6 +436,8 @@ def _doubt(found: Mapping[str, Result], view: ServerView) -> str:
     """Return why that nothing is proved of an update does not mean that nothing is there, or nothing."""
     if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
         return f"{NOT_AS_STATED} ({contradicted[0]})"
+    if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
+        return f"{NOT_ASKED.format(view.task.loss.name)} ({unasked[0]})"
     layer, first = first_linear(view), found.get(FIRST_ATTACK)
     if view.batch_size != 1 or not isinstance(first, Reconstruction) or isinstance(layer, NotApplicable):
         return ""
@@ -446,5 +453,15 @@ def contradicts_facts(result: Result, view: ServerView) -> bool:
     """
     if isinstance(result, NotApplicable) or result.verified is not False or Remark.CONTRADICTED not in result.remarks:
         return False
+    return not _has_one_direction(view)
+
+
+def _is_unasked(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what one layer is exactly given, and nobody can ask the rest of the update."""
+    return isinstance(result, Reconstruction) and Remark.UNASKED in result.remarks and not _has_one_direction(view)
+
+
+def _has_one_direction(view: ServerView) -> bool:
+    """Return whether the first linear layer is explained by one input whatever it was given."""
     layer = first_linear(view)
-    return isinstance(layer, NotApplicable) or layer.name not in layers_of_one_direction(view)
+    return not isinstance(layer, NotApplicable) and layer.name in layers_of_one_direction(view)

@@ -371,6 +371,20 @@ def test_a_loss_given_as_a_function_hides_no_batch(loss: Any) -> None:
     assert (found.verdict, kinds(found)) == ("leaked", {"images", "labels"}), found.reason
 
 
+@pytest.mark.parametrize("loss", ["mse", nn.functional.l1_loss])
+def test_pictures_that_nobody_can_ask_the_update_for_are_not_called_safe(loss: Any) -> None:
+    """Numbers as targets of a batch are told by nothing; what a layer gives away is there all the same."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(196, 96), nn.ReLU(), nn.Linear(96, 3))
+    made = nn.functional.mse_loss if loss == "mse" else loss
+    update = sent(model, support.examples(3)[0], torch.rand(3, 3, generator=stream(0, "numbers")), made)
+    found = screener(model, loss=loss)(update)
+    assert (found.verdict, found.must_not_leave, found.exposures) == ("failed", True, ())
+    assert "nothing tells the targets under this loss" in found.reason
+    assert found.reason.endswith("(spear)")
+
+
 def test_batch_norm_that_takes_no_single_example_is_screened_as_stated() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(196, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 10)).train()
     found = screener(model)(support.recorded(model, 4))
