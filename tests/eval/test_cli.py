@@ -369,7 +369,7 @@ def test_help_is_quick_and_imports_nothing_heavy(words):
 
 
 def test_figures_as_files(path):
-    run(path)
+    run(path, "--set", "attack=guess", "--without", "hyperfl")
     for kind in ("png", "svg"):
         result = call("report", path.parent / "out", "--figures", kind)
         assert result.exit_code == 0, result.output
