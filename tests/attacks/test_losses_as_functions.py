@@ -93,20 +93,21 @@ def claimed(view: ServerView, images: Tensor, labels: Tensor | None = None) -> R
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("make", [network, convolutional])
-def test_a_batch_is_confirmed_in_whatever_order_it_is_found(make: Callable[[], nn.Module], name: str) -> None:
-    for count in (2, 8):
-        images, labels = pictures(count), labels_of(count)
-        view = seen(make(), LOSSES[name], LOSSES[name], images, labels)
-        order = torch.arange(count).flip(0)
-        found = assign_labels(view, view.update, images[order])
-        assert found is not None
-        assert torch.equal(found, labels[order])
-        assert claimed(view, images[order]).verified is True
+@pytest.mark.parametrize(("make", "count"), [(network, 8), (convolutional, 2)])
+def test_a_batch_is_confirmed_in_whatever_order_it_is_found(
+    make: Callable[[], nn.Module], count: int, name: str
+) -> None:
+    images, labels = pictures(count), labels_of(count)
+    view = seen(make(), LOSSES[name], LOSSES[name], images, labels)
+    order = torch.arange(count).flip(0)
+    found = assign_labels(view, view.update, images[order])
+    assert found is not None
+    assert torch.equal(found, labels[order])
+    assert claimed(view, images[order]).verified is True
 
 
 @pytest.mark.parametrize("name", ["smoothed", "focal", "module"])
-@pytest.mark.parametrize("count", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 3])
 def test_an_attack_finds_and_confirms_pictures_and_labels(count: int, name: str) -> None:
     images, labels = pictures(count), labels_of(count)
     result = Spear(samples=20_000)(seen(network(), LOSSES[name], LOSSES[name], images, labels))
@@ -139,7 +140,7 @@ def test_under_a_loss_stated_wrongly_nothing_is_verified(name: str) -> None:
     for told in (None, labels):
         found = claimed(view, images, told)
         assert (bool(found.verified), found.approximate) == (False, False)
-    result = Spear(samples=20_000)(view)
+    result = Spear(samples=2_000)(view)
     assert not isinstance(result, Reconstruction) or not (result.verified or result.approximate)
 
 
@@ -154,23 +155,21 @@ def test_other_pictures_than_those_of_the_batch_are_not_verified(name: str) -> N
     other[3] = torch.rand(SHAPE, generator=stream(1, "other"))
     twice[1] = images[0]
     for wrong in (mixed, brighter, other, twice, images.mean(0, keepdim=True).expand_as(images)):
-        for told in (None, labels):
-            found = claimed(view, wrong, told)
-            assert (bool(found.verified), found.approximate) == (False, False)
+        found = claimed(view, wrong, labels)
+        assert (bool(found.verified), found.approximate) == (False, False)
     assert not claimed(replace(view, batch_size=3, schedule=(((3,),),)), images[:3], labels[:3]).verified
 
 
 @pytest.mark.parametrize("name", ["smoothed", "focal", "weighted"])
 def test_pictures_nearly_alike_stated_as_fewer_are_not_verified(name: str) -> None:
     images, labels = pictures(3), labels_of(3)
-    for apart in (0.03, 0.1):  # root mean square of their difference, about 30 and 20 dB
-        drawn = torch.randn(SHAPE, generator=stream(2, "alike"))
-        pair = torch.stack([images[0] + apart / 2 * drawn, images[0] - apart / 2 * drawn])
-        whole, own = torch.cat([pair, images[1:]]), torch.cat([labels[:1], labels])
-        view = seen(network(), LOSSES[name], LOSSES[name], whole, own, 3)
-        assert not claimed(view, images).verified
-        one = seen(network(), LOSSES[name], LOSSES[name], pair, labels[:1].expand(2), 1)
-        assert not claimed(one, images[:1]).verified
+    drawn = torch.randn(SHAPE, generator=stream(2, "alike"))
+    pair = torch.stack([images[0] + 0.015 * drawn, images[0] - 0.015 * drawn])  # about 30 dB
+    whole, own = torch.cat([pair, images[1:]]), torch.cat([labels[:1], labels])
+    view = seen(network(), LOSSES[name], LOSSES[name], whole, own, 3)
+    assert not claimed(view, images).verified
+    one = seen(network(), LOSSES[name], LOSSES[name], pair, labels[:1].expand(2), 1)
+    assert not claimed(one, images[:1]).verified
 
 
 @pytest.mark.parametrize("name", ["smoothed", "focal"])
@@ -198,7 +197,7 @@ def test_what_flows_back_of_a_label_in_one_direction_verifies_no_mixture_of_its_
     model = network()
     if not bends:
         model.get_submodule("1").bias.data.fill_(3.0)  # type: ignore[operator, union-attr]
-    for start in range(4):
+    for start in range(2):
         images = torch.rand(2, *SHAPE, generator=stream(start, "own output"))
         alike = torch.stack([images[0], images[0] + 0.1 * (images[1] - images[0])])
         for pair in (images, alike):
@@ -247,8 +246,7 @@ def test_labels_that_nothing_tells_leave_a_batch_unasked() -> None:
         assert ("the targets are unknown" in found.note, bool(found.approximate or found.verified)) == (not told, told)
 
 
-@pytest.mark.parametrize("outputs", [1, 4])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("outputs", "bias"), [(1, True), (4, False)])
 def test_numbers_as_targets_bear_nothing_out_that_nobody_can_ask(outputs: int, bias: bool) -> None:
     """Of one example the direction that flows back is worked out, and of several nothing tells their mixtures apart."""
     model = network(outputs)
