@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from threading import get_ident
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -79,7 +80,7 @@ class Part:
 
 
 _CLIENTS: WeakValueDictionary[tuple[int, ...], Client] = WeakValueDictionary()
-"""By the identities of task, method and defense, which a client keeps: none of them is another as long as it lives."""
+"""By thread, and by the identities of task, method and defense, which a client keeps as long as it lives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +141,7 @@ class ServerView:
     def client(self) -> Client:
         """The client's local rule as far as the server knows it, built once for all views with the same settings."""
         parts = (self.task, self.method, self.defense, self.threat.knows_defense)
-        key = tuple(map(id, parts))
+        key = (get_ident(), *map(id, parts))  # torch puts weights into a network while it runs: one for each thread
         client = _CLIENTS.get(key)
         if client is None:
             known = self.defense if self.threat.knows_defense else UnknownDefense(wrapped=self.defense)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import pytest
@@ -86,3 +87,13 @@ def test_large_networks_and_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -
         assert trace_view(view) is first
         trace_view(view, count=2)
         assert trace_view(view) is not first
+
+
+def test_threads_have_clients_of_their_own() -> None:
+    """Torch puts weights into a network while it runs."""
+    view, found = seen(), []
+    other = replace(view, update=scale_tensors(view.update, 2.0))
+    thread = threading.Thread(target=lambda: found.append(other.client))
+    thread.start()
+    thread.join()
+    assert found[0] is not view.client
