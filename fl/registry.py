@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -276,6 +277,10 @@ class Registry(Generic[T]):
             self._skips[module] = f"{module} needs {error.name}, which is not installed"
 
 
+_PLAIN_KINDS = frozenset({type(None), bool, int, float, str})
+"""Types that plain data has as they are."""
+
+
 def _check_settings(entry: type) -> None:
     if "__dataclass_params__" not in vars(entry) or not entry.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         raise ValueError(f"expected a frozen keyword-only dataclass, got {entry.__module__}.{entry.__qualname__}")
@@ -289,7 +294,7 @@ def _check_settings(entry: type) -> None:
 def _fields(instance: Any, where: str, oldest_names: bool) -> dict[str, Any]:
     """Return the fields of a dataclass in plain data."""
     kind, found = type(instance), {}
-    for key in (f.name for f in dataclasses.fields(kind) if f.init):
+    for key in _init_names(kind):  # type: ignore[arg-type]
         value = _plain(getattr(instance, key), f"{where}, {key}", oldest_names)
         if oldest_names:
             key, value = oldest_name(kind, key), oldest_value(kind, key, value)
@@ -297,13 +302,19 @@ def _fields(instance: Any, where: str, oldest_names: bool) -> dict[str, Any]:
     return found
 
 
+@functools.cache
+def _init_names(kind: type) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields that its constructor takes."""
+    return tuple(f.name for f in dataclasses.fields(kind) if f.init)
+
+
 def _plain(value: Any, where: str, oldest_names: bool) -> Any:
+    if type(value) in _PLAIN_KINDS:
+        return value
     registry = getattr(type(value), "registry", None)
     if isinstance(registry, Registry):
         return registry.spec(value, oldest_names=oldest_names)
     plain = partial(_plain, where=where, oldest_names=oldest_names)
-    if value is None or isinstance(value, bool):
-        return value
     if isinstance(value, Enum):
         return plain(value.value)
     for kind in (int, float, str):

@@ -168,7 +168,7 @@ def _fit_plain_number(kind: type, key: str, value: float, number: str, owner: st
 
 
 def _fit_value(kind: type, key: str, value: Any, owner: str) -> Any:
-    hint = type_hints(kind).get(key, Any)
+    hint = _hints_of(kind).get(key, _ANY)
     where = (owner, key) if owner else (key,)
     try:
         return _fit_type(hint, value, where)
@@ -326,22 +326,60 @@ def _warn_of_former_name(former: object, now: object) -> None:
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
-def _fit_type(hint: Any, value: Any, where: tuple[str, ...]) -> Any:
-    rules: list[Any] = []
-    while typing.get_origin(hint) is Annotated:
-        hint, *inner = typing.get_args(hint)
-        rules += inner
-    made = _fit_single_type(hint, value, where, rules)
-    for rule in rules:
+@dataclasses.dataclass(frozen=True)
+class _Hint:
+    """A type hint, taken apart once.
+
+    Attributes:
+        kind: what is left of it without `Annotated`.
+        rules: what `Annotated` says beside it.
+        origin: of `kind`, such as `tuple` of `tuple[int, ...]`; None of a plain type.
+        args: of `kind`.
+        parts: these, taken apart; none of a `Literal`.
+    """
+
+    kind: Any
+    rules: tuple[Any, ...]
+    origin: Any
+    args: tuple[Any, ...]
+    parts: tuple[_Hint, ...]
+
+    @classmethod
+    def read(cls, hint: Any) -> _Hint:
+        """Return the parts of a type hint."""
+        rules: list[Any] = []
+        while typing.get_origin(hint) is Annotated:
+            hint, *inner = typing.get_args(hint)
+            rules += inner
+        origin, args = typing.get_origin(hint), typing.get_args(hint)
+        parts = () if origin is Literal else tuple(map(cls.read, args))
+        return cls(hint, tuple(rules), origin, args, parts)
+
+
+_ANY = _Hint.read(Any)
+_KEPT = frozenset({bool, int, str})
+"""Types of single values all of which are kept as they are."""
+
+
+@functools.cache
+def _hints_of(kind: type) -> dict[str, _Hint]:
+    return {key: _Hint.read(hint) for key, hint in type_hints(kind).items()}
+
+
+def _fit_type(hint: _Hint, value: Any, where: tuple[str, ...]) -> Any:
+    if type(value) is hint.kind and not hint.rules and (hint.kind in _KEPT or dataclasses.is_dataclass(value)):
+        return value
+    made = _fit_single_type(hint, value, where)
+    for rule in hint.rules:
         if isinstance(rule, Length) and not rule.least <= len(made) <= (rule.most or len(made)):
-            raise _mismatch_error(hint, rules, value, where)
+            raise _mismatch_error(hint.kind, hint.rules, value, where)
         if isinstance(rule, Range) and not rule.contains(made):
-            raise _mismatch_error(hint, rules, value, where)
+            raise _mismatch_error(hint.kind, hint.rules, value, where)
     return made
 
 
-def _fit_single_type(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+def _fit_single_type(read: _Hint, value: Any, where: tuple[str, ...]) -> Any:
+    hint, rules, origin, args = read.kind, read.rules, read.origin, read.args
     if hint is Any or isinstance(hint, TypeVar):
         return value
     if hint in (bool, int, float, str, None, type(None)):
@@ -352,11 +390,11 @@ def _fit_single_type(hint: Any, value: Any, where: tuple[str, ...], rules: Seque
                 return value
         raise _mismatch_error(hint, rules, value, where)
     if origin in {typing.Union, types.UnionType}:
-        return _fit_union(args, hint, value, where)
+        return _fit_union(read, value, where)
     if origin in {tuple, list, Sequence} or hint in (tuple, list):
-        return _fit_sequence(origin or hint, args, hint, value, where, rules)
+        return _fit_sequence(read, value, where)
     if origin in {dict, Mapping} or hint in (dict, Mapping):
-        return _fit_mapping(args, hint, value, where, rules)
+        return _fit_mapping(read, value, where)
     return _fit_instance(hint, value, where, rules)
 
 
@@ -385,41 +423,40 @@ def _fit_scalar(hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[A
     raise _mismatch_error(hint, rules, value, where)
 
 
-def _fit_union(kinds: Sequence[Any], hint: Any, value: Any, where: tuple[str, ...]) -> Any:
+def _fit_union(hint: _Hint, value: Any, where: tuple[str, ...]) -> Any:
     deeper: SettingError | None = None
-    for kind in sorted(kinds, key=lambda kind: not _is_exact(kind, value)):
+    for part in sorted(hint.parts, key=lambda part: not _is_exact(part.kind, value)):
         try:
-            return _fit_type(kind, value, where)
+            return _fit_type(part, value, where)
         except SettingError as error:
-            if len(error.path) > len(where) or (_registry_of(kind) and value is not None):
+            if len(error.path) > len(where) or (_registry_of(part.kind) and value is not None):
                 deeper = deeper or error
-    raise deeper or _mismatch_error(hint, (), value, where)
+    raise deeper or _mismatch_error(hint.kind, (), value, where)
 
 
-def _is_exact(hint: Any, value: Any) -> bool:
+def _is_exact(kind: Any, value: Any) -> bool:
     """Return whether a value of a union is of this type as it stands, so that 1 stays an int in `float | int`."""
-    while typing.get_origin(hint) is Annotated:
-        hint = typing.get_args(hint)[0]
-    return hint is type(value) or (hint is None and value is None)
+    return kind is type(value) or (kind is None and value is None)
 
 
-def _fit_sequence(origin: Any, args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_sequence(hint: _Hint, value: Any, where: tuple[str, ...]) -> Any:
+    origin, args = hint.origin or hint.kind, hint.args
     if not isinstance(value, list | tuple):
-        raise _mismatch_error(hint, rules, value, where)
+        raise _mismatch_error(hint.kind, hint.rules, value, where)
     if origin is tuple and args and not (len(args) == 2 and args[1] is Ellipsis):
         if len(value) != len(args):
-            raise _mismatch_error(hint, rules, value, where)
-        kinds = list(args)
+            raise _mismatch_error(hint.kind, hint.rules, value, where)
+        kinds = list(hint.parts)
     else:
-        kinds = [args[0] if args else Any] * len(value)
+        kinds = [hint.parts[0] if args else _ANY] * len(value)
     made = [_fit_type(kind, item, (*where, str(i))) for i, (kind, item) in enumerate(zip(kinds, value, strict=True))]
     return made if origin is list else tuple(made)
 
 
-def _fit_mapping(args: Any, hint: Any, value: Any, where: tuple[str, ...], rules: Sequence[Any]) -> Any:
+def _fit_mapping(hint: _Hint, value: Any, where: tuple[str, ...]) -> Any:
     if not isinstance(value, Mapping):
-        raise _mismatch_error(hint, rules, value, where)
-    of_keys, of_values = args or (Any, Any)
+        raise _mismatch_error(hint.kind, hint.rules, value, where)
+    of_keys, of_values = hint.parts or (_ANY, _ANY)
     return {
         _fit_type(of_keys, k, where): _fit_type(of_values, v, (*where, format_value(k).strip("'")))
         for k, v in value.items()
@@ -482,7 +519,7 @@ def _registry_of(kind: Any) -> bool:
     return isinstance(kind, type) and hasattr(getattr(kind, "registry", None), "build")
 
 
-def _each_item_fits(hint: Any, value: Any) -> bool:
+def _each_item_fits(hint: _Hint, value: Any) -> bool:
     """Return whether `value` is a list of plain values of which each fits the type by itself."""
     if not isinstance(value, list) or not value:
         return False

@@ -206,18 +206,18 @@ def with_changes(experiment: Experiment, changes: Mapping[str, Any], where: str)
         UnknownNameError: there is no such setting; says what is close.
         ValueError: a value that does not fit.
     """
-    for key, value in changes.items():
-        keys = current_keys(experiment, key.split("."))
-        named = [keys[0]] if keys[0] in SECTIONS else SECTIONS  # of all, for what is close to a name that there is not
-        data = {name: section_spec(getattr(experiment, name)) for name in named}
-        try:
+    sections: dict[str, Any] = {}
+    try:
+        for key, value in changes.items():
+            keys = current_keys(experiment, key.split("."))
+            named = [keys[0]] if keys[0] in SECTIONS else SECTIONS  # all, for what is close to an unknown name
+            data = {name: section_spec(sections.get(name, getattr(experiment, name))) for name in named}
             for place in resolve_paths(data, keys):
                 place[keys[-1]] = copy.deepcopy(value)
-            built = _section(SECTIONS[keys[0]], data[keys[0]], keys[0])
-            experiment = dataclasses.replace(experiment, **{keys[0]: built})
-        except ValueError as error:
-            raise ValueError(f"{where}: {error}") from error
-    return experiment
+            sections[keys[0]] = _section(SECTIONS[keys[0]], data[keys[0]], keys[0])
+        return dataclasses.replace(experiment, **sections) if sections else experiment
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
 
 
 def resolve_paths(data: dict[str, Any], keys: Sequence[str]) -> list[dict[str, Any]]:

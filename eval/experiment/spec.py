@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar, get_args
 
 from attacks.base import Attack
@@ -303,21 +305,54 @@ class Experiment:
         """
         if not self.observe.method:
             return {entry.label: entry.item for entry in self.method}
-        own = {entry.label: methods.spec(entry.item) for entry in self.method}
-        known = {key for spec in own.values() for key in spec} - {"name"}
+        own = {entry.label: {f.name for f in fields(entry.item) if f.init} for entry in self.method}
+        known = {key for names in own.values() for key in names}
         for key in self.observe.method:
             if key not in known:
                 raise UnknownNameError("key of observe.method", key, sorted(known))
         built = {}
-        for label, spec in own.items():
-            changes = {key: value for key, value in self.observe.method.items() if key in spec}
+        for entry in self.method:
+            changes = {key: value for key, value in self.observe.method.items() if key in own[entry.label]}
             try:
-                built[label] = methods.build({**spec, **changes})
-            except SettingError as error:
-                raise error.with_prefix("observe", "method", instead=1) from error
-            for key, value in changes.items():
-                check_not_overruled(value, methods.spec(built[label])[key], f"observe.method.{key} ({label})")
+                text = json.dumps(changes)
+            except TypeError:  # numbers of numpy, say
+                built[entry.label] = _change_method(entry.item, changes, entry.label)
+            else:
+                built[entry.label] = _read_and_change_method(_Same(entry.item), text, entry.label)
         return built
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object as a key that stands for no other one, were it equal."""
+
+    item: Any
+
+    def __hash__(self) -> int:
+        return id(self.item)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.item is self.item
+
+
+@functools.lru_cache(maxsize=1024)  # an experiment is checked anew for each of its cells
+def _read_and_change_method(method: _Same, changes: str, label: str) -> Method:
+    """Return what `_change_method` does of settings in JSON."""
+    return _change_method(method.item, json.loads(changes), label)
+
+
+def _change_method(method: Method, changes: Mapping[str, Any], label: str) -> Method:
+    """Return a method with the settings that differ in the observed round; `label` is for errors."""
+    if not changes:
+        return method
+    try:
+        built = methods.build({**methods.spec(method), **changes})
+    except SettingError as error:
+        raise error.with_prefix("observe", "method", instead=1) from error
+    now = methods.spec(built)
+    for key, value in changes.items():
+        check_not_overruled(value, now[key], f"observe.method.{key} ({label})")
+    return built
 
 
 def check_published(experiment: Experiment, *, swept: bool = True) -> None:

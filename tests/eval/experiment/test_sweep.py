@@ -1,11 +1,14 @@
 """Lists for settings that take one value: a grid of labeled entries."""
 
 import re
+from dataclasses import replace
 
+import numpy
 import pytest
 
 from eval.experiment import sweep as grid
 from eval.experiment import yaml_config
+from eval.experiment.serialization import with_changes
 from eval.io import yaml12
 
 TEXT = """
@@ -56,6 +59,21 @@ def test_method_settings_take_their_attacks_along(path):
 def test_nested_settings_go_where_they_are(path):
     found = yaml_config.load(path, ["method.parametrization.init=[published, scaled]"])
     assert labels(found, "method") == ["fedavg", "hyperfl@init=published", "hyperfl@init=scaled"]
+
+
+def test_settings_that_fit_only_together_are_changed_together(path):
+    found = yaml_config.load(path, ["observe.rounds=[5]"])
+    less = with_changes(found, {"federation.rounds": 2, "observe.rounds": [1, 2]}, "shorter")
+    assert (less.federation.rounds, less.rounds) == (2, (1, 2))
+    with pytest.raises(ValueError, match=r"shorter: .*expected at most 2"):
+        with_changes(found, {"federation.rounds": 2}, "shorter")
+
+
+@pytest.mark.parametrize("value", [0.25, numpy.float64(0.25)])
+def test_settings_of_the_observed_round_may_be_numbers_of_numpy(path, value):
+    found = yaml_config.load(path)
+    watched = replace(found, observe=replace(found.observe, method={"lr": value})).observed_methods()
+    assert {method.lr for method in watched.values()} == {0.25}
 
 
 def test_defenses(path):
