@@ -32,6 +32,8 @@ MOST_RANKED = 4096
 """Pixels of which the rank of an affine map is worked out; of more it is taken for full."""
 MOST_ROWS, ADDED_TO = 2, 3
 """Rows of an affine map that are kept, for each pixel, and to how many of these a row is added where there are more."""
+GROUPS = 24
+"""Random groups of pixels by which it is asked whether a number hangs on one pixel alone."""
 PAIRS = 3
 """Pairs of pictures by which it is asked whether a function is affine."""
 
@@ -142,6 +144,8 @@ def _tell_single_pixels(made: Function, image: Tensor) -> tuple[Tensor, Tensor]:
         if not bool(single.any()):
             break
     assert single is not None
+    single &= pixel < count
+    single[single.clone()] = ~_hang_on_others(made, pixel[single], single, image)
     told, folded = (torch.zeros(count, dtype=torch.bool, device=image.device) for _ in range(2))
     if not bool(single.any()):
         return told, folded
@@ -155,6 +159,28 @@ def _tell_single_pixels(made: Function, image: Tensor) -> tuple[Tensor, Tensor]:
     told[pixel[rises | falls]] = True
     folded[pixel[~(rises | falls)]] = True
     return told, folded
+
+
+def _hang_on_others(made: Function, pixel: Tensor, which: Tensor, image: Tensor) -> Tensor:
+    """Return which numbers change without the one pixel that each is said to hang on.
+
+    Of one that a ReLU bends, a few pictures may look as if it hung on one pixel.
+
+    Args:
+        made: the function.
+        pixel: of each number in question (m,).
+        which: bool (n,), the numbers in question.
+        image: (1, C, H, W).
+    """
+    found = torch.zeros(len(pixel), dtype=torch.bool, device=image.device)
+    ends, draw = _random_pictures(image, 2 * GROUPS), stream(0, "groups of pixels")
+    for one, other in zip(ends[:GROUPS], ends[GROUPS:], strict=True):
+        if not len(pixel):
+            break
+        group = (torch.rand(one.shape, generator=draw) < 0.5).to(image.device)
+        changed = made(torch.where(group, one, other)[None])[0] != made(other[None])[0]
+        found |= changed[which] & ~group.flatten()[pixel]
+    return found
 
 
 def _rank(affine: Sequence[Function], told: Tensor, image: Tensor) -> int:

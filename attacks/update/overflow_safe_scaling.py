@@ -7,7 +7,7 @@ import math
 from fl.tensors import LowRank, Tensors, Value, scale_tensors
 
 MAX_SINGLE_POWER = 100
-"""Power of two, of either sign, up to which all types hold the factor itself."""
+"""Power of two, of either sign, up to which float32 holds the factor itself; half types are multiplied in float32."""
 
 
 def rescale_to_unit(values: Tensors) -> tuple[Tensors, float]:

@@ -14,6 +14,7 @@ from attacks.analytic.graph.linearization import Forward, RecordedFunction
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
+    MIN_FEATURE_NOISE,
     SolvedPictures,
     as_target,
     feature_noise,
@@ -30,8 +31,11 @@ from attacks.search_control import StoppedError
 MIN_TOLD_SHARE = 0.25
 """As many numbers as this share of the picture's must be solved for where linear layers are begun with. A search
 by fewer ends at some picture that says nothing of the client's."""
-NUMBERS_PER_PIXEL = 5.0
-"""Solved features that are compared, at least, for one number of the picture, where there are so many."""
+NUMBERS_PER_PIXEL, LESS_PRECISE_NUMBERS = 5.0, 10.0
+"""Solved features that are compared, at least, for one number of the picture, where there are so many: of features as
+precise as float32 is, and of others."""
+AS_PRECISE = 3.0
+"""Times the rounding of float32 up to which features are off that count as so precise."""
 MAX_NOISE_RATIO = 10.0
 """By how much features may be off, relative to the most precise ones and to rounding, to count among these."""
 
@@ -163,7 +167,8 @@ def _choose_targets(solver: GraphSolver) -> list[SolvedTensor]:
     precise = MAX_NOISE_RATIO * min(feature_noise(tensor) for tensor in solver.solved)
     for tensor in sorted([*solver.projections, *solver.solved], key=lambda solved: solved.ref.node):
         numbers = sum(t.count for t in chosen if feature_noise(t) <= precise)
-        if numbers >= NUMBERS_PER_PIXEL * pixels:
+        rounded = sum(t.count for t in chosen if feature_noise(t) <= AS_PRECISE * MIN_FEATURE_NOISE)
+        if rounded >= NUMBERS_PER_PIXEL * pixels or numbers >= LESS_PRECISE_NUMBERS * pixels:
             break
         chosen.append(tensor)
     return chosen

@@ -422,8 +422,8 @@ class _State:
         relative = self._norm(residuals, count).to(images.dtype)
         if work_type != images.dtype and bool(self.precise.any()):
             exact = self.problem.select(self.precise).evaluate(images[self.precise])
-            for residual, values in zip(residuals, exact, strict=True):
-                residual[self.precise] = values.to(work_type)
+            for all_values, own in zip(residuals, exact, strict=True):
+                all_values[self.precise] = own.to(work_type)
             relative[self.precise] = self._norm(exact, len(exact[0]))
         return residuals, relative / self.problem.size
 

@@ -54,7 +54,7 @@ class RecordedDerivative:
 
         Raises:
             UnrecordableError: torch cannot record `forward` and its derivative, or what a record makes of J and of J^T
-                does not agree, as where a function has a derivative of its own.
+                does not agree, as where a function detaches a part of itself or has a derivative of its own.
         """
 
         def both(point: Tensor, direction: Tensor) -> tuple[Tensor, ...]:

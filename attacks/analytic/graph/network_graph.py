@@ -243,9 +243,10 @@ class NetworkGraph:
     def _test_affine(self, number: int) -> bool:
         flows = list(dict.fromkeys(self.flows_into(number)))
         node = self.graph.nodes[number]
-        if not flows or not all(out.is_floating_point() for out in node.outputs[:1]):
+        taken = [self.single.value(ref) for ref in flows]
+        if not flows or not all(tensor.is_floating_point() for tensor in [*node.outputs[:1], *taken]):
             return False
-        one, other = ([_noise(self.single.value(ref), key) for ref in flows] for key in (0, 1))
+        one, other = ([_noise(tensor, key) for tensor in taken] for key in (0, 1))
         draws = [0 * x for x in one], one, other, [2 * a - 3 * b for a, b in zip(one, other, strict=True)]
         try:
             with torch.no_grad():

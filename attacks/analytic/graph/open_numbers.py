@@ -8,13 +8,18 @@ little: to first order, by least squares of what the features say of the move,
 
 with r the residuals at the pictures, and J their Jacobian there. Iterations begin at zero and never leave what J hears.
 So d comes out as the move only where J hears all of it, and where the pictures are the best there are. They end at the
-level of the features' noise: what is heard less than that counts as open. Where d comes out otherwise, a search that
-begins beside the pictures decides: activations may bend between.
+level of the features' noise: what is heard less than that counts as open. Features that a ReLU closed are no equations:
+they bound what goes into it to one side. A search ends next to such a bound, where all above the ReLU has another J to
+either side. So the lowest features alone are asked.
+
+Where d comes out otherwise, searches that begin beside the pictures decide, with the bounds: to either side of what J
+does not hear of the move, and at random.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -36,11 +41,14 @@ UNSEEN = 1e-10
 """Share of the largest derivative up to which one is none but for rounding."""
 MAX_LEVEL_DISTANCE = 0.2
 """Levels of 8 bits by which pixels may miss whole levels: that all do so by chance is out of the question."""
-LEVELS_ASIDE = 2.0
-"""Levels of 8 bits by which pixels at whole levels are moved, up or down, to see whether they come back."""
+LEVELS_ASIDE, WIDE = 2.0, 20.0
+"""Levels of 8 bits by which pixels at whole levels are moved, up or down, where a search is to bring them back, and the
+standard deviation of what they are moved by to first order: two that are told only together then move apart."""
 MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 """Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
-MAX_ITERATIONS, LOOK_BACK = 100, 5
+FARTHEST = 2.0
+"""Times such a move that a search begins aside, at most, in the direction that was not heard."""
+MAX_ITERATIONS, LOOK_BACK = 300, 5
 """Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
 BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
 """Times the level of noise at which iterations end, and at which they do where the residual falls to no less than such
@@ -57,54 +65,69 @@ def count_open_numbers(
     Args:
         forward: from pictures to features.
         single_forward: the same in single precision.
-        targets: the features.
+        targets: the features, the lowest first.
         found: the pictures.
         seed: of what moves them.
     """
-    unseen, shape = count_unseen_numbers(forward, targets, found.images), found.images.shape
+    equations, shape = [_equations_alone(target) for target in targets], found.images.shape
+    unseen = count_unseen_numbers(forward, equations, found.images)
     if unseen or not bool(found.converged.all()):
         return unseen
     off = (255 * found.images - (255 * found.images).round()).abs()
     draw = torch.randn(shape, generator=stream(seed, "open numbers"), dtype=torch.float64).to(found.images)
     at_levels = bool((off < MAX_LEVEL_DISTANCE).all())
     if at_levels:  # not by chance, but a number or two may be at another level
-        move, most = LEVELS_ASIDE / 255 * draw.sign(), MAX_MOVED_AT_LEVELS / 255
+        move, aside, most = WIDE / 255 * draw, LEVELS_ASIDE / 255 * draw.sign(), MAX_MOVED_AT_LEVELS / 255
     elif any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
         return found.images.numel()
-    elif (few := found.images.numel() - sum(map(_count_equations, targets))) > 0:
+    elif (few := found.images.numel() - sum(map(_count_equations, equations))) > 0:
         return few
     else:
-        move, most = NUDGE * draw, MAX_MOVED / 255
-    problem = FeatureProblem.of(forward, single_forward, targets)
-    if _hears(problem, found.images, move, most, seed):
+        move, aside, most = NUDGE * draw, NUDGE * draw, MAX_MOVED / 255
+    lowest = [equations[0], *(replace(target, weight=0.0) for target in equations[1:])]
+    unheard = _unheard_part(FeatureProblem.of(forward, single_forward, lowest), found.images, move, seed)
+    if bool((unheard.abs() <= most).all()):
         return 0
+    farthest = FARTHEST * aside.abs().mean() / unheard.abs().max()
     settings = InversionSettings(seed=seed, seconds=search_seconds(shape), restarts=0, roughness=0.0, below_noise=False)
-    start = found.images + move
-    again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
-    if not bool(again.converged.all()):  # what was not checked may be open
-        return found.images.numel()
-    return int(((again.images - found.images).abs() > most).sum())
+    moved = torch.zeros_like(found.images, dtype=torch.bool)
+    for change in (farthest * unheard, -farthest * unheard, aside):
+        start = found.images + change
+        again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
+        if not bool(again.converged.all()):  # what was not checked may be open
+            return found.images.numel()
+        moved |= (again.images - found.images).abs() > most
+    return int(moved.sum())
+
+
+def _equations_alone(target: FeatureTarget) -> FeatureTarget:
+    """Return a target without what a ReLU closed: that bounds what goes into it, to one side."""
+    if not target.rectified:
+        return target
+    there = target.value != 0
+    return replace(target, known=there if target.known is None else there & target.known)
 
 
 def _count_equations(target: FeatureTarget) -> int:
-    """Return how many features are compared; those that a ReLU closed are bounds alone.
+    """Return how many features are compared.
 
     Of a part of features, so many numbers of each channel are compared as the part has dimensions.
     """
     if target.projection is not None:
         return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
     counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known
-    return int((counts & ((target.value != 0) | (not target.rectified))).sum())
+    return int(counts.expand_as(target.value).sum())
 
 
-def _hears(problem: FeatureProblem, images: Tensor, move: Tensor, most: float, seed: int) -> bool:
-    """Return whether the features say of a move of the images, to first order, what it is.
+def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: int) -> Tensor:
+    """Return what is left of a move of the images without what the features say of it, to first order.
+
+    That is all of it where iterations do not end.
 
     Args:
         problem: the features.
         images: (B, C, H, W), which are moved.
         move: shaped like them.
-        most: by which each number that comes out may differ from its move.
         seed: of the preconditioner's probes.
     """
     single, wanted, count = problem.to(problem.work_type), move.to(problem.work_type), len(images)
@@ -114,7 +137,7 @@ def _hears(problem: FeatureProblem, images: Tensor, move: Tensor, most: float, s
     def dot(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
         return torch.stack([(a * b).reshape(count, -1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
 
-    missed = [residual.to(problem.work_type) for residual in problem.evaluate(images)]
+    missed = [values.to(problem.work_type) for values in problem.evaluate(images)]
     rest = tuple(m + p for m, p in zip(missed, jacobian.push(wanted), strict=True))
     gradient = jacobian.pull(rest)
     direction = preconditioned = curvature.divide(gradient)
@@ -122,21 +145,21 @@ def _hears(problem: FeatureProblem, images: Tensor, move: Tensor, most: float, s
     noise, before = problem.noise * problem.size, dot(rest, rest).sqrt()
     for k in range(1, MAX_ITERATIONS + 1):
         pushed = jacobian.push(direction)
-        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0)
+        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0, 0.0)  # where nothing is left to hear
         told = told + per_image(length, direction) * direction
         rest = tuple(r - per_image(length, p) * p for r, p in zip(rest, pushed, strict=True))
         if k % LOOK_BACK == 0:
             now = dot(rest, rest).sqrt()
             ended = (now <= BELOW_NOISE * noise) | ((now <= ABOVE_NOISE * noise) & (now > LEAST_FALL * before))
             if bool(ended.all()):
-                return bool(((told - wanted).abs() <= most).all())
+                return move - told.to(move)
             before = now
         gradient = jacobian.pull(rest)
         preconditioned = curvature.divide(gradient)
         following = dot([gradient], [preconditioned])
         direction = preconditioned + per_image(following / gamma.clamp_min(1e-37), direction) * direction
         gamma = following
-    return False
+    return move
 
 
 def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:

@@ -133,6 +133,19 @@ def test_pictures_fold(before: str) -> None:
     assert found.note == expected
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("size", [1, 3])
+def test_of_a_fixed_convolution_and_a_relu_no_pixel_counts_as_folded(size: int, seed: int) -> None:
+    """A number that a ReLU bends may look as if it hung on one pixel, of a few pictures."""
+    draw = stream(seed, "fixed")
+    weight, bias = (torch.randn(shape, generator=draw) for shape in ((12, 3, size, size), (12,)))
+
+    def fixed(x: Tensor) -> Tensor:
+        return functional.conv2d(x, weight.to(x), bias.to(x) * 0.3 - 0.3).relu()
+
+    assert read_pixel_map(view_of(Preceded(fixed))).kind == "unknown"
+
+
 @pytest.mark.parametrize("before", ["absolute", "square", "parabola"])
 def test_a_mirrored_pixel_is_not_verified(before: str) -> None:
     view = view_of(Preceded(FOLDING[before]))

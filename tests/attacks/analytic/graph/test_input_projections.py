@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import attacks
 from attacks import Reconstruction
-from attacks.analytic.graph import open_numbers, picture_search
+from attacks.analytic.graph import picture_search
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.input_projections import solve_projection
@@ -134,56 +132,6 @@ def test_means_of_features_count_as_many_equations_as_there_are_means() -> None:
     target = FeatureTarget(solved.values, projection=projection)
     found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
     assert count_open_numbers(lambda x: [x], lambda x: [x], [target], found, seed=0) == 36
-
-
-def test_pictures_whose_open_numbers_could_not_be_looked_for_may_be_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = torch.rand(1, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
-    found = InvertedImages(images, torch.tensor([0.0]), torch.tensor([True]), torch.tensor([1]), 1)
-    lost = replace(found, converged=torch.tensor([False]))
-    monkeypatch.setattr(open_numbers, "invert_features", lambda *_, **__: lost)
-
-    def sums(x: Tensor) -> list[Tensor]:
-        return [x.sum(1) for _ in range(3)]  # as many equations as pixels, but the same ones
-
-    assert count_open_numbers(sums, sums, [FeatureTarget(f) for f in sums(images)], found, seed=0) == 48
-
-
-def test_where_features_tell_each_pixel_to_first_order_nothing_is_searched_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    images = torch.rand(2, 3, 4, 4, generator=stream(0, "off levels"), dtype=torch.float64)
-    found = InvertedImages(images, torch.zeros(2), torch.ones(2, dtype=torch.bool), torch.ones(2), 1)
-    monkeypatch.setattr(open_numbers, "invert_features", None)
-    assert count_open_numbers(lambda x: [x.exp()], lambda x: [x.exp()], [FeatureTarget(images.exp())], found, 0) == 0
-
-
-def weakly_told(pixels: slice, share: float) -> tuple[Tensor, FeatureTarget, Callable[[Tensor], list[Tensor]]]:
-    """An image at whole levels, its features by a linear map, and that map, which tells some pixels weakly."""
-    draw = torch.Generator().manual_seed(3)
-    image = torch.randint(256, (1, 3, 4, 4), generator=draw).double() / 255
-    matrix = torch.randn(96, 48, generator=draw, dtype=torch.float64)
-    matrix[:, pixels] *= share
-
-    def features(images: Tensor) -> list[Tensor]:
-        return [images.flatten(1) @ matrix.mT]
-
-    (exact,) = features(image)
-    error = torch.randn(exact.shape, generator=draw, dtype=torch.float64)
-    return image, FeatureTarget(exact + 1e-6 * exact.norm() / error.norm() * error, noise=3e-6), features
-
-
-@pytest.mark.parametrize("share", [1e-4, 1e-5, 1e-6])
-def test_pixels_that_noise_leaves_open_count_as_open(share: float) -> None:
-    image, target, features = weakly_told(slice(0, 3), share)
-    found = picture_search.search_pictures(features, features, [target], image.shape, 0)
-    count = count_open_numbers(features, features, [target], found, 0)
-    assert count or float((found.images - image).abs().max()) < 0.5 / 255
-
-
-def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it() -> None:
-    image, target, features = weakly_told(slice(5, 6), 1e-5)
-    other = image.clone()
-    other.flatten()[5] = (image.flatten()[5] + 1 / 255 + 1) % 1
-    found = InvertedImages(other, torch.tensor([1e-6]), torch.tensor([True]), torch.tensor([1]), 1)
-    assert count_open_numbers(features, features, [target], found, 0) == 1
 
 
 def test_a_picture_that_is_met_exactly_ends_at_once() -> None:
