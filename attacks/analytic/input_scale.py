@@ -75,6 +75,8 @@ LEAST_SURPLUS, CLEAR_SURPLUS = 1, 2
 found at another step size than the stated one."""
 MOST_PAIRED = 10
 """Targets, at most, with which it is asked whether two inputs stated as one would be told apart."""
+ASKED_SHARES, LEAST_SHARE = (1.0, 0.25), 1e-7
+"""Shares of the largest factor at which this is asked, and the least that they leave, for rounding in double."""
 
 UP_TO_BRIGHTNESS = "the update tells the picture up to its brightness"
 """What notes say where only the direction of the first layer's input is told."""
@@ -177,7 +179,8 @@ class ScaleSearch:
 
         Unknown are the factor, the step size if it is, and the target if there are several. Further parts bring one
         number each, their own factor: what flows back into all of them is made of one gradient of the outputs, whose
-        numbers sum to zero under cross entropy. A bias that moved tells these without the factor.
+        numbers sum to zero under cross entropy, and count as doing so under any loss of classes. A bias that moved
+        tells these without the factor.
         """
         task = self.view.task
         outputs = math.prod(task.output_shape) - int(task.loss.takes_classes)
@@ -189,22 +192,31 @@ class ScaleSearch:
         """Return whether two inputs of one target, unlike each other, leave more of a layer's update than was seen.
 
         The one part's input is their middle. What flows back from both may be all but the same, as of a classifier of
-        small weights; then their update is that of one input.
+        small weights; then their update is that of one input. So it is where it has one direction for both, as where
+        two classes alone are likely: this is asked of brighter and darker inputs, for which others may be. A target of
+        which nothing flows back, as of a class that a loss ignores, is none that the picture has.
         """
         (part,) = self.parts
         middle = part.brightest * part.direction
         drawn = torch.randn(middle.shape, generator=stream(0, "pairs"), dtype=torch.float64).to(middle)
         away = UNLIKE_DISTANCE * middle.norm() / drawn.norm() * drawn
-        inputs = torch.stack([middle + away, middle - away])
+        return all(self._tells_apart(share * torch.stack([middle + away, middle - away])) for share in ASKED_SHARES)
+
+    def _tells_apart(self, inputs: Tensor) -> bool:
+        """Return whether two inputs (2, n) of the one part leave more than was seen with any of the first targets."""
+        (part,) = self.parts
         images = [replace(self, parts=[replace(part, direction=one)]).pictures(one.new_ones(1, 1)) for one in inputs]
         try:
             flows = self.network.signals(torch.cat(images), self.targets[:MOST_PAIRED], self.view.task.loss)
         except MODEL_ERRORS:
             return False
         flowing = torch.cat([flows[number] for number in part.layers], -1)  # (K, 2, m)
+        flowing = flowing[flowing.isfinite().all(-1).all(-1) & flowing.any(-1).all(-1)]
+        if not len(flowing):
+            return False
         squares = torch.linalg.eigvals((flowing @ flowing.mT) @ (inputs @ inputs.mT)).real.clamp(min=0)
         shares = (squares.amin(1) / squares.sum(1)).sqrt()
-        return bool((shares > ERROR_FACTOR * part.left).all())
+        return bool((shares > max(ERROR_FACTOR * part.left, LEAST_SHARE)).all())
 
     @cached_property
     def _observed(self) -> Tensor:

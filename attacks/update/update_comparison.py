@@ -193,9 +193,10 @@ class UpdateComparison:
         """Return whether pairs of pictures so far apart, stated as one, would be noticed.
 
         Brighter and darker ones are asked, and ones that differ at random, slowly and quickly over the picture. The one
-        is their middle. Where all that flows back has one direction, as of two classes, it may lie anywhere between
-        them: what flows back is more for one of them than for the other, and no other direction tells that. Then the
-        size of the update is all that tells, if the step size was stated and the picture makes an update of that size.
+        lies anywhere between them: where all that flows back has one direction, as of two classes, and of more where
+        all others are far from likely, it is more for one of them than for the other, and no other direction tells
+        that. So what they leave in the direction towards one of them does not count, whatever the loss. Then the size
+        of the update tells as well, if the step size was stated and the picture makes an update of that size.
 
         Args:
             images: (N, C, H, W).
@@ -204,17 +205,15 @@ class UpdateComparison:
         """
         made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
-        one_direction = self.view.task.loss.sends_back_one_direction(self.view.task.output_shape)
         sized = not self.view.scale_unknown and not self._exceeds(made, allowed, 1 / self._unit)
         unit = self.spread / MAX_PIXEL_ERROR
         for away in _differences(images.double(), unit * distance / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
             left = {n: (one[n] + other[n]) / 2 - value for n, value in made.items()}
-            if one_direction:
-                towards_one = {n: (one[n] - other[n]) / 2 for n in made}
-                if not sized:
-                    left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
-                left = _beside(left, towards_one, allowed)
+            towards_one = {n: (one[n] - other[n]) / 2 for n in made}
+            if not sized:
+                left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
+            left = _beside(left, towards_one, allowed)
             if all(factor * float(left[n].norm()) <= allowed[n] for n in made):
                 return False
         return True

@@ -84,8 +84,8 @@ class OwnLoss(Loss):
         if not self.takes_classes or output_shape[0] < 3:
             return output_shape.numel() < 3
         outputs = torch.randn(TRIED_OUTPUTS, *output_shape, generator=stream(0, "direction"), dtype=torch.float64)
-        classes = range(0, output_shape[0], max(output_shape[0] // MOST_DIRECTIONS, 1))
-        return any(_has_one_direction(self, outputs, torch.full((TRIED_OUTPUTS,), label)) for label in classes)
+        labels = _some_classes(output_shape[0])
+        return any(_has_one_direction(self, outputs, torch.full((TRIED_OUTPUTS,), label)) for label in labels)
 
     @property
     def takes_classes(self) -> bool:
@@ -186,9 +186,9 @@ def _known_module(module: nn.Module) -> Loss | None:
 def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
     """Return the registered loss that a function of the user's own is by what it returns, or the function.
 
-    It is tried on random outputs of two numbers of examples, small and large ones, with all classes among the targets.
-    More is known of a registered loss: which targets there are. Of any other function it is found out whether its
-    targets are classes. Where the user says what targets are, that stands.
+    It is tried on random outputs of two numbers of examples, small and large ones, with all classes among the targets,
+    unless these are too many numbers. More is known of a registered loss: which targets there are. Of any other
+    function it is found out whether its targets are classes. Where the user says what targets are, that stands.
 
     Args:
         loss: any.
@@ -205,34 +205,57 @@ def known_loss(loss: Loss, output_shape: torch.Size) -> Loss:
             )
         return loss
     most = 2 if len(output_shape) > 1 else 2 * max(math.prod(output_shape), 2)
-    if most * math.prod(output_shape) > MOST_NUMBERS:
-        return loss
-    asked = [_trials(output_shape, count, size) for count in (most, most + 1) for size in TRIED_SIZES]
-    matching = (known for known in asked[0] if all(_returns_the_same(loss, known, *trial[known]) for trial in asked))
-    found = next(matching, loss)
+    found = _known_function(loss, output_shape, most) if most * math.prod(output_shape) <= MOST_NUMBERS else loss
     return replace(loss, targets="classes") if found is loss and _takes_classes(loss, output_shape) else found
 
 
+def _known_function(loss: OwnLoss, output_shape: torch.Size, count: int) -> Loss:
+    """Return the registered loss that a function is on so many examples and one more, or the function."""
+    asked = [_trials(output_shape, number, size) for number in (count, count + 1) for size in TRIED_SIZES]
+    matching = (known for known in asked[0] if all(_returns_the_same(loss, known, *trial[known]) for trial in asked))
+    return next(matching, loss)
+
+
 def _has_one_direction(loss: Loss, outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether the gradients of a loss by outputs (B, K) are multiples of one another, or zero."""
+    """Return whether the gradients of a loss by outputs (B, K) are multiples of one another.
+
+    A target of which nothing flows back, or no number does, has no direction: a class of weight 0, or an ignored one.
+    """
     for found in _tried(loss, outputs, (targets,)):
-        singular = torch.linalg.svdvals(found[1:].view_as(outputs))
+        gradients = found[1:].view_as(outputs)
+        if not bool(gradients.isfinite().all() and gradients.any()):
+            return False
+        singular = torch.linalg.svdvals(gradients)
         return bool(singular[1] <= SAME_DIRECTION * singular[0])
-    return True
+    return False
 
 
 def _takes_classes(loss: OwnLoss, output_shape: torch.Size) -> bool:
     """Return whether a function takes one class for each example, as far as trying it tells.
 
-    Of classes it returns the same twice, and it raises at one of which there is no output.
+    Of classes it returns the same twice, it takes a batch of each alone, as attacks ask it, and it raises at the first
+    one of which there is no output.
     """
     if len(output_shape) != 1 or output_shape[0] < 2:
         return False
-    draw, count = stream(0, "classes"), 2 * output_shape[0]
-    outputs = torch.randn(count, *output_shape, generator=draw)
-    classes = torch.randint(output_shape[0], (count,), generator=draw)
-    found = _tried(loss, outputs, (classes, classes, classes + output_shape[0]))
-    return len(found) == 2 and bool(found[0].isfinite().all()) and torch.equal(*found)
+    draw, number = stream(0, "classes"), output_shape[0]
+    count = min(2 * number, max(MOST_NUMBERS // number, 2))
+    outputs = torch.randn(count, number, generator=draw)
+    classes = torch.randint(number, (count,), generator=draw)
+    found = _tried(loss, outputs, (classes, classes))
+    if len(found) != 2 or not bool(found[0].isfinite().all()) or not torch.equal(*found):
+        return False
+    labels = _some_classes(number)
+    for few in (outputs[:1], outputs[:2]):
+        alone = [torch.full((len(few),), label) for label in (*labels, number)]
+        if len(_tried(loss, few, alone)) != len(labels):
+            return False
+    return True
+
+
+def _some_classes(number: int) -> range:
+    """Return some of so many classes, the first among them."""
+    return range(0, number, max(number // MOST_DIRECTIONS, 1))
 
 
 def _trials(output_shape: torch.Size, count: int, size: float) -> dict[Loss, tuple[Tensor, Tensor]]:

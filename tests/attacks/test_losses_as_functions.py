@@ -209,6 +209,70 @@ def test_what_flows_back_of_a_label_in_one_direction_verifies_no_mixture_of_its_
     assert single.verified is True
 
 
+def hardest_rival(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of two outputs only, which ones hangs on them."""
+    own = outputs.gather(1, labels[:, None])[:, 0]
+    return functional.softplus(outputs.scatter(1, labels[:, None], -torch.inf).amax(1) - own).mean()
+
+
+def linear(*, bias: float = 0.0) -> nn.Module:
+    """With a bias by which all classes but two are far from likely, if one is given."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, CLASSES))
+    initialize(model, stream(0, "network"))
+    model[1].bias.data[2:] += bias
+    return model
+
+
+def unbent(bias: float) -> nn.Module:
+    """Whose activations are all open."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 24), nn.ReLU(), nn.Linear(24, CLASSES))
+    initialize(model, stream(0, "network"))
+    model[1].bias.data.fill_(3.0)
+    model[3].bias.data[2:] = bias
+    return model
+
+
+ONE_DIRECTION_HERE: dict[str, tuple[Callable[[], nn.Module], Function, list[int]]] = {
+    "hardest rival": (linear, hardest_rival, [1, 1]),
+    "unlikely classes": (partial(linear, bias=-12), entropy, [1, 1]),
+    "unlikely classes above": (partial(unbent, -16), entropy, [1, 1]),
+    "both likely ones": (partial(unbent, -16), entropy, [0, 1]),
+    "unlikely classes, a function": (partial(unbent, -16), smoothed(0.0), [1, 1]),
+}
+
+
+@pytest.mark.parametrize("name", ONE_DIRECTION_HERE)
+def test_what_flows_back_in_one_direction_for_these_outputs_alone_verifies_no_mixture(name: str) -> None:
+    """Others would send back more of them, so that the loss as such says nothing."""
+    make, loss, labels = ONE_DIRECTION_HERE[name]
+    model, tried = make(), 0
+    for start in range(4):
+        images = torch.rand(2, *SHAPE, generator=stream(start, "pair"))
+        for other in (images[1], images[0] + 0.1 * (images[1] - images[0])):
+            pair = torch.stack([images[0], other]).mul(255).round() / 255
+            result = build("analytic")(seen(model, loss, loss, pair, torch.tensor(labels), 1))
+            tried += isinstance(result, Reconstruction)
+            assert not isinstance(result, Reconstruction) or not result.verified
+    assert tried
+
+
+@pytest.mark.parametrize("name", ["ignored", "smoothed, ignored", "weight 0"])
+def test_a_class_that_sends_nothing_back_hides_no_other(name: str) -> None:
+    weights = torch.ones(CLASSES).index_fill(0, torch.tensor([2]), 0)
+    loss = {
+        "ignored": nn.CrossEntropyLoss(ignore_index=0),
+        "smoothed, ignored": nn.CrossEntropyLoss(label_smoothing=0.1, ignore_index=5),
+        "weight 0": nn.CrossEntropyLoss(weight=weights),
+    }[name]
+    without = network()
+    without[1].bias = without[3].bias = None  # type: ignore[operator, index]
+    for model in (without, network()):
+        result = build("analytic")(seen(model, loss, loss, pictures(1), labels_of(1)))
+        assert isinstance(result, Reconstruction)
+        assert result.verified or "features/1.weight" in result.private
+    assert result.verified
+
+
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_picture_that_is_there_twice_is_verified_as_two_and_only_with_labels_that_are_told(alike: bool) -> None:
     images, labels = pictures(2), labels_of(2)
@@ -229,6 +293,16 @@ class Mixed(nn.Module):
 
     def forward(self, outputs: Tensor) -> Tensor:
         return outputs @ torch.randn(CLASSES, CLASSES, generator=stream(4, "mixed")).to(outputs)
+
+
+def test_a_loss_that_takes_no_batch_of_one_class_is_asked_with_none() -> None:
+    def several(outputs: Tensor, labels: Tensor) -> Tensor:
+        if len(labels.unique()) < 2:
+            raise ValueError("needs two classes")
+        return smoothed(0.1)(outputs, labels)
+
+    result = Spear(samples=2_000)(seen(network(), several, several, pictures(3), labels_of(3)))
+    assert not isinstance(result, Reconstruction) or not result.verified
 
 
 def test_labels_that_nothing_tells_leave_a_batch_unasked() -> None:

@@ -172,6 +172,15 @@ def test_functions_are_known_by_what_they_return(function, shape, known):
     assert known_loss(built, torch.Size(shape)) == expected
 
 
+def test_functions_of_many_classes_and_of_more_than_there_are_outputs_are_told_apart():
+    for count in (2, 1500):
+        smoothed = known_loss(build_loss(nn.CrossEntropyLoss(label_smoothing=0.1)), torch.Size([count]))
+        assert smoothed.takes_classes
+    table = torch.randn(10, 6, generator=torch.Generator().manual_seed(0))
+    more = build_loss(lambda outputs, targets: nn.functional.cross_entropy(outputs @ table.T, targets))
+    assert not known_loss(more, torch.Size([6])).takes_classes
+
+
 def test_a_function_of_classes_has_targets_to_try_and_none_to_search_for():
     loss = known_loss(build_loss(weighted), torch.Size([3]))
     assert loss.every_target(torch.Size([3]), 2).tolist() == [0, 1]
