@@ -217,6 +217,11 @@ INPUTS_HIDDEN = (
     "borne out, but not confirmed: two examples that differ by a tenth of their range, stated as one, could make this "
     "update to its rounding, so that it may lie between them"
 )
+OTHER_LABELS = "another label makes all of the update as well, so that labels are not told"
+SOME_UNTOLD = (
+    "not confirmed: with another in place of one of them the update is the same to its rounding, as next to nothing "
+    "flows back of that one"
+)
 FOLDED = (
     "one of several pictures that make the update: what the network does to pixels below its first trained parameters "
     "comes out the same for others"
@@ -268,9 +273,8 @@ def _confirm_under_any_loss(view: ServerView, result: Reconstruction) -> Reconst
     reason = ANY_LOSS if smoothed is None else f"{SMOOTHED} {smoothed.share:.2g}, which was not stated"
     if smoothed is None:
         return replace(held.with_note(reason), labels=None)
-    return replace(
-        held.with_note(reason, Remark.LABELS_CONFIRMED), labels=torch.tensor([smoothed.label], device=view.device)
-    )
+    confirmed = (Remark.LABELS_CONFIRMED,) if _tells_labels(view) else ()
+    return replace(held.with_note(reason, *confirmed), labels=torch.tensor([smoothed.label], device=view.device))
 
 
 def _is_explained_to_rounding(check: UpdateComparison, images: Tensor, labels: Tensor) -> bool:
@@ -437,8 +441,10 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         near = [inputs] if whole is None else [inputs, whole]
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
             continue
+        if len(inputs) > 1 and targets is None and not asked.check.tells_every_picture(inputs, labels):
+            return replace(result.with_note(SOME_UNTOLD), verified=None, fixed=None)
         averaged = pictured and are_between_levels(inputs)
-        result = _with_labels(view, result, labels)
+        result = _with_labels(asked.check, view, result, inputs, labels)
         if whole is not None and not is_on_coarse_grid(whole):
             return result
         distance = PAIR_DISTANCE if pictured else UNLIKE_DISTANCE
@@ -449,13 +455,28 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
     return replace(result, verified=None, fixed=None, note=note, approximate=True)
 
 
-def _with_labels(view: ServerView, result: Reconstruction, labels: Tensor) -> Reconstruction:
-    """Return a result with labels by which one step on it makes the update, where that tells right ones from others."""
+def _with_labels(
+    check: UpdateComparison, view: ServerView, result: Reconstruction, inputs: Tensor, labels: Tensor
+) -> Reconstruction:
+    """Return a result with labels by which one step on it makes the update, where that tells right ones from others.
+
+    They are confirmed where no others make it up to a factor; where others do, and the server knows none, none are
+    handed out. Where all that flows back has one direction, others may under another loss.
+    """
     loss = view.task.loss
     if not view.method.uses_labels or not loss.has_exact_targets or (loss.takes_classes and labels.ndim != 1):
         return result
-    told = result.remarks | {Remark.LABELS_CONFIRMED}
-    return replace(result, labels=labels.to(view.device), remarks=told)
+    result = replace(result, labels=labels.to(view.device))
+    if loss.takes_classes and not check.tells_other_labels(inputs, labels):
+        return result if view.labels is not None else replace(result.with_note(OTHER_LABELS), labels=None)
+    if not _tells_labels(view):
+        return result
+    return replace(result, remarks=result.remarks | {Remark.LABELS_CONFIRMED})
+
+
+def _tells_labels(view: ServerView) -> bool:
+    """Return whether what flows back has more directions than one, so that labels of another loss may show."""
+    return not view.task.loss.sends_back_one_direction(view.task.output_shape)
 
 
 def _hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:

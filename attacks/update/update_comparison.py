@@ -65,6 +65,10 @@ SCATTERS = 5.0
 """Standard deviations by which the squares of many rounding errors may add up to more than their mean."""
 BELOW_BOUND = 0.999
 """Share of the bound up to which a number of a gradient that was clipped by value counts as not clipped."""
+FAINT = 1e-3
+"""Share of the largest gradient of the outputs, below which it is asked whether the picture matters at all."""
+MOST_OTHER_LABELS = 10
+"""Other labels, at most, of which it is asked whether they explain an update as well."""
 MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
 
@@ -163,6 +167,8 @@ class UpdateComparison:
         zero, rounding may have put the client on its other side. Of a batch in another order, it may not have here.
         """
         made, allowed = self._with_strict_bounds(images, labels)
+        if not 0 < self._best_factor(made, allowed) < math.inf:
+            return False
         if not self._exceeds(made, allowed) or not self._exceeds(self._predicted_update(images, labels), allowed):
             return True
         if self._missed_share(made, allowed) > NEARBY:
@@ -214,9 +220,70 @@ class UpdateComparison:
             if not sized:
                 left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
             left = _beside(left, towards_one, allowed)
-            if all(factor * float(left[n].norm()) <= allowed[n] for n in made):
+            if not any(factor * float(left[n].norm()) > allowed[n] for n in made):
                 return False
         return True
+
+    def tells_every_picture(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether each of several pictures, with another in its place, leaves more than rounding.
+
+        It is asked of those of which next to nothing flows back: a loss may give a class no weight.
+
+        Args:
+            images: (N, C, H, W), that explain the update.
+            labels: (N,).
+        """
+        allowed = self._with_strict_bounds(images, labels)[1]
+        sizes = self._output_gradients(images, labels).flatten(1).norm(dim=1)
+        for number in (~(sizes >= FAINT * sizes.max())).nonzero().flatten().tolist():
+            others = images.clone()
+            others[number] = _noise_like(images[0], stream(number, "another")).to(images) * images[number].abs().amax()
+            if not self._leaves_more(others, labels, allowed):
+                return False
+        return True
+
+    def tells_other_labels(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether no other class of one of the images explains the update to its rounding.
+
+        Those are tried by which what flows back into the outputs has the nearest direction.
+
+        Args:
+            images: (N, C, H, W), that explain the update.
+            labels: (N,), classes.
+        """
+        own = functional.normalize(self._output_gradients(images, labels).flatten(1), dim=1)
+        classes = min(own.shape[1], MAX_TRIED_LABELS)
+        near = own.new_full((len(images), classes), -math.inf)
+        for label in range(classes):
+            other = functional.normalize(
+                self._output_gradients(images, torch.full_like(labels, label)).flatten(1), dim=1
+            )
+            near[:, label] = (own * other).sum(1).nan_to_num(-math.inf)
+        numbers = torch.arange(len(labels))
+        tried = labels.cpu() < classes
+        near[numbers[tried], labels.cpu()[tried]] = -math.inf
+        for place in near.flatten().argsort(descending=True)[:MOST_OTHER_LABELS].tolist():
+            number, label = divmod(place, classes)
+            if near[number, label] == -math.inf:
+                continue
+            changed = labels.clone()
+            changed[number] = label
+            missed = self._missed_share(self._predicted_update(images, changed), self.rounding)
+            if missed <= NEARBY and self.is_explained_to_rounding(images, changed):
+                return False
+        return True
+
+    def _output_gradients(self, images: Tensor, labels: Tensor) -> Tensor:
+        """Return the gradient of the loss by the outputs (N, ...) of the network as it was sent, in double."""
+        view = self._in_double
+        weights: Tensors = {name: dense(value) for name, value in view.shared.items()}
+        network = view.client.network(weights, {**view.client.task.buffers, **view.buffers})
+        with torch.no_grad():
+            outputs = network(images.to(view.device, torch.float64))
+        with torch.enable_grad():
+            given = outputs.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(view.task.loss(given, labels.to(view.device)), given)
+        return gradient.cpu()
 
     def is_explained_clipped(self, images: Tensor, labels: Tensor, bound: float) -> bool:
         """Return whether these inputs make the update to its rounding, were numbers cut at a bound, and no two others.
@@ -321,7 +388,7 @@ class UpdateComparison:
     def _exceeds(self, made: Mapping[str, Tensor], allowed: Mapping[str, float], factor: float | None = None) -> bool:
         """Return whether what a prediction leaves of some tensor is more than allowed, at the best common factor."""
         factor = self._best_factor(made, allowed) if factor is None else factor
-        return any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items())
+        return not all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
     def _missed_share(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float:
         """Return what a prediction leaves of the update, as a share of it, at the best common factor."""

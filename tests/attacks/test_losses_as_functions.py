@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.analytic.spear import Spear
-from attacks.base import Reconstruction, build
+from attacks.base import Reconstruction, Remark, build
 from attacks.labels.assignment import assign_labels
 from attacks.verification import confirm
 from fl.capture import from_update
@@ -247,7 +247,7 @@ def test_what_flows_back_in_one_direction_for_these_outputs_alone_verifies_no_mi
     make, loss, labels = ONE_DIRECTION_HERE[name]
     model, tried = make(), 0
     for start in range(4):
-        images = torch.rand(2, *SHAPE, generator=stream(start, "pair"))
+        images = torch.rand(2, *SHAPE, generator=stream(start, "own output"))
         for other in (images[1], images[0] + 0.1 * (images[1] - images[0])):
             pair = torch.stack([images[0], other]).mul(255).round() / 255
             result = build("analytic")(seen(model, loss, loss, pair, torch.tensor(labels), 1))
@@ -293,6 +293,50 @@ class Mixed(nn.Module):
 
     def forward(self, outputs: Tensor) -> Tensor:
         return outputs @ torch.randn(CLASSES, CLASSES, generator=stream(4, "mixed")).to(outputs)
+
+
+def by_pairs_of_classes(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Of three classes that each have two labels."""
+    return entropy(outputs, torch.tensor([0, 0, 1, 1, 2, 2])[labels])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_labels_are_not_told_where_others_make_the_update_as_well(count: int) -> None:
+    images, labels = pictures(count), torch.tensor([5, 3, 1])[:count]
+    view = seen(network(), by_pairs_of_classes, by_pairs_of_classes, images, labels)
+    found = claimed(view, images)
+    assert found.verified is True
+    assert found.labels is None
+    assert "another label makes all of the update" in found.note
+    assert Remark.LABELS_CONFIRMED not in found.remarks
+    other = claimed(seen(network(), focal, focal, images, labels), images)
+    assert other.labels is not None
+    assert torch.equal(other.labels, labels)
+    assert Remark.LABELS_CONFIRMED in other.remarks
+
+
+@pytest.mark.parametrize("label", [0, 1])
+@pytest.mark.parametrize("stated", [smoothed(0.1), "cross-entropy"])
+def test_no_label_is_confirmed_of_what_flows_back_in_one_direction(stated: object, label: int) -> None:
+    """Smoothed, either label of two may draw back what is too sure."""
+    model = network(2)
+    model.get_submodule("3").weight.data.mul_(20)  # type: ignore[operator, union-attr]
+    for start in range(3):
+        image = torch.rand(1, *SHAPE, generator=stream(start, "sure")).mul(255).round() / 255
+        found = claimed(seen(model, smoothed(0.1), stated, image, torch.tensor([label])), image)
+        assert Remark.LABELS_CONFIRMED not in found.remarks
+        assert found.labels is None or stated == "cross-entropy" or found.labels.tolist() == [label]
+
+
+def test_a_picture_of_a_class_without_weight_is_not_verified_beside_others() -> None:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 1, 0, 1, 1, 1]))
+    images, labels = pictures(3), torch.tensor([0, 1, 2])
+    view = seen(network(), loss, loss, images, labels)
+    junk = torch.cat([images[:2], torch.rand(1, *SHAPE, generator=stream(6, "junk")).mul(255).round() / 255])
+    for batch in (junk, images):
+        found = claimed(view, batch, labels)
+        assert (found.verified, found.approximate) == (None, False)
+    assert claimed(view, images[[0, 1, 1]], torch.tensor([0, 1, 1])).verified is False
 
 
 def test_a_loss_that_takes_no_batch_of_one_class_is_asked_with_none() -> None:
