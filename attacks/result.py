@@ -30,6 +30,8 @@ class Remark(StrEnum):
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
     PARTLY_SEEN = "partly seen"
     """The network is given fewer numbers than the picture has."""
+    MAY_BE_MIXTURE = "may be a mixture"
+    """Of unlike examples that were stated as one, for all that the update tells."""
     LABELS_CONFIRMED = "labels confirmed"
     """One step with these labels makes the whole update to its rounding."""
     LABELS_DOUBTFUL = "labels doubtful"

@@ -73,7 +73,7 @@ def confirm(view: ServerView, result: Result) -> Result:
         result: of an attack on it.
     """
     if isinstance(result, Reconstruction):
-        result = result.without_remarks({Remark.LABELS_CONFIRMED})
+        result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE})
     try:
         return _confirm(view, result)
     except PrecisionError as error:
@@ -222,6 +222,12 @@ SOME_UNTOLD = (
     "not confirmed: with another in place of one of them the update is the same to its rounding, as next to nothing "
     "flows back of that one"
 )
+UNLIKE_HIDDEN = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update to its "
+    "rounding, as where all that flows back has one direction, so that it may lie anywhere between them"
+)
+FAR_APART = 5.0
+"""How many times the distance at which pairs must be noticed, at which those that are not count as unlike."""
 FOLDED = (
     "one of several pictures that make the update: what the network does to pixels below its first trained parameters "
     "comes out the same for others"
@@ -451,6 +457,9 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         if not averaged and asked.check.tells_pairs_apart(inputs, labels, distance):
             return result
         reason = MEAN_OF_PICTURES if averaged else PAIRS_HIDDEN if pictured else INPUTS_HIDDEN
+        if not averaged and not asked.check.tells_pairs_apart(inputs, labels, FAR_APART * distance):
+            mixed = result.with_note(UNLIKE_HIDDEN, Remark.MAY_BE_MIXTURE)
+            return replace(mixed, verified=None, fixed=None, approximate=True)
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=None, fixed=None, note=note, approximate=True)
 

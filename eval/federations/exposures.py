@@ -74,6 +74,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         if result.approximate:
             seen = ", as far as the network sees its pixels" if Remark.PARTLY_SEEN in result.remarks else ""
             shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
+            if Remark.MAY_BE_MIXTURE in result.remarks:
+                shown_by = f"the update bears it out{seen}, if it is of {count} alone: a mixture would not show"
         how = f"{_say_error(error) if sized else ''}, and {shown_by}"
         shown.append(Exposure("images", attack, f"{words} recovered{how}"))
     linear = first_linear(view) if "features" in result.private else NotApplicable("")

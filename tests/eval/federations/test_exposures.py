@@ -44,6 +44,15 @@ def shown(view: ServerView, attack: str = "analytic") -> dict[str, str]:
     return {one.kind: one.words for one in proved_exposures(attack, build(attack)(view), view)}
 
 
+def test_a_picture_that_may_be_a_mixture_is_shown_as_such() -> None:
+    view = view_of(support.dense_network(), "mse")
+    found = build("analytic")(view)
+    assert isinstance(found, Reconstruction)
+    assert Remark.MAY_BE_MIXTURE in found.remarks
+    assert "if it is of 1 alone: a mixture would not show" in shown(view)["images"]
+    assert "mixture" not in shown(view_of(support.dense_network(), "cross-entropy"))["images"]
+
+
 def test_targets_that_are_numbers_are_shown_under_the_loss_as_stated_alone() -> None:
     """Some target of a squared error makes the step of whatever loss it was."""
     for made in (nn.CrossEntropyLoss(), SMOOTHED):
