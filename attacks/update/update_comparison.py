@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from attacks.network.autograd_support import AUTOGRAD_ERRORS
 from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers, sent_types
+from attacks.update.label_gradients import LabelGradients
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
@@ -69,6 +70,8 @@ FAINT = 1e-3
 """Share of the largest gradient of the outputs, below which it is asked whether the picture matters at all."""
 MOST_OTHER_LABELS = 10
 """Other labels, at most, of which it is asked whether they explain an update as well."""
+LABELS_APART = 3.0
+"""Times the rounding of an update's last tensors by which labels that both explain it may differ there, at most."""
 MAX_TRIED_LABELS = 100
 """Labels that are tried where none was found, at most."""
 
@@ -236,7 +239,8 @@ class UpdateComparison:
         if not self.view.method.uses_labels:
             return True
         allowed = self._with_strict_bounds(images, labels)[1]
-        sizes = self._output_gradients(images, labels).flatten(1).norm(dim=1)
+        gradients = LabelGradients.of(self._in_double, images, self.observed.keys())
+        sizes = gradients.by_outputs(labels).flatten(1).norm(dim=1)
         for number in (~(sizes >= FAINT * sizes.max())).nonzero().flatten().tolist():
             others = images.clone()
             others[number] = _noise_like(images[0], stream(number, "another")).to(images) * images[number].abs().amax()
@@ -253,39 +257,43 @@ class UpdateComparison:
             images: (N, C, H, W), that explain the update.
             labels: (N,), classes.
         """
-        own = functional.normalize(self._output_gradients(images, labels).flatten(1), dim=1)
+        gradients = LabelGradients.of(self._in_double, images, self.observed.keys())
+        own = functional.normalize(gradients.by_outputs(labels).cpu().flatten(1), dim=1)
         classes = min(own.shape[1], MAX_TRIED_LABELS)
         near = own.new_full((len(images), classes), -math.inf)
         for label in range(classes):
-            other = functional.normalize(
-                self._output_gradients(images, torch.full_like(labels, label)).flatten(1), dim=1
-            )
-            near[:, label] = (own * other).sum(1).nan_to_num(-math.inf)
+            other = gradients.by_outputs(torch.full_like(labels, label)).cpu().flatten(1)
+            near[:, label] = (own * functional.normalize(other, dim=1)).sum(1).nan_to_num(-math.inf)
         numbers = torch.arange(len(labels))
         tried = labels.cpu() < classes
         near[numbers[tried], labels.cpu()[tried]] = -math.inf
+        allowed = self._with_strict_bounds(images, labels)[1]
         for place in near.flatten().argsort(descending=True)[:MOST_OTHER_LABELS].tolist():
             number, label = divmod(place, classes)
             if near[number, label] == -math.inf:
                 continue
             changed = labels.clone()
             changed[number] = label
+            if self._last_tell_apart(gradients, labels, changed, allowed):
+                continue
             missed = self._missed_share(self._predicted_update(images, changed), self.rounding)
             if missed <= NEARBY and self.is_explained_to_rounding(images, changed):
                 return False
         return True
 
-    def _output_gradients(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the gradient of the loss by the outputs (N, ...) of the network as it was sent, in double."""
-        view = self._in_double
-        weights: Tensors = {name: dense(value) for name, value in view.shared.items()}
-        network = view.client.network(weights, {**view.client.task.buffers, **view.buffers})
-        with torch.no_grad():
-            outputs = network(images.to(view.device, torch.float64))
-        with torch.enable_grad():
-            given = outputs.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(view.task.loss(given, labels.to(view.device)), given)
-        return gradient.cpu()
+    def _last_tell_apart(
+        self, gradients: LabelGradients, labels: Tensor, others: Tensor, allowed: Mapping[str, float]
+    ) -> bool:
+        """Return whether labels differ in the last parameters' gradients by more than both may miss of an update.
+
+        That costs next to nothing beside the gradients of all parameters.
+        """
+        one, other = gradients.by_parameters(labels), gradients.by_parameters(others)
+        size, own = float(other.square().sum()), float(one.norm())
+        factor = max(float((one * other).sum()) / size, 0.0) if size else 0.0
+        may_miss = math.hypot(*(allowed[name] for name in gradients.parameters))
+        whole = math.hypot(*(float(self.observed[name].norm()) for name in gradients.parameters))
+        return float((one - factor * other).norm()) * whole > LABELS_APART * may_miss * own
 
     def is_explained_clipped(self, images: Tensor, labels: Tensor, bound: float) -> bool:
         """Return whether these inputs make the update to its rounding, were numbers cut at a bound, and no two others.

@@ -1,0 +1,69 @@
+"""Gradients of a loss by the outputs and by the last parameters, for many labels of the same images."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fl.losses import Loss
+from fl.tensors import Tensors, dense
+from fl.view import ServerView
+
+LAST = 2
+"""Parameters that count as the last ones: of a linear layer with a bias, all."""
+
+
+@dataclass(frozen=True, eq=False)
+class LabelGradients:
+    """What flows back of labels in the network as it was sent, after one forward pass.
+
+    Attributes:
+        loss: of the client.
+        outputs: (N, ...) of the images, with autograd's graph of the last parameters.
+        parameters: the last ones that an update has, by name.
+    """
+
+    loss: Loss
+    outputs: Tensor
+    parameters: dict[str, Tensor]
+
+    @classmethod
+    def of(cls, view: ServerView, images: Tensor, names: Collection[str]) -> LabelGradients:
+        """Evaluate the network.
+
+        Args:
+            view: in the precision that is computed in.
+            images: (N, C, H, W).
+            names: of the parameters that an update has.
+        """
+        weights: Tensors = {name: dense(value) for name, value in view.shared.items()}
+        last = [name for name in weights if name in names][-LAST:]
+        parameters = {name: dense(weights[name]).detach().requires_grad_() for name in last}
+        network = view.client.network({**weights, **parameters}, {**view.client.task.buffers, **view.buffers})
+        with torch.enable_grad():
+            outputs = network(images.to(view.device, dense(next(iter(weights.values()))).dtype))
+        return cls(view.task.loss, outputs, parameters)
+
+    def by_outputs(self, labels: Tensor) -> Tensor:
+        """Return the gradient by the outputs (N, ...)."""
+        with torch.enable_grad():
+            given = self.outputs.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.loss(given, labels.to(given.device)), given)
+        return gradient
+
+    def by_parameters(self, labels: Tensor) -> Tensor:
+        """Return the gradient by the last parameters, as one vector; zeros of those that the outputs do not hang on."""
+        if not self.outputs.requires_grad:
+            return self.outputs.new_zeros(sum(tensor.numel() for tensor in self.parameters.values()))
+        found = torch.autograd.grad(
+            self.outputs,
+            list(self.parameters.values()),
+            self.by_outputs(labels),
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return torch.cat([gradient.flatten() for gradient in found])
