@@ -458,7 +458,7 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
             return result
         reason = MEAN_OF_PICTURES if averaged else PAIRS_HIDDEN if pictured else INPUTS_HIDDEN
         if not averaged and not asked.check.tells_pairs_apart(inputs, labels, FAR_APART * distance):
-            mixed = result.with_note(UNLIKE_HIDDEN, Remark.MAY_BE_MIXTURE)
+            mixed = result.without_remarks({Remark.LABELS_CONFIRMED}).with_note(UNLIKE_HIDDEN, Remark.MAY_BE_MIXTURE)
             return replace(mixed, verified=None, fixed=None, approximate=True)
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=None, fixed=None, note=note, approximate=True)

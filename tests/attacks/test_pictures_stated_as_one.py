@@ -175,6 +175,7 @@ def test_what_flows_back_in_one_direction_verifies_no_mixture_off_levels(count: 
     assert float((found.inputs - pictures).flatten(1).square().mean(1).sqrt().min()) > 20 * MAX_PIXEL_ERROR
     assert (found.verified, found.note) == (None, UNLIKE_HIDDEN)
     assert Remark.MAY_BE_MIXTURE in found.remarks
+    assert Remark.LABELS_CONFIRMED not in found.remarks
 
 
 def at_zero(model: nn.Module) -> nn.Module:
