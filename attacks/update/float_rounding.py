@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -79,10 +80,10 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     found = {}
     for name, value in view.update.items():
         change, start = dense(value).double(), view.shared.get(name)
-        square = _spacing(change, of_update).square()
+        apart = _spacing(change, of_update)
         if view.rounded and start is not None:
-            square = square + _spacing(dense(start).double() - change, of_weights).square()
-        found[name] = (square / 12).sqrt()
+            apart = torch.hypot(apart, _spacing(dense(start).double() - change, of_weights))
+        found[name] = apart / math.sqrt(12)
     return found
 
 

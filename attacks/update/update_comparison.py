@@ -214,7 +214,7 @@ class UpdateComparison:
         """
         made, allowed = self._with_strict_bounds(images, labels)
         factor = abs(self._best_factor(made, allowed))
-        sized = not self.view.scale_unknown and not self._exceeds(made, allowed, 1 / self._unit)
+        sized = not self.view.scale_unknown and not self._exceeds(made, allowed, self._stated_factor)
         unit = self.spread / MAX_PIXEL_ERROR
         for away in _differences(images.double(), unit * distance / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
@@ -470,7 +470,8 @@ class UpdateComparison:
 
     def has_stated_size(self, images: Tensor, labels: Tensor) -> bool:
         """Return whether these images make the update at the step size that the view has."""
-        made, factor = self._predicted_update(images, labels), 1 / self._unit
+        made = self._predicted_update(images, labels)
+        factor = self._stated_factor
         allowed = self._error_bounds(images, labels, made, factor)
         return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
@@ -527,7 +528,7 @@ class UpdateComparison:
         """Return what one step on images makes in the client's precision, without decay, as numbers in double."""
         with torch.no_grad():
             guess = Candidate(images.to(self.view.device, self.view.dtype), labels.to(self.view.device))
-            return self.update.in_double(predict(self.view, guess))
+            return self._in_unit(self.update.in_double(predict(self.view, guess)))
 
     def _predict_in_double(
         self, images: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None
@@ -542,7 +543,24 @@ class UpdateComparison:
         view = self._in_double if weights is None else replace(self._in_double, shared={**weights})
         with torch.no_grad():
             guess = Candidate(images.to(view.device, torch.float64), labels.to(view.device))
-            return ObservedUpdate(view).in_double(predict(view, guess))
+            return self._in_unit(ObservedUpdate(view).in_double(predict(view, guess)))
+
+    def _in_unit(self, made: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a prediction in the unit of all of them, a power of two, so that squares do not overflow."""
+        if not self._unit_of_predictions:
+            self._unit_of_predictions.append(rescale_to_unit({**made})[1])
+        unit = self._unit_of_predictions[0]
+        return made if unit == 1 else {name: value / unit for name, value in made.items()}
+
+    @cached_property
+    def _unit_of_predictions(self) -> list[float]:
+        """The unit, once something was predicted."""
+        return []
+
+    @property
+    def _stated_factor(self) -> float:
+        """What a prediction is to be multiplied by where the update has the stated size."""
+        return self._unit_of_predictions[0] / self._unit
 
     @cached_property
     def _in_double(self) -> ServerView:

@@ -121,8 +121,9 @@ class _TensorUpdate:
 
     @property
     def length(self) -> float:
-        """The norm of the update."""
-        return float(self.update.norm())
+        """The norm of the update, without squares of tiny or huge numbers."""
+        top = float(self.sizes.max())
+        return top * float((self.update / top).norm())
 
 
 def _readable_tensors(view: ServerView) -> list[_TensorUpdate]:

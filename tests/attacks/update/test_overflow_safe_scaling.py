@@ -12,6 +12,7 @@ from torch import nn
 from attacks.base import Reconstruction, build
 from attacks.gradient_matching.engine.objectives import normalize
 from attacks.update.overflow_safe_scaling import rescale_to_unit
+from attacks.verification import confirm
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, Term, dense, norm
@@ -45,6 +46,17 @@ def test_a_search_for_a_direction_goes_the_same_way(attack: str, dtype: torch.dt
     assert other.inputs is not None
     assert float((usual.inputs - other.inputs).abs().max()) < 1e-2  # of a few bits each number has below 1e-38
     assert other.objective == pytest.approx(usual.objective, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-310, 1e-200, 1.0, 1e200, 1e300])
+def test_a_picture_that_is_off_is_not_verified_whatever_the_size(size: float) -> None:
+    off = IMAGE + 0.01 * torch.randn(IMAGE.shape, generator=stream(1, "off"), dtype=torch.float64)
+    seen = view(torch.float64, size)
+    right, wrong = (
+        confirm(seen, Reconstruction(inputs=one, labels=torch.tensor([1]), verified=True)) for one in (IMAGE, off)
+    )
+    assert right.verified
+    assert not wrong.verified
 
 
 @pytest.mark.parametrize("attack", ["rgap", "rconv", "cascade"])
