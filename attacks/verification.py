@@ -226,6 +226,17 @@ UNLIKE_HIDDEN = (
     "borne out if it is of one example: two that are unlike each other, stated as one, could make this update to its "
     "rounding, as where all that flows back has one direction, so that it may lie anywhere between them"
 )
+UNLIKE_HIDDEN_BY = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update to the "
+    "rounding of {}, so that it may lie between them"
+)
+UNLIKE_NEARLY_HIDDEN = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update as "
+    "nearly as it does, so that it may lie anywhere between them"
+)
+MEAN_OF_UNLIKE = (
+    f"{MEAN_OF_PICTURES}, and for all that the update tells they may be unlike each other, so that it is like none"
+)
 FAR_APART = 5.0
 """How many times the distance at which pairs must be noticed, at which those that are not count as unlike."""
 FOLDED = (
@@ -440,12 +451,13 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
     if asked is None:
         return result
     pictured = result.inputs is not None and view.task.inputs.is_image
-    reason = MORE_THAN_ROUNDING
+    reason, missed = "", []
     known = None if targets is None or result.inputs is None else [(result.inputs, targets)]
     for inputs, labels in known or asked.guesses:
         whole = at_levels(inputs) if pictured else None
         near = [inputs] if whole is None else [inputs, whole]
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
+            missed.append((inputs, labels))
             continue
         if len(inputs) > 1 and targets is None and not asked.check.tells_every_picture(inputs, labels):
             return replace(result.with_note(SOME_UNTOLD), verified=None, fixed=None)
@@ -457,11 +469,37 @@ def _hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor 
         if not averaged and asked.check.tells_pairs_apart(inputs, labels, distance):
             return result
         reason = MEAN_OF_PICTURES if averaged else PAIRS_HIDDEN if pictured else INPUTS_HIDDEN
-        if not averaged and not asked.check.tells_pairs_apart(inputs, labels, FAR_APART * distance):
-            mixed = result.without_remarks({Remark.LABELS_CONFIRMED}).with_note(UNLIKE_HIDDEN, Remark.MAY_BE_MIXTURE)
-            return replace(mixed, verified=None, fixed=None, approximate=True)
+        if not asked.check.tells_pairs_apart(inputs, labels, FAR_APART * distance):
+            return _as_mixture(result, MEAN_OF_UNLIKE if averaged else UNLIKE_HIDDEN)
+    if not reason:
+        reason = MORE_THAN_ROUNDING
+        guess = next((one for one in missed if asked.check.is_explained(*one) is not False), None)
+        if guess is not None and _may_be_mixture(asked.check, *guess, pictured=pictured):
+            return _as_mixture(result, UNLIKE_NEARLY_HIDDEN)
     note = "; ".join(filter(None, (result.note, reason)))
     return replace(result, verified=None, fixed=None, note=note, approximate=True)
+
+
+def _may_be_mixture(check: UpdateComparison, inputs: Tensor, labels: Tensor, *, pictured: bool) -> bool:
+    """Return whether unlike examples, stated as one, could make an update as nearly as these inputs do.
+
+    Args:
+        check: the comparison, which these inputs explain.
+        inputs: (N, C, H, W).
+        labels: with which they do.
+        pictured: whether they are pictures, which at levels of 8 bits are no mixtures if they leave rounding alone.
+    """
+    whole = at_levels(inputs) if pictured else None
+    levels = whole is not None and not is_on_coarse_grid(whole)
+    if levels and any(check.is_explained_to_rounding(one, labels) for one in (inputs, whole) if one is not None):
+        return False
+    return not check.tells_pairs_apart(inputs, labels, FAR_APART * (PAIR_DISTANCE if pictured else UNLIKE_DISTANCE))
+
+
+def _as_mixture(result: Reconstruction, reason: str) -> Reconstruction:
+    """Return a result that is borne out if it is of as many examples as stated, for the reason that is noted."""
+    mixed = result.without_remarks({Remark.LABELS_CONFIRMED}).with_note(reason, Remark.MAY_BE_MIXTURE)
+    return replace(mixed, verified=None, fixed=None, approximate=True)
 
 
 def _with_labels(
@@ -497,6 +535,9 @@ def _hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str
     guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
     explained = [guess for guess in guesses if asked is not None and asked.check.is_explained_to_rounding(*guess)]
     told = asked.check.told_distance(*explained[0]) if asked is not None and explained else None
+    pictured = result.inputs is not None and view.task.inputs.is_image
+    if asked is not None and told is not None and _may_be_mixture(asked.check, *explained[0], pictured=pictured):
+        return _as_mixture(result, UNLIKE_HIDDEN_BY.format(kind))
     unit = " (root mean square)" if result.inputs is not None else " of twice their root mean square"
     reason = f"{ROUNDED_FURTHER} {kind}" if told is None else BORNE_OUT_AS_ROUNDED.format(kind, told, unit)
     note = "; ".join(filter(None, (result.note, reason)))
@@ -511,8 +552,11 @@ def _note_if_borne_out(view: ServerView, result: Reconstruction) -> Reconstructi
     for each in (view,) if moved is view else (view, moved):
         asked = _comparison(each, replace(result, verified=True))
         guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
-        if asked is not None and any(asked.check.is_explained(*guess) for guess in guesses):
-            return replace(result, approximate=True)
+        guess = None if asked is None else next((one for one in guesses if asked.check.is_explained(*one)), None)
+        if asked is not None and guess is not None:
+            mixed = _may_be_mixture(asked.check, *guess, pictured=view.task.inputs.is_image)
+            told = result.with_note(UNLIKE_NEARLY_HIDDEN, Remark.MAY_BE_MIXTURE) if mixed else result
+            return replace(told, approximate=True)
     return result if asked is None else replace(result, approximate=False)
 
 

@@ -207,13 +207,21 @@ class UpdateComparison:
         that. So what they leave in the direction towards one of them does not count, whatever the loss. Then the size
         of the update tells as well, if the step size was stated and the picture makes an update of that size.
 
+        Pictures that leave more than rounding may be such a pair's themselves: then the pairs asked must leave more
+        than these do, relative to the rounding of the tensor where that is most.
+
         Args:
             images: (N, C, H, W).
             labels: (N,).
             distance: root mean square, in the unit of `told_distance`.
         """
         made, allowed = self._with_strict_bounds(images, labels)
-        factor = abs(self._best_factor(made, allowed))
+        factor = self._best_factor(made, allowed)
+        if not 0 < factor < math.inf:
+            return False
+        if not self.is_explained_to_rounding(images, labels):
+            excess = max(float((self.observed[n] - factor * v).norm()) / allowed[n] for n, v in made.items())
+            allowed = {name: max(excess, 1.0) * value for name, value in allowed.items()}
         sized = not self.view.scale_unknown and not self._exceeds(made, allowed, self._stated_factor)
         unit = self.spread / MAX_PIXEL_ERROR
         for away in _differences(images.double(), unit * distance / 2):

@@ -12,6 +12,7 @@ from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.verdict import best_baseline, leaked_rows
 from eval.io.text import join_words
 from eval.metrics.score import Row
+from eval.metrics.self_verification import borne_out_words
 from eval.report.result_groups import RECOVERED_BELOW, private_tensor_recoveries
 from eval.report.sections.inconclusive import OpenQuestion, update_key
 
@@ -126,7 +127,7 @@ class Judgment:
                 words = "the attack confirms what it recovered, and nobody gave the true images to compare it with"
                 leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
             elif one.kind == "borne out" and one.update not in rows:
-                words = f"the update bears out what the attack recovered, if not to a quarter of a level: {one.words}"
+                words = f"{borne_out_words(mixed=one.may_be_mixture)}: {one.words}"
                 leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
         for update, own in rows.items():
             if words := _private_words(own):

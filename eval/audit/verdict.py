@@ -7,9 +7,10 @@ from collections.abc import Hashable, Iterable, Sequence
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
+from attacks.result import Remark
 from eval.io.text import join_words
 from eval.metrics.score import Row
-from eval.metrics.self_verification import verification_words
+from eval.metrics.self_verification import borne_out_words, has_remark, verification_words
 from eval.report.result_groups import (
     CLEAR_MARGIN,
     IMAGE,
@@ -215,7 +216,7 @@ def unscored_verdict(rows: Sequence[Row]) -> str:
         None: "the attack can't tell how close it came",
     }[all_verified(row.get("verified") for row in rows)]
     if any(row.get("approximate") for row in rows):
-        words = "the update bears out what the attack recovered, if not to a quarter of a level"
+        words = borne_out_words(mixed=any(has_remark(row, Remark.MAY_BE_MIXTURE) for row in rows))
     updates: dict[Hashable, list[float]] = {}
     for row in rows:
         if row.get("fixed") is not None:

@@ -18,6 +18,8 @@ SETTLED_WORDS = (
 )
 """What an attack that settles every update leaves."""
 
+BORNE_OUT = "the update bears out what the attack recovered"
+
 
 def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[Row]:
     """Return one update's rows with what the attack says of itself: its objective's course, check and note.
@@ -32,6 +34,8 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
         common["note"] = result.note
     if result.approximate:
         common["approximate"] = True
+    if result.remarks:
+        common["remarks"] = sorted(result.remarks)
     if Remark.LABELS_DOUBTFUL in result.remarks:
         common["labels_doubtful"] = True
     if result.given_up:
@@ -39,6 +43,22 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
     if result.cut_short:
         common["cut_short"] = result.cut_short
     return [{**row, **common, **_fixed(result, row)} for row in rows]
+
+
+def has_remark(row: Row, remark: Remark) -> bool:
+    """Return whether an attack says this of the result that a row is of; those of earlier versions never do."""
+    return remark in row.get("remarks", ())
+
+
+def borne_out_words(*, mixed: bool) -> str:
+    """Say in words that an update bears out what an attack recovered, and how far.
+
+    Args:
+        mixed: whether it may be a mixture of unlike examples that were stated as one.
+    """
+    if mixed:
+        return f"{BORNE_OUT}, if it is of as many examples as stated: a mixture would not show"
+    return f"{BORNE_OUT}, if not to a quarter of a level"
 
 
 def _fixed(result: Reconstruction, row: Row) -> Row:

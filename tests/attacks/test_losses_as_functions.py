@@ -14,12 +14,14 @@ from torch.nn import functional
 from attacks.analytic.spear import Spear
 from attacks.base import Reconstruction, Remark, build
 from attacks.labels.assignment import assign_labels
-from attacks.verification import confirm
+from attacks.verification import MEAN_OF_UNLIKE, UNLIKE_HIDDEN, UNLIKE_HIDDEN_BY, UNLIKE_NEARLY_HIDDEN, confirm
 from fl.capture import from_update
 from fl.losses.function import build_loss, known_loss
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
+from fl.tensors import Value
+from fl.tensors import dense as as_dense
 from fl.view import ServerView
 
 SHAPE, CLASSES, LR = (3, 8, 8), 6, 0.1
@@ -254,6 +256,44 @@ def test_what_flows_back_in_one_direction_for_these_outputs_alone_verifies_no_mi
             tried += isinstance(result, Reconstruction)
             assert not isinstance(result, Reconstruction) or not result.verified
     assert tried
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "bits", "said"),
+    [
+        (partial(unbent, -6), entropy, None, UNLIKE_NEARLY_HIDDEN),
+        (linear, functional.multi_margin_loss, None, UNLIKE_HIDDEN),
+        (linear, functional.multi_margin_loss, 8, MEAN_OF_UNLIKE),
+        (partial(linear, bias=-12), entropy, 16, UNLIKE_HIDDEN_BY.format("float16")),
+    ],
+)
+def test_what_is_borne_out_is_said_to_be_so_of_one_picture_where_a_mixture_of_unlike_ones_would_not_show(
+    make: Callable[[], nn.Module], loss: Function, bits: int | None, said: str
+) -> None:
+    """Whatever the update leaves of it: more than rounding, none, that of half precision, or a mean of levels."""
+    images = torch.rand(2, *SHAPE, generator=stream(0, "own output"))
+    images = images.mul(255).round() / 255 if bits == 8 else images
+    view = seen(make(), loss, loss, images, torch.tensor([1, 1]), 1)
+    if bits == 16:
+        view = replace(view, update={n: _as_sent_in_half(view.shared[n], v) for n, v in view.update.items()})
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert float((result.inputs - images).flatten(1).square().mean(1).sqrt().min()) > 0.15
+    assert (result.verified, result.approximate) == (None, True)
+    assert Remark.MAY_BE_MIXTURE in result.remarks
+    assert Remark.LABELS_CONFIRMED not in result.remarks
+    assert result.note.endswith(said)
+    found = confirm(view, replace(result, remarks=frozenset(), note=""))
+    assert isinstance(found, Reconstruction)
+    assert found.approximate is (Remark.MAY_BE_MIXTURE in found.remarks)
+    assert found.approximate or said != UNLIKE_NEARLY_HIDDEN  # elsewhere nothing but the size tells the brightness
+
+
+def _as_sent_in_half(start: Value, update: Value) -> Tensor:
+    """The update of weights that came back in float16."""
+    before = as_dense(start)
+    return before - (before - as_dense(update)).half().float()
 
 
 @pytest.mark.parametrize("name", ["ignored", "smoothed, ignored", "weight 0"])

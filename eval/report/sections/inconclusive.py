@@ -6,6 +6,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from attacks.result import Remark
 from attacks.verification import CONTRADICTED, RULE_UNKNOWN, SIZE_CONTRADICTED
 from eval.io.text import join_words
 from eval.metrics import self_verification
@@ -35,12 +36,14 @@ class Outcome:
         update: which, as audits number them.
         kind: see `Kind`.
         words: why, of a refusal or of a search that gave up.
+        may_be_mixture: whether what is borne out may be one of unlike examples that were stated as one.
     """
 
     attack: str
     update: Hashable
     kind: OutcomeKind
     words: str = ""
+    may_be_mixture: bool = False
 
     @property
     def number(self) -> Any:
@@ -103,7 +106,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
     if words := _contradicted(str(first.get("note", ""))):
         return Outcome(attack, update, "contradicted", words)
     if first.get("approximate") and first.get("candidates"):
-        return Outcome(attack, update, "borne out", str(first.get("note", "")))
+        mixed = self_verification.has_remark(first, Remark.MAY_BE_MIXTURE)
+        return Outcome(attack, update, "borne out", str(first.get("note", "")), mixed)
     return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
 
 

@@ -10,11 +10,14 @@ import pytest
 from support import sarif_rules
 from support.judged import everything, finding, row
 
+from attacks.base import Remark
 from eval.audit import source_place
-from eval.audit.findings import AuditReport
+from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.judgment import Judgment
 from eval.audit.sarif import RULES, sarif_log
 from eval.audit.source_place import MODULES, ROOT, SourcePlace, place_of, place_of_target
+from eval.audit.verdict import unscored_verdict
+from eval.report.sections.inconclusive import outcomes_of_rows
 from fl.methods.fedavg import FedAvg
 
 PLACE = SourcePlace("src/my%20model.py", ROOT, 8, 12, "my_model.build")
@@ -103,6 +106,16 @@ def test_what_an_update_bears_out_leaks_where_nobody_gave_the_true_images():
     (leak,) = Judgment(AuditReport("mine", [finding("blindly", kinds=("borne out",), words="to float16")])).violations
     assert (leak.rule, leak.update) == ("confirmed-reconstruction", 0)
     assert "if not to a quarter of a level: to float16" in leak.words
+
+
+def test_what_may_be_a_mixture_is_said_to_leak_if_it_is_of_as_many_examples_as_stated():
+    row = {"update": 0, "images": 1, "candidates": 1, "verified": None, "approximate": True}
+    row["remarks"] = [Remark.MAY_BE_MIXTURE]
+    report = AuditReport("mine", [AttackFinding("exact", [], "", "", outcomes=outcomes_of_rows("exact", [row]))])
+    (leak,) = Judgment(report).violations
+    for words in (leak.words, unscored_verdict([row])):
+        assert "the update bears out what the attack recovered, if it is of as many examples as stated" in words
+        assert "quarter of a level" not in words
 
 
 def test_audits_of_other_subjects_do_not_replace_each_other():
