@@ -679,6 +679,10 @@ def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:
 
     It is far away, so that what flows back has that direction whatever the picture is: a near one, fitted to this
     picture, would speak against any other. One step is the same up to a factor, further ones are not.
+
+    For the same reason the size of the update tells nothing of whether a picture is a mixture of several: the target
+    that fits the picture was worked out by the size. Nor do pairs count that share this target, though what flows back
+    of them has several directions. There are targets, and losses that nobody stated, of which it has one.
     """
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
     if not view.task.loss.is_linear_in_targets:

@@ -14,6 +14,8 @@ from torch.nn import functional
 from attacks.analytic.spear import Spear
 from attacks.base import Reconstruction, Remark, build
 from attacks.labels.assignment import assign_labels
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.update_comparison import UpdateComparison
 from attacks.verification import MEAN_OF_UNLIKE, UNLIKE_HIDDEN, UNLIKE_HIDDEN_BY, UNLIKE_NEARLY_HIDDEN, confirm
 from fl.capture import from_update
 from fl.losses.function import build_loss, known_loss
@@ -402,6 +404,39 @@ def test_labels_that_nothing_tells_leave_a_batch_unasked() -> None:
     view = seen(network(1), functional.binary_cross_entropy_with_logits, "bce", images, asked)
     for found, told in ((claimed(view, images), False), (claimed(view, images, asked), True)):
         assert ("the targets are unknown" in found.note, bool(found.approximate or found.verified)) == (not told, told)
+
+
+@pytest.mark.parametrize("make", [linear, partial(unbent, 0.0)])
+@pytest.mark.parametrize("made", [own_output, functional.multi_margin_loss])
+def test_a_target_worked_out_by_size_speaks_against_no_mixture(make: Callable[[], nn.Module], made: Function) -> None:
+    """Pairs that share it would be noticed, and so would another size: a mixture of unlike pictures is neither."""
+    images = torch.rand(2, *SHAPE, generator=stream(0, "own output"))
+    view = seen(make(), made, "mse", images, torch.tensor([1, 1]), 1)
+    result = build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    assert result.inputs is not None
+    assert result.labels is not None
+    assert float((result.inputs - images).flatten(1).square().mean(1).sqrt().min()) > 0.15
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    guess = result.inputs, result.labels
+    assert check.is_explained_to_rounding(*guess)
+    assert check.has_stated_size(*guess)
+    assert check.tells_pairs_apart(*guess)
+    assert (result.verified, Remark.MAY_BE_MIXTURE in result.remarks) == (None, True)
+
+
+@pytest.mark.parametrize(
+    ("levels", "known", "hedged"), [(True, False, False), (False, True, False), (False, False, True)]
+)
+def test_one_picture_under_a_squared_error_is_verified_at_levels_or_with_its_target(
+    levels: bool, known: bool, hedged: bool
+) -> None:
+    image = pictures(1) if levels else torch.rand(1, *SHAPE, generator=stream(0, "off levels"))
+    target = torch.randn(1, CLASSES, generator=stream(5, "targets"))
+    view = seen(unbent(0.0), functional.mse_loss, "mse", image, target)
+    result = build("analytic")(replace(view, labels=target) if known else view)
+    assert isinstance(result, Reconstruction)
+    assert (result.verified is True, Remark.MAY_BE_MIXTURE in result.remarks) == (not hedged, hedged)
 
 
 @pytest.mark.parametrize(("outputs", "bias"), [(1, True), (4, False)])
