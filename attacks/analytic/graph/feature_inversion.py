@@ -20,9 +20,10 @@ left once the residual has gone.
 **Several starts.** A flat gray picture stands on kinks: of poolings, and of a network that normalizes pixels and has no
 biases, where all activations change at once. So the start is noise around gray. An image whose search got stuck is
 searched for again: from where it is and a little noise if that is near, or from a new start by annealing and descent
-(`gradient_descent`), which jump over the kinks of deep networks. The first search has a quarter of the time. Where it
-was cut short, descent goes on from there. The best is kept. A near image that comes back to the same residual is at
-the minimum that its features have, and is left alone.
+(`gradient_descent`), which jump over the kinks of deep networks. The first search has a quarter of the time, and ends
+early where its steps are slow: through a hundred layers the kinks are so near that a step's direction is soon wrong.
+Descent then goes on from there. The best is kept. A near image that comes back to the same residual is at the minimum
+that its features have, and is left alone.
 
 The images of a batch do not interact: each has its own inner products, step lengths and end.
 """
@@ -51,6 +52,8 @@ SETTLED = 0.01
 """Share by which a near image's residual changes, at most, where it has come back to the same minimum."""
 FIRST_SHARE = 0.25
 """Share of the time that the first search may take: where it is slow, others follow."""
+SLOW_STEPS, SLOW_FALL = 8, 0.25
+"""Steps after which at least such a share of the residual is left where a search is slow."""
 ANNEALING_STEPS, MAX_DESCENT_STEPS = 800, 2000
 """Steps of the first annealing, and of a descent at most."""
 PROBES = 16
@@ -76,7 +79,8 @@ class InversionSettings:
         max_inner_iterations: conjugate gradient iterations a step, each one product with J and one with J^T.
         roughness: typical difference of neighboring pixels, for the smooth prior of the first steps; 0 for none.
         start_noise: standard deviation of a start around gray.
-        restarts: how often an image that got stuck is searched for again, at most.
+        restarts: how often an image that got stuck is searched for again, at most. That descent goes on where a first
+            search was slow does not count.
         seconds: seconds of CPU time of all searches together, after which no further step begins.
         seed: of the start and the probes.
         below_noise: whether to go on at the level of noise until all pixels are at whole levels, for some steps.
@@ -152,11 +156,13 @@ def invert_features(
     time_limit = _TimeLimit(settings.seconds)
     around_gray = GRAY + settings.start_noise * draw_noise()
     first = around_gray if start is None else start.to(value)
-    best = _Search(
-        problem, settings, first, time_limit.first_is_over if settings.restarts else time_limit.is_over
-    ).run()
-    settled, cut_short = torch.zeros_like(best.converged), time_limit.first_is_over()
-    for restart in range(settings.restarts):
+    if settings.restarts:
+        search = _Search(problem, settings, first, time_limit.first_is_over, ends_if_slow=True)
+    else:
+        search = _Search(problem, settings, first, time_limit.is_over)
+    best = search.run()
+    settled, cut_short = torch.zeros_like(best.converged), search.was_slow or time_limit.first_is_over()
+    for restart in range(settings.restarts + search.was_slow):
         waiting = ~best.converged & ~settled
         if time_limit.is_over() or not bool(waiting.any()):
             break
@@ -244,12 +250,24 @@ def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> Inv
 
 
 class _Search:
-    """Gauss-Newton steps for all images that are not done yet."""
+    """Gauss-Newton steps for all images that are not done yet.
+
+    Attributes:
+        ends_if_slow: whether to end once no image that is not near comes nearer fast.
+        was_slow: whether it ended so.
+    """
 
     def __init__(
-        self, problem: FeatureProblem, settings: InversionSettings, images: Tensor, late: Callable[[], bool]
+        self,
+        problem: FeatureProblem,
+        settings: InversionSettings,
+        images: Tensor,
+        late: Callable[[], bool],
+        ends_if_slow: bool = False,
     ) -> None:
         self.settings = settings
+        self.ends_if_slow = ends_if_slow
+        self.was_slow = False
         self.problem = problem
         self.images = images
         self.count = len(images)
@@ -268,14 +286,17 @@ class _Search:
         waiting = torch.ones(number, dtype=torch.bool, device=device)
         curvature = self._curvature()
         state = _State(self, self.images)
+        course: list[Tensor] = []  # the relative residuals (B,) after each step
         for _ in range(self.settings.max_steps):
             check_time_limit()
-            if self.late():
+            self.was_slow = self.ends_if_slow and self._is_slow(course)
+            if self.was_slow or self.late():
                 break
             state.step(curvature)
             now = places[waiting]
             steps[now] += 1
             found[now], residual[now] = state.images[waiting], state.relative[waiting]
+            course.append(residual.clone())
             waiting = waiting & ~state.done()
             if not bool(waiting.any()):
                 break
@@ -285,6 +306,18 @@ class _Search:
                 state.select(waiting)
                 waiting = torch.ones_like(places, dtype=torch.bool)
         return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
+
+    def _is_slow(self, course: Sequence[Tensor]) -> bool:
+        """Return whether the last steps led no image that is not near much nearer.
+
+        Args:
+            course: the relative residuals (B,) after each step.
+        """
+        if len(course) <= SLOW_STEPS:
+            return False
+        before, now = course[-1 - SLOW_STEPS], course[-1]
+        far = now >= NEAR * self.problem.noise
+        return bool(far.any()) and bool((now[far] > SLOW_FALL * before[far]).all())
 
     def begin_elsewhere(self, near: Tensor, begin: Tensor, annealing_steps: int) -> None:
         """Choose where images that are not near begin: by annealing and descent from elsewhere, or by descent alone.
