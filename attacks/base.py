@@ -21,6 +21,7 @@ from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Rema
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification import can_replay, confirm
 from fl.aggregated_view import as_single_client
+from fl.losses.function import FunctionError, function_errors_named
 from fl.registry import FormerHooks, Registry, UnknownNameError
 from fl.runtime.double_precision import PrecisionError
 from fl.settings import current_names
@@ -292,9 +293,12 @@ def _run_and_confirm(
     before = [_tensor_versions(view) for view in views]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
-            results = runner(attack, control)(views, seeds)
+            with function_errors_named():
+                results = runner(attack, control)(views, seeds)
         except PrecisionError as error:
             results = [NotApplicable(str(error), limit=True) for _ in views]
+        except FunctionError as error:
+            results = [NotApplicable(f"{error}, with targets that the attack tried", limit=True) for _ in views]
         except AUTOGRAD_ERRORS as error:
             found = autograd_obstacle(views[0], error)  # one method's views have the network in common
             if found is None:

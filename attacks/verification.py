@@ -50,6 +50,7 @@ from attacks.update.update_comparison import (
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from fl.defense import Defense
+from fl.losses.function import FunctionError, OwnLoss, function_errors_named
 from fl.method import Method
 from fl.parametrization import Parametrization
 from fl.runtime.double_precision import PrecisionError
@@ -66,7 +67,7 @@ MOST_NAMED = 3
 def confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update, or its stated rule, bears it out.
 
-    Where the network does not run in double precision, nothing is confirmed.
+    Where the network does not run in double precision, or the user's loss raises an error, nothing is confirmed.
 
     Args:
         view: that was attacked.
@@ -75,8 +76,9 @@ def confirm(view: ServerView, result: Result) -> Result:
     if isinstance(result, Reconstruction):
         result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE})
     try:
-        return _confirm(view, result)
-    except PrecisionError as error:
+        with function_errors_named():
+            return _confirm(view, result)
+    except (PrecisionError, FunctionError) as error:
         assert isinstance(result, Reconstruction)
         note = "; ".join(filter(None, (result.note, f"not confirmed: {error}")))
         return replace(result, verified=None, fixed=None, note=note)
@@ -157,7 +159,8 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     elif answer is False:
         reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
     elif answer is None and _leaves_targets_unasked(view, result):
-        reason = TARGETS_UNKNOWN
+        known = next(_candidate_labels(view, result), None) is not None
+        reason = TARGETS_REFUSED if known and isinstance(view.task.loss, OwnLoss) else TARGETS_UNKNOWN
     elif answer is None and explains_statistics(view, result) is False:
         reason = STATISTICS_CONTRADICTED
     elif unstated:
@@ -169,7 +172,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     else:
         return _hold_to_rounding(view, result)
     contradicted = answer is False and not untried
-    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: reason == TARGETS_UNKNOWN}
+    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}}
     result = result.with_note(reason, *(remark for remark, said in remarks.items() if said))
     return replace(result, verified=False if contradicted else None, fixed=None)
 
@@ -191,6 +194,10 @@ LABELS_UNTRIED = (
 TARGETS_UNKNOWN = (
     "not confirmed: the targets are unknown and can't be told from the update, so nobody can ask whether one step on "
     "the picture makes all of it; state them (threat: knows_labels) to rely on that"
+)
+TARGETS_REFUSED = (
+    "not confirmed: the loss function takes none of the targets that the examples may have, by themselves, so nobody "
+    "can ask whether one step on the picture makes all of it"
 )
 RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
@@ -598,7 +605,7 @@ def _comparison(view: ServerView, result: Reconstruction) -> _Question | None:
     if len(images) != view.batch_size:
         return None
     check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
-    return _Question(check, ((images, labels) for labels in _candidate_labels(view, result)))
+    return _Question(check, ((images, labels) for labels in _taken_labels(view, result, images)))
 
 
 def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question | None:
@@ -620,7 +627,7 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> _Question |
     check = UpdateComparison(above, ObservedUpdate(view).relative_rounding, result.verified is True, spread)
     if count == 1:
         given = (above, replace(result, inputs=inputs)) if view.task.loss.is_linear_in_targets else (view, result)
-        return _Question(check, ((inputs, labels) for labels in _candidate_labels(*given)))
+        return _Question(check, ((inputs, labels) for labels in _taken_labels(*given, inputs, above)))
     if not view.task.loss.takes_classes:
         return None
     return _Question(check, [(inputs, check.labels_of(inputs, layer.parameter_names[0]))])
@@ -636,11 +643,15 @@ def _leaves_labels_untried(view: ServerView, result: Reconstruction) -> bool:
 def _leaves_targets_unasked(view: ServerView, result: Reconstruction) -> bool:
     """Return whether targets matter, and there are none to ask the update with."""
     task = view.task
-    if view.labels is not None or not view.method.uses_labels or view.private:
+    if not view.method.uses_labels or view.private:
+        return False
+    asked = _comparison(view, result)
+    if asked is not None and next(iter(asked.guesses), None) is None:
+        return True
+    if view.labels is not None:
         return False
     if (result.inputs is not None and len(result.inputs) > 1) or task.loss.is_linear_in_targets:
-        asked = _comparison(view, result)
-        return asked is not None and next(iter(asked.guesses), None) is None
+        return False
     unread = result.labels is None and task.loss.every_target(task.output_shape, MAX_TRIED_LABELS) is None
     return unread or not task.loss.has_exact_targets
 
@@ -653,6 +664,26 @@ def _most_favorable(answers: Iterable[bool | None]) -> bool | None:
             return True
         others.append(answer)
     return None if None in others or not others else False
+
+
+def _taken_labels(
+    view: ServerView, result: Reconstruction, inputs: Tensor, above: ServerView | None = None
+) -> Iterator[Tensor]:
+    """Return labels that the images may have, the likeliest first, but those with which the loss takes no step.
+
+    Args:
+        view: of the images.
+        result: that holds them.
+        inputs: the images (N, C, H, W), or what the rest of the network is given for them.
+        above: the view of that rest, if it is asked.
+    """
+    loss, outputs = view.task.loss, None
+    for labels in _candidate_labels(view, result):
+        if view.method.uses_labels and isinstance(loss, OwnLoss):
+            outputs = outputs_of(above or view, inputs.to(view.device, view.dtype)) if outputs is None else outputs
+            if not loss.takes(outputs, labels):
+                continue
+        yield labels
 
 
 def _candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:

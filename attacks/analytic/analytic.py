@@ -185,13 +185,15 @@ class Analytic(Attack):
         ones = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
         found: list[tuple[float, Tensor, Tensor]] = []
         possible = layer.possible_labels()
-        for label in () if possible is None else possible:
-            signal = layer.signals(inputs, label) * unit
+        assert possible is not None  # which was asked before
+        for numbers, each in layer.signals(inputs, possible):
+            signal = each * unit
             inside = signal @ left
             off = (signal - inside @ left.mT).norm(dim=1) / signal.norm(dim=1)
             ratio = ((ones @ right.mT / singular) * inside).sum(1)
             miss = torch.maximum(off, (ratio - 1).abs())
-            found += [(float(miss[i]), inputs[i], label) for i in (miss <= self.fits).nonzero().flatten().tolist()]
+            fitting = (miss <= self.fits).nonzero().flatten().tolist()
+            found += [(float(miss[i]), inputs[i], possible[numbers[i]]) for i in fitting]
         return self._drop_duplicates(layer, found)
 
     def _drop_duplicates(

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from attacks.update.classifier_update import classifier_names
+from attacks.update.label_gradients import batches_of_targets
 from fl.aggregated_view import as_single_client
 from fl.losses import Loss
 from fl.runtime.double_precision import PrecisionError
@@ -57,12 +58,12 @@ def _nearest_labels(loss: Loss, columns: Tensor, outputs: Tensor) -> tuple[Tenso
     How far apart their directions are comes second (N,).
     """
     far, labels = columns.new_full((len(columns),), math.inf), torch.zeros(len(columns), dtype=torch.int64)
-    for label in range(columns.shape[1]):
+    for asked in batches_of_targets(loss, outputs, torch.arange(columns.shape[1])):
         with torch.enable_grad():
             given = outputs.clone().requires_grad_()
-            (wanted,) = torch.autograd.grad(loss(given, torch.full((len(given),), label)), given)
+            (wanted,) = torch.autograd.grad(loss(given, asked), given)
         off = _direction_distance(columns, wanted)
-        far, labels = torch.where(off < far, off, far), torch.where(off < far, label, labels)
+        far, labels = torch.where(off < far, off, far), torch.where(off < far, asked, labels)
     return labels, far
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,7 @@ from attacks.network.kept_readings import kept_reading
 from attacks.network.linear_layers import PixelOrigin, VectorLayer, VectorLayers, operation_outputs, vector_layers
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
+from attacks.update.label_gradients import batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
 from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
@@ -116,9 +117,18 @@ class LinearLayer:
         silent = signals == 0
         return bool(silent[outputs < 0].all() and not silent[outputs > 0].all())
 
-    def signals(self, inputs: Tensor, label: Tensor) -> Tensor:
-        """Return the signals into the layer (N, m) from each of its inputs (N, n), were the image's label `label`."""
-        return self._probe.signals(self.name, self.to_pixels(inputs), label)
+    def signals(self, inputs: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the signals into the layer (N, m) from each of its inputs (N, n), were the images' targets these.
+
+        What they are comes first, by their numbers (N,): all targets in turn, as far as the loss takes them.
+
+        Args:
+            inputs: of the layer (N, n).
+            targets: (K, ...).
+        """
+        images = self.to_pixels(inputs)
+        for numbers in batches_of_targets(self.view.task.loss, self._probe.outputs(images), targets):
+            yield numbers, self._probe.signals(self.name, images, targets[numbers.to(targets.device)])
 
     def possible_labels(self) -> Tensor | None:
         """Return every label that an image may have (M, ...), or None where there are too many, or any number may be.
@@ -153,9 +163,13 @@ class LinearLayer:
         possible = self.possible_labels()
         if possible is None:
             return None
-        each = torch.stack([self.signals(inputs, label) for label in possible])  # (K, N, m)
-        unit = nn.functional.normalize
-        far, labels = (unit(each, dim=-1) - unit(signals, dim=-1)).norm(dim=-1).min(0)
+        unit, wanted = nn.functional.normalize, nn.functional.normalize(signals, dim=-1)
+        far, labels = signals.new_full((len(inputs),), math.inf), torch.zeros(len(inputs), dtype=torch.int64)
+        labels = labels.to(signals.device)
+        for numbers, made in self.signals(inputs, possible):
+            off = (unit(made, dim=-1) - wanted).norm(dim=-1)
+            labels = torch.where(off < far, numbers.to(labels.device), labels)
+            far = torch.where(off < far, off, far)
         return possible.to(labels.device)[labels] if bool((far <= tolerance).all()) else None
 
 
@@ -437,6 +451,11 @@ class _NetworkProbe:
         """Return what the network returns."""
         return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
 
+    def outputs(self, images: Tensor) -> Tensor:
+        """Return what the loss is given (N, ...)."""
+        with torch.no_grad():
+            return Network(self.model, self.weights, self.buffers)(images)
+
     def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
         if layer not in self._module_inputs:
@@ -475,10 +494,10 @@ class _NetworkProbe:
         own = self.weights[name].flatten().expand(count, -1).clone().requires_grad_()
         return own, {**self.weights, name: own}
 
-    def signals(self, layer: str, images: Tensor, label: Tensor) -> Tensor:
-        """Return gradients (N, m) of each image's own loss at the layer's output."""
+    def signals(self, layer: str, images: Tensor, targets: Tensor) -> Tensor:
+        """Return gradients (N, m) of each image's own loss, with its own target (N, ...), at the layer's output."""
         view, count = self.view, len(images)
-        batch = Batch(images, label.to(images.device).expand(count, *label.shape))
+        batch = Batch(images, targets.to(images.device))
         step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
         if layer not in self._module_inputs:
             own, weights = self._with_biases(self._vector_layers[layer], count)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,29 @@ from fl.view import ServerView
 
 LAST = 2
 """Parameters that count as the last ones: of a linear layer with a bias, all."""
+
+
+def batches_of_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:
+    """Yield batches in which examples have each of some targets, as far as a loss takes them, by numbers of these (N,).
+
+    A batch has one target for all examples. Where a loss refuses such a one, batches of different ones ask it. A pair
+    of example and target may come twice.
+
+    Args:
+        loss: of the client.
+        outputs: of the examples (N, ...).
+        targets: (K, ...).
+    """
+    count, refused = len(outputs), set()
+    for number in range(len(targets)):
+        if loss.takes(outputs, targets[[number] * count]):
+            yield torch.full((count,), number)
+        else:
+            refused.add(number)
+    for first in range(len(targets) if refused and count > 1 else 0):
+        numbers = (first + torch.arange(count)) % len(targets)
+        if refused & {*numbers.tolist()} and loss.takes(outputs, targets[numbers]):
+            yield numbers
 
 
 @dataclass(frozen=True, eq=False)

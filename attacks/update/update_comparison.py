@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from attacks.network.autograd_support import AUTOGRAD_ERRORS
 from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers, sent_types
-from attacks.update.label_gradients import LabelGradients
+from attacks.update.label_gradients import LabelGradients, batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import training_phases
@@ -269,10 +269,10 @@ class UpdateComparison:
         own = functional.normalize(gradients.by_outputs(labels).cpu().flatten(1), dim=1)
         classes = min(own.shape[1], MAX_TRIED_LABELS)
         near = own.new_full((len(images), classes), -math.inf)
-        for label in range(classes):
-            other = gradients.by_outputs(torch.full_like(labels, label)).cpu().flatten(1)
-            near[:, label] = (own * functional.normalize(other, dim=1)).sum(1).nan_to_num(-math.inf)
         numbers = torch.arange(len(labels))
+        for asked in batches_of_targets(gradients.loss, gradients.outputs, torch.arange(classes)):
+            other = gradients.by_outputs(asked).cpu().flatten(1)
+            near[numbers, asked] = (own * functional.normalize(other, dim=1)).sum(1).nan_to_num(-math.inf)
         tried = labels.cpu() < classes
         near[numbers[tried], labels.cpu()[tried]] = -math.inf
         allowed = self._with_strict_bounds(images, labels)[1]
@@ -282,6 +282,8 @@ class UpdateComparison:
                 continue
             changed = labels.clone()
             changed[number] = label
+            if not gradients.loss.takes(gradients.outputs, changed):
+                continue  # no client took a step with them
             if self._last_tell_apart(gradients, labels, changed, allowed):
                 continue
             missed = self._missed_share(self._predicted_update(images, changed), self.rounding)
@@ -496,10 +498,14 @@ class UpdateComparison:
         seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
         known = self.view.labels
         classes = torch.arange(min(self.view.task.num_classes, MAX_TRIED_LABELS)) if known is None else known.unique()
-        every = classes.to(inputs.device)[:, None].expand(-1, len(inputs))
-        made = [self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1]) for labels in every]
-        fits = torch.stack([(functional.normalize(apart @ m.mT, dim=1) * seen).sum(1) for m in made])  # (K, N)
-        return every[fits.argmax(0), 0]
+        outputs = LabelGradients.of(self._in_double, inputs, ()).outputs
+        best, found = seen.new_full((len(inputs),), -math.inf), classes.new_zeros(len(inputs)).to(inputs.device)
+        for numbers in batches_of_targets(self.view.task.loss, outputs, classes):
+            labels = classes[numbers.to(classes.device)].to(inputs.device)
+            made = self._predicted_update(inputs, labels)[weight].reshape(-1, apart.shape[1])
+            fits = (functional.normalize(apart @ made.mT, dim=1) * seen).sum(1)
+            found, best = torch.where(fits > best, labels, found), torch.where(fits > best, fits, best)
+        return found
 
     def _error_bounds(
         self, images: Tensor, labels: Tensor, made: Mapping[str, Tensor], factor: float

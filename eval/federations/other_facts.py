@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from attacks.base import Reconstruction, Result
+from attacks.labels.targets import outputs_of
 from attacks.search_control import check_time_limit
 from attacks.update.adaptive_first_step import read_step_size
 from attacks.update.example_count import count_examples
@@ -146,7 +147,9 @@ def of_fitted_step_size(
         return None
     every = view.task.loss.every_target(view.task.output_shape, view.task.num_classes)
     labels = result.labels if result.labels is not None else every
-    found = [] if labels is None else [_fit_rate(view, method, result.inputs, label[None]) for label in labels]
+    outputs = outputs_of(view, result.inputs.to(view.device, view.dtype))
+    taken = [label[None] for label in (() if labels is None else labels) if view.task.loss.takes(outputs, label[None])]
+    found = [_fit_rate(view, method, result.inputs, label) for label in taken]
     rate, left = min(found, key=lambda fit: fit[1], default=(0.0, math.inf))
     if not 0 < rate < math.inf or not math.isfinite(left):
         return None

@@ -73,6 +73,17 @@ class Loss:
             raise ValueError("expected finite targets, got NaN or infinity")
         return targets.reshape(len(targets), *output_shape)
 
+    def takes(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Return whether it returns a finite number, and derivatives, for such targets of a batch.
+
+        A function of the user's own may refuse some: a batch of one class, say.
+
+        Args:
+            outputs: (B, ...).
+            targets: (B, ...), in the form that `prepare` returns.
+        """
+        return True
+
     def variable_shape(self, output_shape: torch.Size) -> torch.Size | None:
         """Return the shape of what stands for one unknown target in a search; None where none can be searched for.
 

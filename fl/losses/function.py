@@ -6,8 +6,10 @@ import copy
 import functools
 import logging
 import math
+import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -20,7 +22,7 @@ from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
 from fl.runtime import user_code
-from fl.runtime.double_precision import KeepDouble
+from fl.runtime.double_precision import KeepDouble, PrecisionError
 from fl.seeds import stream
 
 TargetKind = Literal["known", "free", "binary", "probabilities", "classes"]
@@ -52,6 +54,10 @@ class OwnLoss(Loss):
         """Return targets as they are; in the outputs' shape where they may be searched for."""
         return targets if self.targets in {"known", "classes"} else super().prepare(targets, output_shape)
 
+    def takes(self, outputs: Tensor, targets: Tensor) -> bool:
+        """Return whether the function returns a finite number, and derivatives, for such targets of a batch."""
+        return any(bool(found.isfinite().all()) for found in _tried(self, outputs, (targets.to(outputs.device),)))
+
     def variable_shape(self, output_shape: torch.Size) -> torch.Size | None:
         """Return the outputs' shape, or None."""
         return None if self.targets in {"known", "classes"} else output_shape
@@ -79,13 +85,13 @@ class OwnLoss(Loss):
     def sends_back_one_direction(self, output_shape: torch.Size) -> bool:
         """Return whether it has under some class, as far as trying tells; of other targets two outputs are too few.
 
-        So it has where a function takes the class's own output alone, say.
+        So it has where a function takes the class's own output alone, say. It may have where a function refuses to be
+        tried.
         """
         if not self.takes_classes or output_shape[0] < 3:
             return output_shape.numel() < 3
         outputs = torch.randn(TRIED_OUTPUTS, *output_shape, generator=stream(0, "direction"), dtype=torch.float64)
-        labels = _some_classes(output_shape[0])
-        return any(_has_one_direction(self, outputs, torch.full((TRIED_OUTPUTS,), label)) for label in labels)
+        return any(_has_one_direction(self, outputs, label) for label in _some_classes(output_shape[0]))
 
     @property
     def takes_classes(self) -> bool:
@@ -96,6 +102,10 @@ class OwnLoss(Loss):
     def has_exact_targets(self) -> bool:
         """Whether they are classes; of others nobody knows what the function takes for right."""
         return self.takes_classes
+
+
+class FunctionError(Exception):
+    """A function of the user's own raised an error."""
 
 
 @losses.register("function")
@@ -216,18 +226,22 @@ def _known_function(loss: OwnLoss, output_shape: torch.Size, count: int) -> Loss
     return next(matching, loss)
 
 
-def _has_one_direction(loss: Loss, outputs: Tensor, targets: Tensor) -> bool:
-    """Return whether the gradients of a loss by outputs (B, K) are multiples of one another.
+def _has_one_direction(loss: Loss, outputs: Tensor, label: int) -> bool:
+    """Return whether the gradients of a loss by outputs (B, K) of one class are multiples of one another, or may be.
 
-    A target of which nothing flows back, or no number does, has no direction: a class of weight 0, or an ignored one.
+    A class of which nothing flows back, or no number does, has no direction: one of weight 0, or an ignored one. A
+    batch of a single class may be refused: then as many outputs of other classes are beside it.
     """
-    for found in _tried(loss, outputs, (targets,)):
-        gradients = found[1:].view_as(outputs)
-        if not bool(gradients.isfinite().all() and gradients.any()):
-            return False
-        singular = torch.linalg.svdvals(gradients)
-        return bool(singular[1] <= SAME_DIRECTION * singular[0])
-    return False
+    alone = torch.full((len(outputs),), label)
+    others = (label + 1 + torch.arange(len(outputs))) % outputs.shape[1]
+    for given, targets in ((outputs, alone), (outputs.repeat(2, 1), torch.cat([alone, others]))):
+        for found in _tried(loss, given, (targets,)):
+            gradients = found[1:].view_as(given)[: len(outputs)]
+            if not bool(gradients.isfinite().all() and gradients.any()):
+                return False
+            singular = torch.linalg.svdvals(gradients)
+            return bool(singular[1] <= SAME_DIRECTION * singular[0])
+    return True
 
 
 def _takes_classes(loss: OwnLoss, output_shape: torch.Size) -> bool:
@@ -289,11 +303,11 @@ def _tried(loss: Loss, outputs: Tensor, trials: Iterable[Tensor]) -> list[Tensor
     """
     found: list[Tensor] = []
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
             warnings.simplefilter("ignore")  # of targets that do not go with the outputs
             asked = copy.deepcopy(loss)
             for targets in trials:
-                given = outputs.clone().requires_grad_()
+                given = outputs.detach().clone().requires_grad_()
                 value = asked(given, targets)
                 found.append(torch.cat([value.detach().reshape(1), torch.autograd.grad(value, given)[0].flatten()]))
     except Exception as error:  # noqa: BLE001  whatever a function raises at targets that are not its own
@@ -312,6 +326,23 @@ def _called(function: Callable[..., object], outputs: Tensor, targets: Tensor) -
         return function(outputs, targets)
     with KeepDouble():
         return function(outputs, targets)
+
+
+@contextmanager
+def function_errors_named() -> Iterator[None]:
+    """Raise what functions of the user's own raise within as one error.
+
+    Raises:
+        FunctionError: names the error.
+    """
+    try:
+        yield
+    except Exception as error:
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if _called.__code__ in codes and not isinstance(error, torch.OutOfMemoryError | PrecisionError):
+            said = " ".join(str(error).split())
+            raise FunctionError(f"the loss function raised {type(error).__name__}: {said}") from error
+        raise
 
 
 def _checked(value: object, name: str) -> Tensor:
