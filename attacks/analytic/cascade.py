@@ -25,6 +25,7 @@ from attacks.analytic.recursive.relu_batch_separation import first_layer_with_si
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
+from attacks.network.autograd_support import flat_obstacle
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.search_control import StoppedError
@@ -185,6 +186,8 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
     Of one image the latter are asked where `backsolve` verified nothing. Where it did, they are asked which pixels are
     fixed, if the picture has no more than `MAX_FINISHED` numbers. They begin at its picture if there is one.
     """
+    if flat := flat_obstacle(view):
+        return replace(refused, reason=f"{refused.reason}; all equations together: {flat}")
     by_graph = Backsolve().attack_view(view, seed)
     if isinstance(by_graph, NotApplicable):
         jointly = _solve_jointly(view, refused, None)

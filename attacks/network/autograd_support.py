@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.func import functional_call, vmap
 
+from fl.runtime.user_code import RUN_ERRORS
 from fl.seeds import stream
 from fl.view import ServerView
 
-AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError)
-"""What torch raises of operations that it can't differentiate or evaluate in batches."""
+AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError, IndexError)
+"""What torch raises of operations that it can't differentiate or evaluate in batches, or not at all guesses."""
 ATTACKS = Path(__file__).resolve().parents[1]
 """Where the attacks' own code lies."""
 
@@ -29,13 +30,33 @@ def autograd_obstacle(view: ServerView, error: Exception) -> str | None:
     """
     if isinstance(error, torch.OutOfMemoryError) or _arose_in_attacks(error):
         return None
-    return _double_backward_obstacle(view) or _vmap_obstacle(view)
+    return flat_obstacle(view) or _double_backward_obstacle(view) or _vmap_obstacle(view)
 
 
 def _arose_in_attacks(error: Exception) -> bool:
     """Return whether the code that raised an error is an attack's, and not torch's or the network's."""
     frames = traceback.extract_tb(error.__traceback__)
     return bool(frames) and ATTACKS in Path(frames[-1].filename).resolve().parents
+
+
+def flat_obstacle(view: ServerView) -> str | None:
+    """Return why steps towards a picture lead nowhere: what the network returns does not change with small ones."""
+    model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
+    count = max((size for steps in view.schedule or () for step in steps for size in step), default=1)
+    images = torch.rand(max(count, 1), *view.task.input_shape, generator=stream(0, "flat"))
+    images = images.to(device=view.device, dtype=view.dtype).requires_grad_()
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        try:
+            returned: Tensor = model(images)
+            (slope,) = torch.autograd.grad(returned.square().sum(), [images], allow_unused=True)
+        except (*AUTOGRAD_ERRORS, *RUN_ERRORS):  # why it does not run is said where it has to
+            return None
+    if slope is not None and bool(slope.any()):
+        return None
+    return (
+        "steps towards the picture go by how what the network returns changes with it, and no gradient gets there: "
+        "rounding, thresholds or whole numbers (indices, say) lie between"
+    )
 
 
 def _vmap_obstacle(view: ServerView) -> str | None:

@@ -101,7 +101,7 @@ class Stage:
     def undo_input_maps(self, given: Tensor) -> Tensor:
         """Return what comes in, from what the layer is given (N, ...); for pointwise maps."""
         offset, slope = self.input_affine(given.dtype)
-        return ((given - offset) / slope).view(-1, *self.shape)
+        return ((given - offset) / slope).reshape(-1, *self.shape)
 
     def activation_input(self, given: Tensor) -> Tensor:
         """Return what the activation is given, from what the layer is given."""

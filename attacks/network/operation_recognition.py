@@ -185,7 +185,9 @@ def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
     taken, given = graph.value(segment.start), graph.value(segment.end)
     run = partial(replay_segment, graph, segment)
     named = str(graph.nodes[segment.nodes[-1]])
-    if not given.is_floating_point() or given.ndim < 1 or not bool(given.isfinite().all()):
+    if not given.is_floating_point():
+        return f"{named} returns numbers of another kind ({given.dtype})"
+    if given.ndim < 1 or not bool(given.isfinite().all()):
         return f"{named} returns something else than finite numbers"
     if given.shape[:1] != (1,) or taken.shape[:1] != (1,):
         return f"{named} mixes the dimension of the images with others: what follows sees more than one input per image"

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from fl.runtime.module_copies import copy_model
+from fl.runtime.random_state import watch_draws
 from fl.runtime.user_code import RUN_ERRORS
 
 
@@ -127,13 +128,13 @@ def _puts_zeros(module: nn.Module) -> TypeGuard[_DropoutNd]:
 
 def _draws_numbers(model: nn.Module, inputs: Tensor) -> bool:
     """Return whether a network draws random numbers in the modes of its modules; False where it does not run."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        before = torch.get_rng_state()
+    probe = copy_model(model)
+    with torch.no_grad(), watch_draws(probe, device=inputs.device) as has_drawn:
         try:
-            copy_model(model)(inputs)
+            probe(inputs)
         except RUN_ERRORS:  # of batch normalization, say, which takes no single example
             return False
-        return not torch.equal(before, torch.get_rng_state())
+        return has_drawn()
 
 
 def _read_masks(

@@ -18,8 +18,9 @@ from fl.inputs.form import Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.method import Method
-from fl.models.building_blocks.model_checks import FORWARD_ERRORS, preserve_global_rng
+from fl.models.building_blocks.model_checks import FORWARD_ERRORS
 from fl.runtime.module_copies import copy_model
+from fl.runtime.random_state import preserve_global_rng, watch_draws
 from fl.seeds import stream
 from fl.view import ThreatModel
 
@@ -141,26 +142,22 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
     if not default:
         remedy = "set train_mode=False in the method"
-    with torch.no_grad(), preserve_global_rng(batch.device):
-        before = _global_state(batch.device)
+    copies = [copy.deepcopy(client.task.model) for _ in range(2)]
+    with torch.no_grad(), watch_draws(*copies, device=batch.device) as has_drawn:
         try:
-            first, second = (copy.deepcopy(client.task.model)(batch) for _ in range(2))
+            first, second = (model(batch) for model in copies)
         except (RuntimeError, ValueError) as error:
             hint = f"; {remedy}" if training else ""
             raise ValueError(
                 f"expected a model that runs {mode} on a batch of {len(batch)} image(s), got: {error}{hint}"
             ) from error
-        drawn = not torch.equal(before, _global_state(batch.device))
+        drawn = has_drawn()
     if drawn or not torch.allclose(first, second, equal_nan=True):
-        remedy = remedy if training else "give functional dropout training=self.training"
+        always = "draw them under `if self.training` alone (functional dropout: training=self.training)"
         raise ValueError(
-            f"expected a model without random numbers {mode}, got some (functional dropout, say), which can't be "
-            f"replayed; {remedy}"
+            f"expected a model without random numbers {mode}, got some (functional dropout or a random flip, say), "
+            f"which can't be replayed; {remedy if training else always}"
         )
-
-
-def _global_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 
 def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> None:

@@ -1,4 +1,6 @@
 import copy
+import random
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -284,6 +286,49 @@ def test_functional_dropout_is_refused(batch):
         from_batch(always, *batch)
     assert torch.equal(torch.get_rng_state(), state)
     from_batch(usual.eval(), *batch)
+
+
+class Flipping(nn.Module):
+    """Flips pictures where the generator that `draws` asks says so."""
+
+    def __init__(self, draws: Callable[[nn.Module], float]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(36, CLASSES)
+        self.draws, self.numpy, self.torch = draws, np.random.default_rng(0), torch.Generator()
+        self.python = random.Random(0)
+
+    def forward(self, inputs):
+        return self.linear((inputs.flip(-1) if self.draws(self) < 0.5 else inputs).flatten(1))
+
+
+@pytest.mark.parametrize(
+    "draws",
+    [
+        lambda _: random.random(),
+        lambda _: np.random.rand(),  # noqa: NPY002  what users have
+        lambda model: model.numpy.random(),
+        lambda model: model.python.random(),
+        lambda model: torch.rand(1, generator=model.torch).item(),
+    ],
+    ids=["python", "numpy", "numpy's own", "python's own", "torch's own"],
+)
+def test_random_numbers_are_noticed_wherever_they_come_from(batch, draws) -> None:
+    """A picture turned by such a draw was confirmed as the one that was trained on."""
+
+    def shared():
+        return random.getstate(), np.random.get_state()[1].tobytes()  # noqa: NPY002  that nothing draws from it
+
+    flipping, states = Flipping(draws), shared()
+    with pytest.raises(ValueError, match=r"without random numbers in train mode.* call model\.eval"):
+        from_batch(flipping, *batch)
+    with pytest.raises(ValueError, match=r"without random numbers in evaluation mode.*if self\.training"):
+        from_update(
+            flipping.eval(),
+            {name: torch.ones_like(value) for name, value in flipping.named_parameters()},
+            input_shape=SHAPE,
+            num_classes=CLASSES,
+        )
+    assert shared() == states
 
 
 def test_mean_and_std_reach_the_task(model, batch, gradient):

@@ -360,9 +360,12 @@ def _identity(ref: Ref, value: Tensor) -> SingleEntries:
 
 
 def _cast(leaf: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor or a type of numbers in another precision; complex numbers of its two parts."""
     if isinstance(leaf, torch.dtype):
-        return dtype if leaf.is_floating_point else leaf
-    return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+        return dtype.to_complex() if leaf.is_complex else dtype if leaf.is_floating_point else leaf
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.to(dtype.to_complex()) if leaf.is_complex() else leaf.to(dtype) if leaf.is_floating_point() else leaf
 
 
 def _noise(like: Tensor, key: int) -> Tensor:

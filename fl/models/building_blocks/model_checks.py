@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +11,12 @@ from torch import Tensor, nn
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS
 from fl.models.building_blocks.model_outputs import Choice, OutputHook, choose_output
+from fl.runtime.random_state import preserve_global_rng
 
 MAX_LISTED = 5
 """So many names stand in an error; of a large network nobody reads them all."""
 FORWARD_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
-
-
-def preserve_global_rng(device: torch.device) -> AbstractContextManager[None]:
-    """Leaves the global generator as it was, whatever a user's model draws from it."""
-    return torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
 
 
 def probe_outputs(model: nn.Module, inputs: Tensor, described: str = "") -> object:

@@ -245,3 +245,71 @@ def test_rows_of_a_table_need_a_range_where_they_leave_that_of_pixels() -> None:
     assert isinstance(result, Reconstruction)
     assert result.inputs is not None
     assert torch.allclose(result.inputs, truth.inputs, atol=1e-4)
+
+
+class Prepared(nn.Module):
+    """Changes the pixels before its layers take them."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor], width: int = 64) -> None:
+        super().__init__()
+        self.change = change
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(width, 24), nn.ReLU(), nn.Linear(24, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.change(x))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: (15 * x).round() / 15,
+        lambda x: (x > 0.5).float(),
+        lambda x: (255 * x).to(torch.uint8).float(),
+        lambda x: torch.eye(256)[(255 * x).round().long()].flatten(1)[:, ::256],
+    ],
+    ids=["rounded", "threshold", "bytes", "indices"],
+)
+@pytest.mark.parametrize("attack", ["cascade", "ig"])
+def test_pixels_that_no_gradient_reaches_are_no_error_of_torch(attack: str, change: Callable[[Tensor], Tensor]) -> None:
+    settings = {"name": attack, "iterations": 1} if attack == "ig" else attack
+    result = build(settings)(seen(Prepared(change)))
+    if isinstance(result, NotApplicable):
+        assert result.limit
+        assert "no gradient gets there: rounding, thresholds or whole numbers" in result.reason
+    else:
+        assert not result.verified
+
+
+def test_what_is_no_floating_point_number_is_named() -> None:
+    assert "gt in the forward returns numbers of another kind (torch.bool)" in reason(
+        "rconv", seen(Prepared(lambda x: (x > 0.5).float()))
+    )
+
+
+def test_complex_numbers_between_are_followed() -> None:
+    result = build("cascade")(seen(Prepared(lambda x: torch.fft.fft2(x).abs())))
+    assert isinstance(result, Reconstruction)
+    assert not result.verified  # amplitudes alone
+
+
+class Unflattened(nn.Module):
+    """A convolution over what a linear layer returns, as decoders have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.conv, self.head = nn.Linear(64, 128), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(128, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        planes = self.first(x.flatten(1)).relu().unflatten(1, (8, 4, 4))
+        return self.head(self.conv(planes).relu().flatten(1))
+
+
+@pytest.mark.parametrize("attack", ["rconv", "cascade"])
+def test_a_convolution_behind_a_linear_layer_is_undone(attack: str) -> None:
+    image = torch.rand(1, 1, 8, 8, generator=stream(0, "image"))
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(stream(3, "unflattened").get_state())
+        view = from_batch(Unflattened(), image, torch.tensor([1]))[0]
+    result = build(attack)(view)
+    assert isinstance(result, Reconstruction)
+    assert torch.allclose(result.inputs, image, atol=1e-3)

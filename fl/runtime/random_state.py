@@ -1,0 +1,98 @@
+"""Random numbers that a network draws in its forward: from torch, Python or NumPy, or from a generator of its own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+OWN_GENERATORS = {"random", "numpy.random.mtrand"}
+"""Modules whose objects are generators with a state of Python and of NumPy's older kind."""
+
+
+@contextmanager
+def preserve_global_rng(device: torch.device) -> Iterator[None]:
+    """Leaves the generators that a whole process shares as they were, whatever a user's model draws from them."""
+    # looked up and not imported: nobody can have drawn from what nobody has imported
+    python, numpy = sys.modules.get("random"), sys.modules.get("numpy.random")
+    states = [
+        (put, get())
+        for put, get in (
+            (getattr(python, "setstate", None), getattr(python, "getstate", None)),
+            (getattr(numpy, "set_state", None), getattr(numpy, "get_state", None)),
+        )
+        if put is not None and get is not None
+    ]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            for put, state in states:
+                put(state)
+
+
+@contextmanager
+def watch_draws(*models: nn.Module, device: torch.device) -> Iterator[Callable[[], bool]]:
+    """Yield a function that tells whether random numbers were drawn since; shared generators are put back at the end.
+
+    Seen are the generators that a process shares, those that are attributes of a network's modules, and those that
+    their forward finds among the globals of its file.
+
+    Args:
+        *models: the networks that will run, themselves and no copies of them.
+        device: that they run on.
+    """
+    own = [generator for model in models for generator in _own_generators(model)]
+
+    def states() -> list[str]:
+        python, numpy = sys.modules.get("random"), sys.modules.get("numpy.random")
+        torch_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+        shared = [torch_state.numpy().tobytes().hex()]
+        shared += [repr(python.getstate())] if python is not None else []
+        shared += [_numpy_words(numpy.get_state())] if numpy is not None else []
+        return [*shared, *map(_state_of, own)]
+
+    with preserve_global_rng(device):
+        before = states()
+        yield lambda: states() != before
+
+
+def _own_generators(model: nn.Module) -> list[Any]:
+    """Return the generators that modules hold or that their forward names."""
+    found: list[Any] = []
+    for module in model.modules():
+        held = list(vars(module).values())
+        forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+        code = getattr(forward, "__code__", None)
+        if code is not None:
+            held += [forward.__globals__[name] for name in code.co_names if name in forward.__globals__]
+        found += [value for value in held if _is_generator(value)]
+    return found
+
+
+def _is_generator(value: object) -> bool:
+    if isinstance(value, torch.Generator | np.random.Generator):
+        return True
+    return type(value).__module__ in OWN_GENERATORS and (hasattr(value, "getstate") or hasattr(value, "get_state"))
+
+
+def _state_of(generator: Any) -> str:
+    if isinstance(generator, torch.Generator):
+        return bytes(generator.get_state().numpy().tobytes()).hex()
+    if isinstance(generator, np.random.Generator):
+        return _numpy_words(generator.bit_generator.state)
+    return repr(generator.getstate()) if hasattr(generator, "getstate") else _numpy_words(generator.get_state())
+
+
+def _numpy_words(state: object) -> str:
+    """Return a state of NumPy's in full, whose repr would leave out the middle of long arrays."""
+    if isinstance(state, np.ndarray):
+        return str(state.tobytes().hex())
+    if isinstance(state, dict):
+        return repr([(name, _numpy_words(value)) for name, value in state.items()])
+    return repr([_numpy_words(value) for value in state]) if isinstance(state, tuple) else repr(state)
