@@ -22,6 +22,8 @@ class Remark(StrEnum):
 
     CONTRADICTED = "contradicted"
     """The picture explains what it was read from, and one step on it does not make the rest of the update."""
+    OTHER_LOSS = "other loss"
+    """One step on the pictures makes the whole update if other gradients flow back than the loss as stated has."""
     UNASKED = "unasked"
     """The picture explains what it was read from, and no targets are known with which to ask the rest of the update."""
     DIRECTION_ONLY = "direction only"

@@ -20,8 +20,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attacks.labels.assignment import assign_labels
-from attacks.labels.output_gradient import Smoothing, read_smoothing, view_of_any_loss
+from attacks.labels.assignment import assign_labels, fits_no_label
+from attacks.labels.output_gradient import (
+    Smoothing,
+    read_smoothing,
+    view_of_any_loss,
+    view_of_several_under_any_loss,
+)
 from attacks.labels.recovery import single_label
 from attacks.labels.targets import FAR_TARGET, fitted_signal, output_signal, outputs_of
 from attacks.network.network_parts import network_above
@@ -153,14 +158,18 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     kind = half_precision(view) if answer is False else ""
     if kind:
         return _hold_to_coarse_rounding(view, result, kind)
+    other = False
     untried = answer is False and _leaves_labels_untried(view, result)
     if untried:
         reason = LABELS_UNTRIED
     elif answer is False:
-        reason = f"{CONTRADICTED} ({looks or POSSIBLE_RULES})"
+        other = _fits_under_another_loss(view, result)
+        reason = f"{CONTRADICTED} ({UNDER_ANOTHER_LOSS if other else looks or POSSIBLE_RULES})"
     elif answer is None and _leaves_targets_unasked(view, result):
         known = next(_candidate_labels(view, result), None) is not None
-        reason = TARGETS_REFUSED if known and isinstance(view.task.loss, OwnLoss) else TARGETS_UNKNOWN
+        refused = known and isinstance(view.task.loss, OwnLoss)
+        other = not refused and _fits_no_label(view, result) and _fits_under_another_loss(view, result)
+        reason = f"not confirmed: {UNDER_ANOTHER_LOSS}" if other else TARGETS_REFUSED if refused else TARGETS_UNKNOWN
     elif answer is None and explains_statistics(view, result) is False:
         reason = STATISTICS_CONTRADICTED
     elif unstated:
@@ -172,7 +181,8 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     else:
         return _hold_to_rounding(view, result)
     contradicted = answer is False and not untried
-    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}}
+    unasked = (other and not contradicted) or reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}
+    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: unasked, Remark.OTHER_LOSS: other}
     result = result.with_note(reason, *(remark for remark, said in remarks.items() if said))
     return replace(result, verified=False if contradicted else None, fixed=None)
 
@@ -187,6 +197,10 @@ POSSIBLE_RULES = (
     "weights before, or a turned sign?"
 )
 """What may be the reason where sizes alone do not tell."""
+UNDER_ANOTHER_LOSS = (
+    "with gradients of the outputs that the loss as stated has for none of the labels tried, one step makes all of the "
+    "update, as another loss, soft targets or weights of examples make them: state the loss that was trained with"
+)
 LABELS_UNTRIED = (
     f"not confirmed: the label is unknown, and with none of the first {MAX_TRIED_LABELS} does one step of SGD make the "
     "update; state the labels to rely on that"
@@ -315,6 +329,25 @@ def _is_explained_smoothed(view: ServerView, images: Tensor, smoothed: Smoothing
         return None if found is None else found.targets()
 
     return check.is_explained_to_rounding(images, targets) and check.tells_brightness_to_rounding(images, targets, read)
+
+
+def _fits_no_label(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether of a picture of a batch no class says what flows back, though all were asked."""
+    return result.inputs is not None and fits_no_label(view, ObservedUpdate(view).change, result.inputs)
+
+
+def _fits_under_another_loss(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether a batch makes the update with what flows back into its outputs taken from the update.
+
+    That confirms nothing: mixtures of the pictures may do so as well.
+    """
+    if result.inputs is None or not can_replay(view):
+        return False
+    easier = view_of_several_under_any_loss(view, result.inputs)
+    if easier is None:
+        return False
+    check = UpdateComparison(easier, ObservedUpdate(easier).relative_rounding, True)
+    return check.is_explained(result.inputs, torch.zeros(len(result.inputs), dtype=torch.int64)) is not False
 
 
 def can_replay(view: ServerView) -> bool:

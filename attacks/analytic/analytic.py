@@ -205,7 +205,11 @@ class Analytic(Attack):
             if all(float((entry[1] - x).norm()) > 10 * self.fits * float(x.norm()) for _, x, _ in kept):
                 kept.append(entry)
         if not kept:
-            return NotApplicable("no neuron is active for one image alone")
+            loss = layer.view.task.loss.name
+            return NotApplicable(
+                f"no neuron is active for one image alone, whatever its label under the loss as stated ({loss}); state "
+                "the one that was trained with, its smoothing and weights of classes"
+            )
         return Reconstruction(
             inputs=layer.pixels(torch.stack([x for _, x, _ in kept])),
             labels=torch.stack([label for _, _, label in kept]).to(layer.view.device),

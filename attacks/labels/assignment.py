@@ -39,7 +39,7 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
         gradient: of the step, up to one factor.
         images: found in one order or another, in [0, 1] (N, C, H, W).
     """
-    read = _read_classifier(view, gradient, images)
+    read = read_classifier(view, gradient, images) if _takes_classes(view) else None
     if read is None:
         return None
     columns, outputs = read
@@ -88,7 +88,7 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
         images: distinct ones, in [0, 1] (N, C, H, W).
         count: of the batch's images.
     """
-    read = _read_classifier(view, gradient, images) if view.task.loss.is_cross_entropy else None
+    read = read_classifier(view, gradient, images) if _takes_classes(view) and view.task.loss.is_cross_entropy else None
     if read is None:
         return None
     columns, predictions = read[0], torch.softmax(read[1], -1)
@@ -104,11 +104,38 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
     return found.to(view.device) if near and whole and int(found.sum()) == count else None
 
 
-def _read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return what each image left in the classifier's gradient over its features (N, K), and its outputs (N, K)."""
+def _takes_classes(view: ServerView) -> bool:
+    return view.method.uses_labels and view.task.loss.takes_classes
+
+
+def fits_no_label(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> bool:
+    """Return whether what an image left in the classifier is of none of the classes, each of which was asked.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        images: found in one order or another, in [0, 1] (N, C, H, W).
+    """
+    read = read_classifier(view, gradient, images) if _takes_classes(view) else None
+    if read is None or assign_labels(view, gradient, images) is not None:
+        return False
+    asked = batches_of_targets(view.task.loss, read[1], torch.arange(read[1].shape[1]))
+    pairs = {pair for numbers in asked for pair in enumerate(numbers.tolist())}
+    return len(pairs) == read[1].numel()
+
+
+def read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return what each image left in the classifier's gradient over its features (N, K), and its outputs (N, K).
+
+    It is None where the classifier is no linear layer that is given one vector for each image.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        images: in [0, 1] (N, C, H, W).
+    """
     weight = classifier_names(view, view.update)[0]
-    reads = view.method.uses_labels and view.task.loss.takes_classes
-    if weight is None or weight not in gradient or not reads:
+    if weight is None or weight not in gradient:
         return None
     seen = _features(view, weight.rpartition(".")[0], images)
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from attacks.labels.assignment import read_classifier
 from attacks.labels.targets import MIN_COSINE, outputs_of
 from attacks.update.classifier_update import classifier_names, classifier_tensors
 from attacks.update.observed_update import ObservedUpdate
@@ -57,7 +58,7 @@ class OutputGradient(Method):
         return (Phase(groups=(Group(lr=1.0),), steps=1),)
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
-        """Return the outputs (1, ...) weighted by their gradient."""
+        """Return the outputs (N, ...) weighted by their gradient."""
         return (network(batch.inputs) * dense(step.received[OUTPUTS]["gradient"])).sum()
 
 
@@ -70,31 +71,53 @@ def view_of_any_loss(view: ServerView) -> ServerView | None:
     Args:
         view: the server's.
     """
+    easier = _without_loss(view) if view.batch_size == 1 else None
+    bias = None if easier is None else classifier_tensors(view, easier.update)[1]
+    if easier is None or bias is None or bias.shape != view.task.output_shape or not bool(bias.any()):
+        return None
+    return _with_gradient(easier, bias) if _shows_gradient(easier) else None
+
+
+def view_of_several_under_any_loss(view: ServerView, images: Tensor) -> ServerView | None:
+    """Return the view of the same step on several images under whatever loss made it; None where that is not told.
+
+    The weight of a linear classifier says of each image what flowed back into its outputs, if the images are right. It
+    would say so of mixtures, too: what they make of the other tensors may speak for them, but proves none.
+
+    Args:
+        view: the server's.
+        images: in [0, 1] (N, C, H, W).
+    """
+    easier = _without_loss(view) if view.batch_size == len(images) > 1 else None
+    read = None if easier is None else read_classifier(view, easier.update, images)
+    if easier is None or read is None or read[0].shape[1:] != view.task.output_shape:
+        return None
+    return _with_gradient(easier, read[0].to(view.device, view.dtype))
+
+
+def _without_loss(view: ServerView) -> ServerView | None:
+    """Return the view of a method that takes the gradient of the outputs as given; None where no single step is."""
     phases, schedule = training_phases(view)
     steps = [step for phase in schedule or () for step in phase]
     hidden = view.private or view.parts or type(view.client.defense) not in {Defense, UnknownDefense}
-    if hidden or view.batch_size != 1 or [*map(sum, steps)] != [1]:
+    count = view.batch_size
+    if hidden or not count or [*map(sum, steps)] != [count] or len(steps[0]) != 1:
         return None
     if type(view.method.parametrization) is not Parametrization or not view.method.uses_labels:
         return None
     if deviation_from_loss_gradient(view) is not None or adaptive_optimizer_obstacle(phases) is not None:
         return None
-    change = ObservedUpdate(view).change
-    bias = classifier_tensors(view, change)[1]
-    if bias is None or bias.shape != view.task.output_shape or not bool(bias.any()):
-        return None
-    easier = replace(
+    return replace(
         view,
         method=OutputGradient(train_mode=view.method.train_mode),
         task=replace(view.task, loss=CrossEntropy()),
-        update=change,
-        schedule=(((1,),),),
+        update=ObservedUpdate(view).change,
+        schedule=(((count,),),),
         labels=None,
         order=None,
         draws=None,
         history=(),
     )
-    return _with_gradient(easier, bias) if _shows_gradient(easier) else None
 
 
 def _with_gradient(view: ServerView, gradient: Tensor) -> ServerView:

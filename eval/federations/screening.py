@@ -59,6 +59,11 @@ NOT_AS_STATED = (
     "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
 )
 """Why that nothing is proved of an update means nothing."""
+ANOTHER_LOSS = (
+    "nobody can say what it shows: examples were found of which one step makes all of the update under another loss "
+    "than stated ({}), or with soft targets or weights of examples; state the loss that the client trained with"
+)
+"""Likewise where the rest of training is as stated."""
 NOT_ASKED = (
     "nobody can say what it shows: what explains a layer's update exactly was found, and whether one step on it makes "
     "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
@@ -434,6 +439,8 @@ def _outcome(result: Result) -> str:
 
 def _doubt(found: Mapping[str, Result], view: ServerView) -> str:
     """Return why that nothing is proved of an update does not mean that nothing is there, or nothing."""
+    if other := [name for name, result in found.items() if _is_of_another_loss(result, view)]:
+        return f"{ANOTHER_LOSS.format(view.task.loss.name)} ({other[0]})"
     if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
         return f"{NOT_AS_STATED} ({contradicted[0]})"
     if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
@@ -459,6 +466,11 @@ def contradicts_facts(result: Result, view: ServerView) -> bool:
 def _is_unasked(result: Result, view: ServerView) -> bool:
     """Return whether an attack found what one layer is exactly given, and nobody can ask the rest of the update."""
     return isinstance(result, Reconstruction) and Remark.UNASKED in result.remarks and not _has_one_direction(view)
+
+
+def _is_of_another_loss(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what makes the whole update if the client's loss was another than stated."""
+    return isinstance(result, Reconstruction) and Remark.OTHER_LOSS in result.remarks and not _has_one_direction(view)
 
 
 def _has_one_direction(view: ServerView) -> bool:

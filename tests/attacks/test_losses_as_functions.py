@@ -20,6 +20,7 @@ from attacks.update.update_comparison import UpdateComparison
 from attacks.verification import (
     MEAN_OF_UNLIKE,
     TARGETS_REFUSED,
+    UNDER_ANOTHER_LOSS,
     UNLIKE_HIDDEN,
     UNLIKE_HIDDEN_BY,
     UNLIKE_NEARLY_HIDDEN,
@@ -154,6 +155,47 @@ def test_under_a_loss_stated_wrongly_nothing_is_verified(name: str) -> None:
         assert (bool(found.verified), found.approximate) == (False, False)
     result = Spear(samples=2_000)(view)
     assert not isinstance(result, Reconstruction) or not (result.verified or result.approximate)
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("told", [True, False])
+def test_a_batch_that_another_loss_explains_is_said_to_be_of_another(name: str, told: bool) -> None:
+    made, stated = WRONG[name]
+    images, labels = pictures(3), labels_of(3)
+    found = claimed(seen(network(), made, stated, images, labels), images, labels if told else None)
+    assert not found.verified
+    assert not found.approximate
+    assert Remark.OTHER_LOSS in found.remarks
+    assert UNDER_ANOTHER_LOSS in found.note
+    for wrong in (pictures(4)[1:], 1.1 * images):  # some of the batch, or brighter
+        other = claimed(seen(network(), made, stated, images, labels), wrong, labels if told else None)
+        assert not other.verified
+        assert Remark.OTHER_LOSS not in other.remarks or torch.equal(wrong, 1.1 * images)
+
+
+def test_a_loss_of_which_no_class_fits_is_said_to_be_another() -> None:
+    """In place of asking for labels that could not help."""
+    images, labels = pictures(3), labels_of(3)
+    found = claimed(seen(network(), own_output, "cross-entropy", images, labels), images)
+    assert (found.verified, found.note) == (None, f"not confirmed: {UNDER_ANOTHER_LOSS}")
+    assert found.remarks == {Remark.UNASKED, Remark.OTHER_LOSS}
+
+
+@pytest.mark.parametrize("name", ["of one tensor", "end", "bce"])
+def test_another_loss_is_not_blamed_for_what_is_none_or_what_nobody_asked(name: str) -> None:
+    images, labels = pictures(3), labels_of(3)
+    if name == "of one tensor":  # a step size of its own
+        view = seen(network(), focal, focal, images, labels)
+        view = replace(view, update={n: v * (2.0 if n == "1.bias" else 1.0) for n, v in view.update.items()})  # type: ignore[operator]
+    elif name == "end":
+        view = seen(network(end=Mixed()), focal, focal, images, labels)
+    else:
+        view = seen(
+            network(1), functional.binary_cross_entropy_with_logits, "bce", images, (labels[:, None] % 2).float()
+        )
+    found = claimed(view, images)
+    assert not found.verified
+    assert Remark.OTHER_LOSS not in found.remarks
 
 
 @pytest.mark.parametrize("name", ["smoothed", "focal", "weighted", "margin"])

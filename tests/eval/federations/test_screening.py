@@ -201,6 +201,21 @@ def test_label_smoothing_that_was_not_stated_hides_nothing() -> None:
     assert kinds(right) == {"images", "labels"}
 
 
+def test_a_batch_that_another_loss_explains_is_not_said_to_be_safe() -> None:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(196, 96), nn.ReLU(), nn.Linear(96, 10))
+    (inputs, labels), client = support.examples(2), copy.deepcopy(model)
+    nn.functional.cross_entropy(client(inputs), labels, label_smoothing=0.1).backward()
+    torch.optim.SGD(client.parameters(), lr=0.1).step()
+    facts = replace(support.PLAIN, examples=2, batch_size=2)
+    found = screener(model)(replace(support.recorded(model, 2, facts), after={**client.state_dict()}))
+    assert (found.verdict, found.exposures) == ("failed", ())
+    assert "makes all of the update under another loss than stated (cross-entropy)" in found.reason
+    assert "state the loss that was trained with" in found.tried["spear"]
+    assert "whatever its label under the loss as stated (cross-entropy)" in found.tried["analytic"]
+
+
 def test_what_facts_contradict_is_not_said_to_be_safe() -> None:
     """Biases that move further than weights leave the first layer an outer product, of a picture that is too dark."""
     model = support.dense_network()
