@@ -73,7 +73,7 @@ class Analytic(Attack):
         """Return the images, or the layer's input."""
         if view.batch_size == 1 and (found := self._invert_inputs(view)) is not None:
             return found
-        layer = first_linear(view)
+        layer = first_linear(view, scaled=True)
         if view.batch_size == 1 and not (isinstance(layer, LinearLayer) and layer.is_given_images):
             by_direction = invert_direction(view, self.fits)
             if isinstance(by_direction, Reconstruction):
@@ -108,9 +108,8 @@ class Analytic(Attack):
         private: Tensors = {} if images else {"features": fit.inputs.to(view.dtype)}
         if not whole:
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
-            note = "; ".join(
-                filter(None, (note, f"{count} numbers of the input follow from what the defense let through"))
-            )
+            source = "the numbers of the weight that are not masked" if layer.masked else "what the defense let through"
+            note = "; ".join(filter(None, (note, f"{count} numbers of the input follow from {source}")))
         return Reconstruction(
             inputs=layer.pixels(fit.inputs[None]) if images else None,
             labels=labels,
@@ -323,6 +322,8 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
         return "several images take one local step"
     if not layer.is_given_images:
         return f"{layer.name!r} is not given the image"
+    if layer.masked:
+        return f"numbers of the weight of {layer.name!r} take no part (pruned, say): no ratio of all is a picture"
     if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:
         return reason
     if view.private or not view.method.uses_labels:

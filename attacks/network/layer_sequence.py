@@ -45,6 +45,8 @@ class Piece:
         names: of its weight and bias in the update, where they are not `name.weight` and `name.bias`.
         places: where each number of them stands in the parameter of that name, where they lie otherwise.
         normalizes: whether it is a log-softmax at the end, which cross entropy does not see.
+        factors: by which each number of the weight is multiplied before the layer takes it, as they lie there; None
+            where it is taken as it is. Only who asks for such layers is given them.
     """
 
     module: nn.Module | None
@@ -57,6 +59,7 @@ class Piece:
     names: Mapping[str, str] = field(default_factory=dict)
     places: Mapping[str, Tensor] = field(default_factory=dict)
     normalizes: bool = False
+    factors: Tensor | None = None
 
 
 def read_pieces(graph: Graph) -> Iterator[Piece]:
@@ -93,14 +96,22 @@ def _log_softmax(graph: Graph, segment: Segment) -> bool:
     return len(segment.nodes) == 1 and node.operation == "log_softmax" and node.args[1] in {1, -1}
 
 
-def read_layer(graph: Graph, number: int) -> tuple[Piece, int]:
+def read_layer(graph: Graph, number: int, *, scaled: bool = False) -> tuple[Piece, int]:
     """Return the weighted layer of one operation, wherever that stands, and the number of the operation that ends it.
 
     A bias may be added after the product, by an operation of its own.
+
+    Args:
+        graph: of the network.
+        number: of the operation.
+        scaled: whether linear layers count whose weight's numbers are each multiplied by a factor first.
     """
     node = graph.nodes[number]
     start = next(ref for ref in node.refs if graph.depends_on_image(ref))
     piece = _read_weighted(graph, node, Segment((number,), start, Ref(number)))
+    if scaled and piece.module is None and node.operation != "convolution":
+        made = _linear(graph, node, piece, scaled=True)
+        piece = piece if isinstance(made, str) else replace(made, refusal="")
     following = _only_users(graph, Ref(number))
     piece, taken = _absorb_bias(graph, piece, following)
     return piece, following[taken - 1].nodes[0] if taken else number
@@ -258,7 +269,7 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
     return numbers[0], numbers[-1]
 
 
-def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
+def _linear(graph: Graph, node: Node, piece: Piece, *, scaled: bool = False) -> Piece | str:
     """Read a linear layer off a product of one row, or one column, with a matrix."""
     first, second = product_operands(node)
     flows_first = graph.depends_on_image(first)
@@ -271,7 +282,8 @@ def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
         node.args[3:] not in ([1, 1], [1.0, 1.0]) or (isinstance(bias, Ref) and graph.depends_on_image(bias))
     ):
         return f"{node} adds something else than a bias"
-    parameters = _parameter_names(graph, node, weight, bias)
+    factors = graph.as_scaled_parameter(weight) if scaled else None
+    parameters = _parameter_names(graph, node, weight, bias, None if factors is None else factors[:2])
     if isinstance(parameters, str):
         return parameters
     matrix = value.flatten(0, -2).T if flows_first else value.flatten(0, -2)
@@ -283,16 +295,21 @@ def _linear(graph: Graph, node: Node, piece: Piece) -> Piece | str:
     sent = graph.tensors[name]
     same = sent.shape == matrix.shape and torch.equal(places, _element_indices(matrix))
     layer = nn.Linear(matrix.shape[1], matrix.shape[0], bias=bias is not None, device="meta")
-    return _with_parameters(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
+    read = _with_parameters(piece, layer, graph, matrix, bias, ((name, None if same else places), rest))
+    if factors is None:
+        return read
+    return replace(read, factors=factors[2].flatten(0, -2).T if flows_first else factors[2].flatten(0, -2))
 
 
 def _element_indices(value: Tensor) -> Tensor:
     return torch.arange(value.numel(), device=value.device).view(value.shape)
 
 
-def _parameter_names(graph: Graph, node: Node, weight: Ref, bias: object) -> ParameterNames | str:
-    """Return the parameters that weight and bias are, or why they are none."""
-    found = graph.as_parameter(weight)
+def _parameter_names(
+    graph: Graph, node: Node, weight: Ref, bias: object, found: tuple[str, Tensor | None] | None = None
+) -> ParameterNames | str:
+    """Return the parameters that weight and bias are, or why they are none; `found` is what the weight is, if known."""
+    found = found or graph.as_parameter(weight)
     if found is None:
         names = ", ".join(sorted(parameters_behind(graph, weight)))
         return f"{node}: its weight is computed from {names}, whose gradient is another than its own"

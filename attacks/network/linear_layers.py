@@ -13,6 +13,7 @@ from attacks.network.layer_chain import trace_view
 from attacks.network.layer_sequence import Piece, read_layer, read_pieces
 from attacks.network.operation_recognition import PRODUCTS, ElementwiseAffine, Permutation, Reshape, has_trained_weight
 from attacks.network.operation_trace import Graph, trace_operations
+from attacks.network.pixel_origin import pixel_origin
 from attacks.result import NotApplicable
 from fl.view import ServerView
 
@@ -48,6 +49,8 @@ class VectorLayer:
         places: where each number of them stands there, where they lie otherwise.
         origin: how its input is made of the pixels; None where it is not, number by number.
         node: number of the operation in the recorded network that returns what the layer does.
+        factors: by which each number of the weight is multiplied before the layer takes it, as they lie there; None
+            where it is taken as it is.
     """
 
     name: str
@@ -55,6 +58,7 @@ class VectorLayer:
     places: Mapping[str, Tensor]
     origin: PixelOrigin | None
     node: int
+    factors: Tensor | None = None
 
     def arrange(self, kind: str, sent: Tensor) -> Tensor:
         """Return what was sent of the layer's "weight" or "bias", as it lies in the layer."""
@@ -112,12 +116,23 @@ def _vector_layers(graph: Graph) -> dict[str, VectorLayer]:
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
-        (piece, end), origin = read_layer(graph, number), None
+        (piece, end), origin = read_layer(graph, number, scaled=True), None
         if first is not None and first[0].place == str(node) and first[0].name == piece.name:
             piece, origin = first
+        elif piece.factors is not None:
+            origin = _origin_of_input(graph, number)
         if piece.name and piece.names["bias"] and piece.name not in layers:
-            layers[piece.name] = VectorLayer(piece.name, piece.names, piece.places, origin, end)
+            layers[piece.name] = VectorLayer(piece.name, piece.names, piece.places, origin, end, piece.factors)
     return layers
+
+
+def _origin_of_input(graph: Graph, number: int) -> PixelOrigin | None:
+    """Return how the input of a product is made of the pixels, each of them once; None where it is not."""
+    found = pixel_origin(graph, next(ref for ref in graph.nodes[number].refs if graph.depends_on_image(ref)))
+    if found is None or not bool((found[1] != 0).all()):
+        return None
+    places = torch.arange(graph.image.numel(), device=found[2].device)
+    return PixelOrigin(*found) if torch.equal(found[2].sort().values, places) else None
 
 
 def _first_piece(graph: Graph) -> tuple[Piece, PixelOrigin] | None:

@@ -187,6 +187,35 @@ class Graph:
             return None
         return name, None if value.shape == sent.shape and torch.equal(places, numbers.long()) else places
 
+    def as_scaled_parameter(self, ref: Ref) -> tuple[str, Tensor, Tensor] | None:
+        """Return the parameter whose numbers, each times a factor of its own, a tensor is: name, places, factors.
+
+        So are weights under a mask (pruned ones), and those that a constant scales. Places and factors have the
+        tensor's shape, which is the parameter's or, of a matrix, that turned. Else None.
+        """
+        names = self.origins(ref) & self.parameters
+        if len(names) != 1 or ref.node < 0:
+            return None
+        (name,) = names
+        source = next(Ref(number) for number, other in self.sources.items() if other == name)
+        sent, value = self.value(source), self.value(ref)
+        behind = self.operations_behind(ref)
+
+        def made(numbers: Tensor) -> Tensor:
+            return self.replay(behind, ref, {source: numbers})
+
+        try:
+            offset, factors = made(torch.zeros_like(sent)), made(torch.ones_like(sent))
+        except MODEL_ERRORS:
+            return None
+        if bool(offset.any()) or not bool(factors.isfinite().all()) or not bool(factors.any()):
+            return None
+        index = torch.arange(sent.numel(), device=sent.device).view_as(sent)
+        for places in (index, index.T if index.ndim == 2 else index):
+            if places.shape == value.shape and torch.allclose(value, sent.flatten()[places] * factors):
+                return name, places, factors
+        return None
+
     def operations_behind(self, ref: Ref) -> list[int]:
         """Return the operations that lead from sources to a tensor, in order."""
         open_, found = [ref.node], set[int]()

@@ -63,6 +63,7 @@ class LinearLayer:
             a defense that changes sizes).
         passed_over: linear layers below that the network uses more than once, so that their updates are sums.
         unit: size in the update of what is of size 1 in `update` and `bias_update`.
+        masked: whether numbers of the weight take no part in what the layer computes, such as pruned ones.
     """
 
     view: ServerView
@@ -82,6 +83,7 @@ class LinearLayer:
     origin: PixelOrigin | None = None
     passed_over: tuple[str, ...] = ()
     unit: float = 1.0
+    masked: bool = False
 
     @property
     def parameter_names(self) -> tuple[str, str]:
@@ -179,10 +181,15 @@ def denormalize(view: ServerView, inputs: Tensor) -> Tensor:
     return inputs.view(len(inputs), *view.task.input_shape) * std + mean
 
 
-def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
+def first_linear(view: ServerView, *, scaled: bool = False) -> LinearLayer | NotApplicable:
     """Return the first linear layer with a bias that the update says something of, or why there is none.
 
     Layers that the network uses more than once (recurrent ones, shared ones) are passed over.
+
+    Args:
+        view: the server's.
+        scaled: whether layers count whose weight's numbers are each multiplied by a factor first, 0 where a number is
+            pruned. Their update is that of what the layer takes, where that is known.
     """
     reason = _obstacle(view)
     if reason is not None:
@@ -201,7 +208,7 @@ def first_linear(view: ServerView) -> LinearLayer | NotApplicable:
     reused: list[str] = []
     for name, images in layers.items():
         names = probe.parameter_names(name)
-        if not set(names) <= set(observed.change):
+        if not set(names) <= set(observed.change) or (probe.factors(name) is not None and not scaled):
             continue
         if not probe.is_used_once(name):
             still = still or NotApplicable(
@@ -269,6 +276,12 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         )
     if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
         return NotApplicable(f"the update of {name!r} is zero or not finite")
+    factors = probe.factors(name)
+    if factors is not None:
+        if not factors[factors != 0].allclose(factors.abs().max()) and view.client.defense.name != "none":
+            return NotApplicable(f"numbers of the weight of {name!r} are scaled apart, and a defense changed them")
+        # the gradient of what the layer takes; 0 where none of it is in the update
+        weight = torch.where(factors != 0, weight / torch.where(factors != 0, factors, 1), 0)
     unit = weight.abs().max()
     unit = unit if unit > 0 else bias.abs().max()
     start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
@@ -276,6 +289,10 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
     sent, sent_bias = (
         None if mask is None else probe.arrange(name, kind, mask) for kind, mask in _sent(view, kinds).items()
     )
+    masked = factors is not None and not bool(factors.all())
+    if factors is not None:
+        start = start * factors
+        sent = (torch.ones_like(weight) if sent is None else sent) * (factors != 0)
     origin = probe.origin(name)
     scale = observed.scale(names[0]) if steps == 1 else None
     scale = None if scale is None else scale / float(unit)
@@ -289,13 +306,14 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         transmitted=sent,
         bias_transmitted=sent_bias,
         trust=_trust(view, *names),
-        gap_limit=_gap_limit(observed, names) / float(unit),
+        gap_limit=math.inf if masked else _gap_limit(observed, names) / float(unit),
         noise=_noise(view, names, float(unit)),
         is_given_images=images or origin is not None,
         steps=steps,
         scale=scale,
         origin=origin,
         unit=float(unit),
+        masked=masked,
     )
 
 
@@ -398,6 +416,11 @@ class _NetworkProbe:
         """Return the names of a layer's weight and bias in the update."""
         layer = self._vector_layers.get(name)
         return (f"{name}.weight", f"{name}.bias") if layer is None else (layer.names["weight"], layer.names["bias"])
+
+    def factors(self, name: str) -> Tensor | None:
+        """Return by what each number of a layer's weight is multiplied before the layer takes it; None as it is."""
+        layer = self._vector_layers.get(name)
+        return None if layer is None else layer.factors
 
     def arrange(self, name: str, kind: str, sent: Tensor) -> Tensor:
         """Return what was sent of a layer's "weight" or "bias", as it lies in the layer."""
