@@ -22,6 +22,10 @@ class Remark(StrEnum):
 
     CONTRADICTED = "contradicted"
     """The picture explains what it was read from, and one step on it does not make the rest of the update."""
+    RULE_UNKNOWN = "rule unknown"
+    """The optimizer was not stated, and nothing in the update tells whether it was plain SGD."""
+    SIZE_CONTRADICTED = "size contradicted"
+    """One step as stated makes an update of another size, and nothing else in the update tells the brightness."""
     OTHER_LOSS = "other loss"
     """One step on the pictures makes the whole update if other gradients flow back than the loss as stated has."""
     UNASKED = "unasked"

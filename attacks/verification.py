@@ -182,7 +182,13 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         return _hold_to_rounding(view, result)
     contradicted = answer is False and not untried
     unasked = (other and not contradicted) or reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}
-    remarks = {Remark.CONTRADICTED: contradicted, Remark.UNASKED: unasked, Remark.OTHER_LOSS: other}
+    remarks = {
+        Remark.CONTRADICTED: contradicted,
+        Remark.RULE_UNKNOWN: reason == RULE_UNKNOWN,
+        Remark.SIZE_CONTRADICTED: reason == SIZE_CONTRADICTED,
+        Remark.UNASKED: unasked,
+        Remark.OTHER_LOSS: other,
+    }
     result = result.with_note(reason, *(remark for remark, said in remarks.items() if said))
     return replace(result, verified=False if contradicted else None, fixed=None)
 

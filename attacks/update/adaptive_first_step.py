@@ -45,9 +45,13 @@ as eps; more is impossible."""
 MAX_SIGMAS, MAX_SHARE_AT_TOP = 8.0, 0.05
 """Standard errors that no step is beyond the largest one, and share of all steps that are at one size short of it."""
 STEP_SIZE_DOUBT = "the largest step of a number is"
-"""How a refusal for another step size begins."""
 MIN_SIGMAS = 3.0
 """Standard errors that a number's step is short of the largest one where its size counts as seen."""
+
+
+@dataclass(frozen=True)
+class StepSizeDoubt(NotApplicable):
+    """A refusal since the update contradicts the step size that was stated."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,9 @@ class AdaptiveFirstStep:
         if any(isinstance(value, LowRank) for value in view.update.values()):
             return NotApplicable("the update is structured")
         read = cls(view, active[0])
-        return NotApplicable(reason) if (reason := read.step_size_doubt) else read
+        if read.names and (reason := read.step_size_doubt):
+            return StepSizeDoubt(reason)
+        return read if any(bool(step.any()) for step in read.steps.values()) else NotApplicable("nothing moved")
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -116,12 +122,10 @@ class AdaptiveFirstStep:
 
     @cached_property
     def step_size_doubt(self) -> str:
-        """What contradicts the step size that was stated, and what to state; empty where nothing does.
+        """What contradicts the step size that was stated where something moved, and what to state; empty if nothing.
 
         No number moves by more than T, and of a network's some come near.
         """
-        if not self.names:
-            return "nothing moved"
         ratios = {n: float(dense(self.change[n]).abs().max()) / self.largest_step(n) for n in self.names}
         most = max(ratios.values())
         lr = self.phase.assign(self.view.shared)[self.names[0]].lr
@@ -141,7 +145,7 @@ class AdaptiveFirstStep:
         errors = torch.cat([self.errors[name].flatten() for name in self.names])[steps > 0]
         steps = steps[steps > 0]
         if not len(steps):
-            return "nothing moved"
+            return ""
         top = float(steps.max())
         beyond = bool((steps - 1 > MAX_SIGMAS * errors).any())
         near = float(((steps - top).abs() < MAX_SIGMAS * errors).double().mean())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -40,10 +41,16 @@ LEVEL_TOLERANCE = 0.05
 """How far they may be from whole multiples of one step."""
 
 
-ADAPTIVE_FIRST_STEP = "signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad)"
-"""How the rule begins that made an update of which nearly all numbers are of one size."""
-CLIPPED_BY_VALUE = "clipping by value"
-"""How the rule begins that cut every number of a gradient at one bound."""
+class RuleKind(StrEnum):
+    """Rules that made an update and that other code asks for."""
+
+    ADAPTIVE_FIRST_STEP = "adaptive first step"
+    """Nearly all numbers are of one size."""
+    CLIPPED_BY_VALUE = "clipped by value"
+    """Every number of a gradient was cut at one bound."""
+    OTHER = "other"
+
+
 SIGNS_ONLY = (
     "only signs are sent, or as good as (the first step of Adam, say): they look like a rank-one gradient whatever its "
     "factors are"
@@ -53,7 +60,7 @@ SIGNS_ONLY = (
 
 def clipping_bound(view: ServerView) -> float | None:
     """Return the size that no number of an update is above, where its gradient looks as if it was clipped by value."""
-    if not guess_update_rule(view).startswith(CLIPPED_BY_VALUE):
+    if kind_of_update_rule(view) != RuleKind.CLIPPED_BY_VALUE:
         return None
     return max(float(tensor.sizes.max()) for tensor in _readable_tensors(view))
 
@@ -72,6 +79,11 @@ def is_sign_compressed(view: ServerView) -> bool:
     return not empty
 
 
+def kind_of_update_rule(view: ServerView) -> RuleKind | None:
+    """Return the kind of the rule that made the update, where that is no step of SGD (see `guess_update_rule`)."""
+    return _guess(view)[0]
+
+
 def guess_update_rule(view: ServerView) -> str:
     """Say what made the update, where that is no step of SGD, and what to state; empty where it may be one.
 
@@ -80,25 +92,31 @@ def guess_update_rule(view: ServerView) -> str:
     Args:
         view: of an update; whether its optimizer was stated does not matter.
     """
+    return _guess(view)[1]
+
+
+def _guess(view: ServerView) -> tuple[RuleKind | None, str]:
     if (
         adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
         or type(view.client.defense) not in {Defense, UnknownDefense}
         or view.parts
     ):
-        return ""
+        return None, ""
     tensors = _readable_tensors(view)
     if not tensors:
-        return ""
-    tests = (
-        _sees_signs,
-        _sees_signs_of_vectors,
-        _sees_clipping_by_value,
-        _sees_clipping_by_tensor,
-        _sees_layerwise_steps,
-        _sees_centralized_gradients,
-        _sees_quantization,
-    )
-    return next(filter(None, (test(tensors) for test in tests)), "")
+        return None, ""
+    tests = {
+        _sees_signs: RuleKind.ADAPTIVE_FIRST_STEP,
+        _sees_scaled_signs: RuleKind.OTHER,
+        _sees_signs_of_vectors: RuleKind.OTHER,
+        _sees_clipping_by_value: RuleKind.CLIPPED_BY_VALUE,
+        _sees_clipping_by_tensor: RuleKind.OTHER,
+        _sees_layerwise_steps: RuleKind.OTHER,
+        _sees_centralized_gradients: RuleKind.OTHER,
+        _sees_quantization: RuleKind.OTHER,
+    }
+    found = ((kind, test(tensors)) for test, kind in tests.items())
+    return next(((kind, words) for kind, words in found if words), (None, ""))
 
 
 @dataclass(frozen=True)
@@ -151,22 +169,35 @@ def _spacing(start: Tensor) -> Tensor:
     return sizes.nextafter(sizes.new_tensor(torch.inf)) - sizes
 
 
-def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
+def _sizes_of_signs(tensors: Sequence[_TensorUpdate]) -> tuple[float, float] | None:
+    """Return the smallest and the largest size of a tensor's entries where these are of one size each, or None."""
     largest = [float(t.sizes.max()) for t in tensors]
     # what is far below moved by decay alone, or by a gradient no larger than an optimizer's epsilon
     heard = [t.sizes[t.sizes > NEGLIGIBLE_SIZE * top] for t, top in zip(tensors, largest, strict=True)]
     near = sum(int((size >= (1 - LOOSE_SIZE_TOLERANCE) * top).sum()) for size, top in zip(heard, largest, strict=True))
     if near < MIN_SHARE_OF_LARGE * sum(map(len, heard)) or near < MIN_SHARE_OF_ALL * sum(len(t.sizes) for t in tensors):
+        return None
+    return min(largest), max(largest)
+
+
+def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
+    sizes = _sizes_of_signs(tensors)
+    if sizes is None or sizes[1] > (1 + LOOSE_SIZE_TOLERANCE) * sizes[0]:
         return ""
-    low, high = min(largest), max(largest)
-    if high > (1 + LOOSE_SIZE_TOLERANCE) * low:
-        return (
-            "signs with a size of each tensor's own (scaled signs, LAMB): entries of a tensor are of one size; for "
-            "scaled signs state the defense signsgd"
-        )
     return (
-        f"{ADAPTIVE_FIRST_STEP}: nearly all entries are of one size, {high:.2g}; state that optimizer (method fedavg, "
-        f"optimizer: adam, lr: {high:.2g}) or the defense signsgd"
+        "signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad): nearly all entries are of "
+        f"one size, {sizes[1]:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {sizes[1]:.2g}) or the "
+        "defense signsgd"
+    )
+
+
+def _sees_scaled_signs(tensors: Sequence[_TensorUpdate]) -> str:
+    sizes = _sizes_of_signs(tensors)
+    if sizes is None or sizes[1] <= (1 + LOOSE_SIZE_TOLERANCE) * sizes[0]:
+        return ""
+    return (
+        "signs with a size of each tensor's own (scaled signs, LAMB): entries of a tensor are of one size; for scaled "
+        "signs state the defense signsgd"
     )
 
 
@@ -188,7 +219,7 @@ def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
         return ""
     where = tensors[rows.index(max(rows))].name
     return (
-        f"{CLIPPED_BY_VALUE}: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
+        f"clipping by value: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
         "so, and only rows that stay below it are a gradient's"
     )
 

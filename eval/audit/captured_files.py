@@ -103,12 +103,13 @@ def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
     return _from_state(found, wanted, path.name)
 
 
-def load_pair(before: Part | None, after: Part) -> CapturedUpdate:
+def load_pair(before: Part | None, after: Part, *, said: bool = True) -> CapturedUpdate:
     """Return the update from weights before and after local training.
 
     Args:
         before: as the server sent them; None takes those of the model.
         after: as they came back.
+        said: whether a note says which is taken from which, as of files.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -120,7 +121,7 @@ def load_pair(before: Part | None, after: Part) -> CapturedUpdate:
         return CapturedUpdate(last.update, notes=(*last.notes, note), nameless=last.nameless, weights=True)
     first = as_state(before, "before")
     words = {"before": _word(before, "'before'"), "after": _word(after, "'after'")}
-    return _difference({"before": first, "after": last}, words, "")
+    return _difference({"before": first, "after": last}, words, "", said=said)
 
 
 def as_state(given: Part, what: str) -> CapturedUpdate:
@@ -265,13 +266,16 @@ def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:
     return CapturedUpdate({str(i): value for i, value in enumerate(found) if isinstance(value, Tensor)}, nameless=True)
 
 
-def _difference(halves: Mapping[str, CapturedUpdate], words: Mapping[str, str], file: str) -> CapturedUpdate:
+def _difference(
+    halves: Mapping[str, CapturedUpdate], words: Mapping[str, str], file: str, *, said: bool = True
+) -> CapturedUpdate:
     """Return the update from weights before and after.
 
     Args:
         halves: both, by "before" and "after".
         words: what each is called, likewise.
         file: that both come from; empty where they come from two.
+        said: whether a note says so.
 
     Raises:
         ValueError: they don't belong together.
@@ -286,8 +290,8 @@ def _difference(halves: Mapping[str, CapturedUpdate], words: Mapping[str, str], 
         if value.shape != after[name].shape:
             shapes = f"{tuple(value.shape)} and {tuple(after[name].shape)}"
             raise ValueError(f"expected {name!r} in one shape under {called}{where}, got {shapes}")
-    note = f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"
-    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, note))
+    note = [f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"] if said else []
+    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
     coarse = half_precision_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
     nameless = halves["before"].nameless

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from attacks.base import Attack
-from attacks.verification import CONTRADICTED
+from attacks.result import Remark
 from eval.audit import findings
 from eval.audit.attack_selection import EarlyStopping, leave_out_settled
 from eval.audit.capture_plan import CaptureRequest, plan_updates
@@ -155,7 +155,7 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
             f"{one.attack}: {one.words}"
             for finding in report.findings
             for one in finding.outcomes
-            if one.words.startswith(CONTRADICTED)
+            if Remark.CONTRADICTED in one.remarks
         ]
         contradiction = next(iter(against), "")
     spec, notes, captured = plan.experiment, plan.notes, False

@@ -8,6 +8,7 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import Any, Literal
 
+from attacks.result import Remark
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.verdict import best_baseline, leaked_rows
 from eval.io.text import join_words
@@ -127,7 +128,7 @@ class Judgment:
                 words = "the attack confirms what it recovered, and nobody gave the true images to compare it with"
                 leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
             elif one.kind == "borne out" and one.update not in rows:
-                words = f"{borne_out_words(mixed=one.may_be_mixture)}: {one.words}"
+                words = f"{borne_out_words(mixed=Remark.MAY_BE_MIXTURE in one.remarks)}: {one.words}"
                 leaks.append(Leak("confirmed-reconstruction", found.attack, one.update, words, limited))
         for update, own in rows.items():
             if words := _private_words(own):

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attacks.result import NotApplicable
-from attacks.update.adaptive_first_step import STEP_SIZE_DOUBT, AdaptiveFirstStep
+from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
 from attacks.update.update_rule import guess_update_rule
 from fl.predict import predict
@@ -34,7 +33,7 @@ def find_inconsistency(view: ServerView) -> str:
         view: of a captured update.
     """
     read = AdaptiveFirstStep.of(view)
-    if isinstance(read, NotApplicable) and read.reason.startswith(STEP_SIZE_DOUBT):
+    if isinstance(read, StepSizeDoubt):
         return read.reason
     if rule := guess_update_rule(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"

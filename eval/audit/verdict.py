@@ -10,7 +10,7 @@ from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_U
 from attacks.result import Remark
 from eval.io.text import join_words
 from eval.metrics.score import Row
-from eval.metrics.self_verification import borne_out_words, has_remark, verification_words
+from eval.metrics.self_verification import borne_out_words, remarks_of, verification_words
 from eval.report.result_groups import (
     CLEAR_MARGIN,
     IMAGE,
@@ -210,19 +210,20 @@ def unscored_verdict(rows: Sequence[Row]) -> str:
     Args:
         rows: from `eval.metrics.score.score_without_truth`, with what the attack says of itself.
     """
+    verified = all_verified(row.get("verified") for row in rows)
     words = {
         True: "the attack confirms that what it recovered is right",
         False: "the attack found nothing that explains the update",
         None: "the attack can't tell how close it came",
-    }[all_verified(row.get("verified") for row in rows)]
+    }[verified]
     if any(row.get("approximate") for row in rows):
-        words = borne_out_words(mixed=any(has_remark(row, Remark.MAY_BE_MIXTURE) for row in rows))
+        words = borne_out_words(mixed=any(Remark.MAY_BE_MIXTURE in remarks_of(row) for row in rows))
     updates: dict[Hashable, list[float]] = {}
     for row in rows:
         if row.get("fixed") is not None:
             updates.setdefault(row["update"], []).append(row["fixed"])
     known = [fmean(own) for own in updates.values()]
-    if known and "confirms" not in words:
+    if known and not verified:
         words = verification_words(False, min(known))
     if not any(row.get("candidates") for row in rows):
         return f"{describe_no_images(rows)}; {words}"

@@ -18,7 +18,7 @@ from attacks.search_control import check_time_limit
 from attacks.update.adaptive_first_step import read_step_size
 from attacks.update.example_count import count_examples
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_rule import ADAPTIVE_FIRST_STEP, guess_update_rule, is_sign_compressed
+from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
 from eval.audit.recorded_update import TrainingFacts
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
@@ -83,7 +83,7 @@ def other_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
     """
     if _is_adaptive(facts):
         yield from _of_adaptive(facts, view)
-    elif is_sign_compressed(view) or guess_update_rule(view).startswith(ADAPTIVE_FIRST_STEP):
+    elif is_sign_compressed(view) or kind_of_update_rule(view) == RuleKind.ADAPTIVE_FIRST_STEP:
         yield _with_read_step_size(replace(facts, optimizer="adam", weight_decay=0.0), view)
     elif (facts.epochs if facts.steps is None else facts.steps) not in {1, None}:
         yield from _of_rank(facts, view)

@@ -78,8 +78,6 @@ NEARLY_ONE_INPUT = (
 """Why nothing is proved of what is all but there."""
 FIRST_RATE = 0.01
 """At which a search for the step size of several steps begins where none was stated."""
-PAIR_NOTE = "the update is 'before' - 'after'"
-"""What readers of files are told of two halves; in a federation there is nothing else."""
 log = logging.getLogger(__name__)
 
 
@@ -266,7 +264,7 @@ class Screener:
         refuse_non_finite(recorded.after, "what came back")
         facts = recorded.training
         model = in_client_mode(self._pixel_model(), facts.train_mode)
-        captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after)), model)
+        captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after), said=False), model)
         silenced = Silenced(model)
         if any(module.training for module in model.modules()):
             stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
@@ -276,8 +274,7 @@ class Screener:
             facts = replace(facts, train_mode=False)
             silenced.model.eval()
         model = silenced.model
-        notes = [note for note in captured.notes if not note.startswith(PAIR_NOTE)]
-        captured = replace(captured, notes=(*notes, *filter(None, (silenced.note,))))
+        captured = replace(captured, notes=(*captured.notes, *filter(None, (silenced.note,))))
         captured = replace(captured, scale_unknown=facts.scale_unknown)
         client = ClientSettings(
             method=facts.method(model),

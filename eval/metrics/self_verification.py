@@ -45,9 +45,9 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
     return [{**row, **common, **_fixed(result, row)} for row in rows]
 
 
-def has_remark(row: Row, remark: Remark) -> bool:
-    """Return whether an attack says this of the result that a row is of; those of earlier versions never do."""
-    return remark in row.get("remarks", ())
+def remarks_of(row: Row) -> frozenset[Remark]:
+    """Return what an attack says of the result that a row is of, for code to act on."""
+    return frozenset(map(Remark, row.get("remarks", ())))
 
 
 def borne_out_words(*, mixed: bool) -> str:

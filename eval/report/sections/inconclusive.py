@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from attacks.result import Remark
-from attacks.verification import CONTRADICTED, RULE_UNKNOWN, SIZE_CONTRADICTED
 from eval.io.text import join_words
 from eval.metrics import self_verification
 from eval.metrics.score import Row
@@ -23,6 +22,8 @@ stopped it; a fact about the update did; it is after no images; a time limit or 
 OPEN_KINDS = {"gave up", "contradicted", "cut short"}
 """What leaves an update open whatever other attacks came to, unless one settles it."""
 MORE_TIME = "more time (--minutes), or the same command without a limit"
+CONTRADICTING = {Remark.CONTRADICTED, Remark.RULE_UNKNOWN, Remark.SIZE_CONTRADICTED}
+"""What an attack says of a picture that the rest of the update contradicts, or leaves open whether it was plain SGD."""
 COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
@@ -36,14 +37,14 @@ class Outcome:
         update: which, as audits number them.
         kind: see `Kind`.
         words: why, of a refusal or of a search that gave up.
-        may_be_mixture: whether what is borne out may be one of unlike examples that were stated as one.
+        remarks: what the attack says of its result for code to act on.
     """
 
     attack: str
     update: Hashable
     kind: OutcomeKind
     words: str = ""
-    may_be_mixture: bool = False
+    remarks: frozenset[Remark] = frozenset()
 
     @property
     def number(self) -> Any:
@@ -103,18 +104,12 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "gave up", str(first["given_up"]))
     if self_verification.are_settled(rows):
         return Outcome(attack, update, "settled")
-    if words := _contradicted(str(first.get("note", ""))):
-        return Outcome(attack, update, "contradicted", words)
+    note, remarks = str(first.get("note", "")), self_verification.remarks_of(first)
+    if remarks & CONTRADICTING:
+        return Outcome(attack, update, "contradicted", note, remarks)
     if first.get("approximate") and first.get("candidates"):
-        mixed = self_verification.has_remark(first, Remark.MAY_BE_MIXTURE)
-        return Outcome(attack, update, "borne out", str(first.get("note", "")), mixed)
+        return Outcome(attack, update, "borne out", note, remarks)
     return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
-
-
-def _contradicted(note: str) -> str:
-    """Return what an attack notes where the rest of the update does not bear its picture out, or nothing."""
-    begun = (CONTRADICTED, *(words.partition(";")[0] for words in (RULE_UNKNOWN, SIZE_CONTRADICTED)))
-    return next((part for part in note.split("; ") if part.startswith(begun)), "")
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> OutcomeKind:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, build
-from attacks.update.update_rule import guess_update_rule, is_sign_compressed
+from attacks.update.update_rule import RuleKind, guess_update_rule, is_sign_compressed, kind_of_update_rule
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import PLAIN, RULES
 from defenses.signsgd import SignSGD
@@ -32,6 +32,7 @@ SAID = {
     "centralised": "centralised gradients",
     "4 bits": "numbers sent in few bits",
 }
+KINDS = {SIGNS: RuleKind.ADAPTIVE_FIRST_STEP, "clipping by value": RuleKind.CLIPPED_BY_VALUE}
 
 
 def view_of(model: nn.Module, rule: str, lr: float, x: Tensor, method: Method | None = None) -> ServerView:
@@ -69,6 +70,7 @@ def test_other_rules_are_named(rule: str, lr: float) -> None:
     for net in (chains.initialized(confirmed.mlp(64, 40, 24, 10)).float(), cnn()):
         view = view_of(net, rule, lr, x)
         assert guess_update_rule(view).startswith(SAID[rule])
+        assert kind_of_update_rule(view) == KINDS.get(SAID[rule], RuleKind.OTHER)
         assert SAID[rule] in update_sanity.find_inconsistency(view)
 
 

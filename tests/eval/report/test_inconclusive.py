@@ -8,7 +8,9 @@ import torch
 from support.audit_command import audit, written
 from support.tiny import Registered
 
+from attacks.base import Remark
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
+from attacks.verification import CONTRADICTED
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.commands import terminal
 from eval.report.sections import inconclusive
@@ -156,8 +158,25 @@ def test_rows_say_what_attacks_came_to():
     rows += [{"update": 6, "verified": True, "candidates": 1, "images": 1}]
     rows += [{"update": 7, "not_applicable": "not needed", "spared": True}]  # says nothing
     rows += [{"update": 8, "verified": None, "candidates": 1, "images": 1, "approximate": True, "note": "nearly"}]
-    kinds = [one.kind for one in inconclusive.outcomes_of_rows("a", rows)]
-    assert kinds == ["limit", "gave up", "fact", "ran", "searched", "blind", "settled", "borne out"]
+    for number, remark in enumerate((Remark.CONTRADICTED, Remark.RULE_UNKNOWN, Remark.SIZE_CONTRADICTED), 9):
+        said = {"remarks": [remark], "note": "in whatever words", "approximate": True}
+        rows += [{"update": number, "verified": False, "candidates": 1, "images": 1, **said}]
+    rows += [{"update": 12, "verified": False, "candidates": 1, "images": 1, "note": CONTRADICTED}]
+    outcomes = inconclusive.outcomes_of_rows("a", rows)
+    kinds = [
+        "limit",
+        "gave up",
+        "fact",
+        "ran",
+        "searched",
+        "blind",
+        "settled",
+        "borne out",
+        *["contradicted"] * 3,
+        "ran",
+    ]
+    assert [one.kind for one in outcomes] == kinds
+    assert [one.words for one in outcomes[8:]] == ["in whatever words"] * 3 + [""]
 
 
 @pytest.mark.parametrize(
