@@ -247,7 +247,7 @@ class UpdateComparison:
         if not self.view.method.uses_labels:
             return True
         allowed = self._with_strict_bounds(images, labels)[1]
-        gradients = LabelGradients.of(self._in_double, images, self.observed.keys())
+        gradients = self._label_gradients(images)
         sizes = gradients.by_outputs(labels).flatten(1).norm(dim=1)
         for number in (~(sizes >= FAINT * sizes.max())).nonzero().flatten().tolist():
             others = images.clone()
@@ -265,7 +265,7 @@ class UpdateComparison:
             images: (N, C, H, W), that explain the update.
             labels: (N,), classes.
         """
-        gradients = LabelGradients.of(self._in_double, images, self.observed.keys())
+        gradients = self._label_gradients(images)
         own = functional.normalize(gradients.by_outputs(labels).cpu().flatten(1), dim=1)
         classes = min(own.shape[1], MAX_TRIED_LABELS)
         near = own.new_full((len(images), classes), -math.inf)
@@ -290,6 +290,16 @@ class UpdateComparison:
             if missed <= NEARBY and self.is_explained_to_rounding(images, changed):
                 return False
         return True
+
+    def _label_gradients(self, images: Tensor) -> LabelGradients:
+        """Return the gradients of labels of these images, of which those asked for last are kept."""
+        if not (self._last_gradients and self._last_gradients[0][0] is images):
+            self._last_gradients[:] = [(images, LabelGradients.of(self._in_double, images, self.observed.keys()))]
+        return self._last_gradients[0][1]
+
+    @cached_property
+    def _last_gradients(self) -> list[tuple[Tensor, LabelGradients]]:
+        return []
 
     def _last_tell_apart(
         self, gradients: LabelGradients, labels: Tensor, others: Tensor, allowed: Mapping[str, float]
@@ -498,7 +508,7 @@ class UpdateComparison:
         seen = functional.normalize(apart @ self.observed[weight].reshape(-1, apart.shape[1]).mT, dim=1)
         known = self.view.labels
         classes = torch.arange(min(self.view.task.num_classes, MAX_TRIED_LABELS)) if known is None else known.unique()
-        outputs = LabelGradients.of(self._in_double, inputs, ()).outputs
+        outputs = self._label_gradients(inputs).outputs
         best, found = seen.new_full((len(inputs),), -math.inf), classes.new_zeros(len(inputs)).to(inputs.device)
         for numbers in batches_of_targets(self.view.task.loss, outputs, classes):
             labels = classes[numbers.to(classes.device)].to(inputs.device)

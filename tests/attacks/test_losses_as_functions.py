@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.nn import functional
 from attacks.analytic.spear import Spear
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, build
 from attacks.labels.assignment import assign_labels
+from attacks.update.label_gradients import LabelGradients
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_comparison import UpdateComparison
 from attacks.verification import (
@@ -405,6 +407,22 @@ def test_labels_are_not_told_where_others_make_the_update_as_well(count: int) ->
     assert other.labels is not None
     assert torch.equal(other.labels, labels)
     assert Remark.LABELS_CONFIRMED in other.remarks
+
+
+def test_pictures_and_labels_are_asked_with_one_evaluation_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[LabelGradients] = []
+    evaluate = LabelGradients.of
+
+    def counted(*given: Any) -> LabelGradients:
+        made.append(evaluate(*given))
+        return made[-1]
+
+    monkeypatch.setattr(LabelGradients, "of", counted)
+    images, labels = pictures(3), labels_of(3)
+    found = claimed(seen(network(), focal, focal, images, labels), images)
+    assert found.verified is True
+    assert Remark.LABELS_CONFIRMED in found.remarks
+    assert len(made) == 1
 
 
 @pytest.mark.parametrize("label", [0, 1])
