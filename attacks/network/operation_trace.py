@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -265,11 +266,27 @@ def trace_operations(model: nn.Module, images: Tensor) -> Graph | str:
         model: the network, in the mode in which it is looked at.
         images: (B, C, H, W). Numbers that forward takes from their shape stand in the graph as they are at this B.
     """
+    found = _trace(model, images, model)
+    if isinstance(found, _PartWritten):
+        # with what is written into a part of a tensor put into a new tensor in its place
+        functional = _trace(model, images, torch.func.functionalize(model))
+        return functional if isinstance(functional, Graph) else str(found)
+    return found
+
+
+class _PartWritten(str):
+    """Why a record ended: the network goes on with a tensor of which it changed a part in place."""
+
+
+def _trace(model: nn.Module, images: Tensor, run: Callable[[Tensor], object]) -> Graph | str:
+    """Return what `run` computes by the tensors of `model`."""
     recorder = _Recorder(model, images)
-    with torch.no_grad(), _plain_attention(), _track_modules(model, recorder), recorder:
+    with torch.no_grad(), _plain_attention(), _track_modules(model, recorder), _CircularPadding(), recorder:
         try:
-            returned = model(recorder.graph.image)
-        except (_UnreadableError, PrecisionError) as error:
+            returned = run(recorder.graph.image)
+        except _UnreadableError as error:
+            return _PartWritten(error)
+        except PrecisionError as error:
             return str(error)
         except MODEL_ERRORS as error:
             many = "one image by itself" if len(images) == 1 else f"{len(images)} images"
@@ -295,6 +312,26 @@ def _plain_attention() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
+
+
+class _CircularPadding(TorchFunctionMode):
+    """Has circular padding done by joining parts, where torch writes them into an empty tensor."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = dict(zip(("input", "pad", "mode"), args, strict=False)) | (kwargs or {})
+        if getattr(func, "__name__", "") != "pad" or given.get("mode") != "circular":
+            return func(*args, **(kwargs or {}))
+        value: Tensor = given["input"]
+        for i in range(len(given["pad"]) // 2):
+            (before, after), size = given["pad"][2 * i : 2 * i + 2], value.shape[-1 - i]
+            if not (0 <= before <= size and 0 <= after <= size):  # cuts off, or what torch refuses
+                return func(*args, **(kwargs or {}))
+            dim = value.ndim - 1 - i
+            ends = value.narrow(dim, size - before, before), value, value.narrow(dim, 0, after)
+            value = torch.cat([part for part in ends if part.shape[dim]], dim)
+        return value
 
 
 def _laid_out_as(value: Tensor, recorded: Tensor) -> Tensor:
@@ -367,6 +404,11 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten.copy.default and args[0].dtype == args[1].dtype:
+            # what functionalizing makes of a copy into a part: as operations that have a derivative
+            spread = self.__torch_dispatch__(torch.ops.aten.expand.default, types, (args[1], list(args[0].shape)))
+            contiguous = {"memory_format": torch.contiguous_format}
+            return self.__torch_dispatch__(torch.ops.aten.clone.default, types, (spread,), contiguous)
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         refs = [self.ref(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         taken = [ref for ref in refs if isinstance(ref, Ref)]

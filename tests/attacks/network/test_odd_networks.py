@@ -313,3 +313,70 @@ def test_a_convolution_behind_a_linear_layer_is_undone(attack: str) -> None:
     result = build(attack)(view)
     assert isinstance(result, Reconstruction)
     assert torch.allclose(result.inputs, image, atol=1e-3)
+
+
+def _by_channel(x: Tensor) -> Tensor:
+    x = x.clone()
+    for channel in range(3):
+        x[:, channel] -= 0.1 * channel
+    return x
+
+
+def _assigned(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[:, 0] = 2 * x[:, 0] - 1
+    return x
+
+
+def _bordered(x: Tensor) -> Tensor:
+    wider = torch.zeros(len(x), 3, 8, 8)
+    wider[:, :, 1:-1, 1:-1] = x
+    return wider
+
+
+def _shifted(x: Tensor) -> Tensor:
+    moved = torch.zeros_like(x)
+    moved[:, 1:], moved[:, 0] = x[:, :-1], x[:, -1]
+    return moved
+
+
+class Filtered(nn.Module):
+    """A convolution between two changes of what flows."""
+
+    def __init__(self, size: int, mode: str, *changes: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 16, 3, padding=1, padding_mode=mode)
+        self.head, self.changes = nn.Linear(16 * size**2, 3), changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        before, after = self.changes
+        return self.head(after(self.conv(before(x)).relu()).flatten(1))
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+@pytest.mark.parametrize("attack", ["rconv", "cascade"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        (6, "circular", same, same),
+        (6, "zeros", _by_channel, same),
+        (6, "zeros", _assigned, same),
+        (8, "zeros", _bordered, same),
+        (6, "zeros", same, _shifted),
+    ],
+    ids=["circular padding", "channel by channel", "assigned", "border", "shifted channels"],
+)
+def test_parts_of_tensors_written_in_place_are_followed(
+    attack: str, settings: tuple[int, str, Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
+) -> None:
+    image = torch.randint(256, (1, 3, 6, 6), generator=stream(0, "image")) / 255
+    with torch.random.fork_rng(devices=[]):
+        torch.set_rng_state(stream(0, "filtered").get_state())
+        view = from_batch(Filtered(*settings), image, torch.tensor([1]))[0]
+    result = build(attack)(view)
+    assert isinstance(result, Reconstruction), result.reason
+    assert result.verified
+    assert torch.allclose(result.inputs, image, atol=1e-3)
