@@ -29,7 +29,9 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
     A row of the weight's gradient is the bias's number times the input. Rows that see different mixtures of several
     inputs do not agree. But those may see one mixture that do: of a classifier of small weights every label sends back
     nearly the same. So the step is taken again on the input, with its gradient clipped at the same bound: it must make
-    what all layers from this one up were seen to get, to the rounding of that, and two unlike inputs must leave more.
+    what all layers from this one up were seen to get, to the rounding of that, and two unlike inputs must leave more,
+    wherever between them it lies and whatever their size: for these outputs all that flows back may have one direction.
+    Of losses of which it always has, nothing is proved, as an activation that bends tells of pairs less alike alone.
 
     Args:
         layer: of one image.

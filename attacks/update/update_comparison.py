@@ -96,6 +96,23 @@ class _Computed:
 
 
 @dataclass(frozen=True)
+class _Fit:
+    """How what images make goes with an update.
+
+    Attributes:
+        made: of each tensor, in double precision.
+        allowed: how far each may be from the update.
+        factor: that brings it to the update.
+        sized: whether the update has the stated size, so that its size counts.
+    """
+
+    made: Mapping[str, Tensor]
+    allowed: Mapping[str, float]
+    factor: float
+    sized: bool
+
+
+@dataclass(frozen=True)
 class UpdateComparison:
     """The comparison of an update with what one step on images makes.
 
@@ -223,15 +240,38 @@ class UpdateComparison:
             excess = max(float((self.observed[n] - factor * v).norm()) / allowed[n] for n, v in made.items())
             allowed = {name: max(excess, 1.0) * value for name, value in allowed.items()}
         sized = not self.view.scale_unknown and not self._exceeds(made, allowed, self._stated_factor)
-        unit = self.spread / MAX_PIXEL_ERROR
-        for away in _differences(images.double(), unit * distance / 2):
+        away = self.spread / MAX_PIXEL_ERROR * distance
+        return self._tells_differences(images, labels, away, _Fit(made, allowed, factor, sized))
+
+    def _tells_differences(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        distance: float,
+        fit: _Fit,
+        heard: Mapping[str, Tensor] | None = None,
+    ) -> bool:
+        """Return whether pairs so far apart would be noticed.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+            distance: root mean square, in the unit of the images.
+            fit: of what the images make to the update.
+            heard: 1 at numbers that count, 0 at others; None counts all.
+        """
+        made, allowed = fit.made, fit.allowed
+        made = made if heard is None else {n: value * heard[n] for n, value in made.items()}
+        for away in _differences(images.double(), distance / 2):
             one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
+            if heard is not None:
+                one, other = ({n: v * heard[n] for n, v in each.items()} for each in (one, other))
             left = {n: (one[n] + other[n]) / 2 - value for n, value in made.items()}
             towards_one = {n: (one[n] - other[n]) / 2 for n in made}
-            if not sized:
+            if not fit.sized:
                 left, towards_one = _beside(left, made, allowed), _beside(towards_one, made, allowed)
             left = _beside(left, towards_one, allowed)
-            if not any(factor * float(left[n].norm()) > allowed[n] for n in made):
+            if not any(fit.factor * float(left[n].norm()) > allowed[n] for n in made):
                 return False
         return True
 
@@ -318,7 +358,9 @@ class UpdateComparison:
     def is_explained_clipped(self, images: Tensor, labels: Tensor, bound: float) -> bool:
         """Return whether these inputs make the update to its rounding, were numbers cut at a bound, and no two others.
 
-        Two that differ from them, to either side, by a tenth of twice their root mean square must leave more.
+        Two that differ from them, to either side, by a tenth of twice their root mean square must leave more in the
+        numbers that were not cut. As in `tells_pairs_apart`, what they leave towards one of them does not count, nor
+        their size, unless that is the stated one.
 
         Args:
             images: (N, C, H, W).
@@ -345,12 +387,15 @@ class UpdateComparison:
         expected = clipped(made)
         if any(float((self.observed[n] - value).norm()) > allowed[n] for n, value in expected.items()):
             return False
-        for away in _differences(images.double(), self.spread / MAX_PIXEL_ERROR * UNLIKE_DISTANCE / 2):
-            one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
-            both = clipped({name: (one[name] + other[name]) / 2 for name in made})
-            if all(float((both[n] - value).norm()) <= allowed[n] for n, value in expected.items()):
-                return False
-        return True
+        size = self._stated_factor
+        stated = {name: (size * value).clamp(-cut, cut) for name, value in made.items()}
+        sized = not self.view.scale_unknown and all(
+            float((self.observed[n] - value).norm()) <= allowed[n] for n, value in stated.items()
+        )
+        uncut = {name: value.double() for name, value in free.items()}
+        return self._tells_differences(
+            images, labels, self.spread / MAX_PIXEL_ERROR * UNLIKE_DISTANCE, _Fit(made, allowed, factor, sized), uncut
+        )
 
     def told_distance(self, images: Tensor, labels: Tensor) -> float | None:
         """Return the distance from images that explain the update at which others do not, or None of the largest asked.

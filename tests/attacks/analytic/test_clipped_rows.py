@@ -109,6 +109,36 @@ def test_rows_that_see_one_mixture_of_pictures_prove_nothing(head: float, count:
     assert not [one for one in proved_exposures("analytic", result, view) if one.kind != "labels"]
 
 
+@pytest.mark.parametrize("labels", [[1, 1], [0, 1]])
+@pytest.mark.parametrize(("rival", "others"), [(True, -6.0), (False, -16.0)])
+def test_rows_that_see_one_mixture_prove_nothing_where_these_outputs_alone_send_back_one_direction(
+    labels: list[int], rival: bool, others: float
+) -> None:
+    """Of classes that are likely there are two, or a loss takes two outputs, which hang on them."""
+    model = network()
+    with torch.no_grad():
+        model.get_parameter("1.bias").fill_(3.0)
+        model.get_parameter("3.bias")[2:] = others
+    for start in range(2):
+        unlike = torch.rand(2, *SHAPE, generator=stream(start, "unlike"))
+        for pair in (unlike, torch.stack([unlike[0], unlike[0] + 0.4 * (unlike[1] - unlike[0])])):
+            outputs, own = model(pair), torch.tensor(labels)
+            loss = _hardest_rival(outputs, own) if rival else functional.cross_entropy(outputs, own)
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            bound = 0.03 * max(float(grad.abs().max()) for grad in grads)
+            named = zip(model.named_parameters(), grads, strict=True)
+            moved = {n: (v - (v - LR * grad.clamp(-bound, bound))).detach() for (n, v), grad in named}
+            method = FedAvg(lr=LR, steps=1, batch_size=None)
+            stated = _hardest_rival if rival else "cross-entropy"
+            view = from_update(model, moved, input_shape=SHAPE, batch_size=1, method=method, loss=stated)
+            assert not [one for one in proved_exposures("analytic", found(view), view) if one.kind != "labels"]
+
+
+def _hardest_rival(outputs: Tensor, labels: Tensor) -> Tensor:
+    own = outputs.gather(1, labels[:, None])[:, 0]
+    return functional.softplus(outputs.scatter(1, labels[:, None], -torch.inf).amax(1) - own).mean()
+
+
 def test_rows_of_one_picture_prove_it_below_a_classifier_of_smaller_weights() -> None:
     view = clipped(0.0, head=0.3, lr=10.0)
     result = found(view)
