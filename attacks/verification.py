@@ -342,18 +342,26 @@ def _fits_no_label(view: ServerView, result: Reconstruction) -> bool:
     return result.inputs is not None and fits_no_label(view, ObservedUpdate(view).change, result.inputs)
 
 
+def explains_under_any_loss(view: ServerView, images: Tensor) -> bool:
+    """Return whether a batch makes the update with what flows back into its outputs taken from the update.
+
+    Args:
+        view: the server's.
+        images: (N, C, H, W), at least two.
+    """
+    easier = view_of_several_under_any_loss(view, images) if can_replay(view) else None
+    if easier is None:
+        return False
+    check = UpdateComparison(easier, ObservedUpdate(easier).relative_rounding, True)
+    return check.is_explained(images, torch.zeros(len(images), dtype=torch.int64)) is not False
+
+
 def _fits_under_another_loss(view: ServerView, result: Reconstruction) -> bool:
     """Return whether a batch makes the update with what flows back into its outputs taken from the update.
 
     That confirms nothing: mixtures of the pictures may do so as well.
     """
-    if result.inputs is None or not can_replay(view):
-        return False
-    easier = view_of_several_under_any_loss(view, result.inputs)
-    if easier is None:
-        return False
-    check = UpdateComparison(easier, ObservedUpdate(easier).relative_rounding, True)
-    return check.is_explained(result.inputs, torch.zeros(len(result.inputs), dtype=torch.int64)) is not False
+    return result.inputs is not None and explains_under_any_loss(view, result.inputs)
 
 
 def can_replay(view: ServerView) -> bool:

@@ -16,6 +16,7 @@ from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
+from attacks.verification import explains_under_any_loss
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -28,6 +29,8 @@ ALTERNATIONS = 20
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
+MOST_COMPARED = 256
+"""Neurons, those of the strongest signals, of which it is asked whether they agree on an image."""
 FAR_OUTSIDE = 0.1
 """How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
 
@@ -193,7 +196,31 @@ class Analytic(Attack):
             miss = torch.maximum(off, (ratio - 1).abs())
             fitting = (miss <= self.fits).nonzero().flatten().tolist()
             found += [(float(miss[i]), inputs[i], possible[numbers[i]]) for i in fitting]
-        return self._drop_duplicates(layer, found)
+        kept = self._drop_duplicates(layer, found)
+        return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
+
+    def _of_another_loss(self, layer: LinearLayer, count: int) -> Reconstruction | None:
+        """Return as many images as were fed, where none of their labels fits and they make the update otherwise.
+
+        Neurons that see one image alone agree on it. What flows back into the outputs is then taken from the update, so
+        that this is a claim to be held against the loss, and no proof.
+        """
+        strongest = layer.bias_update.abs().argsort(descending=True)[:MOST_COMPARED]
+        inputs = layer.update[strongest] / layer.bias_update[strongest, None]
+        inputs = inputs[inputs.isfinite().all(1)]
+        inputs = inputs[_within_pixel_range(layer, inputs, self.fits)]
+        kept: list[Tensor] = []
+        for one in inputs:
+            near = 10 * self.fits * float(one.norm())
+            agree = int(((inputs - one).norm(dim=1) <= near).sum()) > 1
+            if agree and all(float((one - other).norm()) > near for other in kept):
+                kept.append(one)
+        if len(kept) != count:
+            return None
+        images = layer.pixels(torch.stack(kept))
+        if not explains_under_any_loss(layer.view, images):
+            return None
+        return Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
 
     def _drop_duplicates(
         self, layer: LinearLayer, found: list[tuple[float, Tensor, Tensor]]

@@ -175,6 +175,19 @@ def test_a_batch_that_another_loss_explains_is_said_to_be_of_another(name: str, 
         assert Remark.OTHER_LOSS not in other.remarks or torch.equal(wrong, 1.1 * images)
 
 
+def test_analytic_finds_a_batch_under_another_loss_and_confirms_none() -> None:
+    for made, stated in ((smoothed(0.1), "cross-entropy"), (entropy, weighted)):
+        images, labels = pictures(3), labels_of(3)
+        result = build("analytic")(seen(network(), made, stated, images, labels))
+        assert isinstance(result, Reconstruction)
+        assert result.inputs is not None
+        assert float((result.inputs[:, None] - images).abs().flatten(2).amax(-1).amin(1).max()) < 1e-3
+        assert (bool(result.verified), result.approximate) == (False, False)
+        assert Remark.OTHER_LOSS in result.remarks
+        fewer = seen(network(), made, stated, images, labels, 2)  # more were fed than stated
+        assert isinstance(build("analytic")(fewer), NotApplicable)
+
+
 def test_a_loss_of_which_no_class_fits_is_said_to_be_another() -> None:
     """In place of asking for labels that could not help."""
     images, labels = pictures(3), labels_of(3)

@@ -212,8 +212,8 @@ def test_a_batch_that_another_loss_explains_is_not_said_to_be_safe() -> None:
     found = screener(model)(replace(support.recorded(model, 2, facts), after={**client.state_dict()}))
     assert (found.verdict, found.exposures) == ("failed", ())
     assert "makes all of the update under another loss than stated (cross-entropy)" in found.reason
-    assert "state the loss that was trained with" in found.tried["spear"]
-    assert "whatever its label under the loss as stated (cross-entropy)" in found.tried["analytic"]
+    for attack in ("analytic", "spear"):
+        assert "that was trained with" in found.tried[attack]
 
 
 def test_what_facts_contradict_is_not_said_to_be_safe() -> None:
