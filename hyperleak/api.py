@@ -341,10 +341,10 @@ def audit(
         images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known. Other
             inputs as `fl.capture.from_batch` takes them: tables, series, ids, several inputs.
         labels: int64 (N,) or a list of integers, beside images that are a tensor; or the targets of the loss.
-        update: weights before minus weights after, by parameter name or as a list of arrays in the order of
-            `model.state_dict()`, or the file that holds them; or (before, after), each a file, a model, a state
-            dictionary or a list, where None is the model itself. Without, the model computes one update for every
-            `batch_size` images.
+        update: weights before minus weights after, by parameter name, as a list of arrays in the order of
+            `model.state_dict()` or as one vector of all their numbers, or the file that holds them; or (before, after),
+            each a file, a model, a state dictionary or a list, where None is the model itself. Without, the model
+            computes one update for every `batch_size` images.
         truth: what is known to be behind a view; None where nothing is.
         options: how, and by which attacks.
         **settings: single ones of the options in their place: `hyperleak.audit(model, images, labels, out="a")`.
@@ -472,6 +472,8 @@ def _captured(update: Part | tuple[Part | None, Part]) -> CapturedUpdate:
         return captured_files.load_update(Path(update))
     if isinstance(update, nn.Module):
         raise TypeError("update: expected a change of weights, got a model; give (before, after)")
+    if isinstance(update, Tensor | np.ndarray) and update.ndim == 1:
+        update = [update]  # all numbers one after the other
     if not isinstance(update, Mapping | list | tuple):
         raise TypeError(f"update: expected a file, tensors by name, or (before, after), got {type(update).__name__}")
     return captured_files.as_state(update, "update")

@@ -33,8 +33,8 @@ PAIR_HINT = (
 )
 HALF_DIGITS = {torch.float16: "about 3 digits", torch.bfloat16: "2 to 3 digits"}
 """What numbers of two bytes hold."""
-Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object]
-"""What a caller in Python may give as weights: a file, a model, a state dictionary, or arrays without names."""
+Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object] | Tensor | np.ndarray
+"""What a caller in Python may give as weights: a file, a model, a state dictionary, arrays without names, a vector."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ def _read(path: Path, wanted: str) -> object:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected the update as .npz, .pt or .safetensors")
     if path.suffix == ".npy":
-        raise ValueError(f"{wanted}, got one array (.npy): write all of them, numpy.savez('update.npz', *arrays)")
+        return _read_vector(path, wanted)
     try:
         if path.suffix == ".npz":
             return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
@@ -197,6 +197,21 @@ def _read(path: Path, wanted: str) -> object:
         raise ValueError(
             f"{wanted}, got a file that can't be read as {kind}: {why}. If it was cut off, get it again"
         ) from error
+
+
+def _read_vector(path: Path, wanted: str) -> Tensor:
+    """Return the one array of an .npy file, which holds all numbers one after the other."""
+    try:
+        value = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{wanted}, got an .npy file that holds no plain array: {error}; {PICKLE_HINT}") from error
+    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "biuf":
+        got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else "several (.npz)"
+        raise ValueError(
+            f"{wanted}, or one vector of all numbers, got one array (.npy), {got}: write all arrays, "
+            "numpy.savez('update.npz', *arrays)"
+        )
+    return torch.from_numpy(value)
 
 
 def _as_pair(found: object) -> dict[str, object] | None:
@@ -226,6 +241,8 @@ def _by_prefix(found: dict[object, object]) -> dict[str, object] | None:
 
 def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     """Return the tensors of one state, out of what a trainer puts around them."""
+    if isinstance(found, Tensor) and found.ndim == 1:
+        found = [found]
     if isinstance(found, list | tuple):
         return _from_list(found, wanted)
     if not isinstance(found, dict):

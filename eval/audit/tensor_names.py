@@ -27,7 +27,8 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     """Return the update in the model's own names, without what of a state is no part of an update.
 
     Names lose what wrapping a model adds, what stands before all of them where all fit then, and gain the name of
-    PEFT's adapter. Arrays without names get those of `model.state_dict()`, in its order. Buffers stand by themselves;
+    PEFT's adapter. Arrays without names get those of `model.state_dict()`, in its order; a vector of all numbers is
+    taken apart first. Buffers stand by themselves;
     frozen parameters that have not moved are left out, and so are further names of one parameter.
 
     Raises:
@@ -35,6 +36,7 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
             not have the shapes of the model's, or an adapter's tensors for a model without one.
     """
     model = unwrap_model(model)
+    captured = _split_vector(captured, model)
     own, said = _match_places(captured, model) if captured.nameless else _match_names(list(captured.update), model)
     update = {own[name]: value for name, value in captured.update.items() if name in own}
     before = {own[name]: value for name, value in captured.before.items() if name in own}
@@ -161,6 +163,42 @@ def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[st
 
 
 # ---- arrays without names --------------------------------------------------------------------------------------------
+def _split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return arrays without names in place of one vector of all their numbers; anything else as it is.
+
+    It is of the trained parameters one after the other, row by row, as `torch.nn.utils.parameters_to_vector` has them,
+    or else of the whole `state_dict()`.
+
+    Raises:
+        ValueError: it has another number of numbers; says how many there are.
+    """
+    state = {name: value.shape for name, value in model.state_dict().items()}
+    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
+    vector = next(iter(captured.update.values()), None)
+    if not captured.nameless or len(captured.update) != 1 or vector is None or vector.ndim != 1 or len(trained) < 2:
+        return captured
+    layouts = {"the model's trained parameters": trained, "model.state_dict()": state}
+    sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
+    whole = next((what for what, size in sizes.items() if size == len(vector)), None)
+    if whole is None:
+        if any(shape == vector.shape for shape in trained.values()):
+            return captured  # it may be that one alone
+        counts = " or ".join(dict.fromkeys(f"{size}" for size in sizes.values()))
+        raise ValueError(
+            f"expected a vector of all numbers to have {counts}, as the model's trained parameters or all of its "
+            f"state_dict() have, got {len(vector)}: the model may be another than the client's; or save tensors by name"
+        )
+    shapes = list(layouts[whole].values())
+
+    def split(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parts = (part for value in values.values() for part in value.split([shape.numel() for shape in shapes]))
+        return {str(place): part.view(shape) for place, (part, shape) in enumerate(zip(parts, shapes, strict=False))}
+
+    note = f"a vector of {len(vector)} numbers: those of {whole} one after the other, row by row"
+    notes = (*captured.notes, note)
+    return replace(captured, update=split(captured.update), before=split(captured.before), notes=notes)
+
+
 def _match_places(captured: CapturedUpdate, model: nn.Module) -> tuple[dict[str, str], list[str]]:
     """Return the model's names by places in a list of arrays, and what to say of it.
 

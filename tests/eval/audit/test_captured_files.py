@@ -82,6 +82,47 @@ def test_a_list_that_does_not_fit_is_refused_by_its_place():
         with_model_names(CapturedUpdate({"0": torch.ones(36, 36), "1": torch.ones(36)}, nameless=True), alike)
 
 
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("kind", ["npy", "npz", "pt", "before and after", "python"])
+def test_a_vector_of_all_numbers_is_taken_apart(tmp_path, norm, kind):
+    model, data = network(norm), batch(2)
+    update = change(model, data)
+    trained = [name for name, _ in model.named_parameters()]
+    vector = torch.cat([update[name].flatten() for name in trained])
+    if kind == "npy":
+        np.save(tmp_path / "u.npy", vector.numpy())
+    elif kind == "npz":
+        np.savez(tmp_path / "u.npz", vector.numpy())
+    elif kind == "pt":
+        torch.save(vector, tmp_path / "u.pt")
+    if kind == "before and after":
+        sent = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+        captured = load_pair(sent, sent - vector)
+    elif kind == "python":
+        assert hyperleak.audit(model, update=vector.numpy(), input_shape=SHAPE, attacks=["analytic"]).findings
+        return
+    else:
+        captured = load_update(tmp_path / f"u.{kind}")
+    found = subject(model, captured, data, 2)
+    assert any(f"a vector of {len(vector)} numbers: those of the model's trained parameters" in n for n in found.notes)
+    for name in trained:
+        assert torch.allclose(found.view.update[name].to(update[name]), update[name], atol=1e-6)
+
+
+def test_a_vector_of_a_whole_state_has_its_buffers():
+    model, data = network(norm=True), batch(2)
+    update = change(model, data)
+    whole = torch.cat([value.flatten().float() for value in update.values()])
+    found = subject(model, CapturedUpdate({"0": whole}, nameless=True), data, 2)
+    assert not found.mismatched
+    assert found.view.buffers_after is not None
+
+
+def test_a_vector_of_another_length_is_refused():
+    with pytest.raises(ValueError, match=r"a vector of all numbers to have \d+, as .* got 7: the model may be another"):
+        with_model_names(CapturedUpdate({"0": torch.ones(7)}, nameless=True), network())
+
+
 # ---- pickle and damage -----------------------------------------------------------------------------------------------
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_pickle_is_refused_with_the_way_on(tmp_path):
@@ -90,8 +131,11 @@ def test_pickle_is_refused_with_the_way_on(tmp_path):
     for name in ("u.pkl", "u.pt"):
         with pytest.raises(ValueError, match=r"numpy.savez\('update.npz', \*arrays\) for a list of arrays"):
             load_update(tmp_path / name)
-    np.save(tmp_path / "u.npy", np.ones(3))
-    with pytest.raises(ValueError, match=r"got one array \(.npy\)"):
+    np.save(tmp_path / "u.npy", np.ones((3, 1)))
+    with pytest.raises(ValueError, match=r"got one array \(.npy\), float64 \(3, 1\): write all arrays"):
+        load_update(tmp_path / "u.npy")
+    np.save(tmp_path / "u.npy", np.array(["weights"]))
+    with pytest.raises(ValueError, match=r"or one vector of all numbers"):
         load_update(tmp_path / "u.npy")
 
 
