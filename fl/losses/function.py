@@ -33,6 +33,8 @@ TRIED_SIZES, SAME_LOSS = (1.0, 30.0), 1e-5
 """Standard deviations of these, and the relative difference of what is the same loss."""
 TRIED_OUTPUTS, MOST_DIRECTIONS, SAME_DIRECTION = 8, 32, 1e-6
 """Outputs and classes with which it is tried whether all that flows back has one direction, and what that leaves."""
+MISTAKES = (NameError, TypeError, AttributeError, LookupError, NotImplementedError)
+"""What a function raises that is written wrong, rather than given numbers it is not for."""
 log = logging.getLogger(__name__)
 
 
@@ -51,8 +53,15 @@ class OwnLoss(Loss):
     targets: TargetKind = "known"
 
     def prepare(self, targets: Tensor, output_shape: torch.Size) -> Tensor:
-        """Return targets as they are; in the outputs' shape where they may be searched for."""
-        return targets if self.targets in {"known", "classes"} else super().prepare(targets, output_shape)
+        """Return targets as they are; in the outputs' shape where they may be searched for.
+
+        Raises:
+            ValueError: the function can't be called with outputs and such targets, as where it takes them in another
+                order, or what it returns has no derivative.
+        """
+        prepared = targets if self.targets in {"known", "classes"} else super().prepare(targets, output_shape)
+        _check_call(self, prepared, output_shape)
+        return prepared
 
     def takes(self, outputs: Tensor, targets: Tensor) -> bool:
         """Return whether the function returns a finite number, and derivatives, for such targets of a batch."""
@@ -106,6 +115,35 @@ class OwnLoss(Loss):
 
 class FunctionError(Exception):
     """A function of the user's own raised an error."""
+
+
+def _check_call(loss: OwnLoss, targets: Tensor, output_shape: torch.Size) -> None:
+    """Check that a function has no mistake that shows with whatever outputs; what it refuses of targets is no mistake.
+
+    Raises:
+        ValueError: names the mistake.
+    """
+    drawn = torch.randn(len(targets), *output_shape, generator=stream(0, "call of a loss")).to(targets.device)
+    mistakes: list[Exception] = []
+    for outputs in (drawn, drawn.sigmoid()):
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                value = copy.deepcopy(loss)(outputs.requires_grad_(), targets)
+        except MISTAKES as error:
+            mistakes.append(error)
+            continue
+        except Exception as error:  # noqa: BLE001  what else it refuses is said where that matters
+            log.debug("%s does not take such outputs: %s", type(loss).__name__, error)
+            return
+        if value.requires_grad:
+            return
+        mistakes.append(ValueError("what it returns does not depend on the outputs (are they detached?)"))
+    said = " ".join(str(mistakes[0]).split())
+    raise ValueError(
+        f"the loss can't be called as loss(outputs, targets) with outputs {tuple(drawn.shape)} and targets "
+        f"{targets.dtype} {tuple(targets.shape)}: {type(mistakes[0]).__name__}: {said}"
+    ) from mistakes[0]
 
 
 @losses.register("function")

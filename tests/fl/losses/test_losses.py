@@ -1,8 +1,10 @@
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 
 from fl.losses import losses
 from fl.losses.bce import BinaryCrossEntropy
@@ -194,3 +196,39 @@ def test_a_function_of_classes_has_targets_to_try_and_none_to_search_for():
     assert build_loss(weighted).every_target(torch.Size([3]), 4) is None
     with pytest.raises(ValueError, match=r"logits \(B, K\), K >= 2, under a loss with targets='classes', got \(3, 4\)"):
         known_loss(loss, torch.Size([3, 4]))
+
+
+def _takes_targets_first(targets: Tensor, outputs: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs, targets)
+
+
+def _wants_a_dictionary(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs["logits"], targets)  # type: ignore[call-overload]
+
+
+def _detaches(outputs: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(outputs.detach(), targets)
+
+
+def _reads_no_such_attribute(outputs: Tensor, targets: Tensor) -> Tensor:
+    return outputs.logits.sum() + targets.sum()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("mistaken", [_takes_targets_first, _wants_a_dictionary, _detaches, _reads_no_such_attribute])
+def test_a_function_with_a_mistake_is_refused_by_what_it_raises(mistaken: Callable[[Tensor, Tensor], Tensor]) -> None:
+    with pytest.raises(ValueError, match=r"can't be called as loss\(outputs, targets\) with outputs \(2, 3\)"):
+        build_loss(mistaken).prepare(torch.tensor([0, 2]), torch.Size([3]))
+
+
+def test_a_function_of_probabilities_and_one_that_refuses_some_targets_are_no_mistakes() -> None:
+    def never_one_class(outputs: Tensor, targets: Tensor) -> Tensor:
+        if len(targets.unique()) < 2:
+            raise RuntimeError("one class alone")
+        return functional.cross_entropy(outputs, targets)
+
+    def of_probabilities(outputs: Tensor, targets: Tensor) -> Tensor:
+        return functional.binary_cross_entropy(outputs, targets)
+
+    labels = torch.tensor([1, 1])
+    assert torch.equal(build_loss(never_one_class).prepare(labels, torch.Size([3])), labels)
+    assert build_loss(of_probabilities).prepare(torch.ones(2, 3), torch.Size([3])).shape == (2, 3)
