@@ -158,6 +158,25 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
             f"expected a model without random numbers {mode}, got some (functional dropout or a random flip, say), "
             f"which can't be replayed; {remedy if training else always}"
         )
+    _check_derivative(copies[0], batch[:2])
+
+
+def _check_derivative(model: nn.Module, inputs: Tensor) -> None:
+    """Run a network forward and backward.
+
+    Raises:
+        ValueError: it runs forward alone.
+    """
+    with torch.enable_grad():
+        returned: Tensor = model(inputs)
+        if not returned.requires_grad:
+            return
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        try:
+            torch.autograd.grad(returned.sum(), parameters, allow_unused=True)
+        except (RuntimeError, NotImplementedError) as error:
+            said = " ".join(str(error).split())
+            raise ValueError(f"expected a model that can be trained, but its backward pass raises: {said}") from error
 
 
 def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> None:

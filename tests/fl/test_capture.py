@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import attacks
 from defenses.clip import Clip
@@ -487,3 +487,19 @@ def test_settings_that_there_are_not_are_refused_by_name(model, batch, gradient)
         from_batch(model, *batch, kind="gradient")
     with pytest.raises(ValueError, match="expected options or single settings, got both: seeds"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, options=CapturedUpdateSettings(), seeds=1)
+
+
+def test_a_model_that_runs_forward_alone_is_refused_by_what_its_backward_pass_raises() -> None:
+    class WritesOverWhatItNeeds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(12, 6), nn.Linear(6, 3)
+
+        def forward(self, images: Tensor) -> Tensor:
+            hidden = self.first(images.flatten(1)).sigmoid()
+            hidden[:, :3].relu_()
+            return self.last(hidden)
+
+    images, labels = torch.rand(1, 3, 2, 2), torch.tensor([1])
+    with pytest.raises(ValueError, match="its backward pass raises: one of the variables needed for gradient"):
+        from_batch(WritesOverWhatItNeeds(), images, labels)
