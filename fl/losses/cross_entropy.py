@@ -16,6 +16,8 @@ ONE_CLASS = (
     "loss='mse'"
 )
 """Why a classifier of one output is refused."""
+ROUNDING = 1e-3
+"""By which probabilities may miss a sum of 1."""
 
 
 @losses.register("cross-entropy")
@@ -49,7 +51,8 @@ class CrossEntropy(Loss):
         """Return classes int64 (B,)."""
         classes = output_shape[0]
         if targets.ndim != 1 or targets.dtype != torch.int64:
-            raise ValueError(f"expected labels int64 ({len(targets)},), got {targets.dtype} {tuple(targets.shape)}")
+            got = f"{targets.dtype} {tuple(targets.shape)}"
+            raise ValueError(f"expected labels int64 ({len(targets)},), got {got}{_conversion_hint(targets, classes)}")
         if int(targets.min()) < 0 or int(targets.max()) >= classes:
             raise ValueError(f"expected labels in [0, {classes}), got {int(targets.min())} to {int(targets.max())}")
         return targets
@@ -70,3 +73,15 @@ class CrossEntropy(Loss):
         """Return 1 for a wrong class."""
         found, true = (labels.argmax(1) if labels.ndim == 2 else labels for labels in (found, true))
         return (found != true.to(found.device)).double()
+
+
+def _conversion_hint(targets: Tensor, classes: int) -> str:
+    """Return how classes are made of such targets; nothing where nobody can know."""
+    if targets.ndim == 2 and targets.shape[1] == classes and bool(((targets.sum(1) - 1).abs() < ROUNDING).all()):
+        if bool((targets.amax(1) == 1).all()):
+            return "; of one-hot labels take .argmax(1)"
+        return "; probabilities of classes need a loss of their own: a function of the outputs and the targets"
+    flat = ".flatten()" if targets.ndim == 2 and targets.shape[1] == 1 else ""
+    if (targets.ndim != 1 and not flat) or targets.is_complex():
+        return ""
+    return f"; take {flat}{'' if targets.dtype == torch.int64 else '.long()'} of them"

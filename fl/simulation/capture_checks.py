@@ -197,7 +197,9 @@ def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> No
         got = "none" if first is None else f"{first.dtype} {tuple(first.shape)}"
         raise ValueError(f"expected inputs (B, ...) of at least one example, got {got}")
     if not labels.ndim or len(labels) != len(first):
-        raise ValueError(f"expected labels int64 ({len(first)},), got {labels.dtype} {tuple(labels.shape)}")
+        alone = first.ndim == 3 and labels.numel() == 1
+        hint = "; one picture needs a dimension of the batch: inputs[None]" if alone else ""
+        raise ValueError(f"expected labels int64 ({len(first)},), got {labels.dtype} {tuple(labels.shape)}{hint}")
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         _check_pictures(inputs, input_range)
 

@@ -503,3 +503,8 @@ def test_a_model_that_runs_forward_alone_is_refused_by_what_its_backward_pass_ra
     images, labels = torch.rand(1, 3, 2, 2), torch.tensor([1])
     with pytest.raises(ValueError, match="its backward pass raises: one of the variables needed for gradient"):
         from_batch(WritesOverWhatItNeeds(), images, labels)
+
+
+def test_one_picture_without_a_dimension_of_the_batch_is_refused_with_how_to_add_it(model) -> None:
+    with pytest.raises(ValueError, match=r"expected labels int64 \(3,\), got .*: inputs\[None\]"):
+        from_batch(model, torch.rand(3, 6, 6), torch.tensor([1]))

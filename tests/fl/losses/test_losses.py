@@ -232,3 +232,19 @@ def test_a_function_of_probabilities_and_one_that_refuses_some_targets_are_no_mi
     labels = torch.tensor([1, 1])
     assert torch.equal(build_loss(never_one_class).prepare(labels, torch.Size([3])), labels)
     assert build_loss(of_probabilities).prepare(torch.ones(2, 3), torch.Size([3])).shape == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (torch.tensor([0.0, 2.0]), r"float32 \(2,\); take \.long\(\) of them"),
+        (torch.tensor([[0], [2]]), r"int64 \(2, 1\); take \.flatten\(\) of them"),
+        (torch.tensor([[0.0], [2.0]]), r"take \.flatten\(\)\.long\(\) of them"),
+        (torch.eye(3)[[0, 2]], r"float32 \(2, 3\); of one-hot labels take \.argmax\(1\)"),
+        (torch.full((2, 4), 0.25), r"float32 \(2, 4\)$"),
+        (torch.full((2, 3), 1 / 3).double(), r"probabilities of classes need a loss of their own"),
+    ],
+)
+def test_labels_of_another_form_are_refused_with_what_makes_them_classes(labels: Tensor, said: str) -> None:
+    with pytest.raises(ValueError, match=rf"expected labels int64 \(2,\), got .*{said}"):
+        CrossEntropy().prepare(labels, torch.Size([3]))
