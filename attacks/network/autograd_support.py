@@ -18,6 +18,8 @@ AUTOGRAD_ERRORS = (RuntimeError, NotImplementedError, IndexError)
 """What torch raises of operations that it can't differentiate or evaluate in batches, or not at all guesses."""
 ATTACKS = Path(__file__).resolve().parents[1]
 """Where the attacks' own code lies."""
+BESIDE = 0.1
+"""Standard deviation of what is added to weights, where a network may be flat for these alone."""
 
 
 def autograd_obstacle(view: ServerView, error: Exception) -> str | None:
@@ -40,19 +42,27 @@ def _arose_in_attacks(error: Exception) -> bool:
 
 
 def flat_obstacle(view: ServerView) -> str | None:
-    """Return why steps towards a picture lead nowhere: what the network returns does not change with small ones."""
-    model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
+    """Return why steps towards a picture lead nowhere: what the network returns does not change with small ones.
+
+    A network may be flat for its weights alone, as with a head at zero. So it is asked with others beside them, too.
+    """
     count = max((size for steps in view.schedule or () for step in steps for size in step), default=1)
-    images = torch.rand(max(count, 1), *view.task.input_shape, generator=stream(0, "flat"))
+    draw = stream(0, "flat")
+    images = torch.rand(max(count, 1), *view.task.input_shape, generator=draw)
     images = images.to(device=view.device, dtype=view.dtype).requires_grad_()
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
-        try:
-            returned: Tensor = model(images)
-            (slope,) = torch.autograd.grad(returned.square().sum(), [images], allow_unused=True)
-        except (*AUTOGRAD_ERRORS, *RUN_ERRORS):  # why it does not run is said where it has to
+    model = copy.deepcopy(view.task.model).to(device=view.device, dtype=view.dtype).train(view.method.train_mode)
+    for spread in (0.0, BESIDE):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            for parameter in model.parameters():
+                parameter.data += (spread * torch.randn(parameter.shape, generator=draw)).to(parameter)
+            try:
+                returned: Tensor = model(images)
+                weights = torch.randn(returned.shape, generator=draw).to(returned)
+                (slope,) = torch.autograd.grad((weights * returned).sum(), [images], allow_unused=True)
+            except (*AUTOGRAD_ERRORS, *RUN_ERRORS):  # why it does not run is said where it has to
+                return None
+        if slope is not None and bool(slope.any()):
             return None
-    if slope is not None and bool(slope.any()):
-        return None
     return (
         "steps towards the picture go by how what the network returns changes with it, and no gradient gets there: "
         "rounding, thresholds or whole numbers (indices, say) lie between"

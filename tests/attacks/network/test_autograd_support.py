@@ -1,0 +1,33 @@
+"""What torch can't do with a network."""
+
+import torch
+from torch import Tensor, nn
+
+from attacks.network.autograd_support import flat_obstacle
+from fl.capture import from_batch
+from fl.view import ServerView
+
+
+class Rounded(nn.Module):
+    """Looks at pixels through whole numbers alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(12, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.linear((4 * images.flatten(1)).round())
+
+
+def seen_of(model: nn.Module) -> ServerView:
+    """The server's view of one step on a picture."""
+    picture = torch.rand((1, 3, 2, 2), generator=torch.Generator().manual_seed(1))
+    return from_batch(model, picture, torch.tensor([1]))[0]
+
+
+def test_a_network_is_flat_where_it_rounds_and_not_where_only_its_weights_are_zero() -> None:
+    head = nn.Linear(12, 3)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    assert flat_obstacle(seen_of(nn.Sequential(nn.Flatten(), head))) is None
+    assert "rounding, thresholds" in str(flat_obstacle(seen_of(Rounded())))
