@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from attacks.base import Attack
 from defenses import defenses
+from eval.audit.update_sanity import ALL_ZERO
 from eval.audit.user_model import Subject
 from eval.experiment.capture_spec import CaptureSpec
 from eval.experiment.serialization import section_spec
@@ -118,6 +119,8 @@ def describe_contradiction(subject: Subject) -> str:
     """Say in words if an update is not what the model makes of its images, or can be of no images; else nothing."""
     if not subject.mismatched or subject.truth is None:
         return subject.inconsistency
+    if subject.inconsistency == ALL_ZERO:  # no setting makes it fit
+        return ALL_ZERO
     doubt = f"{subject.inconsistency}. Otherwise " if subject.inconsistency else ""
     used = len(subject.truth.inputs)
     which = f", and the images: the first {used} of {subject.n_given} given, in their order" if subject.n_given else ""

@@ -13,20 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
-from fl.runtime import tensor_archives
+from eval.audit.tensor_files import read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
 AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
 """Words by which people call the weights before and after local training."""
 STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
 """What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
-KINDS = (".npz", ".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-"""Endings of files that are read; those between the first and the last as `torch.save` writes them."""
-PICKLE_HINT = (
-    "pickle can run code, so only tensors are read. Where you trust the file, write it again: "
-    "numpy.savez('update.npz', *arrays) for a list of arrays, numpy.savez('update.npz', **arrays) for a dictionary, "
-    "torch.save(tensors, 'update.pt') for tensors by name"
-)
 PAIR_HINT = (
     "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
     "by --before and --after"
@@ -78,15 +71,16 @@ def load_update(path: Path) -> CapturedUpdate:
         ValueError: it holds something else.
     """
     wanted = f"expected tensors by parameter name in {path}"
-    found = _read(path, wanted)
+    found, written_out = with_plain_tensors(read_tensor_file(path, wanted), wanted)
     facts = found.pop(FACTS, None) if isinstance(found, dict) else None
     if isinstance(facts, Tensor):
         training, origin = read_facts(facts.numpy().tobytes(), path)
         where = "; ".join(f"{name}: {value}" for name, value in sorted(origin.items()))
         note = f"recorded: {where or 'nobody says where'}; training: {training.in_words()}"
         plain = _load_update(found, path, wanted)
-        return replace(plain, training=training, notes=(*plain.notes, note))
-    return _load_update(found, path, wanted)
+        return replace(plain, training=training, notes=(*plain.notes, *written_out, note))
+    plain = _load_update(found, path, wanted)
+    return replace(plain, notes=(*written_out, *plain.notes))
 
 
 def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
@@ -132,14 +126,19 @@ def as_state(given: Part, what: str) -> CapturedUpdate:
         ValueError: it is something else.
     """
     wanted = f"{what}: expected a file, tensors by parameter name, or arrays in the order of model.state_dict()"
+    file = ""
+    found: object = given
     if isinstance(given, str | Path):
-        path = Path(given)
-        wanted = f"expected tensors by parameter name in {path}"
-        return _from_state(_read(path, wanted), wanted, path.name)
-    if isinstance(given, nn.Module):
-        given = dict(given.state_dict())
-    plain = dict(given) if isinstance(given, Mapping) else given
-    return _from_state(_as_tensors(plain), wanted)
+        file = Path(given).name
+        wanted = f"expected tensors by parameter name in {given}"
+        found = read_tensor_file(Path(given), wanted)
+    elif isinstance(given, nn.Module):
+        found = dict(given.state_dict())
+    elif isinstance(given, Mapping):
+        found = dict(given)
+    plain, written_out = with_plain_tensors(found, wanted)
+    state = _from_state(plain, wanted, file)
+    return replace(state, notes=(*written_out, *state.notes))
 
 
 def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpdate:
@@ -165,53 +164,6 @@ def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpda
 
 def _word(given: Part, otherwise: str) -> str:
     return Path(given).name if isinstance(given, str | Path) else otherwise
-
-
-def _as_tensors(found: object) -> object:
-    """Return a dictionary or list with its NumPy arrays as tensors."""
-    if isinstance(found, dict):
-        return {name: _as_tensors(value) for name, value in found.items()}
-    if isinstance(found, list | tuple):
-        return [_as_tensors(value) for value in found]
-    if isinstance(found, np.ndarray | np.generic) and found.dtype.kind in "biuf":
-        return torch.from_numpy(np.array(found))
-    return found
-
-
-def _read(path: Path, wanted: str) -> object:
-    """Return what the file holds, whatever that is."""
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}; expected the update as .npz, .pt or .safetensors")
-    if path.suffix == ".npy":
-        return _read_vector(path, wanted)
-    try:
-        if path.suffix == ".npz":
-            return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
-        return tensor_archives.read_tensors(path) if path.suffix == ".safetensors" else tensor_archives.read_state(path)
-    except PermissionError as error:
-        raise ValueError(f"{wanted}, got a file that must not be read") from error
-    except tensor_archives.ObjectsError as error:
-        raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
-    except (tensor_archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
-        kind, why = path.suffix if path.suffix in KINDS else ".pt", str(error).rstrip(".")
-        raise ValueError(
-            f"{wanted}, got a file that can't be read as {kind}: {why}. If it was cut off, get it again"
-        ) from error
-
-
-def _read_vector(path: Path, wanted: str) -> Tensor:
-    """Return the one array of an .npy file, which holds all numbers one after the other."""
-    try:
-        value = np.load(path, allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{wanted}, got an .npy file that holds no plain array: {error}; {PICKLE_HINT}") from error
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "biuf":
-        got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else "several (.npz)"
-        raise ValueError(
-            f"{wanted}, or one vector of all numbers, got one array (.npy), {got}: write all arrays, "
-            "numpy.savez('update.npz', *arrays)"
-        )
-    return torch.from_numpy(value)
 
 
 def _as_pair(found: object) -> dict[str, object] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.examples import Examples
+from eval.audit.image_sources import build_dataset, load_images
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
@@ -384,7 +386,7 @@ class AuditRequest:
 
     def _images(self) -> Examples:
         assert self.images is not None
-        data = Examples.of(subjects.load_images(self.images))
+        data = load_images(self.images)
         if self.source == "update":
             return data
         count = self._count
@@ -394,7 +396,7 @@ class AuditRequest:
 
     def _network(self) -> dict[str, Any]:
         assert self.dataset is not None
-        shape = subjects.build_dataset(self.dataset).load().input_shape
+        shape = build_dataset(self.dataset).load().input_shape
         if self.model is None and shape not in DEFAULT_NETWORKS:
             sizes = "x".join(map(str, shape))
             raise ValueError(
@@ -405,7 +407,8 @@ class AuditRequest:
 
 def _shareable_source(source: str) -> str:
     """Return the name of a file or a data set, without what a path tells of the machine."""
-    return Path(source).name if source.endswith(".npz") else str(yaml12.parse_settings(source).get("name"))
+    is_path = source.endswith(".npz") or Path(os.path.expanduser(source)).exists()
+    return Path(source).name if is_path else str(yaml12.parse_settings(source).get("name"))
 
 
 def _truth_notes(subject: Subject, source: str) -> list[str]:

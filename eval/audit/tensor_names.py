@@ -15,8 +15,10 @@ from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import untie_parameters, unwrap_model
 from fl.types import frozen
 
-WRAPPERS = {"module", "_orig_mod", "_module"}
-"""What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus) puts into its parameters' names."""
+WRAPPERS = {"module", "_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+"""What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus, FSDP, checkpointing) puts into names."""
+FLAT = re.compile(r"(?:^|\.)_?flat_param")
+"""What FSDP calls the parameters of a part of the model, one after the other in a vector, spread over processes."""
 ADAPTER_NAME = re.compile(r"\b(?:(?P<kind>lora_\w+|ia3_l|vera_\w+|hada_\w+)\.[^.]+(?=\.|$)|modules_to_save\.[^.]+\.)")
 """An adapter's name in names of PEFT's models, which its `get_peft_model_state_dict` leaves out."""
 ADAPTER_PART = re.compile(r"\.(?:lora_|ia3_|vera_|hada_)")
@@ -111,6 +113,14 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
     if known.issuperset(bare.values()) and len({*bare.values()}) == len(names):
         added = sorted({part for name in names for part in name.split(".")} & WRAPPERS)
         return bare, [f"names lose {' and '.join(f'{part}.' for part in added)}, which wrapping a model adds"]
+    if flat := next(filter(FLAT.search, names), None):
+        raise ValueError(
+            f"expected tensors as the model has them, got {flat!r}, the parameters of a part of it in one vector, as "
+            "FSDP keeps them: save with StateDictType.FULL_STATE_DICT, or torch.distributed.checkpoint.state_dict's "
+            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
+        )
+    if joined := _match_separators(names, known):
+        return joined
     parts = names[0].split(".") if names else []
     for cut in range(1, len(parts)):
         prefix = f"{'.'.join(parts[:cut])}."
@@ -125,6 +135,19 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
             "function return PEFT's own model, peft.get_peft_model(model, config), with the adapter as it was sent"
         )
     return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
+
+
+def _match_separators(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
+    """Return the model's names by those that have other characters for its dots (`fc/weight`); None of others."""
+    short: dict[str, list[str]] = {}
+    for name in known:
+        short.setdefault(re.sub(r"[./:_]+", "_", name), []).append(name)
+    found = {name: short.get(re.sub(r"[./:_]+", "_", name), []) for name in names}
+    own = {name: mine[0] for name, mine in found.items() if len(mine) == 1}
+    if len(own) < len(names) or len({*own.values()}) < len(names):
+        return None
+    example = next(name for name in names if own[name] != name)
+    return own, [f"names have dots in place of other characters: {example!r} is {own[example]!r}"]
 
 
 def _match_adapters(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:

@@ -17,6 +17,11 @@ MAX_BIAS_SUM = 0.05
 """Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
 MIN_WEIGHT_COSINE = 0.9
 """Cosine between an update and the weights above which it is no change of them."""
+ALL_ZERO = (
+    "all numbers of the update are zero, so it tells nothing of any image: the client trained nothing (it skipped the "
+    "round, all it trains is frozen, or its step size is 0), or the same weights were taken for before and after"
+)
+"""What is said of an update of zeros."""
 SIGN_THRESHOLD = 1e-4
 """Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
@@ -32,6 +37,8 @@ def find_inconsistency(view: ServerView) -> str:
     Args:
         view: of a captured update.
     """
+    if not any(bool(dense(value).any()) for value in view.update.values()):
+        return ALL_ZERO
     read = AdaptiveFirstStep.of(view)
     if isinstance(read, StepSizeDoubt):
         return read.reason

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-import numpy as np
 from torch import Tensor, nn
 
 from eval.audit.examples import Examples, check_examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
-from eval.io import yaml12
-from eval.io.errors import DAMAGED
 from eval.metrics.update_prediction_error import prediction_error
 from fl.capture import ClientSettings, from_batch
-from fl.data import Source, datasets
-from fl.data.sources.npz_files import REQUIRED_ARRAYS, read_batch
 from fl.models.function import require_weights
-from fl.registry import UnknownNameError
 from fl.runtime.user_code import call_user_function, find_callable
 from fl.types import Batch, Truth
 from fl.view import ServerView
@@ -84,50 +77,6 @@ def load_user_model(target: str) -> UserModel:
         model, inputs, labels = made
         return UserModel(require_weights(model, target), check_examples(target, inputs, labels))
     raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
-
-
-def load_images(source: str) -> Batch:
-    """Return all images of a data set or an `.npz` file.
-
-    Raises:
-        UnknownNameError: there is no such data set.
-        FileNotFoundError: there is no such file or folder.
-        ValueError: a damaged file, one without images or labels, or a setting that is missing or does not fit.
-    """
-    if not source.endswith(".npz"):
-        return build_dataset(source).load().train
-    path = Path(source)
-    if not path.is_file():
-        raise FileNotFoundError(f"no file {path}; expected arrays `images` and `labels` in it (see --help)")
-    try:
-        with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
-            keys = [*file.files]
-    except (AttributeError, TypeError, *DAMAGED):
-        keys = [*REQUIRED_ARRAYS]  # what is wrong with the file is said by what reads it
-    if absent := [key for key in REQUIRED_ARRAYS if key not in keys]:
-        found = ", ".join(map(repr, keys)) or "no arrays"
-        raise ValueError(
-            f"expected arrays {' and '.join(REQUIRED_ARRAYS)} in {path}, got no {' or '.join(absent)} but {found}"
-        )
-    return read_batch(path)[0]
-
-
-def build_dataset(text: str) -> Source:
-    """Return a data set by its name or as settings: `faces`, `{name: folder, path: pictures}`.
-
-    Raises:
-        UnknownNameError: there is no such data set or setting.
-        ValueError: a setting that is missing or does not fit.
-    """
-    settings = yaml12.parse_settings(text)
-    try:
-        return datasets.build(settings)
-    except UnknownNameError:
-        raise
-    except ValueError as error:
-        if len(settings) > 1:
-            raise
-        raise ValueError(f"{error}; give it as settings: '{{name: {text}, ...}}'") from error
 
 
 def take_first(data: Examples | Batch, count: int, source: str, option: str = "--count") -> Examples:

@@ -76,8 +76,10 @@ Clients = Annotated[
 Images = Annotated[
     str | None,
     typer.Option(
-        help="True images for MODULE:FUNCTION or --update: a data set by name or settings, or an .npz file of images, "
-        "uint8 [N, H, W, 1 or 3] or [N, H, W] for gray, and labels, integers [N] that count the model's outputs from 0."
+        help="True images for MODULE:FUNCTION or --update: a data set by name or settings, a folder with "
+        "pictures in a folder for each label, or an .npz file of images, uint8 [N, H, W, 1 or 3] or [N, H, W] for gray "
+        "(or inputs as the model takes them, in a floating-point type), and labels, integers [N] that count the "
+        "model's outputs from 0."
     ),
 ]
 Attacks = Annotated[

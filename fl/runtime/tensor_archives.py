@@ -8,6 +8,7 @@ these only sizes are checked. For files of any kind, a file `NAME.sha256` beside
 from __future__ import annotations
 
 import hashlib
+import warnings
 import zipfile
 import zlib
 from collections.abc import Collection
@@ -84,7 +85,9 @@ def read_state(path: Path) -> Any:
         check_zip(path)
     try:
         atomic_files.before_disk_change("allocate", path)
-        found = torch.load(path, map_location="cpu", weights_only=True)
+        # a file's name tells torch how to read it; it is to go by what is inside
+        with path.open("rb") as opened, warnings.catch_warnings(action="ignore"):
+            found = torch.load(opened, map_location="cpu", weights_only=True)
     except PermissionError:
         raise
     except READ_ERRORS as error:

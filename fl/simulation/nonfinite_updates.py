@@ -104,10 +104,17 @@ def form_mismatch(value: object) -> str:
         return ""
     if not isinstance(value, Tensor):
         return f"as a tensor, got {type(value).__name__}"
+    if value.is_meta:
+        return "as numbers, got a tensor on the device meta, which has a shape and none; give it as training left it"
     if value.layout is not torch.strided:
         return f"as a dense tensor, got {value.layout}; call .to_dense()"
+    if value.is_quantized:
+        return f"in a floating-point type, got {value.dtype}; call .dequantize()"
     if not value.is_floating_point():
-        return f"in a floating-point type, got {value.dtype}; call .{'real' if value.is_complex() else 'float()'}"
+        hint = "call .real" if value.is_complex() else "call .float()"
+        if value.dtype in {torch.int8, torch.uint8, torch.int16}:
+            hint += "; of a quantized update take (values - zero_point) * scale first, by tensor or channel"
+        return f"in a floating-point type, got {value.dtype}; {hint}"
     return ""
 
 

@@ -14,6 +14,7 @@ import attacks
 from attacks.base import NotApplicable, Reconstruction
 from eval.audit import attack_selection, execution
 from eval.audit import user_model as audited
+from eval.audit.image_sources import load_images
 from eval.audit.request import AuditRequest
 from eval.audit.user_model import Subject
 from eval.commands import terminal
@@ -180,7 +181,7 @@ def test_a_part_of_a_batch_settles_nothing():
 
 def test_only_updates_that_are_open_are_attacked_again(mine):
     model = __import__(mine).flat()
-    faces = audited.take_first(audited.load_images("{name: faces, size: 12}"), 2, "faces")
+    faces = audited.take_first(load_images("{name: faces, size: 12}"), 2, "faces")
     pairs = [from_batch(model, faces.inputs[i : i + 1], faces.labels[i : i + 1]) for i in range(2)]
     view, truth = pairs[1]
     noise = torch.randn(16, 144, generator=torch.Generator().manual_seed(0))
@@ -197,7 +198,7 @@ def test_only_updates_that_are_open_are_attacked_again(mine):
 
 
 def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(mine):
-    face = audited.take_first(audited.load_images("{name: faces, size: 12}"), 1, "faces")
+    face = audited.take_first(load_images("{name: faces, size: 12}"), 1, "faces")
     view, _ = from_batch(__import__(mine).pooled(), face.inputs, face.labels)
     np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})
     result = audit("--update", "update.npz", "--model", f"{mine}:pooled", "--input-shape", "1,12,12")
@@ -211,7 +212,7 @@ def test_what_an_attack_says_of_a_captured_update_is_said_without_the_images(min
 
 
 def test_an_update_of_adam_settles_nothing_and_is_named(mine):
-    face = audited.take_first(audited.load_images("{name: faces, size: 12}"), 1, "faces")
+    face = audited.take_first(load_images("{name: faces, size: 12}"), 1, "faces")
     model = __import__(mine).flat()
     method = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
     view, truth = from_batch(model, face.inputs, face.labels, method=method)

@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 from attacks.base import Reconstruction
 from eval import cli
 from eval.audit.findings import AttackFinding, AuditReport
+from eval.audit.image_sources import load_images
 from eval.audit.request import AuditRequest
-from eval.audit.user_model import load_images, take_first
+from eval.audit.user_model import take_first
 from eval.audit.verdict import verdict
 from eval.commands import terminal
 from eval.metrics.score import score

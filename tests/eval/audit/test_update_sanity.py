@@ -7,12 +7,16 @@ import torch
 from torch import nn
 
 from defenses.noise import Noise
+from eval.audit.capture_plan import describe_contradiction
+from eval.audit.captured_files import CapturedUpdate
+from eval.audit.captured_update import of_update
 from eval.audit.execution import audit_updates
 from eval.audit.update_sanity import find_inconsistency
 from eval.audit.user_model import Subject
-from fl.capture import from_batch, from_update
+from fl.capture import ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.types import Batch
 
 SHAPE, CLASSES = (1, 6, 6), 10
 TURNED = "the sign of the update is turned"
@@ -47,12 +51,24 @@ def test_a_turned_sign_is_told_without_images(images):
     assert f"where {images} image(s) leave {images} at most; give weights before - after" in said
 
 
+def test_zeros_alone_are_said_to_be_that_and_not_to_have_the_wrong_sign():
+    zero = view(1, change=lambda name, value: torch.zeros_like(value))
+    said = find_inconsistency(zero)
+    assert said.startswith("all numbers of the update are zero, so it tells nothing of any image: the client trained")
+    data = Batch(torch.rand(1, *SHAPE, generator=stream(1, "images")), torch.zeros(1, dtype=torch.int64))
+    update = CapturedUpdate({name: torch.zeros_like(value) for name, value in zero.update.items()})
+    client = ClientSettings(method=FedAvg(steps=1, batch_size=None))
+    subject = of_update(network(), update, client, input_shape=SHAPE, batch_size=1, given=data)
+    assert describe_contradiction(subject) == said
+    moved = view(1, change=lambda name, value: value if name == "3.bias" else torch.zeros_like(value))
+    assert find_inconsistency(moved) == ""
+
+
 def test_what_can_not_be_told_is_left_unsaid():
     assert find_inconsistency(view(8, turn=-1.0)) == ""  # no more than eight classes are negative either way
     assert find_inconsistency(view(1, turn=-1.0, model=network(classes=2))) == ""
     assert find_inconsistency(view(1, turn=-1.0, model=network(bias=False))) == ""
     assert find_inconsistency(view(1, turn=-1.0, defense=Noise(std=0.1))) == ""
-    assert find_inconsistency(view(1, change=lambda name, value: torch.zeros_like(value))) == ""
     lifted = {"change": lambda name, value: value + 1}
     assert find_inconsistency(view(1, **lifted)).startswith("the update is not that of a softmax")
     for method in (FedAvg(steps=1, weight_decay=2.0), FedAvg(steps=2, weight_decay=2.0)):

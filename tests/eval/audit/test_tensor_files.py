@@ -1,0 +1,118 @@
+"""Files of tensors are told apart by what is in them; what is not read names the way to what is."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.captured import SHAPE, batch, change, network
+
+import hyperleak
+from eval.audit.captured_files import as_state, load_pair, load_update
+from eval.audit.tensor_names import with_model_names
+from fl.capture import from_update
+
+
+def refused(path):
+    with pytest.raises(ValueError, match="expected tensors by parameter name") as caught:
+        load_update(path)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["npz", "pt", "old", "safetensors"])
+@pytest.mark.parametrize("ending", [".npz", ".pt", ".safetensors", ".dat", ""])
+def test_the_bytes_of_a_file_say_what_it_is(tmp_path, kind, ending):
+    update, path = change(network(), batch()), tmp_path / f"update{ending}"
+    with path.open("wb") as file:
+        if kind == "npz":
+            np.savez(file, **{name: value.numpy() for name, value in update.items()})
+        elif kind == "safetensors":
+            save_file(update, tmp_path / "plain")
+            file.write((tmp_path / "plain").read_bytes())
+        else:
+            torch.save(update, file, _use_new_zipfile_serialization=kind == "pt")
+    found = load_update(path).update
+    assert found.keys() == update.keys()
+    assert all(torch.equal(found[name], value) for name, value in update.items())
+
+
+def test_a_file_of_another_kind_is_named_with_the_way_on(tmp_path):
+    path = tmp_path / "update.json"
+    for held in ({"fc.weight": [[1.0]]}, [[0.5, 1.0]], {}):
+        path.write_text(json.dumps(held, indent=2))
+        said = refused(path)
+        assert "got JSON: numpy.savez(" in said
+        assert "open('update.json')" in said
+        assert "pickle" not in said
+    for first, word in ((b"\x89HDF\r\n\x1a\n", "HDF5"), (b"\x1f\x8b\x08", "gzip: unpack"), (b"GGUF", "GGUF")):
+        path.write_bytes(first + bytes(40))
+        assert f"got {word}" in refused(path)
+    (tmp_path / "adapter").mkdir()
+    assert refused(tmp_path / "adapter").endswith("got a folder; give a file")
+    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
+    assert refused(tmp_path / "adapter").endswith("got a folder; give a file in it: adapter_model.safetensors")
+
+
+def test_tensors_without_numbers_are_refused_by_name(tmp_path):
+    model, update = network(), change(network(), batch())
+    bare = {name: value.to("meta") for name, value in update.items()}
+    torch.save(bare, tmp_path / "u.pt")
+    said = "under '0.weight' on the device meta, which has a shape and no numbers"
+    assert said in refused(tmp_path / "u.pt")
+    for call in (
+        lambda: as_state(bare, "update"),
+        lambda: load_pair(bare, bare),
+        lambda: load_pair(None, tmp_path / "u.pt"),
+        lambda: hyperleak.audit(model, update=bare, input_shape=SHAPE),
+    ):
+        with pytest.raises(ValueError, match="device meta, which has a shape and no"):
+            call()
+    with pytest.raises(ValueError, match=r"'0.weight' as numbers, got a tensor on the device meta"):
+        from_update(model, bare, input_shape=SHAPE)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_sparse_and_quantized_tensors_are_written_out(tmp_path):
+    update = change(network(), batch())
+    torch.save({name: value.to_sparse() for name, value in update.items()}, tmp_path / "u.pt")
+    found = load_update(tmp_path / "u.pt")
+    assert found.notes == ("sparse tensors were written out as plain numbers",)
+    assert all(torch.equal(found.update[name], value) for name, value in update.items())
+    scaled = {n: torch.quantize_per_tensor(v, float(v.abs().max()) / 127, 0, torch.qint8) for n, v in update.items()}
+    torch.save({"state_dict": scaled}, tmp_path / "u.pt")
+    found = load_update(tmp_path / "u.pt")
+    assert found.notes[0] == "quantized tensors were written out as plain numbers"
+    assert all(torch.equal(found.update[name], value.dequantize()) for name, value in scaled.items())
+    large = torch.sparse_coo_tensor([[0], [0]], [1.0], (2**20, 2**20), check_invariants=True)
+    torch.save({"0.weight": large}, tmp_path / "u.pt")
+    assert "takes 4096.0 GiB as plain numbers" in refused(tmp_path / "u.pt")
+
+
+def test_a_file_that_holds_itself_ends():
+    held = {}
+    held["inner"] = held
+    with pytest.raises(ValueError, match="expected"):
+        as_state(held, "update")
+
+
+def test_bytes_without_their_scale_are_refused_with_the_formula():
+    coarse = {name: (value * 100).to(torch.int8) for name, value in change(network(), batch()).items()}
+    with pytest.raises(ValueError, match=r"torch.int8; call .float\(\); of a quantized update take \(values - zero_p"):
+        from_update(network(), coarse, input_shape=SHAPE)
+
+
+def test_names_have_other_characters_for_dots_or_more_of_wrappers():
+    model, update = network(), change(network(), batch())
+    for sign in "/:_":
+        given = {name.replace(".", sign): value for name, value in update.items()}
+        found = with_model_names(as_state(given, "update"), model)
+        assert found.update.keys() == update.keys()
+        assert f"names have dots in place of other characters: '0{sign}weight' is '0.weight'" in found.notes
+    alike = torch.nn.ModuleDict({"a_b": torch.nn.Linear(1, 1), "a": torch.nn.ModuleDict({"b": torch.nn.Linear(1, 1)})})
+    odd = {name.replace(".", "/"): value for name, value in alike.state_dict().items()}
+    assert with_model_names(as_state(odd, "update"), alike).update.keys() == odd.keys()  # two are alike: none is taken
+    given = {f"_fsdp_wrapped_module.{name}": value for name, value in update.items()}
+    assert with_model_names(as_state(given, "update"), model).update.keys() == update.keys()
+    with pytest.raises(ValueError, match=r"got '_fsdp_wrapped_module._flat_param'.*FULL_STATE_DICT"):
+        with_model_names(as_state({"_fsdp_wrapped_module._flat_param": torch.ones(5)}, "update"), model)
