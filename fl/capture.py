@@ -42,6 +42,7 @@ from fl.simulation.capture_checks import (
     check_training,
     choose_layout,
     count_ids,
+    floating_weight,
     protect_inputs,
     refuse_secure_aggregation,
     tensor_conversion_hint,
@@ -307,7 +308,7 @@ def task_of_update(
     own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
     form = _stated_form(known, model, stated)
     _check_classes(num_classes, known.built_loss)
-    _with_inputs(own, form, torch.full((1, *form.shape), 0.5).to(next(own.parameters())))
+    _with_inputs(own, form, torch.full((1, *form.shape), 0.5).to(floating_weight(own)))
     return known.task(own, form, _output_shape(own, form, known, num_classes))
 
 
@@ -338,7 +339,7 @@ def _output_shape(
 ) -> torch.Size:
     """Return the shape of what the model returns of one example, and let it return that alone."""
     count = known.batch_size if _check_positive(known.batch_size) else 1
-    gray = torch.full((count, *form.shape), 0.5).to(next(model.parameters()))
+    gray = torch.full((count, *form.shape), 0.5).to(floating_weight(model))
     try:
         shape = prepare_outputs(model, gray, known.built_loss, known.output)
     except ValueError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
-from eval.audit.tensor_files import read_tensor_file, with_plain_tensors
+from eval.audit.tensor_files import packed_hint, read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
 AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
@@ -24,8 +25,13 @@ PAIR_HINT = (
     "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
     "by --before and --after"
 )
-HALF_DIGITS = {torch.float16: "about 3 digits", torch.bfloat16: "2 to 3 digits"}
-"""What numbers of two bytes hold."""
+HALF_DIGITS = {
+    torch.float16: "about 3 digits",
+    torch.bfloat16: "2 to 3 digits",
+    torch.float8_e4m3fn: "about 1 digit",
+    torch.float8_e5m2: "less than 1 digit",
+}
+"""What numbers of two bytes, or one, hold."""
 Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object] | Tensor | np.ndarray
 """What a caller in Python may give as weights: a file, a model, a state dictionary, arrays without names, a vector."""
 
@@ -45,6 +51,7 @@ class CapturedUpdate:
         clients: of which the update is the mean, each of as many images.
         training: what a file recorded in a federation says of how the client trained; None of other files.
         scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
+        rounding: how much of its length the rounding of weights to numbers of two bytes may be.
     """
 
     update: dict[str, Tensor]
@@ -57,6 +64,7 @@ class CapturedUpdate:
     clients: int = 1
     training: TrainingFacts | None = None
     scale_unknown: bool = False
+    rounding: float = 0.0
 
 
 def load_update(path: Path) -> CapturedUpdate:
@@ -215,7 +223,8 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     tensors = {name: value for name, value in named.items() if name not in plain}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            remedy = PAIR_HINT if isinstance(value, dict | list | tuple) else "leave it out"
+            packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
+            remedy = packed or (PAIR_HINT if isinstance(value, dict | list | tuple) else "leave it out")
             raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
     if not tensors:
         raise ValueError(f"{wanted}, got none")
@@ -263,8 +272,24 @@ def _difference(
     notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
     coarse = half_precision_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
-    nameless = halves["before"].nameless
-    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless)
+    nameless, rounding = halves["before"].nameless, share_of_rounding(update, before, after)
+    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless, rounding=rounding)
+
+
+def share_of_rounding(update: Mapping[str, Tensor], *states: Mapping[str, Tensor]) -> float:
+    """Return how much of an update's length rounding may be, of weights that were kept in numbers of two bytes.
+
+    A number is off by its last place over the root of 12 (the standard deviation of rounding), and by the half of the
+    least number of its type, at most.
+    """
+    halves = [value for state in states for value in state.values() if value.dtype in HALF_DIGITS]
+    noise = 0.0
+    for value in halves:
+        kind = torch.finfo(value.dtype)
+        noise += kind.eps**2 / 12 * float(value.double().square().sum())
+        noise += (kind.tiny * kind.eps / 2) ** 2 * value.numel()
+    size = sum(float(value.double().square().sum()) for value in update.values() if value.is_floating_point())
+    return math.sqrt(noise / size) if size else 0.0
 
 
 def half_precision_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:

@@ -15,6 +15,7 @@ from eval.audit.captured_files import CapturedUpdate
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.audit.tensor_names import freeze_unsent
+from eval.audit.update_scale import describe_scale
 from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error
 from fl.aggregated_view import as_mean_of_clients
@@ -86,7 +87,10 @@ def of_update(
     notes = (*captured.notes, *filter(None, (unsent, decay)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
-    return subject if known_data is None else _with_truth(subject, known_data, view_of, scaled=scaled)
+    if known_data is None:
+        return subject
+    subject = replace(subject, tolerance=min(captured.rounding, UNKNOWN_ORDER_TOLERANCE))
+    return _with_truth(subject, known_data, view_of, scaled=scaled)
 
 
 def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:
@@ -103,7 +107,7 @@ def _with_truth(subject: Subject, given: Batch, view_of: Callable[[int], ServerV
     """Return the update with its true images, and whether it is what the model makes of them.
 
     Args:
-        subject: the update by itself.
+        subject: the update by itself, and the tolerance that its rounding alone asks for.
         given: images and labels, of which the first are the true ones.
         view_of: the view of an update of so many images.
         scaled: whether the step size is unknown.
@@ -112,11 +116,13 @@ def _with_truth(subject: Subject, given: Batch, view_of: Callable[[int], ServerV
     batch_size = view.batch_size or 1
     truth = fed_images.take_truth(given, batch_size)
     error = prediction_error(view, truth, scaled=scaled)
-    known = replace(subject, truth=truth, error=error, tolerance=_tolerance(view, batch_size), n_given=len(given))
+    tolerance = max(subject.tolerance, _tolerance(view, batch_size))
+    known = replace(subject, truth=truth, error=error, tolerance=tolerance, n_given=len(given))
     if not known.mismatched:
         return replace(known, inconsistency="")
     fits = fed_images.describe_matching_images(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
-    return replace(known, inconsistency=fits or subject.inconsistency)
+    scale = "" if fits else describe_scale(view, truth, MISMATCH)
+    return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, scale))))
 
 
 def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:
@@ -145,14 +151,14 @@ def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> st
     if moved and not view.method.train_mode:
         return (
             "the running statistics of batch norm in the file have moved, which they do in training mode alone, and "
-            "the model is in evaluation mode: let your function return model.train(), or give --method '{name: fedavg, "
-            "train_mode: true, ...}'"
+            "the client counts as in evaluation mode: give --method '{name: fedavg, train_mode: true, ...}', or no "
+            "--method and let your function return model.train()"
         )
     if not moved and view.method.train_mode:
         return (
-            "the running statistics of batch norm in the file have not moved, as in evaluation mode, and the model is "
-            "in training mode: let your function return model.eval(), or give --method '{name: fedavg, train_mode: "
-            "false, ...}'"
+            "the running statistics of batch norm in the file have not moved, as in evaluation mode, and the client "
+            "counts as in training mode: give --method '{name: fedavg, train_mode: false, ...}', or no --method and "
+            "let your function return model.eval()"
         )
     return ""
 

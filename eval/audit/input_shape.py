@@ -12,6 +12,7 @@ from torch import nn
 from eval.run.runner import RUN_ERRORS
 from fl.method import Method
 from fl.runtime.module_copies import copy_model
+from fl.simulation.capture_checks import floating_weight
 
 TRIED_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 """Heights and widths that are tried on a model that takes no images of those given."""
@@ -69,7 +70,7 @@ def _accepted_shapes(probe: nn.Module) -> set[Shape]:
 
 def _run(probe: nn.Module, shape: Shape) -> object:
     """Return what the model returns for a gray image; the global random numbers stay as they were."""
-    like = next(iter(probe.parameters()))
+    like = floating_weight(probe)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return probe(torch.full((1, *shape), 0.5).to(like))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -85,12 +85,12 @@ def _kind_of_file(path: Path, wanted: str) -> str:
         raise ValueError(f"{wanted}, got {foreign}")
     if head.startswith(b"\x93NUMPY"):
         return ".npy"
-    if head.startswith(b"\x80"):  # a pickle
-        return path.suffix if path.suffix in KINDS[1:-1] else ".pt"
     if head.startswith(b"PK"):
         return _kind_of_zip(path)
-    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_UNPACKED_BYTES:
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_UNPACKED_BYTES:  # whatever its first byte is
         return ".safetensors"
+    if head.startswith(b"\x80"):  # a pickle
+        return path.suffix if path.suffix in KINDS[1:-1] else ".pt"
     if re.match(rb"\s*[\[{]\s*[\[{\"\d\]}-]", head):
         raise ValueError(f"{wanted}, got {JSON_HINT.replace('{file}', path.name)}")
     return path.suffix if path.suffix in {*KINDS, ".npy"} else ".pt"
@@ -122,6 +122,19 @@ def _read_vector(path: Path, wanted: str) -> Tensor:
             "numpy.savez('update.npz', *arrays)"
         )
     return torch.from_numpy(value)
+
+
+def packed_hint(words: Collection[str]) -> str:
+    """Return how to write out a tensor of which a file has such parts in its place; empty where they are others."""
+    plain = {word.lower() for word in words}
+    if plain & {"indices", "index", "idx"} and plain & {"values", "value", "vals"}:
+        return (
+            "numbers and their places are no tensor yet: write each out, t = torch.zeros(number of its entries), "
+            "t[indices] = values, t.view(its shape)"
+        )
+    if any(word.startswith("scale") for word in plain):
+        return "scaled integers are no update yet: write each out, (values - zero_point) * scale"
+    return ""
 
 
 def with_plain_tensors(found: object, wanted: str) -> tuple[object, list[str]]:

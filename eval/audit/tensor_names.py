@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from eval.audit.captured_files import CapturedUpdate, half_precision_note
+from eval.audit.captured_files import CapturedUpdate, half_precision_note, share_of_rounding
 from eval.audit.recorded_update import subtract
+from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import untie_parameters, unwrap_model
 from fl.types import frozen
@@ -21,6 +22,8 @@ FLAT = re.compile(r"(?:^|\.)_?flat_param")
 """What FSDP calls the parameters of a part of the model, one after the other in a vector, spread over processes."""
 ADAPTER_NAME = re.compile(r"\b(?:(?P<kind>lora_\w+|ia3_l|vera_\w+|hada_\w+)\.[^.]+(?=\.|$)|modules_to_save\.[^.]+\.)")
 """An adapter's name in names of PEFT's models, which its `get_peft_model_state_dict` leaves out."""
+DORA_PART = ("lora_magnitude_vector.weight", "lora_magnitude_vector")
+"""What the magnitudes of DoRA are called in a model, and in a file of PEFT."""
 ADAPTER_PART = re.compile(r"\.(?:lora_|ia3_|vera_|hada_)")
 """What is in the names of an adapter's tensors alone."""
 
@@ -43,15 +46,19 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     update = {own[name]: value for name, value in captured.update.items() if name in own}
     before = {own[name]: value for name, value in captured.before.items() if name in own}
     notes = [*captured.notes, *said]
+    rounding = captured.rounding
     if captured.weights:
-        update = _from_own_weights(update, model)
+        notes += half_precision_note(update, "weights")
+        after, update = update, _from_own_weights(update, model)
+        rounding = share_of_rounding(update, after)
     elif not before:
         notes += half_precision_note(update, "update")
+        rounding = share_of_rounding(update, update)
     whole = set(update)
     update = untie_parameters(model, update)
     if tied := sorted(whole - set(update)):
         notes.append(f"{', '.join(tied)}: further names of parameters that have another (tied weights)")
-    kept = {name for name, _ in model.named_buffers()} & set(model.state_dict())
+    kept = {name for name, _ in model.named_buffers(remove_duplicate=False)} & set(model.state_dict())
     buffers = {name: value for name, value in update.items() if name in kept}
     still = {name for name in frozen(model) if name in update and not update[name].any()}
     if buffers:
@@ -62,9 +69,8 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     if still:
         notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
     update = {name: value for name, value in update.items() if name not in kept | still}
-    return replace(
-        captured, update=update, buffers=buffers, notes=tuple(notes), before=before, nameless=False, weights=False
-    )
+    plain = replace(captured, nameless=False, weights=False, rounding=rounding)
+    return replace(plain, update=update, buffers=buffers, notes=tuple(notes), before=before)
 
 
 def _from_own_weights(after: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -134,7 +140,20 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
             f"expected a model with the adapter whose tensors the file has ({names[0]!r}), got one without: let your "
             "function return PEFT's own model, peft.get_peft_model(model, config), with the adapter as it was sent"
         )
+    _refuse_packed(names, known)
     return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
+
+
+def _refuse_packed(names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names of parts that make up a tensor of the model, such as the places and values of a sparse one."""
+    packed: dict[str, list[str]] = {}
+    for name in names:
+        whole, _, part = name.rpartition(".")
+        if whole in known:
+            packed.setdefault(whole, []).append(part)
+    for whole, words in packed.items():
+        if hint := packed_hint(words):
+            raise ValueError(f"expected {whole!r} as the model has it, got {', '.join(words)}: {hint}")
 
 
 def _match_separators(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
@@ -155,7 +174,15 @@ def _match_adapters(names: Sequence[str], known: Collection[str]) -> tuple[dict[
     short: dict[str, list[str]] = {}
     for name in known:
         if ADAPTER_NAME.search(name):
-            short.setdefault(ADAPTER_NAME.sub(lambda found: found["kind"] or "", name), []).append(name)
+            bare = ADAPTER_NAME.sub(lambda found: found["kind"] or "", name)
+            short.setdefault(bare.replace(*DORA_PART), []).append(name)
+    if all(short.get(name) for name in names) and any(len(short[name]) > 1 for name in names):
+        adapters = ", ".join(sorted({_adapter(name) for name in short[names[0]]}))
+        raise ValueError(
+            f"expected the names of tensors with their adapter's, since the model has several ({adapters}), got "
+            f"{names[0]!r}: save them by model.named_parameters(), or let your function return a model with that one "
+            "alone, model.delete_adapter(other)"
+        )
     own = {name: short[name][0] if len(short.get(name, ())) == 1 else name for name in names}
     if not set(own.values()) <= set(known) or own == {name: name for name in names}:
         return None

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
+from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
+from fl.defense import Defense, UnknownDefense
 from fl.predict import predict
 from fl.tensors import dense
 from fl.types import Candidate
@@ -17,6 +19,9 @@ MAX_BIAS_SUM = 0.05
 """Share of its size that the bias's update may sum to: what half precision makes of zero stays below."""
 MIN_WEIGHT_COSINE = 0.9
 """Cosine between an update and the weights above which it is no change of them."""
+MIN_SPARSE_ROWS, MIN_MISSING_SHARE, MIN_STEPS_OF_GRID = 8, 0.02, 8
+"""Rows that a matrix needs, and the share of its numbers that has to be missing, to count as sparsified; and places of
+the weights' last digit that its other numbers have to be away from zero."""
 ALL_ZERO = (
     "all numbers of the update are zero, so it tells nothing of any image: the client trained nothing (it skipped the "
     "round, all it trains is frozen, or its step size is 0), or the same weights were taken for before and after"
@@ -44,6 +49,8 @@ def find_inconsistency(view: ServerView) -> str:
         return read.reason
     if rule := guess_update_rule(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
+    if sparse := _find_sparsification(view):
+        return sparse
     size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
     if (
         not view.task.loss.is_cross_entropy
@@ -65,6 +72,37 @@ def find_inconsistency(view: ServerView) -> str:
             view, predict(view, Candidate(gray, torch.zeros(size, dtype=torch.int64, device=view.device)))
         )
     return "" if usual[1] is None or _bias_inconsistency(usual[1], size, rounding) else said
+
+
+def _find_sparsification(view: ServerView) -> str:
+    """Return that numbers are missing here and there, as of an update of which some are sent; empty where none seem so.
+
+    One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
+    numbers of some of the examples: there are 2 to the power of these patterns. A step far below the weights' last
+    place leaves zeros, too; its other numbers are then a few such places.
+    """
+    steps = sum(len(phase) for phase in training_phases(view)[1] or ())
+    if type(view.client.defense) not in {Defense, UnknownDefense} or steps != 1 or view.batch_size is None:
+        return ""
+    missing, whole = 0, 0
+    for name, value in view.update.items():
+        sent = dense(value)
+        if sent.ndim < 2 or not bool(sent.any()):
+            continue
+        sent = sent.flatten(1)
+        rest = sent[sent.any(1)][:, sent.any(0)]
+        least = float(rest[rest != 0].abs().min())
+        before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0
+        fine = not view.rounded or least > MIN_STEPS_OF_GRID * torch.finfo(view.dtype).eps * before
+        patterns = torch.unique(rest == 0, dim=0)
+        if fine and len(rest) >= MIN_SPARSE_ROWS and len(patterns) > max(2**view.batch_size, len(rest) // 2):
+            missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
+    if not whole or missing < MIN_MISSING_SHARE * whole:
+        return ""
+    return (
+        f"{missing / whole:.0%} of its numbers are missing in other places of each row, as of no step: it was "
+        "sparsified; state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor"
+    )
 
 
 def find_mistaken_weights(view: ServerView) -> str:

@@ -21,6 +21,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fl.runtime.module_copies import copy_model
 from fl.runtime.random_state import watch_draws
 from fl.runtime.user_code import RUN_ERRORS
+from fl.simulation.capture_checks import floating_weight
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
     shares = {name: module.p for name, module in drawing.items() if _puts_zeros(module)}
     for module in dropping.values():
         setattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
-    gray = None if shape is None else torch.full((1, *shape), 0.5).to(next(own.parameters()))
+    gray = None if shape is None else torch.full((1, *shape), 0.5).to(floating_weight(own))
     if gray is not None and _draws_numbers(own, gray):
         return Silenced(own, tuple(drawing), evaluating=True)
     masks = _read_masks(own, gray, update, shares) if gray is not None and update is not None else {}

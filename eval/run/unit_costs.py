@@ -216,7 +216,7 @@ def _pass_through(model: nn.Module, shape: Sequence[int]) -> tuple[list[float], 
 
     counted = [module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d)]
     hooks = [module.register_forward_hook(count) for module in counted]
-    kind = next((value.dtype for value in model.parameters()), torch.float32)
+    kind = next((value.dtype for value in model.parameters() if value.is_floating_point()), torch.float32)
     with torch.no_grad():
         out = model.eval()(torch.zeros(1, *shape, device="meta", dtype=kind))
     for hook in hooks:

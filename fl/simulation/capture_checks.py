@@ -73,9 +73,20 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
                 "model once on images"
             )
     for name, value in model.named_parameters():
+        if value.is_complex() and value.requires_grad:
+            raise ValueError(
+                f"expected trained parameters of real numbers, got {name!r} in {value.dtype}: keep it as "
+                "torch.view_as_real(weight) and compute with torch.view_as_complex(...), or freeze it"
+            )
         if name not in given and not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
             raise ValueError(f"expected a model of finite numbers, got NaN or infinity in {name!r} ({bad} of them)")
+
+
+def floating_weight(model: nn.Module) -> Tensor:
+    """Return the first floating-point parameter, of whose type and device inputs are; any where there is none."""
+    weights = [*model.parameters()]
+    return next((value for value in weights if value.is_floating_point()), weights[0])
 
 
 def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -116,3 +116,65 @@ def test_names_have_other_characters_for_dots_or_more_of_wrappers():
     assert with_model_names(as_state(given, "update"), model).update.keys() == update.keys()
     with pytest.raises(ValueError, match=r"got '_fsdp_wrapped_module._flat_param'.*FULL_STATE_DICT"):
         with_model_names(as_state({"_fsdp_wrapped_module._flat_param": torch.ones(5)}, "update"), model)
+
+
+@pytest.mark.parametrize("length", [128, 384])
+def test_a_header_of_any_length_is_one_of_safetensors(tmp_path, length):
+    for width in range(1, 400):
+        save_file({"w" * width: torch.ones(2)}, tmp_path / "u.safetensors")
+        if int.from_bytes((tmp_path / "u.safetensors").read_bytes()[:8], "little") == length:
+            break
+    else:
+        raise AssertionError(length)
+    assert (tmp_path / "u.safetensors").read_bytes()[0] == 0x80  # as of a pickle
+    assert load_update(tmp_path / "u.safetensors").update.keys() == {"w" * width}
+
+
+def test_parts_of_tensors_are_refused_with_the_formula(tmp_path):
+    update = change(network(), batch())
+    places = {name: {"indices": value.flatten().nonzero(), "values": value.flatten()} for name, value in update.items()}
+    scaled = {name: {"int_repr": value, "scale": 0.1, "zero_point": 3} for name, value in update.items()}
+    for given, words in ((places, "t\\[indices\\] = values"), (scaled, r"\(values - zero_point\) \* scale")):
+        torch.save(given, tmp_path / "u.pt")
+        with pytest.raises(ValueError, match=f"got a dict under '0.weight': .*{words}"):
+            load_update(tmp_path / "u.pt")
+        flat = {f"{name}.{part}": torch.as_tensor(x) for name, parts in given.items() for part, x in parts.items()}
+        with pytest.raises(ValueError, match=f"expected '0.weight' as the model has it, got .*{words}"):
+            with_model_names(as_state(flat, "update"), network())
+
+
+def test_adapters_of_several_names_and_kinds():
+    class Adapted(torch.nn.Module):
+        def __init__(self, names):
+            super().__init__()
+            self.lora_A = torch.nn.ModuleDict({name: torch.nn.Linear(3, 2, bias=False) for name in names})
+            self.lora_magnitude_vector = torch.nn.ModuleDict(
+                {name: torch.nn.LayerNorm(2, bias=False) for name in names}
+            )
+
+    model = torch.nn.ModuleDict({"fc": Adapted(["default"])})
+    given = {"fc.lora_A.weight": torch.ones(2, 3), "fc.lora_magnitude_vector": torch.ones(2)}  # as PEFT writes DoRA
+    found = with_model_names(as_state(given, "update"), model)
+    assert set(found.update) == {"fc.lora_A.default.weight", "fc.lora_magnitude_vector.default.weight"}
+    model = torch.nn.ModuleDict({"fc": Adapted(["first", "second"])})
+    with pytest.raises(ValueError, match=r"the model has several \('first', 'second'\), got 'fc.lora_A.weight'"):
+        with_model_names(as_state(given, "update"), model)
+
+
+def test_parameters_that_are_no_real_numbers_are_passed_over_where_frozen_and_refused_where_not():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bits = torch.nn.Parameter(torch.tensor([3, 4]), requires_grad=False)
+            self.rest = network()
+            self.turn = torch.nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+        def forward(self, x):
+            return self.rest(x) * self.turn.abs()
+
+    model, data = Odd(), batch()
+    update = {f"rest.{name}": value for name, value in change(network(), data).items()}
+    with pytest.raises(ValueError, match=r"trained parameters of real numbers, got 'turn' in torch.complex64"):
+        hyperleak.audit(model, update=update, input_shape=SHAPE, attacks=["analytic"])
+    model.turn.requires_grad_(False)
+    assert from_update(model, update, input_shape=SHAPE).update.keys() == update.keys()

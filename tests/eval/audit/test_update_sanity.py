@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from defenses.noise import Noise
+from defenses.prune import Prune
 from eval.audit.capture_plan import describe_contradiction
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.captured_update import of_update
@@ -145,3 +146,33 @@ def test_a_small_gradient_has_its_signs_where_a_small_difference_has_none(size):
         assert find_inconsistency(seen).startswith(said)
         assert bool(find_inconsistency(seen)) == bool(said)
     assert find_inconsistency(replace(view(1, turn=-1e-10, kind="gradient"), rounded=True)) == ""
+
+
+@pytest.mark.parametrize("images", [1, 3])
+def test_an_update_of_which_some_numbers_are_sent_is_named(images):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 20), nn.ReLU(), nn.Linear(20, CLASSES))
+    generator = stream(0, "sparse")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.3, generator=generator)
+        model[1].bias.sub_(0.2)  # some units are at rest
+
+    def kept(ratio):
+        return lambda name, value: Prune(ratio=ratio).transform_update({name: value}, None)[name]
+
+    how = {"model": model, "method": FedAvg(steps=1, batch_size=None)}
+    said = find_inconsistency(view(images, change=kept(0.6), **how))
+    assert "of its numbers are missing in other places of each row" in said
+    assert "--defense '{name: prune, ratio: 0.9}'" in said
+    assert find_inconsistency(view(images, **how)) == ""
+    assert find_inconsistency(view(images, change=kept(0.6), defense=Prune(ratio=0.6), **how)) == ""
+    holes = torch.rand(images, *SHAPE, generator=generator).mul(2).sub(1).relu()  # pixels at zero, others by image
+    seen, _ = from_batch(model, holes, torch.arange(images))
+    assert any(bool((value == 0).any()) for value in seen.update.values())
+    for update in (seen.update, {name: value * 1e-7 for name, value in seen.update.items()}):
+        sent = {
+            name: value - (value - change)
+            for (name, change), value in zip(update.items(), model.parameters(), strict=True)
+        }
+        again = from_update(model, sent, input_shape=SHAPE, batch_size=images, method=how["method"])
+        assert "missing" not in find_inconsistency(again)

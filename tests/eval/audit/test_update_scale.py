@@ -1,0 +1,67 @@
+"""An update that is a multiple of what the model makes of its pictures is said to be that, by which factor."""
+
+import pytest
+import torch
+from support.captured import SHAPE, batch, change, network
+
+from eval.audit.capture_plan import describe_contradiction
+from eval.audit.captured_files import load_pair, load_update
+from eval.audit.captured_update import of_update
+from eval.audit.tensor_names import with_model_names
+from fl.capture import ClientSettings
+from fl.methods.fedavg import FedAvg
+
+
+def said(update, data=None, captured=None):
+    """What is said of an update that is stated to be one step of size 0.1."""
+    client = ClientSettings(method=FedAvg(lr=0.1, steps=1, batch_size=None))
+    data = data or batch()
+    named = with_model_names(captured or load_pair(network(), after(update), said=False), network())
+    return describe_contradiction(of_update(network(), named, client, input_shape=SHAPE, batch_size=1, given=data))
+
+
+def after(update):
+    return {name: value - update[name] for name, value in network().state_dict().items()}
+
+
+def test_another_step_size_is_named():
+    update = change(network(), batch())
+    assert said(update) == ""
+    for factor, words in ((0.25, "0.25 times"), (1024, "1.02e+03 times")):
+        told = said({name: factor * value for name, value in update.items()})
+        assert f"it is {words} what the model makes of them, to rounding: another step size (lr: " in told
+    near = {name: 2 * value * (1.005 if name.startswith("0.") else 1) for name, value in update.items()}
+    assert "what the model makes of them, to 0.00" in said(near)
+    assert "(lr: 0.025 fits)" in said({name: 0.25 * value for name, value in update.items()})
+    assert "it is -1 times what the model makes of them" in said({name: -value for name, value in update.items()})
+
+
+def test_step_sizes_by_layer_are_named_and_nothing_of_other_pictures():
+    update = change(network(), batch())
+    by_layer = {name: value * (0.5 if name.startswith("0.") else 3) for name, value in update.items()}
+    assert "each tensor is a multiple of what the model makes of them, by 0.5 to 3: step sizes by layer" in said(
+        by_layer
+    )
+    other = change(network(), batch(2).take(torch.tensor([1])))
+    assert "multiple" not in said(other)
+    assert "times" not in said(other)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_rounding_alone_is_no_contradiction(tmp_path, kind):
+    update = change(network(), batch())
+    torch.save({name: value.to(kind) for name, value in update.items()}, tmp_path / "u.pt")
+    found = load_update(tmp_path / "u.pt")
+    assert said({}, captured=found) == ""
+    assert f"{str(kind).removeprefix('torch.')}: " in with_model_names(found, network()).notes[-1]
+    wrong = {name: (2 * value).to(kind) for name, value in update.items()}
+    torch.save(wrong, tmp_path / "u.pt")
+    assert "it is 2 times" in said({}, captured=load_update(tmp_path / "u.pt")) or kind.itemsize == 1
+
+
+def test_weights_of_half_precision_are_noted_where_they_come_alone():
+    large = {name: 50 * value for name, value in change(network(), batch()).items()}
+    coarse = {name: value.bfloat16() for name, value in after(large).items()}
+    named = with_model_names(load_pair(None, coarse), network())
+    assert "bfloat16: 2 to 3 digits of the weights" in named.notes[-1]
+    assert 1e-4 < named.rounding < 0.1
