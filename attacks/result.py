@@ -60,6 +60,8 @@ class Reconstruction:
         verified: whether the attack could check its own success without the truth; None if it can't tell.
         fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
             among levels of 8 bits; None if it can't tell.
+        seen: (N, C, H, W), True at the pixels that the network is given, where it is given some alone (of a crop, say);
+            None where it is given all, or that is not known. The others say nothing.
         approximate: whether one step on the images (or features) makes the whole update as nearly as right ones would,
             though they can't be verified: they may be the mean of several nearly alike, or rounding or noise may have
             put them off by more than a quarter of a level. `note` says which.
@@ -83,6 +85,7 @@ class Reconstruction:
     knowledge: tuple[str, ...] = ()
     verified: bool | None = None
     fixed: Tensor | None = None
+    seen: Tensor | None = None
     note: str = ""
     given_up: str = ""
     cut_short: str = ""

@@ -108,7 +108,16 @@ def _confirm(view: ServerView, result: Result) -> Result:
         return held
     count, partly = held.inputs.numel(), () if reason == FOLDED else (Remark.PARTLY_SEEN,)
     held = held.with_note(reason.format(seen=seen, unseen=count - seen, count=count), *partly)
-    return replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
+    held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
+    return _without_unseen_pixels(held, pixels.pixels)
+
+
+def _without_unseen_pixels(result: Reconstruction, told: Tensor | None) -> Reconstruction:
+    """Return pictures with gray at the pixels that a network is not given; as they are where none is told by itself."""
+    if told is None or result.inputs is None:
+        return result
+    seen = told.to(result.inputs.device).expand_as(result.inputs)
+    return replace(result, inputs=torch.where(seen, result.inputs, UNSEEN_GRAY), seen=seen)
 
 
 def _has_double(view: ServerView, result: Reconstruction) -> bool:
@@ -275,6 +284,8 @@ UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
     "update"
 )
+UNSEEN_GRAY = 0.5
+"""Pixels of which nothing is known."""
 LEAST_SEEN = 0.5
 """Share of a picture's numbers that a network must be given for a picture that the update bears out."""
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"

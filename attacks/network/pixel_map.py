@@ -49,10 +49,12 @@ class PixelMap:
         kind: "told" where nothing else comes out the same; "folded" where other values of some pixel do; "fewer" where
             it is fewer affine functions of the pixels than there are pixels; "unknown" of anything else.
         numbers: of pixels, or independent affine functions of them, that are told.
+        pixels: bool (C, H, W), those that are told, where "fewer" are single pixels: of a crop; else None.
     """
 
     kind: Literal["told", "folded", "fewer", "unknown"]
     numbers: int = 0
+    pixels: Tensor | None = None
 
 
 def read_pixel_map(view: ServerView) -> PixelMap:
@@ -74,7 +76,9 @@ def read_pixel_map(view: ServerView) -> PixelMap:
         return PixelMap("told", pixels)
     if bool((folded & ~told).any()):
         return PixelMap("folded", int(told.sum()))
-    return PixelMap("fewer" if len(affine) == len(maps) else "unknown", numbers)
+    if len(affine) < len(maps):
+        return PixelMap("unknown", numbers)
+    return PixelMap("fewer", numbers, told.view(graph.image.shape[1:]) if numbers == int(told.sum()) else None)
 
 
 def doubles(images: Tensor) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.audit.verdict import all_verified, best_baseline, count_if_too_few, has_leaked, unscored_verdict, verdict
+from eval.audit.verdict import all_verified, closest_figure, count_if_too_few, has_leaked, unscored_verdict, verdict
 from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row
 from eval.report.result_groups import private_tensor_recoveries
@@ -96,7 +96,7 @@ class AttackFinding:
 
     def best(self, figure: str) -> float | None:
         """Return the highest value of a figure over the images, or None."""
-        return max((row[figure] for row in self.rows if row.get(figure) is not None), default=None)
+        return max((found[0] for row in self.rows if (found := closest_figure(row, figure))), default=None)
 
 
 @dataclass(frozen=True)
@@ -164,9 +164,11 @@ class AuditReport:
 
     def describe_excess(self, figure: str, limit: float) -> str:
         """Say of how many images a figure is above a limit, and of how many that of the best guess is, too."""
-        rows = [row for found in self.findings for row in found.rows if row.get(figure) is not None]
-        over = {_image_key(row): row for row in rows if row[figure] > limit}
-        guessed = [best_baseline(row, figure) for row in over.values() if best_baseline(row, figure) > limit]
+        figures = [
+            (row, closest) for found in self.findings for row in found.rows if (closest := closest_figure(row, figure))
+        ]
+        over = {_image_key(row): guess for row, (value, guess) in figures if value > limit}
+        guessed = [guess for guess in over.values() if guess > limit]
         words = f"{figure.upper()} {self.best(figure):.4g} > {limit:g}"
         if not guessed:
             return words

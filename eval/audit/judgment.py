@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from attacks.result import Remark
 from eval.audit.findings import AttackFinding, AuditReport
-from eval.audit.verdict import best_baseline, leaked_rows
+from eval.audit.verdict import closest_figure, leaked_rows
 from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.metrics.self_verification import borne_out_words
@@ -139,8 +139,9 @@ class Judgment:
         """Return in words which images of an update are above which limits, or nothing."""
         said = []
         for figure, limit in self.limits.items():
-            if over := [row for row in rows if row.get(figure) is not None and row[figure] > limit]:
-                guessed = sum(best_baseline(row, figure) > limit for row in over)
+            figures = [(row, closest) for row in rows if (closest := closest_figure(row, figure))]
+            if over := [row for row, (value, _) in figures if value > limit]:
+                guessed = sum(value > limit and guess > limit for _, (value, guess) in figures)
                 too = f", and the best guess alone exceeds it for {guessed} of {len(over)}" if guessed else ""
                 said.append(f"{figure.upper()} above {limit:g}: {images_in_words(over, figure)}{too}")
         return "; ".join(said)
@@ -166,8 +167,11 @@ def images_in_words(rows: Sequence[Row], figure: str = "psnr") -> str:
     unit = " dB" if figure == "psnr" else ""
     told = []
     for row in rows:
-        guess = best_baseline(row, figure)
-        told.append(f"image {row['image']} at {row[figure]:.4g}{unit} (best guess {guess:.4g}{unit})")
+        closest = closest_figure(row, figure)
+        if closest is None:
+            continue
+        value, guess = closest
+        told.append(f"image {row['image']} at {value:.4g}{unit} (best guess {guess:.4g}{unit})")
     return join_words(told)
 
 

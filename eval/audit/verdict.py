@@ -19,6 +19,7 @@ from eval.report.result_groups import (
     RECOVERED_BELOW,
     ResultGroup,
     exceeds_baseline,
+    leaks_alone,
     private_tensor_recoveries,
 )
 
@@ -155,7 +156,16 @@ def image_line(row: Row, number: int) -> str:
     if row.get("row_accuracy") is not None:
         exact = f", {100 * row['row_accuracy']:.0f} % of its columns right"
     words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB){label}{exact}"
+    if row.get("psnr_seen") is not None:
+        shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"
+        words += f", {shown} on the {100 * row['seen']:.3g} % of its pixels that the network is given"
     return f"{words}, {own}" if own else words
+
+
+def closest_figure(row: Row, figure: str) -> tuple[float, float] | None:
+    """Return a figure of an image and its best guess's, or None; on the pixels a network is given if that is more."""
+    both = [(row[name], best_baseline(row, name)) for name in (figure, f"{figure}_seen") if row.get(name) is not None]
+    return max(both, default=None)
 
 
 def best_baseline(row: Row, figure: str = "psnr") -> float:
@@ -179,7 +189,7 @@ def _evidence(group: ResultGroup, tests: int) -> list[str]:
         told.append(
             f"{len(group.leaked_rows)} of {len(group.image_rows)} image(s) came back at {RECOGNIZABLE_PSNR:g} dB or "
             "more and at "
-            f"least {CLEAR_MARGIN:g} dB above every guess"
+            f"least {CLEAR_MARGIN:g} dB above every guess{_seen_words(group.leaked_rows)}"
         )
     gain, named = group.gain, group.identification
     if gain is not None and exceeds_baseline(gain):
@@ -188,6 +198,14 @@ def _evidence(group: ResultGroup, tests: int) -> list[str]:
         chance = f"by chance {100 * named.chance:.0f} %"
         told.append(f"{named.hits} of {named.images} image(s) named among others of their class ({chance})")
     return told
+
+
+def _seen_words(rows: Sequence[Row]) -> str:
+    """Say that images did so on the pixels alone that the network is given, where some did."""
+    if all(leaks_alone(row) for row in rows):
+        return ""
+    least = min(row["seen"] for row in rows if not leaks_alone(row))
+    return f", on the pixels that the network is given ({100 * least:.3g} %)"
 
 
 def _headline(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bool) -> str:

@@ -79,6 +79,10 @@ class Reconstructed(Protocol):
         """The attack's own objective at the end; NaN without one."""
 
     @property
+    def seen(self) -> Tensor | None:
+        """The pixels (N, C, H, W) that the network is given, where it is given some alone; else None."""
+
+    @property
     def private(self) -> Mapping[str, Value]:
         """Recovered private tensors by name, generated parameters under `extractor/name`."""
 
@@ -119,6 +123,7 @@ def score(
         images, candidates: how many true images and reconstructions the batch had.
         failure: None, "unmatched" or "non-finite".
         the names in `MEASURES`, and LPIPS under the name of its backbone and size.
+        psnr_seen, seen: where the network is given some pixels alone, PSNR of these, and which share they are.
         exact8: every pixel right after rounding to 8 bits.
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
         label_error: under another loss than cross entropy, how far the target is off (`fl.losses.Loss.errors`).
@@ -129,7 +134,7 @@ def score(
         private_errors: relative error of every recovered private tensor, a group's clients matched once as images are.
         extractor_error: of the generated parameters together (None if they were not all recovered).
         unscored: where no images were recovered, the names of what else was and has no true value; absent if nothing.
-        floor_<guess>_<metric>: for every guess of `eval.metrics.baselines`.
+        floor_<guess>_<metric>: (psnr_seen as well) for every guess of `eval.metrics.baselines`.
         missing: why a figure could not be taken, by column.
 
     Args:
@@ -163,12 +168,15 @@ def score(
         batch |= token_scores(reconstruction.private, task, true)
     if form.kind == "table":
         scored = _with_columns(scored, guess, true, matched, form)
-    floors = _floors(measures, true, _Guesses(reference, seed, task))
+    guesses = _Guesses(reference, seed, task).of(true)
+    floors = _floors(measures, true, guesses, form)
     rows: list[Row] = []
     for image, match in enumerate(matched):
         head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
         row: Row = {**head, "failure": failure if match is None else None, **dict.fromkeys(missing, math.nan)}
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
+        if match is not None and reconstruction.seen is not None:
+            row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
@@ -306,14 +314,26 @@ class _Guesses:
         return found
 
 
-def _floors(measures: Mapping[str, Measure], true: Tensor, guesses: _Guesses) -> list[Row]:
+def _of_seen_pixels(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, seen: Tensor, image: int) -> Row:
+    """Return PSNR of an image and of all guesses of it, on the pixels alone that the network is given."""
+    seen = seen.to(true.device)
+    share = float(seen.double().mean())
+
+    def figure(other: Tensor) -> float:
+        off = float(metrics.mse(torch.where(seen, other.to(true), true)[None], true[None])) / share
+        return min(metrics.PSNR_CAP, -10 * math.log10(off)) if off > 0 else metrics.PSNR_CAP
+
+    floors = {f"floor_{name}_psnr_seen": figure(images[image]) for name, images in guesses.items()}
+    return {"seen": share, "psnr_seen": figure(found), **floors}
+
+
+def _floors(measures: Mapping[str, Measure], true: Tensor, guesses: Mapping[str, Tensor], form: InputForm) -> list[Row]:
     rows: list[Row] = [{} for _ in true]
-    task = guesses.task
-    for guess, images in guesses.of(true).items():
+    for guess, images in guesses.items():
         for row, figures in zip(rows, _take(measures, images, true), strict=True):
             row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
-        if task is not None and task.inputs.kind == "table":
-            for row, figures in zip(rows, table_scores(images, true, task.inputs), strict=True):
+        if form.kind == "table":
+            for row, figures in zip(rows, table_scores(images, true, form), strict=True):
                 row |= {f"floor_{guess}_{name}": figure for name, figure in figures.items()}
     return rows
 

@@ -156,17 +156,7 @@ class ResultGroup:
     @cached_property
     def leaked_rows(self) -> list[Row]:
         """Return images that leaked by themselves: recognizable, and `CLEAR_MARGIN` above each of their guesses."""
-        return [
-            row
-            for row in self.image_rows
-            if row["psnr"] >= RECOGNIZABLE_PSNR
-            and any(row.get(_baseline_column(g)) is not None for g in BASELINES)
-            and all(
-                row["psnr"] - row[_baseline_column(g)] >= CLEAR_MARGIN
-                for g in BASELINES
-                if row.get(_baseline_column(g)) is not None
-            )
-        ]
+        return [row for row in self.image_rows if leaks_alone(row) or leaks_alone(row, "psnr_seen")]
 
     @cached_property
     def label_recovery_rate(self) -> Interval | None:
@@ -247,6 +237,18 @@ class ResultGroup:
             image=IMAGE,
         )
         return [name for name in found if name != "lpips-missing" or setting.lpips_asked]
+
+
+def leaks_alone(row: Row, metric: str = "psnr") -> bool:
+    """Return whether an image is recognizable and `CLEAR_MARGIN` above each of its guesses.
+
+    Args:
+        row: of the image.
+        metric: `psnr`, or `psnr_seen` of the pixels alone that the network is given.
+    """
+    known = [row[_baseline_column(g, metric)] for g in BASELINES if row.get(_baseline_column(g, metric)) is not None]
+    value = row.get(metric)
+    return value is not None and value >= RECOGNIZABLE_PSNR and bool(known) and value - max(known) >= CLEAR_MARGIN
 
 
 def private_tensor_recoveries(rows: Sequence[Row]) -> dict[str, PrivateTensorRecovery]:

@@ -21,6 +21,7 @@ class Guess:
     objective: float = 0.5
     history: tuple = ()
     private: dict = field(default_factory=dict)
+    seen: torch.Tensor | None = None
 
 
 @dataclass
@@ -263,3 +264,18 @@ def test_clients_of_a_group_may_change_places():
 
 
 SIZES = [{"head": 4, "bias": 2}, {"head": 4, "bias": 2}, {"head": 5}]
+
+
+def test_pixels_that_a_network_is_given_are_scored_by_themselves_beside_every_guess() -> None:
+    true = torch.rand(2, 1, 16, 16, generator=torch.Generator().manual_seed(0))
+    seen = torch.zeros_like(true, dtype=torch.bool)
+    seen[..., 4:12, 4:12] = True
+    found = torch.where(seen, true + 0.01, 0.5)
+    row = score(Guess(found.clamp(0, 1), seen=seen), Held(true, torch.arange(2)))[0]
+    off = ((found.clamp(0, 1) - true)[0][seen[0]]).square().mean()
+    assert row["seen"] == 0.25
+    assert row["psnr_seen"] == pytest.approx(-10 * math.log10(off), abs=1e-4)
+    assert row["psnr"] < row["psnr_seen"]
+    gray = (0.5 - true)[0][seen[0]].square().mean()
+    assert row["floor_grey_psnr_seen"] == pytest.approx(-10 * math.log10(gray), abs=1e-4)
+    assert "psnr_seen" not in score(Guess(found.clamp(0, 1)), Held(true, torch.arange(2)))[0]
