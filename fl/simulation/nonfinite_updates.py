@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from numbers import Real
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from fl.tensors import LowRank, Value
@@ -104,7 +104,7 @@ def form_mismatch(value: object) -> str:
         return ""
     if not isinstance(value, Tensor):
         return f"as a tensor, got {type(value).__name__}"
-    if value.is_meta:
+    if value.is_meta and type(value) in (Tensor, nn.Parameter):  # a class of its own may hold numbers elsewhere
         return "as numbers, got a tensor on the device meta, which has a shape and none; give it as training left it"
     if value.layout is not torch.strided:
         return f"as a dense tensor, got {value.layout}; call .to_dense()"
