@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -17,6 +16,7 @@ from fl.gradient import DEFENSE_DRAWS, Derivative, Gradient, autograd_derivative
 from fl.local.optimizers import OptimState, optimize
 from fl.method import Method
 from fl.network import Network
+from fl.runtime.module_copies import deep_copy
 from fl.tensors import Payloads, Tensors, add_scaled, dense, flatten, sub, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
@@ -66,7 +66,7 @@ class Client:
 
         if not moving(self.task.model):
             return self.task.model
-        model = copy.deepcopy(self.task.model)
+        model = deep_copy(self.task.model)
         for norm in moving(model):
             norm.track_running_stats = False
         return model
@@ -97,7 +97,7 @@ class Client:
 
         if not any(map(concerned, self.fixed_statistics_model.modules())):
             return self.fixed_statistics_model
-        model = copy.deepcopy(self.fixed_statistics_model)
+        model = deep_copy(self.fixed_statistics_model)
         for module in filter(concerned, model.modules()):
             module.forward = partial(_normalize_separately, module)  # type: ignore[arg-type]
         return model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -15,6 +14,7 @@ from fl.network import Network
 from fl.parametrization import Parametrization
 from fl.privacy_statement import PrivacyStatement
 from fl.registry import FormerHooks, Registry
+from fl.runtime.module_copies import deep_copy
 from fl.tensors import Payloads, Tensors, Value, dense, sub, weighted_sum
 from fl.types import Batch, Phase, Scope, Step, Task, Upload
 
@@ -143,7 +143,7 @@ class Method(FormerHooks):
 
     def client_model(self, task: Task) -> nn.Module:
         """Return the network a client runs, built once per client."""
-        return copy.deepcopy(task.model)
+        return deep_copy(task.model)
 
     def privacy(self, sizes: Sequence[int], rounds: int, *, record_reader: str = "") -> PrivacyStatement | None:
         """Return what differential privacy clients have after a number of rounds; None claims nothing.

@@ -28,7 +28,6 @@ features h, in turn.
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +39,7 @@ from attacks.update.classifier_update import classifier_names
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
+from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
 from fl.tensors import add, dense
 from fl.view import ServerView
@@ -305,7 +305,7 @@ def _noise_features(view: ServerView, layer: str, marks: list[float]) -> Tensor 
     """
     if view.private:
         return None
-    model = copy.deepcopy(view.client.fixed_statistics_model)
+    model = deep_copy(view.client.fixed_statistics_model)
     seen: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -25,6 +25,7 @@ from fl.defense import overrides
 from fl.method import Step
 from fl.network import Network
 from fl.runtime.double_precision import PrecisionError
+from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch, frozen
@@ -505,7 +506,7 @@ class _NetworkProbe:
 
     @cached_property
     def _model_as_sent(self) -> nn.Module:
-        model = copy.deepcopy(self.model)
+        model = deep_copy(self.model)
         with torch.no_grad():
             for name, value in [*model.named_parameters(), *model.named_buffers()]:
                 value.copy_({**self.weights, **self.buffers}[name])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from dataclasses import replace
 
+from fl.runtime.module_copies import deep_copy
 from fl.types import Phase, Schedule, Task, frozen
 from fl.view import Part, ServerView
 
@@ -64,7 +64,7 @@ def freeze_untrained(view: ServerView) -> Task:
     still = frozen(view.client.task.model).keys() - frozen(view.task.model).keys()
     if not still:
         return view.task
-    model = copy.deepcopy(view.task.model)
+    model = deep_copy(view.task.model)
     for name, value in model.named_parameters():
         value.requires_grad_(value.requires_grad and name not in still)
     return replace(view.task, model=model)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +18,7 @@ from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import single_step_obstacle
 from fl.method import Method, Step
 from fl.network import Network
+from fl.runtime.module_copies import deep_copy
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Group, Phase, Scope, Task
 from fl.view import ServerView
@@ -51,7 +51,7 @@ def truncate_at(model: nn.Module, layer: str, head: str) -> nn.Module:
         layer: name of one of its modules.
         head: prefix of the parameters that are dropped.
     """
-    model = copy.deepcopy(model)
+    model = deep_copy(model)
     for name, module in list(model.named_modules()):
         if name and f"{name}.".startswith(head) and any(True for _ in module.parameters()):
             parent, _, child = name.rpartition(".")
@@ -177,7 +177,7 @@ def _find_layer(view: ServerView, layer: str | None) -> VectorLayer | None:
 
 def _runs(view: ServerView, layer: str) -> bool:
     """Return whether the network runs this module of it, rather than functions of the module's weights."""
-    model = copy.deepcopy(view.client.fixed_statistics_model)
+    model = deep_copy(view.client.fixed_statistics_model)
     if layer not in dict(model.named_modules()):
         return False
     ran: list[str] = []

@@ -19,7 +19,7 @@ from fl.local import sampling
 from fl.losses import Loss
 from fl.method import Method
 from fl.models.building_blocks.model_checks import FORWARD_ERRORS
-from fl.runtime.module_copies import copy_model
+from fl.runtime.module_copies import copy_model, deep_copy
 from fl.runtime.random_state import preserve_global_rng, watch_draws
 from fl.seeds import stream
 from fl.view import ThreatModel
@@ -84,13 +84,14 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
 
 
 def floating_weight(model: nn.Module) -> Tensor:
-    """Return the first floating-point parameter, of whose type and device inputs are; an empty one where none is."""
-    return next((value for value in model.parameters() if value.is_floating_point()), torch.empty(0))
+    """Return the first floating-point parameter, of whose type and device inputs are; any where there is none."""
+    weights = [*model.parameters()]
+    return next((value for value in weights if value.is_floating_point()), weights[0])
 
 
 def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:
     """Return the images as they lie, or row by row where a network that flattens by `view` takes them only so."""
-    probe, rows = copy.deepcopy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
+    probe, rows = deep_copy(model).eval(), torch.empty(inputs.shape, dtype=inputs.dtype, device=inputs.device)
     rows.copy_(inputs)
     if rows.stride() == inputs.stride():
         return inputs
@@ -109,7 +110,7 @@ def protect_inputs(model: nn.Module, inputs: Tensor) -> None:
     with torch.no_grad(), preserve_global_rng(given.device):
         for training in (False, True):
             with suppress(*FORWARD_ERRORS):  # why it does not run is said where it has to
-                copy.deepcopy(model).train(training)(given)
+                deep_copy(model).train(training)(given)
     if given._version != before:
         model.register_forward_pre_hook(_copy_inputs)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from fl.defense import UnknownDefense, overrides
 from fl.gradient import DEFENSE_DRAWS
 from fl.local import sampling
 from fl.method import Download
+from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import check_form
 from fl.tensors import Payloads, Tensors, dense, detached_copies, flatten
@@ -344,7 +344,7 @@ def _view(start: PreparedRound, done: Round, threat: ThreatModel, truth: Truth) 
 
 def public_task(client: Client) -> Task:
     """Return the client's task without what it keeps to itself: private initial weights and buffers are zero."""
-    model = copy.deepcopy(client.base.model)
+    model = deep_copy(client.base.model)
     known = frozen(model)
     with torch.no_grad():
         for name, value in [*model.named_parameters(), *model.named_buffers()]:

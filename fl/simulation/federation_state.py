@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ import torch
 from fl.aggregated_view import AggregationGroups
 from fl.client import Client
 from fl.method import Download, ServerState
+from fl.runtime.module_copies import deep_copy
 from fl.seeds import derive_seed, stream
 from fl.simulation.accuracy import Predictor, adapt, predictor, predictor_accuracy
 from fl.simulation.client_round import ClientState, PreparedRound, Round, RoundKey, prepare, train
@@ -55,7 +55,7 @@ def accepts_channels_last(client: Client, like: torch.Tensor) -> bool:
 
     One that flattens by `view` does not.
     """
-    model = copy.deepcopy(client.task.model).eval()
+    model = deep_copy(client.task.model).eval()
     some = torch.zeros(2, *client.task.input_shape, dtype=like.dtype, device=like.device)
     try:
         with torch.no_grad():

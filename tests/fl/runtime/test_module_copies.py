@@ -1,0 +1,39 @@
+"""A fast copy is what `copy.deepcopy` gives."""
+
+import copy
+from collections import OrderedDict
+
+import torch
+from torch import nn
+
+from fl.runtime.module_copies import deep_copy
+
+
+class Holder(nn.Module):
+    """Holds collections of its own, of which two names are of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.again = nn.Linear(2, 2), nn.ReLU()
+        self.tied = self.layer
+        self.seen: dict[str, int] = {}
+        self.alike = self.seen
+        self.filled, self.kinds = {"a": [1]}, OrderedDict[str, int]()
+        self.layer.register_forward_hook(lambda *_: None)
+
+
+def test_a_copy_shares_nothing_and_ties_what_was_tied() -> None:
+    model = Holder().train(False)
+    for made in (deep_copy(model), copy.deepcopy(model)):
+        assert not made.training
+        assert made.tied is made.layer is not model.layer
+        assert made.alike is made.seen is not model.seen
+        assert made.filled == model.filled
+        assert made.filled["a"] is not model.filled["a"]
+        assert type(made.kinds) is OrderedDict
+        assert len(made.layer._forward_hooks) == 1
+        assert made.again._forward_hooks is not model.again._forward_hooks
+        made.again.register_forward_hook(lambda *_: None)
+        assert not model.again._forward_hooks
+        assert all(torch.equal(x, y) for x, y in zip(made.parameters(), model.parameters(), strict=True))
+        assert not {x.data_ptr() for x in made.parameters()} & {x.data_ptr() for x in model.parameters()}
