@@ -95,6 +95,11 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
         _seed()
 
 
+def pytest_collection_finish() -> None:
+    """Leave what was collected out of all later collections of garbage: it lives as long as the process."""
+    gc.freeze()
+
+
 def pytest_runtest_setup() -> None:
     """Seed the same before every test, so that none depends on those before it."""
     _seed()
