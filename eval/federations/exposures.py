@@ -6,10 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.first_linear_layer import first_linear
+from attacks.update.float_rounding import relative_rounding
+from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification import contradicts_features
 from eval.federations.other_facts import ADAPTIVE_STEP, FIRST_ATTACK
@@ -21,6 +24,8 @@ LEVELS: tuple[Exposed, ...] = ("labels", "features", "images")
 """What an update may give away, the least first."""
 MAX_MISSED = 1e-3
 """Share of a layer's equations that its input may leave for it to count as recovered."""
+ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
+"""How much more than its rounding they may leave of what was sent in few digits, and how large that may be."""
 MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = 2.0, 0.1
 """The misfit of its layer up to which a step of Adam or its like is one image's, and the standard error up to which
 what was found is a picture: of one that is known less well the misfit tells nothing, either."""
@@ -88,6 +93,8 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         missed = result.private.get(f"residual/{layer}")
         if missed is not None and float(dense(missed).max()) > MAX_MISSED:
             continue
+        if not (sure or sized or Remark.UNCLIPPED_ROWS in result.remarks) and _leaves_more(dense(value), layer, view):
+            continue
         doubted = contradicts_features(view, result, layer) if replayable else bool(guess_update_rule(view))
         if sure or sized or not doubted or Remark.UNCLIPPED_ROWS in result.remarks:  # which its attack has asked them
             untold = Remark.DIRECTION_ONLY in result.remarks
@@ -100,6 +107,25 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
+
+
+def _leaves_more(features: Tensor, layer: str, view: ServerView) -> bool:
+    """Return whether a linear layer's update is more than what inputs can make of it, beyond its rounding.
+
+    Inputs that were solved for from the layers above explain those; a mixture of several examples does, too. The
+    layer's own gradient is a sum of outer products with its inputs, whatever flows back. What has another form is not
+    asked, nor an update that is no step along a gradient.
+    """
+    gradient = exact_step_gradient(view)
+    if isinstance(gradient, NotApplicable) or layer not in gradient:
+        return False
+    weight, inputs = dense(gradient[layer]).double(), features.to(view.device).double()
+    if inputs.ndim != 2 or weight.ndim != 2 or inputs.shape[1] != weight.shape[1]:
+        return False
+    basis = torch.linalg.qr(inputs.mT)[0]
+    left, whole = float((weight - weight @ basis @ basis.mT).norm()), float(weight.norm())
+    rounding = min(ROUNDING_MARGIN * relative_rounding(view, layer), MAX_ROUNDING)
+    return left > max(MAX_MISSED, rounding) * whole
 
 
 def _picture_by_its_layer(result: Result, view: ServerView, alike: Collection[str]) -> str:

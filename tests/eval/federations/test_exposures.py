@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, Remark, build
+from eval.federations import exposures
 from eval.federations.exposures import proved_exposures
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
@@ -143,3 +144,30 @@ def test_a_picture_that_is_seen_in_part_is_said_to_be() -> None:
     one = Reconstruction(inputs=inputs, approximate=True, remarks=result.remarks)
     assert "as far as the network sees its pixels" in proved_exposures("analytic", one, view)[0].words
     assert "as far as" not in proved_exposures("analytic", replace(one, remarks=frozenset()), view)[0].words
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_a_mixture_that_the_layers_above_bear_out_is_no_input_of_its_layer(
+    monkeypatch: pytest.MonkeyPatch, decay: float
+) -> None:
+    monkeypatch.setattr(exposures, "contradicts_features", lambda *_: "")  # as of a mixture that explains these
+    model, method = support.dense_network(), replace(STEP, weight_decay=decay)
+    inputs, _ = support.examples(2)
+    trained = copy.deepcopy(model)
+    functional.cross_entropy(trained(inputs), torch.tensor([1, 1])).backward()
+    update = {}
+    for name, value in trained.named_parameters():
+        assert value.grad is not None
+        update[name] = 0.1 * (value.grad + decay * value.detach())
+    layer = next(name for name, value in update.items() if value.ndim == 2)
+    assert torch.linalg.matrix_rank(update[layer] - 0.1 * decay * dict(model.named_parameters())[layer], rtol=1e-3) == 2
+
+    def shown(features: Tensor, count: int) -> list[str]:
+        view = from_update(model, update, input_shape=support.SHAPE, method=method, batch_size=count)
+        result = Reconstruction(None, None, 0.0, private={f"features/{layer}": features}, verified=False)
+        return [one.kind for one in proved_exposures("backsolve", result, view)]
+
+    flat = inputs.flatten(1)
+    assert shown(flat.mean(0, keepdim=True), 1) == []
+    assert shown(flat[:1], 1) == []
+    assert shown(flat, 2) == ["features"]
