@@ -32,6 +32,8 @@ class Remark(StrEnum):
     """The picture explains what it was read from, and no targets are known with which to ask the rest of the update."""
     DIRECTION_ONLY = "direction only"
     """The update tells the picture up to its brightness."""
+    SCALE_TAKEN_OFF = "scale taken off"
+    """The network takes brightness, or contrast as well, off each picture, which is told but for these."""
     UNCLIPPED_ROWS = "unclipped rows"
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
     PARTLY_SEEN = "partly seen"

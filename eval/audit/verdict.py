@@ -25,6 +25,7 @@ from eval.report.result_groups import (
 
 COUNTED_MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
+SCALED = "once brightness and contrast are fitted, which the network takes off each picture"
 MEASURED = {"residual", "rank", "condition"}
 """Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
 
@@ -159,13 +160,20 @@ def image_line(row: Row, number: int) -> str:
     if row.get("psnr_seen") is not None:
         shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"
         words += f", {shown} on the {100 * row['seen']:.3g} % of its pixels that the network is given"
+    if row.get("psnr_scaled") is not None:
+        shown = f"{row['psnr_scaled']:.1f} dB (best guess {best_baseline(row, 'psnr_scaled'):.1f} dB)"
+        words += f", {shown} {SCALED}"
     return f"{words}, {own}" if own else words
 
 
 def closest_figure(row: Row, figure: str) -> tuple[float, float] | None:
-    """Return a figure of an image and its best guess's, or None; on the pixels a network is given if that is more."""
-    both = [(row[name], best_baseline(row, name)) for name in (figure, f"{figure}_seen") if row.get(name) is not None]
-    return max(both, default=None)
+    """Return a figure of an image and its best guess's, or None.
+
+    Of a picture that a network is given in part, or up to brightness and contrast, that of the part or up to these
+    counts where it is more.
+    """
+    names = [figure, *(f"{figure}_{part}" for part in ("seen", "scaled"))]
+    return max(((row[name], best_baseline(row, name)) for name in names if row.get(name) is not None), default=None)
 
 
 def best_baseline(row: Row, figure: str = "psnr") -> float:
@@ -189,7 +197,7 @@ def _evidence(group: ResultGroup, tests: int) -> list[str]:
         told.append(
             f"{len(group.leaked_rows)} of {len(group.image_rows)} image(s) came back at {RECOGNIZABLE_PSNR:g} dB or "
             "more and at "
-            f"least {CLEAR_MARGIN:g} dB above every guess{_seen_words(group.leaked_rows)}"
+            f"least {CLEAR_MARGIN:g} dB above every guess{_words_of_part(group.leaked_rows)}"
         )
     gain, named = group.gain, group.identification
     if gain is not None and exceeds_baseline(gain):
@@ -200,12 +208,12 @@ def _evidence(group: ResultGroup, tests: int) -> list[str]:
     return told
 
 
-def _seen_words(rows: Sequence[Row]) -> str:
-    """Say that images did so on the pixels alone that the network is given, where some did."""
-    if all(leaks_alone(row) for row in rows):
-        return ""
-    least = min(row["seen"] for row in rows if not leaks_alone(row))
-    return f", on the pixels that the network is given ({100 * least:.3g} %)"
+def _words_of_part(rows: Sequence[Row]) -> str:
+    """Say that images did so on the pixels alone that the network is given, or up to their scale, where some did."""
+    seen = [row["seen"] for row in rows if not leaks_alone(row) and leaks_alone(row, "psnr_seen")]
+    words = f", on the pixels that the network is given ({100 * min(seen):.3g} %)" if seen else ""
+    scaled = any(not leaks_alone(row) and leaks_alone(row, "psnr_scaled") for row in rows)
+    return f"{words}, {SCALED}" if scaled else words
 
 
 def _headline(group: ResultGroup, gains: Sequence[float], seen: bool, leaked: bool) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from attacks.result import Remark
 from eval.metrics import image as metrics
 from eval.metrics.baselines import baseline_images
 from eval.metrics.matching import assign
@@ -83,6 +84,10 @@ class Reconstructed(Protocol):
         """The pixels (N, C, H, W) that the network is given, where it is given some alone; else None."""
 
     @property
+    def remarks(self) -> Collection[str]:
+        """What the result says of itself (`attacks.result.Remark`)."""
+
+    @property
     def private(self) -> Mapping[str, Value]:
         """Recovered private tensors by name, generated parameters under `extractor/name`."""
 
@@ -124,6 +129,7 @@ def score(
         failure: None, "unmatched" or "non-finite".
         the names in `MEASURES`, and LPIPS under the name of its backbone and size.
         psnr_seen, seen: where the network is given some pixels alone, PSNR of these, and which share they are.
+        psnr_scaled: of pictures known up to brightness and contrast, PSNR once these are fitted to the true one.
         exact8: every pixel right after rounding to 8 bits.
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
         label_error: under another loss than cross entropy, how far the target is off (`fl.losses.Loss.errors`).
@@ -134,7 +140,7 @@ def score(
         private_errors: relative error of every recovered private tensor, a group's clients matched once as images are.
         extractor_error: of the generated parameters together (None if they were not all recovered).
         unscored: where no images were recovered, the names of what else was and has no true value; absent if nothing.
-        floor_<guess>_<metric>: (psnr_seen as well) for every guess of `eval.metrics.baselines`.
+        floor_<guess>_<metric>: (psnr_seen and psnr_scaled as well) for every guess of `eval.metrics.baselines`.
         missing: why a figure could not be taken, by column.
 
     Args:
@@ -177,6 +183,8 @@ def score(
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
         if match is not None and reconstruction.seen is not None:
             row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
+        if match is not None and Remark.SCALE_TAKEN_OFF in reconstruction.remarks:
+            row |= _up_to_scale(guesses, guess[match], true[image], image)
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
@@ -325,6 +333,23 @@ def _of_seen_pixels(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, 
 
     floors = {f"floor_{name}_psnr_seen": figure(images[image]) for name, images in guesses.items()}
     return {"seen": share, "psnr_seen": figure(found), **floors}
+
+
+def _up_to_scale(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, image: int) -> Row:
+    """Return PSNR of an image and of all guesses of it, each once its brightness and contrast are fitted to the truth.
+
+    Of a guess that turns dark and bright around nothing but its mean is left.
+    """
+    wanted = true.double().flatten()
+
+    def figure(other: Tensor) -> float:
+        own = other.to(wanted).flatten() - other.to(wanted).mean()
+        size = float(own.square().sum())
+        slope = max(float(own @ wanted) / size, 0.0) if size > 0 else 0.0
+        return float(metrics.psnr((wanted.mean() + slope * own).view_as(true)[None], true[None]))
+
+    floors = {f"floor_{name}_psnr_scaled": figure(images[image]) for name, images in guesses.items()}
+    return {"psnr_scaled": figure(found), **floors}
 
 
 def _floors(measures: Mapping[str, Measure], true: Tensor, guesses: Mapping[str, Tensor], form: InputForm) -> list[Row]:

@@ -30,6 +30,9 @@ MIN_IMAGES = 6
 """Images from which on a mean can be shown to lie above a baseline: of five, all may do so by chance (1 in 32)."""
 NOT_ATTACKED = "-"
 """Stands for the attack in rows of a training that none was asked for on."""
+PSNR_COLUMNS = ("psnr", "psnr_seen", "psnr_scaled")
+"""Of whole pictures; of the pixels alone that a network is given; once brightness and contrast are fitted, where these
+are all that is open."""
 RECOVERED_BELOW = 0.1
 """Relative error below which a private tensor counts as recovered."""
 
@@ -156,7 +159,7 @@ class ResultGroup:
     @cached_property
     def leaked_rows(self) -> list[Row]:
         """Return images that leaked by themselves: recognizable, and `CLEAR_MARGIN` above each of their guesses."""
-        return [row for row in self.image_rows if leaks_alone(row) or leaks_alone(row, "psnr_seen")]
+        return [row for row in self.image_rows if any(leaks_alone(row, metric) for metric in PSNR_COLUMNS)]
 
     @cached_property
     def label_recovery_rate(self) -> Interval | None:
@@ -244,7 +247,7 @@ def leaks_alone(row: Row, metric: str = "psnr") -> bool:
 
     Args:
         row: of the image.
-        metric: `psnr`, or `psnr_seen` of the pixels alone that the network is given.
+        metric: one of `PSNR_COLUMNS`.
     """
     known = [row[_baseline_column(g, metric)] for g in BASELINES if row.get(_baseline_column(g, metric)) is not None]
     value = row.get(metric)

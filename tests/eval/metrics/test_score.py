@@ -22,6 +22,7 @@ class Guess:
     history: tuple = ()
     private: dict = field(default_factory=dict)
     seen: torch.Tensor | None = None
+    remarks: frozenset = frozenset()
 
 
 @dataclass

@@ -1,0 +1,93 @@
+"""Networks that take brightness or contrast off each picture: what is left of it is handed out, and never verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.chains import initialized
+from torch import Tensor, nn
+from torch.nn import functional
+
+import hyperleak
+from attacks import Reconstruction
+from attacks.analytic.analytic import Analytic
+from attacks.base import Remark, run_checked
+from attacks.network.picture_scale import read_picture_scale
+from fl.capture import from_batch
+from fl.seeds import stream
+
+LABELS = torch.tensor([1])
+
+
+class Scaling(nn.Module):
+    """A perceptron of what a function makes of pictures of 8 by 8."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = scale
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(192, 24), nn.ReLU(), nn.Linear(24, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(self.scale(x))
+
+
+def picture() -> Tensor:
+    return (100 * torch.rand(1, 3, 8, 8, generator=stream(0, "picture"))).round() / 255 + 20 / 255
+
+
+def network(scale: Callable[[Tensor], Tensor]) -> nn.Module:
+    return initialized(Scaling(scale)).float()
+
+
+def standardized(x: Tensor) -> Tensor:
+    return (x - x.mean()) / x.std()
+
+
+TAKEN_OFF = {
+    "length": (lambda x: functional.normalize(x.flatten(1)), False),
+    "largest": (lambda x: x / x.amax((1, 2, 3), keepdim=True), False),
+    "standardized": (standardized, True),
+    "layer norm": (lambda x: functional.layer_norm(x, x.shape[1:]), True),
+}
+NOT_TAKEN_OFF = {
+    "scaled alike": lambda x: 2 * x - 1,
+    "times its length": lambda x: x * x.norm(),
+    "bent": lambda x: x**2 / x.norm(),
+    "softmax": lambda x: x.flatten(1).softmax(1),
+    "turned": lambda x: -x / x.norm(),
+    "by channel": lambda x: functional.normalize(x, dim=1),
+}
+
+
+@pytest.mark.parametrize(("scale", "shifted"), TAKEN_OFF.values(), ids=TAKEN_OFF.keys())
+def test_the_picture_comes_back_up_to_its_scale_and_unverified(scale, shifted: bool) -> None:
+    view, _ = from_batch(network(scale), picture(), LABELS)
+    (result,) = run_checked(Analytic(), [view], [0])
+    assert isinstance(result, Reconstruction)
+    assert result.verified is None
+    assert result.fixed is None
+    assert result.approximate
+    assert Remark.SCALE_TAKEN_OFF in result.remarks
+    assert ("contrast, which the network takes off" in result.note) is shifted
+    true = picture().flatten()
+    low = true.min() if shifted else 0.0
+    torch.testing.assert_close(result.inputs.flatten(), (true - low) / (true.max() - low), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("scale", NOT_TAKEN_OFF.values(), ids=NOT_TAKEN_OFF.keys())
+def test_other_functions_of_a_picture_are_not_said_to_take_its_scale_off(scale) -> None:
+    view, _ = from_batch(network(scale), picture(), LABELS)
+    assert read_picture_scale(view, "layers.1.weight") is None
+
+
+def test_an_audit_counts_it_as_leaked_once_its_scale_is_fitted() -> None:
+    (finding,) = hyperleak.audit(network(standardized), picture(), LABELS, attacks=["analytic"]).findings
+    (row,) = finding.rows
+    assert finding.leaked
+    assert row["psnr"] < 20
+    assert row["psnr_scaled"] > 60
+    assert row["floor_noise_psnr_scaled"] < 30
+    assert "once brightness and contrast are fitted" in finding.verdict
+    assert [one.kind for one in finding.outcomes] == ["borne out"]
