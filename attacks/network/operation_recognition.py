@@ -389,6 +389,8 @@ def _as_linear_map(run: Map, taken: Tensor, draw: Callable[[int], Tensor]) -> nn
     offset = run(zero)
     parts = run(one) - offset, run(other) - offset
     both = run(3 * one - 2 * other) - offset
+    if not all(bool(part.isfinite().all()) for part in (*parts, both)):
+        return None
     if not torch.allclose(
         both, 3 * parts[0] - 2 * parts[1], rtol=1e-8, atol=1e-9 * float(parts[0].abs().max() + 1e-300)
     ):
@@ -407,17 +409,22 @@ def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) ->
         return f"from {first} to {last} {BRANCHES}"
     if "max_pool" in last.operation or last.operation == "amax":
         return f"{last}: max pooling is not linear and hides which values it took"
-    if (
-        run is not None
-        and graph.value(segment.end).shape == taken.shape
-        and _is_elementwise(run, partial(_noise, taken))
-    ):
+    same_shape = run is not None and graph.value(segment.end).shape == taken.shape
+    if run is not None and same_shape and _is_elementwise(run, partial(_noise, taken)):
         if _is_not_monotone(run, taken):
             return f"{last} takes the same value at several inputs, so that neither they nor its slope follow from it"
         return f"{last} treats numbers one by one, but not all alike or not so that it rises"
     if len(nodes) > 1:
         return f"from {first} to {last} {BRANCHES}"
+    if run is not None and same_shape and _is_elementwise_within_range(run, taken):
+        return f"{last} treats numbers one by one, but is no activation: of some numbers it makes none (NaN)"
     return f"{last} is neither a linear map nor an activation that treats numbers one by one"
+
+
+def _is_elementwise_within_range(run: Map, taken: Tensor) -> bool:
+    """Return whether a function treats numbers one by one within the range of those that it was given."""
+    low, high = taken.amin(), taken.amax()
+    return _is_elementwise(lambda x: run(low + (high - low) * x.sigmoid()), partial(_noise, taken))
 
 
 def _is_not_monotone(run: Map, taken: Tensor) -> bool:
