@@ -3,7 +3,7 @@
 The gradient of a layer has entries of all sizes, and its layers are as long as they come. Rules that treat numbers or
 tensors one by one leave marks of their own: one size for all entries (signs, the first step of Adam and its like), many
 entries at one bound (clipping by value), tensors of one length (clipping or normalizing by tensor), lengths in
-proportion to the weights (LARS, LAMB), sums of zero in every row (centralised gradients), few levels (bits).
+proportion to the weights (LARS, LAMB), sums of zero in every row (centralized gradients), few levels (bits).
 """
 
 from __future__ import annotations
@@ -279,7 +279,10 @@ def _sees_centralized_gradients(tensors: Sequence[_TensorUpdate]) -> str:
     sums = [t.update.flatten(1).sum(1).norm() / t.update.flatten(1).abs().sum(1).norm() for t in rows]
     if not sums or max(map(float, sums)) > SIZE_TOLERANCE:
         return ""
-    return "centralised gradients: each row of the weights' updates sums to zero; no method here centralises them"
+    return (
+        "centralized gradients: each row of the weights' updates sums to zero, so that they tell what a linear layer "
+        "takes but for its mean; no method here centralizes them"
+    )
 
 
 def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:

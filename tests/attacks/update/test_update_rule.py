@@ -29,7 +29,7 @@ SAID = {
     "LARS": "step sizes by layer",
     "normalized by tensor": "clipping or normalizing by tensor",
     "clipped by value, share of the largest": "clipping by value",
-    "centralised": "centralised gradients",
+    "centralised": "centralized gradients",
     "4 bits": "numbers sent in few bits",
 }
 KINDS = {SIGNS: RuleKind.ADAPTIVE_FIRST_STEP, "clipping by value": RuleKind.CLIPPED_BY_VALUE}
