@@ -89,7 +89,8 @@ class Cascade(Attack):
     input of the lowest layer above it down to which equations are satisfied and determine all.
 
     A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
-    `attacks.analytic.backsolve` first, and what it verifies is returned.
+    `attacks.analytic.backsolve` first, and what it verifies is returned. So is an update in which a layer of the chain
+    did not move, as below a head at zero, or was not sent.
 
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
     the oldest first, until one is: a network gives away less of images the better it has learned them. `note` says of
@@ -122,7 +123,7 @@ class Cascade(Attack):
         """Return what one round gives away, all layers together where they can't be undone one by one."""
         found = self._solve_chain(view)
         if isinstance(found, NotApplicable):
-            return _solve_together(view, seed, found) if found.limit else found
+            return _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
         if found.verified or not found.objective > MAX_CHAIN_ERROR:
             return found
         return _better_explained(view, seed, found)
@@ -205,6 +206,20 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
     if isinstance(jointly, Reconstruction):
         return jointly if start is None or not jointly.note else _note_both(jointly, by_graph)
     return jointly if isinstance(jointly, TooFewEquations) else _unless_worthless(view, by_graph, jointly)
+
+
+def _solve_by_graph(view: ServerView, seed: int, refused: NotApplicable) -> Result:
+    """Return what `backsolve` verifies where the update lacks something that layer by layer needs, or why nothing.
+
+    It begins at what did move, and needs no gradient of layers below: frozen ones, or all below a head at zero. What it
+    does not verify there is one of many pictures with the same few features.
+    """
+    if flat_obstacle(view):
+        return refused
+    found = Backsolve().attack_view(view, seed)
+    if isinstance(found, NotApplicable) or not (found.verified or found.cut_short):
+        return refused
+    return _doubted(view, found)
 
 
 def _doubted(view: ServerView, found: Reconstruction) -> Reconstruction:

@@ -43,6 +43,11 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     model = unwrap_model(model)
     captured = _split_vector(captured, model)
     own, said = _match_places(captured, model) if captured.nameless else _match_names(list(captured.update), model)
+    if (captured.weights or captured.before) and (masked := _masked_weights(own)):
+        raise ValueError(
+            f"expected {own[masked]!r} as the pruned model has it, got {masked!r}, which is multiplied with its mask: "
+            "save model.state_dict() before torch.nn.utils.prune.remove, or the difference of the masked weights alone"
+        )
     update = {own[name]: value for name, value in captured.update.items() if name in own}
     before = {own[name]: value for name, value in captured.before.items() if name in own}
     notes = [*captured.notes, *said]
@@ -71,6 +76,11 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     update = {name: value for name, value in update.items() if name not in kept | still}
     plain = replace(captured, nameless=False, weights=False, rounding=rounding)
     return replace(plain, update=update, buffers=buffers, notes=tuple(notes), before=before)
+
+
+def _masked_weights(own: Mapping[str, str]) -> str:
+    """Return the first name that is of a weight under its mask, where the model has the weight without."""
+    return next((name for name, mine in own.items() if mine == f"{name}_orig"), "")
 
 
 def _from_own_weights(after: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
@@ -141,6 +151,8 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
             "function return PEFT's own model, peft.get_peft_model(model, config), with the adapter as it was sent"
         )
     _refuse_packed(names, known)
+    if pruned := _match_pruned(names, known):
+        return pruned
     return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
 
 
@@ -154,6 +166,28 @@ def _refuse_packed(names: Sequence[str], known: Collection[str]) -> None:
     for whole, words in packed.items():
         if hint := packed_hint(words):
             raise ValueError(f"expected {whole!r} as the model has it, got {', '.join(words)}: {hint}")
+
+
+def _match_pruned(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
+    """Return a pruned model's names by those that its tensors have without masks; None where that is not what they are.
+
+    Raises:
+        ValueError: a tensor is computed from others in the model (a parametrization), whose changes it does not tell.
+    """
+    own = {name: name if name in known else f"{name}_orig" for name in names}
+    if set(own.values()) <= set(known):
+        mine = ", ".join(name for name in names if own[name] != name)
+        return own, [f"{mine}: taken as the change of what the model multiplies with its mask"]
+    for name in names:
+        module, _, last = name.rpartition(".")
+        made = f"{module}.parametrizations.{last}.".lstrip(".")
+        parts = sorted(one for one in known if one.startswith(made) or one in {f"{name}_g", f"{name}_v"})
+        if name not in known and parts:
+            raise ValueError(
+                f"expected the tensors that the model computes {name!r} from ({', '.join(parts)}), got their result: "
+                "send the difference of model.state_dict(), or let your function return a model without parametrization"
+            )
+    return None
 
 
 def _match_separators(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:

@@ -101,7 +101,8 @@ def _find_sparsification(view: ServerView) -> str:
         return ""
     return (
         f"{missing / whole:.0%} of its numbers are missing in other places of each row, as of no step: it was "
-        "sparsified; state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor"
+        "sparsified (state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor), or "
+        "the model is pruned (let your function return it with its masks, torch.nn.utils.prune)"
     )
 
 
@@ -137,7 +138,8 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
     if total > MAX_BIAS_SUM * whole + rounding * len(bias):
         return (
             "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
-            f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, and --method"
+            f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, the optimizer "
+            "(Adam and its kind leave such sums, in later steps too), and --method"
         )
     least = SIGN_THRESHOLD * float(bias.abs().max()) + rounding
     negative, positive = int((bias < -least).sum()), int((bias > least).sum())

@@ -84,9 +84,8 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
 
 
 def floating_weight(model: nn.Module) -> Tensor:
-    """Return the first floating-point parameter, of whose type and device inputs are; any where there is none."""
-    weights = [*model.parameters()]
-    return next((value for value in weights if value.is_floating_point()), weights[0])
+    """Return the first floating-point parameter, of whose type and device inputs are; an empty one where none is."""
+    return next((value for value in model.parameters() if value.is_floating_point()), torch.empty(0))
 
 
 def choose_layout(model: nn.Module, inputs: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fl.data import datasets
 from fl.runtime.user_code import global_generator
@@ -80,6 +81,13 @@ def adapted() -> nn.Module:
         return nn.Sequential(nn.Flatten(), *layers)
 
     return drawn(construct)
+
+
+def pruned() -> nn.Module:
+    """Return a dense network whose first layer has 30 % of its weights under a mask."""
+    model = dense()
+    prune.l1_unstructured(model.get_submodule("1"), "weight", 0.3)
+    return model
 
 
 class Tied(nn.Module):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.captured import SHAPE, batch, change, network
+from torch.nn.utils import parametrizations, prune
 
 import hyperleak
 from eval.audit.captured_files import as_state, load_pair, load_update
@@ -178,3 +179,25 @@ def test_parameters_that_are_no_real_numbers_are_passed_over_where_frozen_and_re
         hyperleak.audit(model, update=update, input_shape=SHAPE, attacks=["analytic"])
     model.turn.requires_grad_(False)
     assert from_update(model, update, input_shape=SHAPE).update.keys() == update.keys()
+
+
+def test_a_pruned_weight_goes_by_its_name_without_the_mask():
+    model = network()
+    prune.l1_unstructured(model[0], "weight", 0.5)
+    given = {name.replace("_orig", ""): torch.ones_like(value) for name, value in model.named_parameters()}
+    found = with_model_names(as_state(given, "update"), model)
+    assert found.update.keys() == {name for name, _ in model.named_parameters()}
+    assert "0.weight: taken as the change of what the model multiplies with its mask" in found.notes
+    with pytest.raises(ValueError, match=r"'0.weight_orig' as the pruned model has it, got '0.weight', which"):
+        with_model_names(load_pair(None, given), model)
+    with pytest.raises(ValueError, match=r"save model.state_dict\(\) before torch.nn.utils.prune.remove"):
+        with_model_names(load_pair(given, given), model)
+
+
+@pytest.mark.parametrize("normalize", [parametrizations.weight_norm, torch.nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
+def test_what_a_model_computes_is_refused_with_the_names_that_it_is_computed_from(normalize):
+    model, update = network(), change(network(), batch())
+    normalize(model[0])
+    with pytest.raises(ValueError, match=r"computes '0.weight' from \(0\..*0\..*\), got their result"):
+        with_model_names(as_state(update, "update"), model)
