@@ -191,6 +191,30 @@ def solve_input(
     return last
 
 
+def estimate_error(signals: Sequence[KnownSignal], solved: SolvedInput) -> float:
+    """Return by which share of itself an input may be off that gradients alone gave, by what it leaves of them.
+
+    What is left of m equations of n unknowns has m - n directions, its error all n. Of a system that is nearly square
+    and ill-conditioned little is left, whatever the right side, and the input is far off.
+    """
+    layers = [known.layer for known in signals]
+    weights = [1 / channel_sizes(known, known.layer.right_side()) for known in signals]
+    matrix, right = (
+        torch.cat([(side * w[:, None, None]).flatten(0, 1) for side, w in zip(sides, weights, strict=True)])
+        for sides in (
+            [known.layer.signal_matrix(known.masked()) for known in signals],
+            [layer.right_side() for layer in layers],
+        )
+    )
+    values = layers[0].as_channels(solved.values).mT
+    left = (right - matrix @ values).square().sum() / max(1, len(matrix) - matrix.shape[1])
+    factor, failed = torch.linalg.cholesky_ex(matrix.mT @ matrix)
+    if int(failed):
+        return math.inf
+    spread = torch.cholesky_inverse(factor).diagonal().sum()
+    return float((left * spread).sqrt() / values.norm().clamp_min(1e-300))
+
+
 def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] | None:
     """Return what flows back into a layer (n, C, h, w) of which the input is known, and the misfit; None if too few.
 

@@ -151,7 +151,8 @@ class NetworkGraph:
         with torch.enable_grad():
             at = (given[to] if to in given else self.graph.value(to)).detach().clone().requires_grad_()
             out = self.run(number, {**given, to: at})
-            (found,) = torch.autograd.grad(out, at, signal.reshape(out.shape))
+            # batch normalization's backward of PyTorch 2.15 is wrong for signals in another memory layout
+            (found,) = torch.autograd.grad(out, at, signal.reshape(out.shape).contiguous())
         return found
 
     def gate(self, ref: Ref) -> tuple[int, Tensor] | None:

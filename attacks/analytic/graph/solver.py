@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.equation_sets import EquationSet, equation_sets
 from attacks.analytic.graph.image_factors import (
     find_factors_by_biases,
     find_factors_by_shifts,
@@ -19,6 +20,7 @@ from attacks.analytic.graph.layer_solves import (
     KnownSignal,
     SolvedInput,
     count_shortfall,
+    estimate_error,
     fit_in_turn,
     have_redundancy,
     solve_input,
@@ -39,8 +41,6 @@ MAX_MISFIT_RATIO = 30.0
 """Times the largest misfit so far up to which an input that has few equations to spare is believed."""
 MAX_SIGNED_MISFIT = 1e-4
 """Misfit of what is known above, at most, for a search by signs: what is less precise hides which numbers are zero."""
-HELD_BACK = 0.05
-"""Share of known outputs by which an input that was solved for with the others is judged."""
 MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
 MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
@@ -319,32 +319,36 @@ class GraphSolver:
         None, `ends` says why.
         """
         signals = [self.known.layer_signal(number) for number in users]
-        name = " and ".join(known.layer.name for known in signals)
         outputs = find_output_equations(self.known, ref, signals[0].layer.input_shape) if self.scaled else None
-        others, entries, told = None, None, None
-        if outputs is not None and not have_redundancy(signals):
-            told, outputs = outputs.hold_back(HELD_BACK)
-            others = told
-        plain = short = count_shortfall(signals, others.count if others else 0)
-        if short and told is not None and self._is_precise():
-            entries, mixed = told.split_entries(self._is_rectified(ref))
-            if entries is not None:
-                others = mixed if mixed.count else None
-                short = count_shortfall(signals, mixed.count, entries)
+        bits = [known.bits for known in signals]
+        reason = ""
+        for equations in equation_sets(signals, outputs, rectified=self._is_rectified(ref), precise=self._is_precise()):
+            for known, before in zip(signals, bits, strict=True):
+                known.bits = before  # a solution that is not believed has turned some for nothing
+            solved = self._solve_by(equations, signals)
+            if isinstance(solved, SolvedInput):
+                return solved, signals
+            reason = solved
+        self.ends[" and ".join(known.layer.name for known in signals)] = reason
+        return None, signals
+
+    def _solve_by(self, equations: EquationSet, signals: list[KnownSignal]) -> SolvedInput | str:
+        """Return the input that layers have by these equations, or why there is none to be believed."""
+        if short := count_shortfall(signals, equations.count, equations.entries):
+            return short
         try:
-            solved = None if short else solve_input(signals, others, entries)
+            solved = solve_input(signals, equations.others, equations.entries)
         except OutOfTimeError as error:
-            self.ends[name] = str(error)
-            return None, signals
+            return str(error)
         if solved is None:
-            self.ends[name] = short or plain or "its equations leave inputs open"
-            return None, signals
+            return "its equations leave inputs open"
         # where equations are hardly more than unknowns, wrong inputs may explain them, but not others
-        missed = 0.0 if outputs is None else outputs.misfit(solved.values)
+        missed = 0.0 if equations.judges is None else equations.judges.misfit(solved.values)
+        if equations.is_of_gradients_alone and not have_redundancy(signals):
+            missed = max(missed, estimate_error(signals, solved))
         if (reason := _doubt(solved, missed) or self._stands_out(solved, signals)) is not None:
-            self.ends[name] = reason
-            return None, signals
-        return replace(solved, misfit=max(solved.misfit, missed)), signals
+            return reason
+        return replace(solved, misfit=max(solved.misfit, missed))
 
     def _project(self, ref: Ref) -> None:
         """Note the part of what layers take that their equations determine, where they leave the rest open."""
@@ -462,7 +466,7 @@ class GraphSolver:
 def _doubt(solved: SolvedInput, missed: float) -> str | None:
     """Return why a solved input that misses so much of known outputs is not believed, or None."""
     if missed > MAX_MISFIT:
-        return f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
+        return f"its equations nearly leave inputs open: {missed:.1e} of them may be wrong"
     if not solved.misfit < MAX_MISFIT:
         return f"no input explains its gradient: {solved.misfit:.1e} of it is left{ASKED_OF_UPDATES}"
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:

@@ -33,3 +33,18 @@ def test_types_that_a_network_names_follow_the_traces_precision() -> None:
     found = single.replay(single.used_operations(), single.returned, {Ref(IMAGE): images.float()})
     assert found.dtype is torch.float32
     assert torch.allclose(found.double(), model(images), atol=1e-5)
+
+
+def test_what_flows_back_hangs_on_no_memory_layout() -> None:
+    """Batch normalization's backward of PyTorch 2.15 returns other numbers for channels that lie together."""
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)).eval()
+    draw = torch.Generator().manual_seed(0)
+    nn.init.uniform_(model[1].weight, 1, 2, generator=draw)
+    graph = trace_operations(model.double(), torch.rand(1, 3, 4, 5, generator=draw, dtype=torch.float64))
+    assert isinstance(graph, Graph)
+    network = NetworkGraph(graph, graph, {})
+    number = max(network.consumers[Ref(0)])
+    signal = torch.rand(4, 5, 1, 3, generator=draw, dtype=torch.float64).permute(2, 3, 0, 1)
+    apart = network.pull_back(number, signal.contiguous(), Ref(0))
+    assert torch.equal(network.pull_back(number, signal, Ref(0)), apart)
+    assert not torch.allclose(apart, signal)
