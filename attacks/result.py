@@ -38,6 +38,8 @@ class Remark(StrEnum):
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
     PARTLY_SEEN = "partly seen"
     """The network is given fewer numbers than the picture has."""
+    PARTLY_TOLD = "partly told"
+    """Of the picture more is open than of one that an update bears out: others make the same update."""
     MAY_BE_MIXTURE = "may be a mixture"
     """Of unlike examples that were stated as one, for all that the update tells."""
     LABELS_CONFIRMED = "labels confirmed"

@@ -92,6 +92,8 @@ def confirm(view: ServerView, result: Result) -> Result:
 def _confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update bears it out, and no picture that a network does not see."""
     held = _hold_to_update(view, result)
+    if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
+        return replace(held, verified=False, fixed=None, approximate=False)
     if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
         return held
     asked = held.verified or held.approximate

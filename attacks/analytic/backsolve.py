@@ -16,7 +16,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
-from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
+from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.assignment import assign_labels, count_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
@@ -32,6 +32,8 @@ MAX_MISSED = 0.1
 """Share of a picture's features that may be missed; what misses more is no picture of them."""
 PIXEL_MARGIN = 1e-2
 """How far outside [0, 1] a pixel of an exact picture may come out."""
+MAX_OPEN_SHARE = 0.02
+"""Share of the pictures' numbers that may be open for them to be borne out by the update: of more, others make it."""
 SNAP_DISTANCE = 0.2
 """Levels of 8 bits by which every pixel of a picture may miss whole levels to be taken for these."""
 
@@ -150,6 +152,7 @@ class Backsolve(Attack):
             verified=verified,
             fixed=torch.ones_like(images, dtype=torch.bool) if verified and snapped else None,
             note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
+            remarks=frozenset({Remark.PARTLY_TOLD} if solved.unseen > MAX_OPEN_SHARE * images.numel() else ()),
         )
 
     def _is_explained(self, found: InvertedImages, images: Tensor, snapped: bool) -> bool:

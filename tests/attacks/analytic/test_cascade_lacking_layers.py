@@ -8,7 +8,9 @@ from support.chains import initialized
 from torch import nn
 
 from attacks import NotApplicable, Reconstruction
+from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.cascade import Cascade
+from attacks.result import Remark
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -51,3 +53,14 @@ def test_what_tells_too_little_is_refused_for_the_layer_that_did_not_move() -> N
     assert isinstance(result, NotApplicable)
     assert "the update says nothing of 0" in result.reason
     assert not result.limit
+
+
+def test_pictures_of_which_much_is_open_are_not_borne_out() -> None:
+    """Others with the same features make the same update."""
+    model = without_head(chain(nn.Linear(288, 100), nn.ReLU(), nn.Linear(100, 10)))
+    picture = (255 * torch.rand(1, 3, 6, 6, generator=stream(0, "picture"))).round() / 255
+    result = Backsolve()(from_batch(model, picture, torch.tensor([1]))[0])
+    assert isinstance(result, Reconstruction)
+    assert Remark.PARTLY_TOLD in result.remarks
+    assert not result.verified
+    assert not result.approximate
