@@ -10,7 +10,7 @@ update, to the last digit. Of anything else this does not say.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -54,7 +54,7 @@ class PixelMap:
 
     kind: Literal["told", "folded", "fewer", "unknown"]
     numbers: int = 0
-    pixels: Tensor | None = None
+    pixels: Tensor | None = field(default=None, compare=False)
 
 
 def read_pixel_map(view: ServerView) -> PixelMap:

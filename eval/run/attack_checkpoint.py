@@ -22,7 +22,7 @@ from fl.simulation.checkpoint import DAMAGED
 from fl.tensors import Tensors, dense, map_values
 from fl.view import ServerView
 
-TENSORS = ("inputs", "labels", "fixed")
+TENSORS = ("inputs", "labels", "fixed", "seen")
 MIN_SECONDS_BETWEEN_WRITES = 1.0
 """Seconds of work that may be lost: what takes less is not worth a file."""
 _TOLD, _PRIVATE = "told", "private"
@@ -167,6 +167,7 @@ def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:
         inputs=tensors.get("inputs"),
         labels=tensors.get("labels"),
         fixed=tensors.get("fixed"),
+        seen=tensors.get("seen"),
         objective=told["objective"],
         history=tuple(told["history"]),
         knowledge=tuple(told["knowledge"]),

@@ -7,7 +7,7 @@ import torch
 from support import worlds
 from support.frameworks import nvflare_filtered, updates
 
-from attacks.base import NotApplicable, build
+from attacks.base import NotApplicable, Reconstruction, build
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.nvflare_exclude_vars import NVFlareExcludeVars
@@ -50,9 +50,20 @@ def test_attacks_say_that_it_was_not_sent() -> None:
     first = next(name for name in worlds.flat().parameters if name.endswith("weight"))
     run = worlds.federation(worlds.one_step(FedAvg.example()), NVFlareExcludeVars(names=(first,)), worlds.flat())
     view, _ = run.observe(0, data=worlds.images(1, "victim"))
-    result = build("cascade")(view)
+    result = build("rconv")(view)
     assert isinstance(result, NotApplicable)
     assert "was not sent" in result.reason
+
+
+def test_a_first_layer_that_is_not_sent_hides_no_picture_that_its_outputs_tell() -> None:
+    """The classifier's update tells 200 features, open ones of which determine the 64 pixels."""
+    first = next(name for name in worlds.flat().parameters if name.endswith("weight"))
+    run = worlds.federation(worlds.one_step(FedAvg.example()), NVFlareExcludeVars(names=(first,)), worlds.flat())
+    images = worlds.images(1, "victim")
+    result = build("cascade")(run.observe(0, data=images)[0])
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert torch.allclose(result.inputs, images.inputs, atol=1e-6)
 
 
 def test_settings_are_checked() -> None:

@@ -15,7 +15,7 @@ from eval.metrics.identification import draw_distractors
 from eval.report import blocks
 from eval.report.charts.specs import Chart
 
-STEPS, CANDIDATES, IMITATED = 8, 8, 32
+STEPS, CANDIDATES, IMITATED = 20, 8, 32
 
 
 @contextmanager

@@ -15,7 +15,8 @@ def rows(guess, count=2, size=16, perceptual=None, objective=0.1):
     """Rows of a batch of smooth images, reconstructed by `guess(truth)`."""
     ramp = torch.linspace(0, 1, size).expand(count, 3, size, size)
     truth = SimpleNamespace(inputs=ramp.clone(), labels=torch.arange(count), private={}, extractor={})
-    made = SimpleNamespace(inputs=guess(ramp.clone()), labels=None, objective=objective, private={})
+    found = guess(ramp.clone())
+    made = SimpleNamespace(inputs=found, labels=None, objective=objective, private={}, seen=None, remarks=())
     return score(made, truth, perceptual=perceptual)
 
 

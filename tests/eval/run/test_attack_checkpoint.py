@@ -52,6 +52,7 @@ def whole() -> Reconstruction:
         approximate=True,
         remarks=frozenset({Remark.PARTLY_SEEN, Remark.LABELS_CONFIRMED}),
         fixed=torch.tensor([True, False]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
+        seen=torch.tensor([False, True]).view(2, 1, 1, 1).expand(2, 3, 4, 4),
     )
 
 
