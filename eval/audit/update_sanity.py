@@ -78,7 +78,8 @@ def _find_sparsification(view: ServerView) -> str:
     """Return that numbers are missing here and there, as of an update of which some are sent; empty where none seem so.
 
     One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
-    numbers of some of the examples: there are 2 to the power of these patterns. A step far below the weights' last
+    numbers of some of the examples: there are 2 to the power of these patterns. That is so of matrices alone:
+    convolutions take many patches of each example. A step far below the weights' last
     place leaves zeros, too; its other numbers are then a few such places.
     """
     steps = sum(len(phase) for phase in training_phases(view)[1] or ())
@@ -87,9 +88,8 @@ def _find_sparsification(view: ServerView) -> str:
     missing, whole = 0, 0
     for name, value in view.update.items():
         sent = dense(value)
-        if sent.ndim < 2 or not bool(sent.any()):
+        if sent.ndim != 2 or not bool(sent.any()):
             continue
-        sent = sent.flatten(1)
         rest = sent[sent.any(1)][:, sent.any(0)]
         least = float(rest[rest != 0].abs().min())
         before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0

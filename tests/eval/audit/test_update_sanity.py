@@ -176,3 +176,14 @@ def test_an_update_of_which_some_numbers_are_sent_is_named(images):
         }
         again = from_update(model, sent, input_shape=SHAPE, batch_size=images, method=how["method"])
         assert "missing" not in find_inconsistency(again)
+
+
+def test_zeros_of_a_convolutional_networks_gradient_are_no_sparsification() -> None:
+    """A convolution takes many patches of each example, so that its zeros lie in as many patterns."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        layers = [nn.Conv2d(3, 16, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2)]
+        model = nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
+    images = torch.rand(1, 3, 14, 14, generator=torch.Generator().manual_seed(0))
+    view, _ = from_batch(model, images, torch.tensor([3]))
+    assert "sparsified" not in find_inconsistency(view)
