@@ -96,7 +96,10 @@ def read_state(path: Path) -> Any:
         if type(error).__name__ == "UnpicklingError":  # torch's word for objects that loading could run
             raise ObjectsError(f"expected tensors alone in {path}, got other objects") from error
         raise
-    _check_expanded(path, found)
+    try:
+        _check_expanded(path, found)
+    except RecursionError as error:
+        raise DamagedError(f"{path} holds a dictionary that holds itself, or many inside each other") from error
     return found
 
 

@@ -5,6 +5,7 @@ import random
 import struct
 import zipfile
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -131,3 +132,11 @@ def test_memory_that_is_not_there_is_said(tmp_path, monkeypatch):
             patch.setattr(tensor_archives.atomic_files, "before_disk_change", full)
             with pytest.raises(DamagedError, match="memory"):
                 read(path)
+
+
+def test_a_dictionary_that_holds_itself_is_refused(tmp_path: Path) -> None:
+    looped: dict[str, object] = {"weight": torch.zeros(2)}
+    looped["again"] = looped
+    torch.save(looped, tmp_path / "looped.pt")
+    with pytest.raises(DamagedError, match="holds itself"):
+        tensor_archives.read_state(tmp_path / "looped.pt")
