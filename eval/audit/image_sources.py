@@ -42,6 +42,10 @@ def load_images(source: str) -> Examples:
         FileNotFoundError: there is no such file or folder.
         ValueError: a damaged file, one without images or labels, or a setting that is missing or does not fit.
     """
+    if not source.strip():
+        raise ValueError(f"expected images as {PATH_HINT}, got an empty text")
+    if is_settings(source):
+        return Examples.of(build_dataset(source).load().train)
     path = Path(os.path.expanduser(source))
     if source.endswith(".npz"):
         return _load_arrays(path)
@@ -56,9 +60,14 @@ def load_images(source: str) -> Examples:
             f"expected images as {PATH_HINT}, got the file {source}: numpy.savez('true.npz', images=..., "
             "labels=...) writes one that is read"
         )
-    if "/" in source and not source.lstrip().startswith("{"):
+    if "/" in source:
         raise FileNotFoundError(f"no file or folder {source}; expected images as {PATH_HINT}")
     return Examples.of(build_dataset(source).load().train)
+
+
+def is_settings(source: str) -> bool:
+    """Return whether a text holds settings of a data set: they may hold paths, and be longer than one may be."""
+    return source.lstrip().startswith("{") or "\n" in source
 
 
 def build_dataset(text: str) -> Source:

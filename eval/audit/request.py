@@ -20,7 +20,7 @@ from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.examples import Examples
-from eval.audit.image_sources import build_dataset, load_images
+from eval.audit.image_sources import build_dataset, is_settings, load_images
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.source_place import SourcePlace, place_of, place_of_target
 from eval.audit.tensor_names import with_model_names
@@ -407,7 +407,7 @@ class AuditRequest:
 
 def _shareable_source(source: str) -> str:
     """Return the name of a file or a data set, without what a path tells of the machine."""
-    is_path = source.endswith(".npz") or Path(os.path.expanduser(source)).exists()
+    is_path = not is_settings(source) and (source.endswith(".npz") or Path(os.path.expanduser(source)).exists())
     return Path(source).name if is_path else str(yaml12.parse_settings(source).get("name"))
 
 

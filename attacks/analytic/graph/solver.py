@@ -345,7 +345,10 @@ class GraphSolver:
         # where equations are hardly more than unknowns, wrong inputs may explain them, but not others
         missed = 0.0 if equations.judges is None else equations.judges.misfit(solved.values)
         if equations.is_of_gradients_alone and not have_redundancy(signals):
-            missed = max(missed, estimate_error(signals, solved))
+            off = estimate_error(signals, solved)
+            if off > MAX_MISFIT:
+                return f"its equations nearly leave inputs open: by what is left of them inputs may be {off:.1e} off"
+            missed = off
         if (reason := _doubt(solved, missed) or self._stands_out(solved, signals)) is not None:
             return reason
         return replace(solved, misfit=max(solved.misfit, missed))
@@ -466,7 +469,7 @@ class GraphSolver:
 def _doubt(solved: SolvedInput, missed: float) -> str | None:
     """Return why a solved input that misses so much of known outputs is not believed, or None."""
     if missed > MAX_MISFIT:
-        return f"its equations nearly leave inputs open: {missed:.1e} of them may be wrong"
+        return f"its equations nearly leave inputs open: {missed:.1e} of known outputs are missed"
     if not solved.misfit < MAX_MISFIT:
         return f"no input explains its gradient: {solved.misfit:.1e} of it is left{ASKED_OF_UPDATES}"
     if solved.bad_channels > MAX_BAD_CHANNELS * solved.channels:

@@ -81,3 +81,17 @@ def test_arrays_in_another_layout_or_range_name_the_conversion(tmp_path):
     assert "expected labels as numbers" in said(pixels.transpose(0, 3, 1, 2) / 255, ("cat", "dog"))
     assert "one label per image" in said(pixels.transpose(0, 3, 1, 2) / 255, (0, 1, 2))
     assert "expected images uint8" in said(pixels.astype(np.int64))
+
+
+def test_settings_may_hold_paths_and_be_longer_than_one(tmp_path):
+    root = folder(tmp_path / "pictures", "cat", "dog")
+    for number in range(9):
+        for name in ("cat", "dog"):
+            Image.new("RGB", (8, 6), (number, 0, 0)).save(root / name / f"{number}.png")
+    padded = f"{{name: folder, path: {root}{' ' * 5000}}}"
+    for settings in (f"{{name: folder, path: {root}}}", f"name: folder\npath: {root}", padded):
+        assert len(load_images(settings).inputs) > 0
+
+
+def test_an_empty_text_is_no_folder():
+    assert "got an empty text" in refused("")
