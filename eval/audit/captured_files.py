@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
+from eval.audit.coarse_numbers import coarse_note, rounding_bounds
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from eval.audit.tensor_files import packed_hint, read_tensor_file, with_plain_tensors
 
@@ -25,13 +24,6 @@ PAIR_HINT = (
     "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
     "by --before and --after"
 )
-HALF_DIGITS = {
-    torch.float16: "about 3 digits",
-    torch.bfloat16: "2 to 3 digits",
-    torch.float8_e4m3fn: "about 1 digit",
-    torch.float8_e5m2: "less than 1 digit",
-}
-"""What numbers of two bytes, or one, hold."""
 Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object] | Tensor | np.ndarray
 """What a caller in Python may give as weights: a file, a model, a state dictionary, arrays without names, a vector."""
 
@@ -51,7 +43,8 @@ class CapturedUpdate:
         clients: of which the update is the mean, each of as many images.
         training: what a file recorded in a federation says of how the client trained; None of other files.
         scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
-        rounding: how much of its length the rounding of weights to numbers of two bytes may be.
+        rounding: how far each number may be off for having been rounded to two bytes or one
+            (`eval.audit.coarse_numbers`), by name; only of tensors that were.
     """
 
     update: dict[str, Tensor]
@@ -64,7 +57,7 @@ class CapturedUpdate:
     clients: int = 1
     training: TrainingFacts | None = None
     scale_unknown: bool = False
-    rounding: float = 0.0
+    rounding: dict[str, Tensor] = field(default_factory=dict)
 
 
 def load_update(path: Path) -> CapturedUpdate:
@@ -271,35 +264,9 @@ def _difference(
     note = [f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"] if said else []
     notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
-    coarse = half_precision_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
-    nameless, rounding = halves["before"].nameless, share_of_rounding(update, before, after)
+    coarse = coarse_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
+    nameless, rounding = halves["before"].nameless, rounding_bounds(update, before, after)
     return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless, rounding=rounding)
-
-
-def share_of_rounding(update: Mapping[str, Tensor], *states: Mapping[str, Tensor]) -> float:
-    """Return how much of an update's length rounding may be, of weights that were kept in numbers of two bytes.
-
-    A number is off by its last place over the root of 12 (the standard deviation of rounding), and by the half of the
-    least number of its type, at most.
-    """
-    halves = [value for state in states for value in state.values() if value.dtype in HALF_DIGITS]
-    noise = 0.0
-    for value in halves:
-        kind = torch.finfo(value.dtype)
-        noise += kind.eps**2 / 12 * float(value.double().square().sum())
-        noise += (kind.tiny * kind.eps / 2) ** 2 * value.numel()
-    size = sum(float(value.double().square().sum()) for value in update.values() if value.is_floating_point())
-    return math.sqrt(noise / size) if size else 0.0
-
-
-def half_precision_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:
-    """Return what numbers of two bytes leave of tensors; nothing where there are none."""
-    kinds = {value.dtype for value in tensors.values()} & HALF_DIGITS.keys()
-    said = [f"{str(kind).removeprefix('torch.')}: {HALF_DIGITS[kind]}" for kind in sorted(kinds, key=str)]
-    if not said:
-        return []
-    left = " of the weights, of their difference fewer" if what == "weights" else " of each number"
-    return [f"{', '.join(said)}{left}; exact attacks may find and confirm less than in float32"]
 
 
 def _state_word(inner: Mapping[str, object]) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +90,7 @@ def of_update(
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
     if known_data is None:
         return subject
-    subject = replace(subject, tolerance=min(captured.rounding, UNKNOWN_ORDER_TOLERANCE))
-    return _with_truth(subject, known_data, view_of, scaled=scaled)
+    return _with_truth(subject, known_data, view_of, scaled=scaled, rounding=captured.rounding)
 
 
 def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:
@@ -103,25 +103,32 @@ def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequenc
     return [name for name, scope in made.scopes(dict.fromkeys(trained)).items() if scope is Scope.SHARED]
 
 
-def _with_truth(subject: Subject, given: Batch, view_of: Callable[[int], ServerView], *, scaled: bool) -> Subject:
+def _with_truth(
+    subject: Subject,
+    given: Batch,
+    view_of: Callable[[int], ServerView],
+    *,
+    scaled: bool,
+    rounding: Mapping[str, Tensor],
+) -> Subject:
     """Return the update with its true images, and whether it is what the model makes of them.
 
     Args:
-        subject: the update by itself, and the tolerance that its rounding alone asks for.
+        subject: the update by itself.
         given: images and labels, of which the first are the true ones.
         view_of: the view of an update of so many images.
         scaled: whether the step size is unknown.
+        rounding: how far numbers of the update may be off for having been rounded, by name.
     """
-    view = subject.view
+    view, error_of = subject.view, partial(prediction_error, scaled=scaled, rounding=rounding)
     batch_size = view.batch_size or 1
     truth = fed_images.take_truth(given, batch_size)
-    error = prediction_error(view, truth, scaled=scaled)
-    tolerance = max(subject.tolerance, _tolerance(view, batch_size))
+    error, tolerance = error_of(view, truth), _tolerance(view, batch_size)
     known = replace(subject, truth=truth, error=error, tolerance=tolerance, n_given=len(given))
     if not known.mismatched:
         return replace(known, inconsistency="")
-    fits = fed_images.describe_matching_images(view, given, view_of, tolerance=MISMATCH, scaled=scaled)
-    scale = "" if fits else describe_scale(view, truth, MISMATCH)
+    fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
+    scale = "" if fits else describe_scale(view, truth, MISMATCH, rounding)
     return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, scale))))
 
 

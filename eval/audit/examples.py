@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from fl.inputs.form import Inputs, tensors_of
 from fl.types import Batch
 
+MOST_NAMED = 4
+"""Examples that an error names, at most."""
+
 
 @dataclass(frozen=True)
 class Examples:
@@ -68,7 +71,7 @@ def check_examples(source: str, inputs: object, labels: object) -> Examples:
         labels: a tensor.
 
     Raises:
-        ValueError: they are no tensors, are none, or not as many of both.
+        ValueError: they are no tensors, are none, not as many of both, or hold numbers that are not finite.
     """
     if not isinstance(inputs, Tensor | Mapping | tuple | list):
         raise ValueError(f"expected {source} to give inputs as a tensor, got {type(inputs).__name__}")
@@ -85,4 +88,21 @@ def check_examples(source: str, inputs: object, labels: object) -> Examples:
             f"expected {source} to give one label per image, int64 ({len(tensors[0])},), got {got_label}; of another "
             "loss a target for each example"
         )
+    for value in (*tensors, labels):
+        _check_finite(source, "labels" if value is labels else "images", value)
     return Examples(inputs, labels)
+
+
+def _check_finite(source: str, what: str, value: Tensor) -> None:
+    """Refuse images or targets among which some are no finite numbers, saying which are."""
+    if not value.is_floating_point():
+        return
+    odd = (~value.isfinite()).flatten(1).any(1) if value.ndim > 1 else ~value.isfinite()
+    if not bool(odd.any()):
+        return
+    which = odd.nonzero().flatten().tolist()
+    some = f"{', '.join(map(str, which[:MOST_NAMED]))}{', ...' if len(which) > MOST_NAMED else ''}"
+    raise ValueError(
+        f"expected finite numbers from {source}, got NaN or infinite ones in {len(which)} of {len(value)} {what} "
+        f"({some}, counted from 0): leave these out"
+    )

@@ -7,7 +7,6 @@ from itertools import islice, permutations
 
 import torch
 
-from eval.metrics.update_prediction_error import prediction_error
 from fl.types import Batch, Trace, Truth
 from fl.view import ServerView
 
@@ -21,7 +20,12 @@ def take_truth(given: Batch, size: int) -> Truth:
 
 
 def describe_matching_images(
-    view: ServerView, given: Batch, view_of: Callable[[int], ServerView], *, tolerance: float, scaled: bool
+    view: ServerView,
+    given: Batch,
+    view_of: Callable[[int], ServerView],
+    *,
+    error_of: Callable[[ServerView, Truth], float | None],
+    tolerance: float,
 ) -> str:
     """Say in words which of the images given explain the update; empty where none were found that do.
 
@@ -29,12 +33,12 @@ def describe_matching_images(
         view: of the update.
         given: all images, at least as many as the view's.
         view_of: the same update as one of another number of images.
-        tolerance: relative error up to which images explain it.
-        scaled: whether the step size is unknown.
+        error_of: returns the relative error of what a view predicts of images.
+        tolerance: up to which they explain it.
     """
 
     def explain(view: ServerView, index: torch.Tensor) -> bool:
-        error = prediction_error(view, _truth(given, index), scaled=scaled)
+        error = error_of(view, _truth(given, index))
         return error is not None and error <= tolerance
 
     size = view.batch_size or 1

@@ -8,7 +8,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from eval.audit.verdict import all_verified, closest_figure, count_if_too_few, has_leaked, unscored_verdict, verdict
+from eval.audit.verdict import (
+    all_verified,
+    closest_figure,
+    count_if_too_few,
+    counted_figures,
+    has_leaked,
+    unscored_verdict,
+    verdict,
+)
 from eval.metrics import self_verification, validity_flags
 from eval.metrics.score import Row
 from eval.report.result_groups import private_tensor_recoveries
@@ -96,7 +104,7 @@ class AttackFinding:
 
     def best(self, figure: str) -> float | None:
         """Return the highest value of a figure over the images, or None."""
-        return max((found[0] for row in self.rows if (found := closest_figure(row, figure))), default=None)
+        return max((one.value for row in self.rows for one in counted_figures(row, figure)), default=None)
 
 
 @dataclass(frozen=True)
@@ -165,11 +173,16 @@ class AuditReport:
     def describe_excess(self, figure: str, limit: float) -> str:
         """Say of how many images a figure is above a limit, and of how many that of the best guess is, too."""
         figures = [
-            (row, closest) for found in self.findings for row in found.rows if (closest := closest_figure(row, figure))
+            (row, closest)
+            for found in self.findings
+            for row in found.rows
+            if (closest := closest_figure(row, figure, limit)) and closest.value > limit
         ]
-        over = {_image_key(row): guess for row, (value, guess) in figures if value > limit}
+        over = {_image_key(row): closest.guess for row, closest in figures}
         guessed = [guess for guess in over.values() if guess > limit]
-        words = f"{figure.upper()} {self.best(figure):.4g} > {limit:g}"
+        highest = max((closest for _, closest in figures), key=lambda one: one.value)
+        part = f" ({highest.words})" if highest.words else ""
+        words = f"{figure.upper()} {highest.value:.4g} > {limit:g}{part}"
         if not guessed:
             return words
         return (

@@ -20,6 +20,7 @@ from fl.data.sources.folders import FORMATS, PILLOW_ERRORS, SUFFIXES, Mode, deco
 from fl.data.sources.npz_files import REQUIRED_ARRAYS, read_batch
 from fl.registry import UnknownNameError
 from fl.runtime import tensor_archives
+from fl.runtime.native_arrays import to_tensor
 
 LABEL_HINT = (
     "a label comes with the folder that a picture is in: put each into PICTURES/CLASS/, where CLASS is the number of "
@@ -137,9 +138,7 @@ def _as_inputs(images: NDArray[Any], labels: NDArray[Any], path: Path) -> Exampl
     if labels.dtype.kind not in "iuf":
         raise ValueError(f"expected labels as numbers in {path}, got {labels.dtype}")
     wide = labels.astype(np.float32 if labels.dtype.kind == "f" else np.int64)
-    return check_examples(
-        str(path), torch.from_numpy(images.astype(images.dtype.newbyteorder("="))), torch.from_numpy(wide)
-    )
+    return check_examples(str(path), to_tensor(images), torch.from_numpy(wide))
 
 
 def _load_folder(root: Path) -> Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -139,11 +140,11 @@ class Judgment:
         """Return in words which images of an update are above which limits, or nothing."""
         said = []
         for figure, limit in self.limits.items():
-            figures = [(row, closest) for row in rows if (closest := closest_figure(row, figure))]
-            if over := [row for row, (value, _) in figures if value > limit]:
-                guessed = sum(value > limit and guess > limit for _, (value, guess) in figures)
+            figures = [(row, found) for row in rows if (found := closest_figure(row, figure, limit))]
+            if over := [row for row, found in figures if found.value > limit]:
+                guessed = sum(found.value > limit and found.guess > limit for _, found in figures)
                 too = f", and the best guess alone exceeds it for {guessed} of {len(over)}" if guessed else ""
-                said.append(f"{figure.upper()} above {limit:g}: {images_in_words(over, figure)}{too}")
+                said.append(f"{figure.upper()} above {limit:g}: {images_in_words(over, figure, limit)}{too}")
         return "; ".join(said)
 
 
@@ -157,21 +158,24 @@ def update_words(update: Hashable) -> str:
     return f"update {update}"
 
 
-def images_in_words(rows: Sequence[Row], figure: str = "psnr") -> str:
+def images_in_words(rows: Sequence[Row], figure: str = "psnr", limit: float = -math.inf) -> str:
     """Return how close images of one update came, each beside the best guess without the update.
+
+    Where the figure is of a part of the picture, or of one whose brightness and contrast were fitted, it says so.
 
     Args:
         rows: one per image.
         figure: `psnr` in dB, or `ssim`.
+        limit: figures above it go before others.
     """
     unit = " dB" if figure == "psnr" else ""
     told = []
     for row in rows:
-        closest = closest_figure(row, figure)
-        if closest is None:
+        found = closest_figure(row, figure, limit)
+        if found is None:
             continue
-        value, guess = closest
-        told.append(f"image {row['image']} at {value:.4g}{unit} (best guess {guess:.4g}{unit})")
+        part = f" {found.words}" if found.words else ""
+        told.append(f"image {row['image']} at {found.value:.4g}{unit}{part} (best guess {found.guess:.4g}{unit})")
     return join_words(told)
 
 

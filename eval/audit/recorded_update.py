@@ -17,6 +17,7 @@ from fl.methods.fedavg import FedAvg
 from fl.ranges import Count, PositiveStep, ShareBelow1, Weight
 from fl.runtime import tensor_archives
 from fl.runtime.atomic_files import atomic_write
+from fl.runtime.native_arrays import to_tensor
 from fl.settings import SettingError, fit_value
 from fl.types import Optimizer
 
@@ -200,7 +201,7 @@ class RecordedUpdate:
         for half, tensors in (("before", self.before), ("after", self.after)):
             for name, value in tensors.items():
                 plain = value.detach().cpu()
-                arrays[f"{half}/{name}"] = (plain.float() if plain.dtype is torch.bfloat16 else plain).numpy()
+                arrays[f"{half}/{name}"] = (plain if _has_numpy(plain) else plain.float()).numpy()
         with atomic_write(path) as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
@@ -220,9 +221,9 @@ class RecordedUpdate:
             half, _, rest = name.partition("/")
             if half in halves and rest:
                 try:
-                    halves[half][rest] = torch.from_numpy(value)
-                except TypeError as error:  # text, dates and the like
-                    raise ValueError(f"expected numbers under {name!r} in {path}, got {value.dtype}") from error
+                    halves[half][rest] = to_tensor(value)
+                except ValueError as error:  # text, dates and the like
+                    raise ValueError(f"{path}, under {name!r}: {error}") from error
         training, origin = read_facts(found[FACTS].tobytes(), path)
         return cls(**halves, training=training, origin=origin)
 
@@ -233,11 +234,15 @@ def _as_tensor(value: object, half: str, name: str) -> Tensor:
         return value
     if not isinstance(value, np.ndarray | np.generic):
         raise ValueError(f"expected {half} of {name!r} as a tensor or an array of NumPy, got {type(value).__name__}")
-    native = np.array(value).astype(value.dtype.newbyteorder("="), copy=False)
     try:
-        return torch.from_numpy(native)
-    except TypeError as error:  # text, dates, types of other packages
-        raise ValueError(f"expected {half} of {name!r} as numbers, got an array of {value.dtype}") from error
+        return to_tensor(np.array(value))
+    except ValueError as error:  # text, dates, types of other packages
+        raise ValueError(f"{half} of {name!r}: {error}") from error
+
+
+def _has_numpy(value: Tensor) -> bool:
+    """Return whether NumPy has numbers of a tensor's type."""
+    return not value.is_floating_point() or value.dtype.itemsize > 2 or value.dtype is torch.float16
 
 
 def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str]]:
@@ -268,7 +273,16 @@ def read_facts(content: bytes, path: Path) -> tuple[TrainingFacts, dict[str, str
 
 
 def subtract(before: Tensor, after: Tensor) -> Tensor:
-    """Return before - after; of numbers of two bytes in four, so that the difference is not rounded once more."""
-    if before.is_floating_point() and before.dtype.itemsize < 4:
-        before = before.float()
-    return before - after.to(before.dtype)
+    """Return before - after in the longer type of the two, and in no shorter one than holds it.
+
+    Of floating-point numbers of two bytes or one that is float32, so that the difference is not rounded once more.
+    """
+    first, last = _wide(before), _wide(after)
+    kind = torch.promote_types(first.dtype, last.dtype)
+    return first.to(kind) - last.to(kind)
+
+
+def _wide(value: Tensor) -> Tensor:
+    if value.is_floating_point() and value.dtype.itemsize < 4:
+        return value.float()
+    return value.to(torch.int16) if value.dtype in {torch.bool, torch.uint8, torch.int8} else value

@@ -6,12 +6,15 @@ import re
 import zipfile
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fl.runtime import tensor_archives
+from fl.runtime.native_arrays import to_tensor
 from fl.runtime.tensor_archives import MAX_UNPACKED_BYTES
 
 KINDS = (".npz", ".pt", ".pth", ".ckpt", ".bin", ".safetensors")
@@ -60,13 +63,13 @@ def read_tensor_file(path: Path, wanted: str) -> object:
         if kind == ".npy":
             return _read_vector(path, wanted)
         if kind == ".npz":
-            return {name: torch.from_numpy(value) for name, value in tensor_archives.read_arrays(path).items()}
+            return {name: _array(value, name, wanted) for name, value in tensor_archives.read_arrays(path).items()}
         return tensor_archives.read_tensors(path) if kind == ".safetensors" else tensor_archives.read_state(path)
     except PermissionError as error:
         raise ValueError(f"{wanted}, got a file that must not be read") from error
     except tensor_archives.ObjectsError as error:
         raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
-    except (tensor_archives.DamagedError, TypeError) as error:  # TypeError: numbers of a type that torch has not
+    except tensor_archives.DamagedError as error:
         why = str(error).rstrip(".")
         raise ValueError(
             f"{wanted}, got a file that can't be read as {kind}: {why}. If it was cut off, get it again"
@@ -121,7 +124,17 @@ def _read_vector(path: Path, wanted: str) -> Tensor:
             f"{wanted}, or one vector of all numbers, got one array (.npy), {got}: write all arrays, "
             "numpy.savez('update.npz', *arrays)"
         )
-    return torch.from_numpy(value)
+    return to_tensor(value)
+
+
+def _array(value: NDArray[Any], name: str, wanted: str) -> Tensor | str:
+    """Return an array of numbers as a tensor, one of text as that; an error names it."""
+    if value.dtype.kind in "US":
+        return str(value.tolist())
+    try:
+        return to_tensor(value)
+    except ValueError as error:
+        raise ValueError(f"{wanted}, got under {name!r} something else: {error}") from error
 
 
 def packed_hint(words: Collection[str]) -> str:
@@ -154,12 +167,20 @@ def with_plain_tensors(found: object, wanted: str) -> tuple[object, list[str]]:
             return {key: plain(part, f"{key}", depth - 1) for key, part in value.items()}
         if isinstance(value, list | tuple) and depth:
             return [plain(part, f"{place}", depth - 1) for place, part in enumerate(value)]
-        if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biuf":
-            return torch.from_numpy(np.array(value))
+        if isinstance(value, np.ndarray | np.generic):
+            return _array(np.array(value), name, wanted)
         return _plain_tensor(value, name, wanted, kinds) if isinstance(value, Tensor) else value
 
     changed = plain(found, "", MAX_DEPTH)
     return changed, [f"{' and '.join(sorted(kinds))} tensors were written out as plain numbers"] if kinds else []
+
+
+def _is_computable(kind: torch.dtype) -> bool:
+    try:
+        torch.zeros(kind.itemsize, dtype=torch.uint8).view(kind).to(torch.complex128)
+    except (RuntimeError, TypeError):  # NotImplementedError is one of the former
+        return False
+    return True
 
 
 def _plain_tensor(value: Tensor, name: str, wanted: str, kinds: set[str]) -> Tensor:
@@ -175,6 +196,12 @@ def _plain_tensor(value: Tensor, name: str, wanted: str, kinds: set[str]) -> Ten
     if value.is_quantized:
         kinds.add("quantized")
         return value.dequantize()
+    if not _is_computable(value.dtype):
+        kind = str(value.dtype).removeprefix("torch.")
+        raise ValueError(
+            f"{wanted}, got a tensor{where} of {kind}, which packs numbers and of which nothing can be computed: write "
+            "it out as float32"
+        )
     if value.layout is torch.strided:
         return value
     size = value.numel() * value.element_size()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eval.audit.captured_files import CapturedUpdate, half_precision_note, share_of_rounding
+from eval.audit.captured_files import CapturedUpdate
+from eval.audit.coarse_numbers import coarse_note, rounding_bounds, share_note
 from eval.audit.recorded_update import subtract
 from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
@@ -51,14 +53,14 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     update = {own[name]: value for name, value in captured.update.items() if name in own}
     before = {own[name]: value for name, value in captured.before.items() if name in own}
     notes = [*captured.notes, *said]
-    rounding = captured.rounding
+    rounding = {own[name]: value for name, value in captured.rounding.items() if name in own}
     if captured.weights:
-        notes += half_precision_note(update, "weights")
+        notes += coarse_note(update, "weights")
         after, update = update, _from_own_weights(update, model)
-        rounding = share_of_rounding(update, after)
+        rounding = rounding_bounds(update, after)
     elif not before:
-        notes += half_precision_note(update, "update")
-        rounding = share_of_rounding(update, update)
+        notes += coarse_note(update, "update")
+        rounding = rounding_bounds(update, update)
     whole = set(update)
     update = untie_parameters(model, update)
     if tied := sorted(whole - set(update)):
@@ -74,6 +76,8 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     if still:
         notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
     update = {name: value for name, value in update.items() if name not in kept | still}
+    rounding = {name: value for name, value in rounding.items() if name in update}
+    notes += share_note(update, rounding)
     plain = replace(captured, nameless=False, weights=False, rounding=rounding)
     return replace(plain, update=update, buffers=buffers, notes=tuple(notes), before=before)
 
@@ -280,7 +284,8 @@ def _split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
 
     note = f"a vector of {len(vector)} numbers: those of {whole} one after the other, row by row"
     notes = (*captured.notes, note)
-    return replace(captured, update=split(captured.update), before=split(captured.before), notes=notes)
+    parts: dict[str, Any] = {what: split(getattr(captured, what)) for what in ("update", "before", "rounding")}
+    return replace(captured, **parts, notes=notes)
 
 
 def _match_places(captured: CapturedUpdate, model: nn.Module) -> tuple[dict[str, str], list[str]]:

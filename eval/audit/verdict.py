@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
@@ -19,6 +20,7 @@ from eval.report.result_groups import (
     RECOVERED_BELOW,
     ResultGroup,
     exceeds_baseline,
+    is_seen_enough,
     leaks_alone,
     private_tensor_recoveries,
 )
@@ -159,21 +161,68 @@ def image_line(row: Row, number: int) -> str:
     words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB){label}{exact}"
     if row.get("psnr_seen") is not None:
         shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"
-        words += f", {shown} on the {100 * row['seen']:.3g} % of its pixels that the network is given"
+        few = "" if is_seen_enough(row) else ", too few to count"
+        words += f", {shown} {_seen_words(row)}{few}"
     if row.get("psnr_scaled") is not None:
         shown = f"{row['psnr_scaled']:.1f} dB (best guess {best_baseline(row, 'psnr_scaled'):.1f} dB)"
         words += f", {shown} {SCALED}"
     return f"{words}, {own}" if own else words
 
 
-def closest_figure(row: Row, figure: str) -> tuple[float, float] | None:
-    """Return a figure of an image and its best guess's, or None.
+@dataclass(frozen=True)
+class ClosestFigure:
+    """A figure of an image.
 
-    Of a picture that a network is given in part, or up to brightness and contrast, that of the part or up to these
-    counts where it is more.
+    Attributes:
+        value: that it has.
+        guess: that its best guess without the update has.
+        words: what the figure is of, where that is not the picture as it is; else empty.
     """
-    names = [figure, *(f"{figure}_{part}" for part in ("seen", "scaled"))]
-    return max(((row[name], best_baseline(row, name)) for name in names if row.get(name) is not None), default=None)
+
+    value: float
+    guess: float
+    words: str = ""
+
+    @property
+    def gain(self) -> float:
+        """How far the figure lies above that of the guess."""
+        return self.value - self.guess
+
+
+def counted_figures(row: Row, figure: str) -> list[ClosestFigure]:
+    """Return a figure of an image as it is, and as those of it that count beside.
+
+    Of a picture that a network is given in part that is the figure of the part, if it is large enough; of one that
+    comes back up to brightness and contrast, the figure once these are fitted.
+
+    Args:
+        row: of the image.
+        figure: `psnr` in dB, or `ssim`.
+    """
+    known = {figure: ""}
+    if is_seen_enough(row):
+        known[f"{figure}_seen"] = _seen_words(row)
+    known[f"{figure}_scaled"] = SCALED
+    return [
+        ClosestFigure(row[name], best_baseline(row, name), words)
+        for name, words in known.items()
+        if row.get(name) is not None
+    ]
+
+
+def closest_figure(row: Row, figure: str, limit: float = -math.inf) -> ClosestFigure | None:
+    """Return of the figures that count the one that lies furthest above its best guess's, or None.
+
+    Args:
+        row: of the image.
+        figure: `psnr` in dB, or `ssim`.
+        limit: figures above it go before others.
+    """
+    return max(counted_figures(row, figure), key=lambda one: (one.value > limit, one.gain), default=None)
+
+
+def _seen_words(row: Row) -> str:
+    return f"on the {100 * row['seen']:.3g} % of its pixels that the network is given"
 
 
 def best_baseline(row: Row, figure: str = "psnr") -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts, usable_facts
 from eval.federations.reply_checks import Beside, UnreadableError, refuse_differences, refuse_unseen
+from fl.runtime.native_arrays import to_tensor
 
 CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
     "lr": ("lr", "learning-rate", "client-lr", "local-lr", "client-learning-rate"),
@@ -189,7 +190,7 @@ def _tensor(name: str, array: Array, as_sent: str) -> Tensor:
     Strategies of Flower that step by NumPy send float64, which a network of float32 rounds when it is loaded.
     """
     try:
-        found = torch.from_numpy(np.array(array.numpy()))
+        found = to_tensor(np.array(array.numpy()))
     except (TypeError, ValueError) as error:
         raise UnreadableError(f"expected numbers under {name!r}, got an array that can't be read: {error}") from error
     return found.float() if found.dtype == torch.float64 and as_sent == "float32" else found

@@ -61,6 +61,8 @@ NO_TRUTH = "the true images are not known"
 _EXTRACTOR = "extractor/"
 _CLIENT = re.compile(f"({_EXTRACTOR})?part/([0-9]+)/")
 _FAR = 1e9
+MIN_FITTED = 16
+"""Numbers that a picture must have for its brightness and contrast, two numbers, to be fitted to the true one."""
 _WORST = {"mse": 1.0, "psnr": 0.0, "ssim": 0.0, "ssim_rog": 0.0, "ssim_uniform7": 0.0}
 
 
@@ -128,7 +130,8 @@ def score(
         images, candidates: how many true images and reconstructions the batch had.
         failure: None, "unmatched" or "non-finite".
         the names in `MEASURES`, and LPIPS under the name of its backbone and size.
-        psnr_seen, seen: where the network is given some pixels alone, PSNR of these, and which share they are.
+        psnr_seen, seen, seen_numbers: where the network is given some pixels alone, PSNR of these, which share they
+            are, and how many numbers.
         psnr_scaled: of pictures known up to brightness and contrast, PSNR once these are fitted to the true one.
         exact8: every pixel right after rounding to 8 bits.
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
@@ -183,7 +186,7 @@ def score(
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
         if match is not None and reconstruction.seen is not None:
             row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
-        if match is not None and Remark.SCALE_TAKEN_OFF in reconstruction.remarks:
+        if match is not None and Remark.SCALE_TAKEN_OFF in reconstruction.remarks and true[0].numel() >= MIN_FITTED:
             row |= _up_to_scale(guesses, guess[match], true[image], image)
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
@@ -332,7 +335,7 @@ def _of_seen_pixels(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, 
         return min(metrics.PSNR_CAP, -10 * math.log10(off)) if off > 0 else metrics.PSNR_CAP
 
     floors = {f"floor_{name}_psnr_seen": figure(images[image]) for name, images in guesses.items()}
-    return {"seen": share, "psnr_seen": figure(found), **floors}
+    return {"seen": share, "seen_numbers": int(seen.sum()), "psnr_seen": figure(found), **floors}
 
 
 def _up_to_scale(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, image: int) -> Row:

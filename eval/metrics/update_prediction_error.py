@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
+from torch import Tensor
 
 from eval.metrics.score import relative_error
 from fl.client import Client, LocalTraining, gather_batches, local_update
@@ -11,7 +14,7 @@ from fl.method import Download
 from fl.predict import predict
 from fl.seeds import stream
 from fl.simulation.client_round import ClientState, local_input
-from fl.tensors import Tensors, dense
+from fl.tensors import Tensors, Value, dense
 from fl.types import Trace, Truth
 from fl.view import ServerView
 
@@ -33,13 +36,17 @@ def forward_error(view: ServerView, truth: Truth, client: Client, state: ClientS
     return relative_error(predicted, {name: observed[name] for name in predicted})
 
 
-def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) -> float | None:
+def prediction_error(
+    view: ServerView, truth: Truth, *, scaled: bool = False, rounding: Mapping[str, Tensor] | None = None
+) -> float | None:
     """Return how far the view's prediction from the truth is from a captured update.
 
     Args:
         view: what the server knows.
         truth: what the client fed.
         scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
+        rounding: how far numbers of the update may be off for having been rounded, by name; only what is beyond that
+            counts.
 
     Returns:
         The relative error; None where it can't be told, as the defense draws noise, private tensors are not known, or
@@ -57,7 +64,18 @@ def prediction_error(view: ServerView, truth: Truth, *, scaled: bool = False) ->
         if scaled and norm > 0:
             factor = max(0.0, sum((mine * seen).sum().item() for mine, seen in pairs) / norm)
             predicted = {name: dense(value).double() * factor for name, value in predicted.items()}
-    return relative_error({name: predicted[name] for name in view.update}, view.update)
+    near = {
+        name: within_rounding(predicted[name], value, (rounding or {}).get(name)) for name, value in view.update.items()
+    }
+    return relative_error(near, view.update)
+
+
+def within_rounding(predicted: Value, sent: Value, bound: Tensor | None) -> Value:
+    """Return what was sent where a prediction is as near to it as rounding allows, and else nearer by that much."""
+    if bound is None:
+        return predicted
+    off = dense(predicted).double() - dense(sent).double()
+    return dense(sent).double() + off.sign() * (off.abs() - bound.to(off)).clamp(min=0)
 
 
 def _draws(defense: Defense, update: Tensors) -> bool:

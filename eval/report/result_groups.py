@@ -11,6 +11,7 @@ from statistics import fmean
 from statistics import median as middle
 from typing import Any
 
+from attacks.verification import LEAST_SEEN
 from eval.io.text import format_count
 from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE
@@ -33,6 +34,9 @@ NOT_ATTACKED = "-"
 PSNR_COLUMNS = ("psnr", "psnr_seen", "psnr_scaled")
 """Of whole pictures; of the pixels alone that a network is given; once brightness and contrast are fitted, where these
 are all that is open."""
+MIN_SEEN_NUMBERS = 64
+"""Numbers of a picture that a part of it must have, below `LEAST_SEEN` of them, for its PSNR to count: 8 by 8 gray
+pixels show content, and few numbers come near to right ones by chance."""
 RECOVERED_BELOW = 0.1
 """Relative error below which a private tensor counts as recovered."""
 
@@ -250,8 +254,14 @@ def leaks_alone(row: Row, metric: str = "psnr") -> bool:
         metric: one of `PSNR_COLUMNS`.
     """
     known = [row[_baseline_column(g, metric)] for g in BASELINES if row.get(_baseline_column(g, metric)) is not None]
-    value = row.get(metric)
+    value = row.get(metric) if metric != "psnr_seen" or is_seen_enough(row) else None
     return value is not None and value >= RECOGNIZABLE_PSNR and bool(known) and value - max(known) >= CLEAR_MARGIN
+
+
+def is_seen_enough(row: Row) -> bool:
+    """Return whether the pixels that a network is given are so many that a figure of them alone counts."""
+    share = row.get("seen")
+    return share is not None and (share >= LEAST_SEEN or row.get("seen_numbers", 0) >= MIN_SEEN_NUMBERS)
 
 
 def private_tensor_recoveries(rows: Sequence[Row]) -> dict[str, PrivateTensorRecovery]:

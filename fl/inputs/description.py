@@ -164,6 +164,8 @@ def check_values(form: InputForm, packed: Tensor) -> None:
     Raises:
         ValueError: says what it found, and in which column.
     """
+    if not bool(packed.isfinite().all()):
+        raise ValueError("expected finite numbers, got inputs with NaN or infinite ones: leave these examples out")
     for start, stop in form.categories:
         group = form.unpack(packed)[0][:, start:stop]
         if not bool(((group == 0) | (group == 1)).all() and (group.sum(1) == 1).all()):

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 import hyperleak
 from attacks.network.pixel_map import read_pixel_map
 from eval.audit.findings import AuditReport
-from eval.audit.verdict import closest_figure, image_line
+from eval.audit.judgment import Judgment, images_in_words
+from eval.audit.verdict import closest_figure, has_leaked, image_line
+from eval.metrics.score import Row
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -62,10 +64,41 @@ def test_what_a_crop_leaves_counts_as_leaked(report: AuditReport) -> None:
 
 
 def test_a_limit_is_held_against_the_pixels_that_the_network_is_given(report: AuditReport) -> None:
-    (row,) = report.findings[0].rows
-    assert report.best("psnr") == row["psnr_seen"]
-    assert closest_figure(row, "psnr") == (row["psnr_seen"], row["floor_mean_psnr_seen"])
-    assert "PSNR" in report.describe_excess("psnr", 30)
+    (one,) = report.findings[0].rows
+    assert report.best("psnr") == one["psnr_seen"]
+    found = closest_figure(one, "psnr")
+    assert found is not None
+    assert (found.value, found.guess) == (one["psnr_seen"], one["floor_mean_psnr_seen"])
+    part = "on the 56.2 % of its pixels that the network is given"
+    assert f"> 30 ({part})" in report.describe_excess("psnr", 30)
+    judged = Judgment(report, {"psnr": 30.0})
+    assert f"dB {part} (best guess" in judged.leaks[0].words
+
+
+def row(**figures: float) -> Row:
+    """An image whose guesses score 10 dB, whatever they score of."""
+    guesses = {f"floor_grey_{name}": 10.0 for name in ("psnr", "psnr_seen", "psnr_scaled")}
+    return {"image": 0, "psnr": 8.0, "label_correct": None, **guesses, **figures}
+
+
+@pytest.mark.parametrize(("share", "numbers", "counts"), [(0.01, 9, False), (0.01, 64, True), (0.5, 9, True)])
+def test_few_pixels_do_not_count_by_themselves(share: float, numbers: int, counts: bool) -> None:
+    """Some of few numbers come near to right ones by chance."""
+    one = row(psnr_seen=60.0, seen=share, seen_numbers=numbers)
+    assert has_leaked([one]) is counts
+    found = closest_figure(one, "psnr")
+    assert found is not None
+    assert (found.value == 60) is counts
+    assert ("too few to count" in image_line(one, 0)) is not counts
+
+
+def test_the_figure_furthest_above_its_guess_is_named_with_what_it_is_of() -> None:
+    one = row(psnr_scaled=40.0, psnr=41.0, floor_grey_psnr=39.0)
+    assert images_in_words([one]) == (
+        "image 0 at 40 dB once brightness and contrast are fitted, which the network takes off each picture "
+        "(best guess 10 dB)"
+    )
+    assert images_in_words([one], limit=40.5) == "image 0 at 41 dB (best guess 39 dB)"
 
 
 def test_only_single_pixels_count_as_given() -> None:

@@ -95,3 +95,26 @@ def test_settings_may_hold_paths_and_be_longer_than_one(tmp_path):
 
 def test_an_empty_text_is_no_folder():
     assert "got an empty text" in refused("")
+
+
+@pytest.mark.parametrize("odd", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_by_their_image(tmp_path, odd):
+    images = np.random.default_rng(0).random((6, 1, 8, 8))
+    images[4, 0, 3, 3] = odd
+    np.savez(tmp_path / "true.npz", images=images, labels=np.arange(6))
+    assert "got NaN or infinite ones in 1 of 6 images (4, counted from 0): leave these out" in refused(
+        tmp_path / "true.npz"
+    )
+    np.savez(tmp_path / "true.npz", images=np.full((6, 1, 8, 8), odd), labels=np.arange(6))
+    assert "in 6 of 6 images (0, 1, 2, 3, ...," in refused(tmp_path / "true.npz")
+    np.savez(tmp_path / "true.npz", images=images[:4], labels=np.float64([1, 2, odd, 3]))
+    assert "in 1 of 4 labels (2," in refused(tmp_path / "true.npz")
+
+
+@pytest.mark.parametrize("kind", [np.longdouble, ">f8", np.float16])
+def test_arrays_of_other_floating_point_types_are_read(tmp_path, kind):
+    images = np.random.default_rng(0).random((2, 1, 8, 8)).astype(kind)
+    np.savez(tmp_path / "true.npz", images=images, labels=np.array([1, 0], ">i4"))
+    found = load_images(str(tmp_path / "true.npz"))
+    assert np.array_equal(found.inputs.double().numpy(), images.astype(np.float64))
+    assert found.labels.tolist() == [1, 0]

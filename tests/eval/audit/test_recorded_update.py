@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hyperleak
 from eval.audit.captured_files import load_update
-from eval.audit.recorded_update import FACTS, RecordedUpdate, TrainingFacts, usable_facts
+from eval.audit.recorded_update import FACTS, RecordedUpdate, TrainingFacts, subtract, usable_facts
 from eval.cli import app
 
 
@@ -71,7 +71,7 @@ def test_other_facts_are_refused_by_name(tmp_path: Path, content: bytes, words: 
 def test_what_are_no_numbers_is_refused_by_name(tmp_path: Path) -> None:
     facts = np.frombuffer(b'{"version": 1, "training": {}, "origin": {}}', np.uint8)
     np.savez(tmp_path / "update.npz", **{FACTS: facts, "before/w": np.array(["a"])})
-    with pytest.raises(ValueError, match=r"numbers under 'before/w' in .*update\.npz, got <U1"):
+    with pytest.raises(ValueError, match=r"update\.npz, under 'before/w': expected numbers, got an array of <U1"):
         RecordedUpdate.load(tmp_path / "update.npz")
 
 
@@ -211,3 +211,22 @@ def test_a_step_of_unknown_size_contradicts_no_images(
         report = hyperleak.audit(model, *images.values(), update=tmp_path / "update.npz", attacks="analytic")
         assert not any("not what this model makes" in note for note in report.notes)
         assert report.findings[0].verified is True
+
+
+def test_differences_are_in_a_type_that_holds_them() -> None:
+    pairs = [
+        (torch.tensor([True, False, True]), torch.tensor([True, True, False])),
+        (torch.tensor([0, 255, 1], dtype=torch.uint8), torch.tensor([255, 0, 1], dtype=torch.uint8)),
+        (torch.tensor([1.0]), torch.tensor([1 + 1e-12], dtype=torch.float64)),
+        (torch.tensor([1.0], dtype=torch.float8_e4m3fn), torch.tensor([1.25], dtype=torch.float8_e5m2)),
+        (torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1 + 1e-6])),
+    ]
+    for before, after in pairs:
+        assert torch.equal(subtract(before, after).double(), before.double() - after.double())
+
+
+def test_coarse_weights_are_recorded_as_they_are(tmp_path: Path) -> None:
+    for kind in (torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fnuz):
+        value = torch.tensor([0.5, -1.25]).to(kind)
+        RecordedUpdate(before={"w": value}, after={"w": value}).save(tmp_path / "u.npz")
+        assert torch.equal(RecordedUpdate.load(tmp_path / "u.npz").before["w"], value.float())

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations, prune
 
 import hyperleak
 from eval.audit.captured_files import as_state, load_pair, load_update
+from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import with_model_names
 from fl.capture import from_update
 
@@ -201,3 +202,35 @@ def test_what_a_model_computes_is_refused_with_the_names_that_it_is_computed_fro
     normalize(model[0])
     with pytest.raises(ValueError, match=r"computes '0.weight' from \(0\..*0\..*\), got their result"):
         with_model_names(as_state(update, "update"), model)
+
+
+FORMS = [np.longdouble, ">f4", ">f8", ">f2", "<f8"]
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_arrays_of_other_byte_orders_and_lengths_are_read(tmp_path, kind):
+    update = {name: value.numpy().astype(kind) for name, value in change(network(), batch()).items()}
+    np.savez(tmp_path / "u.npz", **update)
+    np.save(tmp_path / "u.npy", np.concatenate([value.ravel() for value in update.values()]))
+    recorded = RecordedUpdate(before=update, after=update)
+    for found in (load_update(tmp_path / "u.npz").update, as_state(update, "update").update, recorded.before):
+        for name, value in update.items():
+            assert np.array_equal(found[name].double().numpy(), value.astype(np.float64))
+    (vector,) = load_update(tmp_path / "u.npy").update.values()
+    assert vector.shape == (sum(value.size for value in update.values()),)
+    turned = as_state({"fc": np.arange(4.0)[::-1]}, "update").update["fc"]
+    assert turned.tolist() == [3, 2, 1, 0]
+
+
+def test_arrays_of_no_numbers_are_refused_or_left_out_by_name(tmp_path):
+    numbers = np.ones(3, np.float32)
+    np.savez(tmp_path / "u.npz", weight=numbers, framework=np.array("flower"), layers=np.array(["a", "b"]))
+    assert load_update(tmp_path / "u.npz").notes == ("no tensors, so left out: framework, layers",)
+    np.savez(tmp_path / "u.npz", weight=numbers.view("V4"))
+    assert "got under 'weight' something else: expected numbers, got an array of |V4, as NumPy writes" in refused(
+        tmp_path / "u.npz"
+    )
+    with pytest.raises(ValueError, match="got under 'day' something else: expected numbers, got an array of datetime"):
+        as_state({"day": np.array(["2026-01-01"], "M8[D]")}, "update")
+    with pytest.raises(ValueError, match="under 'weight' of float4_e2m1fn_x2, which packs numbers"):
+        as_state({"weight": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "update")

@@ -274,7 +274,7 @@ def test_pixels_that_a_network_is_given_are_scored_by_themselves_beside_every_gu
     found = torch.where(seen, true + 0.01, 0.5)
     row = score(Guess(found.clamp(0, 1), seen=seen), Held(true, torch.arange(2)))[0]
     off = ((found.clamp(0, 1) - true)[0][seen[0]]).square().mean()
-    assert row["seen"] == 0.25
+    assert (row["seen"], row["seen_numbers"]) == (0.25, int(seen[0].sum()))
     assert row["psnr_seen"] == pytest.approx(-10 * math.log10(off), abs=1e-4)
     assert row["psnr"] < row["psnr_seen"]
     gray = (0.5 - true)[0][seen[0]].square().mean()

@@ -1,0 +1,75 @@
+"""What numbers of two bytes, or of one, leave of an update: how far each may be off, and that in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+DIGITS = {
+    torch.float16: "about 3 digits",
+    torch.bfloat16: "2 to 3 digits",
+    torch.float8_e4m3fn: "about 1 digit",
+    torch.float8_e4m3fnuz: "about 1 digit",
+    torch.float8_e5m2: "less than 1 digit",
+    torch.float8_e5m2fnuz: "less than 1 digit",
+    torch.float8_e8m0fnu: "powers of two alone",
+}
+"""What numbers of such types hold."""
+LARGE_SHARE = 0.1
+"""Share of an update's length from which on what rounding may be of it is said."""
+
+
+def rounding_bounds(update: Mapping[str, Tensor], *states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return how far rounding to the nearest number may put each number of an update off, of tensors that are coarse.
+
+    Args:
+        update: by name; floating-point tensors count.
+        states: what it was computed from: itself, or weights before and after. They are off by half of their numbers'
+            last place at most, together by the sum.
+    """
+    found: dict[str, Tensor] = {}
+    for state in states:
+        for name, value in state.items():
+            if name in update and value.dtype in DIGITS:
+                found[name] = found.get(name, 0.0) + _half_spacing(value)
+    return found
+
+
+def _half_spacing(values: Tensor) -> Tensor:
+    kind, sizes = torch.finfo(values.dtype), values.double().abs()
+    exponent = torch.frexp(sizes.clamp(min=kind.tiny)).exponent
+    return torch.ldexp(torch.full_like(sizes, kind.eps / 4), exponent)
+
+
+def rounding_share(update: Mapping[str, Tensor], bounds: Mapping[str, Tensor]) -> float:
+    """Return how much of an update's length rounding may be, as of numbers that are anywhere within their bounds."""
+    noise = sum(float(bound.square().sum()) / 3 for bound in bounds.values())
+    size = sum(float(value.double().square().sum()) for value in update.values() if value.is_floating_point())
+    return math.sqrt(noise / size) if size else 0.0
+
+
+def coarse_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:
+    """Return what coarse numbers leave of tensors; nothing where there are none.
+
+    Args:
+        tensors: by name.
+        what: "weights", or "update".
+    """
+    kinds = {value.dtype for value in tensors.values()} & DIGITS.keys()
+    said = [f"{str(kind).removeprefix('torch.')}: {DIGITS[kind]}" for kind in sorted(kinds, key=str)]
+    if not said:
+        return []
+    left = " of the weights, of their difference fewer" if what == "weights" else " of each number"
+    return [f"{', '.join(said)}{left}; exact attacks may find and confirm less than in float32"]
+
+
+def share_note(update: Mapping[str, Tensor], bounds: Mapping[str, Tensor]) -> list[str]:
+    """Return that rounding may be much of an update's length; nothing where it is little."""
+    share = rounding_share(update, bounds)
+    if share < LARGE_SHARE:
+        return []
+    size = "more than all" if share > 1 else f"{share:.0%}"
+    return [f"rounding may be {size} of the update's length; whether given images fit is asked beyond it alone"]
