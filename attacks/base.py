@@ -19,7 +19,8 @@ from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
-from attacks.verification import can_replay, confirm
+from attacks.verification.comparison import can_replay
+from attacks.verification.confirmation import confirm
 from fl.aggregated_view import as_single_client
 from fl.losses.function import FunctionError, function_errors_named
 from fl.registry import FormerHooks, Registry, UnknownNameError

@@ -17,7 +17,7 @@ from attacks.network.picture_scale import read_picture_scale
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
-from attacks.verification import explains_under_any_loss
+from attacks.verification.explanation import explains_under_any_loss
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView

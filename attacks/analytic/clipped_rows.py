@@ -12,7 +12,7 @@ from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.update_comparison import BELOW_BOUND
 from attacks.update.update_rule import clipping_bound
-from attacks.verification import explains_clipped
+from attacks.verification.explanation import explains_clipped
 from fl.tensors import Tensors
 
 MIN_SHARE, MIN_ROWS = 1e-2, 2

@@ -39,7 +39,8 @@ from attacks.update.update_comparison import (
     UNLIKE_DISTANCE,
     UpdateComparison,
 )
-from attacks.verification import can_replay, explains_update
+from attacks.verification.comparison import can_replay
+from attacks.verification.explanation import explains_update
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense

@@ -260,43 +260,27 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         name: of the layer.
         images: whether it is given the image, normalized as the view says.
     """
-    view, change, names = observed.view, observed.change, probe.parameter_names(name)
-    if not probe.reads_signals(name):
-        reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
-        return NotApplicable(reason, limit=True)
-    if is_sign_compressed(view):
-        return NotApplicable(SIGNS_ONLY)
-    phases = view.method.phases(view.client.task, view.round)
-    if any(len({id(group) for group in p.assign(dict.fromkeys(names)).values()}) > 1 for p in phases):
-        return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
+    if (refused := _layer_obstacle(observed.view, probe, name)) is not None:
+        return refused
+    view, names = observed.view, probe.parameter_names(name)
     kinds = dict(zip(("weight", "bias"), names, strict=True))
-    weight, bias = (probe.arrange(name, kind, dense(change[n]).double()) for kind, n in kinds.items())
-    if not bool(bias.any()) and bool(weight.any()):
-        return NotApplicable(
-            f"the bias of {name!r} did not move, though its weight did: it is not trained, or not sent"
-        )
-    if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
-        return NotApplicable(f"the update of {name!r} is zero or not finite")
-    factors = probe.factors(name)
-    if factors is not None:
-        if not factors[factors != 0].allclose(factors.abs().max()) and view.client.defense.name != "none":
-            return NotApplicable(f"numbers of the weight of {name!r} are scaled apart, and a defense changed them")
-        # the gradient of what the layer takes; 0 where none of it is in the update
-        weight = torch.where(factors != 0, weight / torch.where(factors != 0, factors, 1), 0)
-    unit = weight.abs().max()
-    unit = unit if unit > 0 else bias.abs().max()
+    moved = _moved(observed, probe, name)
+    if isinstance(moved, NotApplicable):
+        return moved
+    weight, bias = moved
+    factors, origin, steps = probe.factors(name), probe.origin(name), observed.steps(names[0])
     start, start_bias = (probe.arrange(name, kind, dense(view.shared[n]).double()) for kind, n in kinds.items())
-    steps = observed.steps(names[0])
     sent, sent_bias = (
         None if mask is None else probe.arrange(name, kind, mask) for kind, mask in _sent(view, kinds).items()
     )
     masked = factors is not None and not bool(factors.all())
     if factors is not None:
+        # the gradient of what the layer takes; 0 where none of it is in the update
+        weight = torch.where(factors != 0, weight / torch.where(factors != 0, factors, 1), 0)
         start = start * factors
         sent = (torch.ones_like(weight) if sent is None else sent) * (factors != 0)
-    origin = probe.origin(name)
+    unit = float(weight.abs().max()) or float(bias.abs().max())
     scale = observed.scale(names[0]) if steps == 1 else None
-    scale = None if scale is None else scale / float(unit)
     return LinearLayer(
         view=view,
         name=name,
@@ -307,15 +291,47 @@ def _read_layer(observed: ObservedUpdate, probe: _NetworkProbe, name: str, image
         transmitted=sent,
         bias_transmitted=sent_bias,
         trust=_trust(view, *names),
-        gap_limit=math.inf if masked else _gap_limit(observed, names) / float(unit),
-        noise=_noise(view, names, float(unit)),
+        gap_limit=math.inf if masked else _gap_limit(observed, names) / unit,
+        noise=_noise(view, names, unit),
         is_given_images=images or origin is not None,
         steps=steps,
-        scale=scale,
+        scale=None if scale is None else scale / unit,
         origin=origin,
-        unit=float(unit),
+        unit=unit,
         masked=masked,
     )
+
+
+def _layer_obstacle(view: ServerView, probe: _NetworkProbe, name: str) -> NotApplicable | None:
+    """Return why a layer says nothing, whatever its update holds; None where it may say something."""
+    if not probe.reads_signals(name):
+        reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
+        return NotApplicable(reason, limit=True)
+    if is_sign_compressed(view):
+        return NotApplicable(SIGNS_ONLY)
+    names = dict.fromkeys(probe.parameter_names(name))
+    phases = view.method.phases(view.client.task, view.round)
+    if any(len({id(group) for group in p.assign(names).values()}) > 1 for p in phases):
+        return NotApplicable(f"weight and bias of {name!r} are trained apart: their ratio is not the gradients'")
+    return None
+
+
+def _moved(observed: ObservedUpdate, probe: _NetworkProbe, name: str) -> tuple[Tensor, Tensor] | NotApplicable:
+    """Return how a layer's weight (m, n) and bias (m,) moved, or why that says nothing of its input."""
+    names = zip(("weight", "bias"), probe.parameter_names(name), strict=True)
+    weight, bias = (probe.arrange(name, kind, dense(observed.change[n]).double()) for kind, n in names)
+    if not bool(bias.any()) and bool(weight.any()):
+        return NotApplicable(
+            f"the bias of {name!r} did not move, though its weight did: it is not trained, or not sent"
+        )
+    if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
+        return NotApplicable(f"the update of {name!r} is zero or not finite")
+    factors = probe.factors(name)
+    if factors is None or factors[factors != 0].allclose(factors.abs().max()):
+        return weight, bias
+    if observed.view.client.defense.name != "none":
+        return NotApplicable(f"numbers of the weight of {name!r} are scaled apart, and a defense changed them")
+    return weight, bias
 
 
 def _obstacle(view: ServerView) -> str | None:

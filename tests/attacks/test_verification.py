@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, Result, build
+from attacks.update.update_comparison import MAX_TRIED_LABELS
 from attacks.update.update_rule import guess_update_rule
-from attacks.verification import MAX_TRIED_LABELS, confirm
+from attacks.verification.confirmation import confirm
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, Grads, Rule, by_torch
 from fl.capture import from_batch, from_update

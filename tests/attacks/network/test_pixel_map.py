@@ -12,7 +12,8 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction
 from attacks.network.pixel_map import PixelMap, read_pixel_map
-from attacks.verification import FEWER_GIVEN, FOLDED, confirm
+from attacks.verification.confirmation import confirm
+from attacks.verification.words import FEWER_GIVEN, FOLDED
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.tensors import dense

@@ -12,7 +12,7 @@ from torch import nn
 from attacks.base import Reconstruction, build
 from attacks.gradient_matching.engine.objectives import normalize
 from attacks.update.overflow_safe_scaling import rescale_to_unit
-from attacks.verification import confirm
+from attacks.verification.confirmation import confirm
 from fl.capture import from_batch
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, Term, dense, norm

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 import hyperleak
 from attacks.result import Reconstruction
-from attacks.verification import confirm
+from attacks.verification.confirmation import confirm
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.screening import Screener, Screening
 from fl.capture import from_batch

@@ -10,7 +10,7 @@ from support.tiny import Registered
 
 from attacks.base import Remark
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
-from attacks.verification import CONTRADICTED
+from attacks.verification.words import CONTRADICTED
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.commands import terminal
 from eval.report.sections import inconclusive

@@ -1,0 +1,214 @@
+"""Checks whether the whole update bears a picture out, which a result has to pass to count as verified.
+
+An attack that solves one layer's equations takes for granted that the update is a multiple of a gradient. Rules that
+treat single numbers or single tensors (signs, Adam, clipping by tensor, step sizes by layer) leave one layer's update
+an outer product, so that its equations hold for a wrong picture. Other layers say otherwise: the picture, put through
+the network again with its label, sends an update back, and that must be the observed one in all tensors, up to one
+common factor. What can't be told apart so (a picture as dark as another rule would make it) is not borne out either.
+
+Where an attack has no picture but what a linear layer is given, the same is asked of all layers from that one up: with
+these inputs put in the layer's place, they must send back the observed update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
+from attacks.result import Reconstruction, Remark, Result
+from attacks.update.earlier_rounds import rounds_on_same_images
+from attacks.update.float_rounding import half_precision
+from attacks.update.unmoved_tensors import without_unmoved
+from attacks.update.update_comparison import UpdateComparison
+from attacks.update.update_rule import guess_update_rule
+from attacks.verification.any_loss import confirm_under_any_loss
+from attacks.verification.comparison import comparison, most_favorable
+from attacks.verification.explanation import (
+    explains_size,
+    explains_statistics,
+    explains_update,
+    fits_no_class,
+    fits_under_another_loss,
+    leaves_targets_unasked,
+    tells_brightness,
+)
+from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
+from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
+from attacks.verification.words import (
+    CONTRADICTED,
+    FEWER_GIVEN,
+    FOLDED,
+    LABELS_UNTRIED,
+    POSSIBLE_RULES,
+    RULE_DOUBTED,
+    RULE_UNKNOWN,
+    SIZE_CONTRADICTED,
+    SIZE_UNSTATED,
+    STATISTICS_CONTRADICTED,
+    STILL,
+    TARGETS_REFUSED,
+    TARGETS_UNKNOWN,
+    UNDER_ANOTHER_LOSS,
+    UNSEEN,
+)
+from fl.losses.function import FunctionError, OwnLoss, function_errors_named
+from fl.runtime.double_precision import PrecisionError
+from fl.view import ServerView
+
+MOST_NAMED = 3
+"""Tensors that a note names, at most."""
+UNSEEN_GRAY = 0.5
+"""Pixels of which nothing is known."""
+LEAST_SEEN = 0.5
+"""Share of a picture's numbers that a network must be given for a picture that the update bears out."""
+
+
+def confirm(view: ServerView, result: Result) -> Result:
+    """Return the result, `verified` only where the update, or its stated rule, bears it out.
+
+    Where the network does not run in double precision, or the user's loss raises an error, nothing is confirmed.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+    """
+    if isinstance(result, Reconstruction):
+        result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE})
+    try:
+        with function_errors_named():
+            return _confirm(view, result)
+    except (PrecisionError, FunctionError) as error:
+        assert isinstance(result, Reconstruction)
+        note = "; ".join(filter(None, (result.note, f"not confirmed: {error}")))
+        return replace(result, verified=None, fixed=None, note=note)
+
+
+def _confirm(view: ServerView, result: Result) -> Result:
+    """Return the result, `verified` only where the update bears it out, and no picture that a network does not see."""
+    held = _hold_to_update(view, result)
+    if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
+        return replace(held, verified=False, fixed=None, approximate=False)
+    if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
+        return held
+    asked = held.verified or held.approximate
+    pixels = read_pixel_map(without_unmoved(view)) if asked else PixelMap("told")  # what did not move tells nothing
+    if pixels.kind == "folded" or (pixels.kind == "unknown" and held.verified and _has_double(view, held)):
+        reason, seen = FOLDED, 0
+    elif pixels.kind == "fewer":
+        reason, seen = FEWER_GIVEN, len(held.inputs) * pixels.numbers
+    elif (pixels.kind == "unknown" or (held.approximate and held.fixed is None)) and (
+        unseen := _count_unseen(view, held)
+    ):
+        reason, seen = UNSEEN, held.inputs.numel() - unseen
+    else:
+        return held
+    count, partly = held.inputs.numel(), () if reason == FOLDED else (Remark.PARTLY_SEEN,)
+    held = held.with_note(reason.format(seen=seen, unseen=count - seen, count=count), *partly)
+    held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
+    return _without_unseen_pixels(held, pixels.pixels)
+
+
+def _without_unseen_pixels(result: Reconstruction, told: Tensor | None) -> Reconstruction:
+    """Return pictures with gray at the pixels that a network is not given; as they are where none is told by itself."""
+    if told is None or result.inputs is None:
+        return result
+    seen = told.to(result.inputs.device).expand_as(result.inputs)
+    return replace(result, inputs=torch.where(seen, result.inputs, UNSEEN_GRAY), seen=seen)
+
+
+def _has_double(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether pictures that networks often take for another make the update as well."""
+    asked = _first_guess(view, result)
+    return asked is not None and any(asked[0].is_explained_to_rounding(other, asked[2]) for other in doubles(asked[1]))
+
+
+def _count_unseen(view: ServerView, result: Reconstruction) -> int:
+    """Return how many numbers of pictures that an update bears out may be any for all that it says."""
+    asked = _first_guess(view, result)
+    return 0 if asked is None else asked[0].count_unseen(*asked[1:])
+
+
+def _first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateComparison, Tensor, Tensor] | None:
+    """Return the comparison with an update, and the pictures with the likeliest labels; None where none can be made."""
+    asked = comparison(view, replace(result, verified=True))
+    guess = None if asked is None else next(iter(asked.guesses), None)
+    return None if asked is None or guess is None else (asked.check, *guess)
+
+
+def _hold_to_update(view: ServerView, result: Result) -> Result:
+    """Return the result, `verified` only where the update, or its stated rule, bears it out."""
+    if isinstance(result, Reconstruction) and result.verified is False and (kind := half_precision(view)):
+        return hold_to_coarse_rounding(view, result, kind)
+    unstated = not view.threat.knows_optimizer
+    if not isinstance(result, Reconstruction):
+        return result
+    if not (result.verified or (unstated and result.fixed is not None)):
+        return note_if_borne_out(view, result)
+    answer = explains_update(view, result)
+    if answer is False and (earlier := rounds_on_same_images(view)):  # the picture may be that of one of these
+        said = {past.round: explains_update(past, result) for past in earlier}
+        view = next((past for past in earlier if said[past.round]), view)
+        answer = most_favorable(said.values())
+    moved = without_unmoved(view)
+    if answer is False and moved is not view and (explains_update(moved, result) or tells_brightness(moved, result)):
+        still = STILL.format(", ".join([name for name in view.update if name not in moved.update][:MOST_NAMED]))
+        return _hold_to_update(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
+    if answer or (answer is None and tells_brightness(view, result)):
+        return hold_to_rounding(view, result)
+    if answer is False or leaves_targets_unasked(view, result):
+        found = confirm_under_any_loss(view, result)
+        if found is not None:
+            return found
+    kind = half_precision(view) if answer is False else ""
+    return hold_to_coarse_rounding(view, result, kind) if kind else _hold_to_doubt(view, result, answer)
+
+
+def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -> Reconstruction:
+    """Return a result that the update does not bear out, with the reason; held to rounding where there is none.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+        answer: whether the update is one step on it, False or not known.
+    """
+    reason, other = _find_doubt(view, result, answer)
+    if not reason:
+        return hold_to_rounding(view, result)
+    contradicted = answer is False and reason != LABELS_UNTRIED
+    unasked = (other and not contradicted) or reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}
+    remarks = {
+        Remark.CONTRADICTED: contradicted,
+        Remark.RULE_UNKNOWN: reason == RULE_UNKNOWN,
+        Remark.SIZE_CONTRADICTED: reason == SIZE_CONTRADICTED,
+        Remark.UNASKED: unasked,
+        Remark.OTHER_LOSS: other,
+    }
+    result = result.with_note(reason, *(remark for remark, said in remarks.items() if said))
+    return replace(result, verified=False if contradicted else None, fixed=None)
+
+
+def _find_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -> tuple[str, bool]:
+    """Return why a result is not confirmed, or nothing; and whether it makes the update under another loss."""
+    looks = guess_update_rule(view)
+    if answer is False and leaves_labels_untried(view, result):
+        return LABELS_UNTRIED, False
+    if answer is False:
+        other = fits_under_another_loss(view, result)
+        return f"{CONTRADICTED} ({UNDER_ANOTHER_LOSS if other else looks or POSSIBLE_RULES})", other
+    if leaves_targets_unasked(view, result):
+        known = next(candidate_labels(view, result), None) is not None
+        refused = known and isinstance(view.task.loss, OwnLoss)
+        if not refused and fits_no_class(view, result) and fits_under_another_loss(view, result):
+            return f"not confirmed: {UNDER_ANOTHER_LOSS}", True
+        return TARGETS_REFUSED if refused else TARGETS_UNKNOWN, False
+    if explains_statistics(view, result) is False:
+        return STATISTICS_CONTRADICTED, False
+    if not view.threat.knows_optimizer:
+        return RULE_UNKNOWN, False
+    if (sized := explains_size(view, result)) is False:
+        return SIZE_UNSTATED if view.scale_unknown else SIZE_CONTRADICTED, False
+    # a uniform image's gradient looks like signs, too, but another rule's has another size
+    return f"{RULE_DOUBTED} {looks}" if looks and not sized else "", False

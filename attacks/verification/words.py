@@ -1,0 +1,104 @@
+"""What results are told of how they were confirmed, or why they were not."""
+
+from __future__ import annotations
+
+from attacks.update.update_comparison import MAX_TRIED_LABELS
+
+STILL = "tensors that did not move count as not trained: {}"
+CONTRADICTED = (
+    "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
+    "the update"
+)
+POSSIBLE_RULES = (
+    "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer, other "
+    "weights before, or a turned sign?"
+)
+"""What may be the reason where sizes alone do not tell."""
+UNDER_ANOTHER_LOSS = (
+    "with gradients of the outputs that the loss as stated has for none of the labels tried, one step makes all of the "
+    "update, as another loss, soft targets or weights of examples make them: state the loss that was trained with"
+)
+LABELS_UNTRIED = (
+    f"not confirmed: the label is unknown, and with none of the first {MAX_TRIED_LABELS} does one step of SGD make the "
+    "update; state the labels to rely on that"
+)
+TARGETS_UNKNOWN = (
+    "not confirmed: the targets are unknown and can't be told from the update, so nobody can ask whether one step on "
+    "the picture makes all of it; state them (threat: knows_labels) to rely on that"
+)
+TARGETS_REFUSED = (
+    "not confirmed: the loss function takes none of the targets that the examples may have, by themselves, so nobody "
+    "can ask whether one step on the picture makes all of it"
+)
+RULE_UNKNOWN = (
+    "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
+    "state it (method, --method) to rely on that"
+)
+ROUNDED_FURTHER = "not confirmed, nor ruled out: a miss may be no more than the rounding of what was sent in"
+BORNE_OUT_AS_ROUNDED = (
+    "borne out, but not confirmed to a quarter of a level: one step of SGD on it makes the update to the rounding of "
+    "{}, and on others, brighter ones or ones that differ at random by {}{}, does not"
+)
+MORE_THAN_ROUNDING = (
+    "borne out, but not confirmed to a quarter of a level: one step of SGD on it makes the update but for more "
+    "than rounding, as of pictures nearly alike stated as one (then it is their mean), or of noise"
+)
+MEAN_OF_PICTURES = (
+    "borne out, but not confirmed to a quarter of a level: its pixels lie between levels of 8 bits as those of a mean "
+    "of two to four pictures do, which were stated as one"
+)
+PAIRS_HIDDEN = (
+    "borne out, but not confirmed to a quarter of a level: it is not at levels of 8 bits, and two pictures 35 dB "
+    "apart, stated as one, could make this update to its rounding, so that it may lie between them"
+)
+INPUTS_HIDDEN = (
+    "borne out, but not confirmed: two examples that differ by a tenth of their range, stated as one, could make this "
+    "update to its rounding, so that it may lie between them"
+)
+OTHER_LABELS = "another label makes all of the update as well, so that labels are not told"
+SOME_UNTOLD = (
+    "not confirmed: with another in place of one of them the update is the same to its rounding, as next to nothing "
+    "flows back of that one"
+)
+UNLIKE_HIDDEN = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update to its "
+    "rounding, as where all that flows back has one direction, so that it may lie anywhere between them"
+)
+UNLIKE_HIDDEN_BY = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update to the "
+    "rounding of {}, so that it may lie between them"
+)
+UNLIKE_NEARLY_HIDDEN = (
+    "borne out if it is of one example: two that are unlike each other, stated as one, could make this update as "
+    "nearly as it does, so that it may lie anywhere between them"
+)
+MEAN_OF_UNLIKE = (
+    f"{MEAN_OF_PICTURES}, and for all that the update tells they may be unlike each other, so that it is like none"
+)
+FOLDED = (
+    "one of several pictures that make the update: what the network does to pixels below its first trained parameters "
+    "comes out the same for others"
+)
+FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
+UNSEEN = (
+    "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
+    "update"
+)
+RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
+ANY_LOSS = (
+    "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "
+    "known: the label is not told"
+)
+SMOOTHED = "its targets are those of cross entropy with label smoothing"
+STATISTICS_CONTRADICTED = (
+    "not confirmed: the update does not tell how bright the picture is, and the statistics of batch normalization that "
+    "came back are not those of the picture"
+)
+SIZE_CONTRADICTED = (
+    "not confirmed: one step as stated makes an update of another size from it, and nothing else in the update tells "
+    "how bright it is; check the step size and the optimizer"
+)
+SIZE_UNSTATED = (
+    "not confirmed: nothing in the update tells how bright the picture is but its size, which nobody knows without the "
+    "step size; state that (method, --method)"
+)
