@@ -26,6 +26,14 @@ MAX_MISFIT = 5.0
 MIN_SHARE_OF_SIZES = 0.01
 """Share of numbers whose size shows below which there are next to signs alone."""
 
+MIN_SPREAD = 1e-3
+"""How far the sizes of an input differ, relative to their mean, where they are no mere signs."""
+SIGNS_OR_PLAIN = (
+    "all that {!r} seems to take is of one size: signs with a size of each tensor's or row's own look so, too (state "
+    "the defense signsgd), or the example is of one color"
+)
+"""Why nothing is read then."""
+
 
 @attacks.register("adaptive-step")
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +104,9 @@ class AdaptiveStep(ViewRewriter):
         if isinstance(fit, NotApplicable):
             return fit
         inputs, errors, misfit = fit
+        sizes = inputs.abs()
+        if float(sizes.std(correction=0)) <= max(MIN_SPREAD * float(sizes.mean()), float(errors.median())):
+            return NotApplicable(SIGNS_OR_PLAIN.format(layer.name))
         labels, note = single_label(view)
         read_words = (
             f"sizes show in {read.share_of_sizes:.0%} of the numbers; an input's standard error is "

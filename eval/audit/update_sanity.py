@@ -49,8 +49,12 @@ def find_inconsistency(view: ServerView) -> str:
         return read.reason
     if rule := guess_update_rule(view):
         return f"the update does not look like a step of SGD on a gradient, but like {rule}"
-    if sparse := _find_sparsification(view):
-        return sparse
+    if share := missing_share(view):
+        return (
+            f"{share:.0%} of its numbers are missing in other places of each row, as of no step: it was sparsified "
+            "(state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor), or the "
+            "model is pruned (let your function return it with its masks, torch.nn.utils.prune)"
+        )
     size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
     if (
         not view.task.loss.is_cross_entropy
@@ -74,8 +78,8 @@ def find_inconsistency(view: ServerView) -> str:
     return "" if usual[1] is None or _bias_inconsistency(usual[1], size, rounding) else said
 
 
-def _find_sparsification(view: ServerView) -> str:
-    """Return that numbers are missing here and there, as of an update of which some are sent; empty where none seem so.
+def missing_share(view: ServerView) -> float:
+    """Return how much of an update's matrices seems not to have been sent, here and there; 0 where nothing does.
 
     One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
     numbers of some of the examples: there are 2 to the power of these patterns. That is so of matrices alone:
@@ -84,7 +88,7 @@ def _find_sparsification(view: ServerView) -> str:
     """
     steps = sum(len(phase) for phase in training_phases(view)[1] or ())
     if type(view.client.defense) not in {Defense, UnknownDefense} or steps != 1 or view.batch_size is None:
-        return ""
+        return 0.0
     missing, whole = 0, 0
     for name, value in view.update.items():
         sent = dense(value)
@@ -97,13 +101,7 @@ def _find_sparsification(view: ServerView) -> str:
         patterns = torch.unique(rest == 0, dim=0)
         if fine and len(rest) >= MIN_SPARSE_ROWS and len(patterns) > max(2**view.batch_size, len(rest) // 2):
             missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
-    if not whole or missing < MIN_MISSING_SHARE * whole:
-        return ""
-    return (
-        f"{missing / whole:.0%} of its numbers are missing in other places of each row, as of no step: it was "
-        "sparsified (state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor), or "
-        "the model is pruned (let your function return it with its masks, torch.nn.utils.prune)"
-    )
+    return missing / whole if whole and missing >= MIN_MISSING_SHARE * whole else 0.0
 
 
 def find_mistaken_weights(view: ServerView) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attacks.analytic.compressed_layer import CompressedInput, Reading
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.float_rounding import relative_rounding
@@ -29,6 +30,11 @@ ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 MAX_STANDARD_ERRORS, MAX_RELATIVE_ERROR = 2.0, 0.1
 """The misfit of its layer up to which a step of Adam or its like is one image's, and the standard error up to which
 what was found is a picture: of one that is known less well the misfit tells nothing, either."""
+
+AS_COMPRESSED = "analytic, as compressed"
+"""What reads an update that was compressed."""
+MIN_PICTURE = 0.25
+"""Share of a picture's numbers that count as a picture."""
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,35 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
+
+
+def compressed_exposures(found: Reading, view: ServerView) -> list[Exposure]:
+    """Return what an update that was compressed shows of the one example that it was stated to be of.
+
+    Args:
+        found: what was read, if anything.
+        view: of the update; where nobody knows the optimizer signs count alone, which all leave as they are.
+    """
+    if not isinstance(found, CompressedInput) or not (found.signs_only or view.threat.knows_optimizer):
+        return []
+    count, told = len(found.told), int(found.told.sum())
+    if found.signs_only:
+        words = f"which of the {count} numbers that {found.layer} takes are above, at or below zero is recovered"
+        return [Exposure("features", AS_COMPRESSED, f"{words} ({found.compression})")]
+    pictured = found.is_given_images and told >= MIN_PICTURE * count
+    noun = "image" if view.task.inputs.is_image else "example"
+    what = f"an {noun} is" if pictured else f"what {found.layer} takes is"
+    near = f" and to about {found.error:.1g} of its size" if found.error else ""
+    part = f"{told} of {count} numbers" if told < count else f"{count} numbers"
+    words = f"{what} recovered up to a factor{near}: {part} ({found.compression})"
+    return [Exposure("images" if pictured else "features", AS_COMPRESSED, words)]
+
+
+def say_reading(found: CompressedInput | NotApplicable) -> str:
+    """Return what an update that was compressed was read as, in words."""
+    if isinstance(found, NotApplicable):
+        return f"not applicable: {found.reason}"
+    return f"{'signs of ' if found.signs_only else ''}{int(found.told.sum())} numbers; {found.compression}"
 
 
 def _leaves_more(features: Tensor, layer: str, view: ServerView) -> bool:

@@ -55,7 +55,7 @@ class OtherFacts:
     is_size_fitted: bool = False
 
 
-def likely_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]:
+def likely_facts(facts: TrainingFacts, view: ServerView, *, by_rank: bool = True) -> Iterator[OtherFacts]:
     """Yield facts that are tried before those that were stated.
 
     It may be one step on one example: clients say how many examples they hold, which may be more than they fed, and
@@ -64,13 +64,14 @@ def likely_facts(facts: TrainingFacts, view: ServerView) -> Iterator[OtherFacts]
     Args:
         facts: as stated.
         view: of the update under them.
+        by_rank: whether its rank tells anything, as of no update that was compressed.
     """
     count, length = facts.examples or facts.batch_size or 1, facts.epochs if facts.steps is None else facts.steps
     if (count, length) not in {(1, 1), (1, None)}:
         single = replace(facts, examples=1, batch_size=None, steps=None if length is None else 1, epochs=None)
         attack = ADAPTIVE_STEP if _is_adaptive(facts) else FIRST_ATTACK
         yield OtherFacts(single, "it is that of one step on one example", (attack,))
-    if length in {1, None} and not _is_adaptive(facts):
+    if by_rank and length in {1, None} and not _is_adaptive(facts):
         yield from _of_rank(facts, view)
 
 

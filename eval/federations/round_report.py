@@ -24,7 +24,8 @@ OF_ONE_UPDATE = {"facts": "Known from", "beside the update, not looked at": "Bes
 """What of an origin belongs to a single update, and how it is called there."""
 LEAD = (
     "An update counts as leaked where an attack recovered something from it and proved that, without the true images, "
-    "in the time that it had. Anything else is no proof that nothing leaks."
+    "in the time that it had. It is not decided where nobody can say, as what was stated contradicts it, or no attack "
+    "reads such an update. Anything else is no proof that nothing leaks."
 )
 
 
@@ -78,9 +79,13 @@ class RoundReports:
 def _report(rows: list[dict[str, Any]], number: str) -> Report:
     """Return the page of one round."""
     leaked = [_short(row["client"]) for row in rows if row["verdict"] == "leaked"]
-    failed = [_short(row["client"]) for row in rows if row["verdict"] == "failed"]
+    open_, failed = (
+        [_short(row["client"]) for row in rows if row["verdict"] == verdict] for verdict in ("not decided", "failed")
+    )
     shared = _shared_origin(rows)
     said = [f"Shown to leak: {', '.join(leaked)}." if leaked else "No update was shown to leak."]
+    if open_:
+        said.append(f"Not decided: {', '.join(open_)}.")
     if failed:
         said.append(f"Could not be screened: {', '.join(failed)}.")
     return Report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 import time
@@ -12,10 +13,10 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import attacks as attack_registry
-from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result
+from attacks.analytic.compressed_layer import CompressedInput, Reading, read_compressed_layer
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.network.kept_readings import readings_kept
 from attacks.search_control import SearchControl, StoppedError, limited_by
-from attacks.update.first_linear_layer import first_linear
 from attacks.update.training_phases import training_phases
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
@@ -23,8 +24,17 @@ from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
+from eval.federations.doubts import find_doubt, is_compressed
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
-from eval.federations.exposures import LEVELS, Exposed, Exposure, layers_of_one_direction, proved_exposures
+from eval.federations.exposures import (
+    AS_COMPRESSED,
+    LEVELS,
+    Exposed,
+    Exposure,
+    compressed_exposures,
+    proved_exposures,
+    say_reading,
+)
 from eval.federations.fail_closed import attempt
 from eval.federations.other_facts import (
     ADAPTIVE_STEP,
@@ -49,33 +59,11 @@ from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.user_code import RUN_ERRORS
 from fl.view import ServerView
 
-Verdict = Literal["leaked", "not shown to leak", "failed"]
+Verdict = Literal["leaked", "not shown to leak", "not decided", "failed"]
 SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
 """What is tried of several steps on one example, and the most that it is tried of."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
-NOT_AS_STATED = (
-    "nobody can say what it shows: what a layer was given stands in its update exactly, and training as stated makes "
-    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
-)
-"""Why that nothing is proved of an update means nothing."""
-ANOTHER_LOSS = (
-    "nobody can say what it shows: examples were found of which one step makes all of the update under another loss "
-    "than stated ({}), or with soft targets or weights of examples; state the loss that the client trained with"
-)
-"""Likewise where the rest of training is as stated."""
-NOT_ASKED = (
-    "nobody can say what it shows: what explains a layer's update exactly was found, and whether one step on it makes "
-    "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
-)
-"""Likewise where targets are no classes."""
-MAX_NEARLY = 0.01
-"""Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
-NEARLY_ONE_INPUT = (
-    "nobody can say what it shows: all but {:.1g} of a layer's update is that of one input, as where a client computed "
-    "in half precision or added little noise, and nothing confirms how near that comes"
-)
-"""Why nothing is proved of what is all but there."""
 FIRST_RATE = 0.01
 """At which a search for the step size of several steps begins where none was stated."""
 log = logging.getLogger(__name__)
@@ -86,10 +74,10 @@ class Screening:
     """The outcome for one update.
 
     Attributes:
-        verdict: "leaked" where more is shown than the limit allows. "failed" where nobody can say: the screening ended
-            in an error, its time was up before any attack was done, or a layer gives an input away that training as
-            stated can't have made. Else "not shown to leak": nothing was proved within the time, which is no proof that
-            nothing leaks.
+        verdict: "leaked" where more is shown than the limit allows. "failed" where the screening ended in an error, or
+            its time was up before any attack was done. "not decided" where nobody can say: the update contradicts what
+            was stated, or is of a form that no attack of a screening reads. Else "not shown to leak": nothing was
+            proved within the time, which is no proof that nothing leaks.
         reason: the verdict in a sentence.
         exposures: what was shown, the worst last.
         tried: what each attack came to, in words, by its name.
@@ -128,17 +116,21 @@ class Case:
         return proved_exposures(attack, result, self.subject.view, replayable=self.replayable)
 
 
-@dataclass(frozen=True)
-class Guessed:
-    """What an update shows under facts of training that nobody stated.
+@dataclass
+class Findings:
+    """What attacks on one update came to.
 
     Attributes:
-        words: what these say; "" where none explains it.
-        shown: of it.
+        shown: what they proved.
+        as_stated: what each came to under the facts as stated, by name.
+        guessed: likewise under facts of training that nobody stated.
+        words: what those of these say that explain it.
     """
 
-    words: str = ""
-    shown: tuple[Exposure, ...] = ()
+    shown: list[Exposure]
+    as_stated: dict[str, Result] = field(default_factory=dict)
+    guessed: dict[str, Result] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,31 +224,60 @@ class Screener:
             began: the time when its screening began.
         """
         case = self._case(recorded)
-        subject = case.subject
-        attacks = _solving_attacks(subject.view)  # imports some modules the first time, which is no time of this update
+        subject, view, facts = case.subject, case.subject.view, recorded.training
+        attacks = _solving_attacks(view)  # imports some modules the first time, which is no time of this update
+        importlib.import_module("torch._dynamo")  # so does the first copy of a network
         control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
-        likely = likely_facts(recorded.training, subject.view)
-        first, found = self._attack_under(recorded, likely, control.share(2))  # the facts as stated get their turn
-        as_stated = {} if first.shown else self._attack(case, attacks, control)
-        shown = [*first.shown, *(one for name, result in as_stated.items() for one in case.exposures(name, result))]
-        last = Guessed()
-        if not self._is_too_much(shown):
-            fitted = self._fitted_step_sizes(recorded, as_stated, control)
-            guesses = itertools.chain(other_facts(recorded.training, subject.view), fitted)
-            last, more = self._attack_under(recorded, guesses, control)
-            found = {**found, **more}
-        shown = [*shown, *last.shown]
-        leaks = self._is_too_much(shown)
+        reading = self._read_compressed(view, control)
+        read = compressed_exposures(reading, view)
+        signs = isinstance(reading, CompressedInput) and reading.signs_only  # of which attacks may tell more
+        found = Findings(shown=[] if signs else read)
+        if not self._is_too_much(found.shown):
+            self._try_attacks(case, recorded, attacks, control, found)
+        if signs and not found.shown:
+            found.shown = read
+        leaks = self._is_too_much(found.shown)
         notes = (
             *subject.notes,
-            *(f"whatever was stated, {words}" for words in (first.words, last.words) if words),
-            *assumptions(recorded.training, subject.view.threat.knows_optimizer),
+            *(f"whatever was stated, {words}" for words in found.words),
+            *assumptions(facts, view.threat.knows_optimizer),
             *filter(None, (subject.inconsistency,)),
-            *(() if leaks else rests_on(recorded.training, subject.view)),
+            *(() if leaks else rests_on(facts, view)),
         )
-        doubt = "" if leaks else self._undone(as_stated) or _doubt(as_stated, subject.view)
-        seconds = time.monotonic() - began
-        return self._judge(shown, {**found, **as_stated}, notes, seconds, doubt)
+        undone = "" if leaks else self._undone(found.as_stated)
+        doubt = "" if leaks or undone else find_doubt(facts, view, found.as_stated, reading)
+        results = {**found.guessed, **found.as_stated}
+        tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
+        tried |= {name: _outcome(result) for name, result in results.items()}
+        judged = self._judge(found.shown, undone, doubt)
+        return replace(judged, tried=tried, notes=notes, seconds=time.monotonic() - began)
+
+    def _try_attacks(
+        self,
+        case: Case,
+        recorded: RecordedUpdate,
+        attacks: Mapping[str, Attack],
+        control: SearchControl,
+        found: Findings,
+    ) -> None:
+        """Attack an update under the facts that are likely, as stated and possible, until the verdict stands."""
+        facts, view = recorded.training, case.subject.view
+        likely = likely_facts(facts, view, by_rank=not is_compressed(view))
+        first = self._attack_under(recorded, likely, control.share(2), found)  # the facts as stated get their turn
+        if not first:
+            found.as_stated = self._attack(case, attacks, control)
+        found.shown += [one for name, result in found.as_stated.items() for one in case.exposures(name, result)]
+        if not self._is_too_much(found.shown):
+            fitted = self._fitted_step_sizes(recorded, found.as_stated, control)
+            self._attack_under(recorded, itertools.chain(other_facts(facts, view), fitted), control, found)
+
+    def _read_compressed(self, view: ServerView, control: SearchControl) -> Reading:
+        """Return what an update shows as one that was compressed, None where it is none or the time is up."""
+        with limited_by(control.share(2)):
+            try:
+                return read_compressed_layer(view)
+            except StoppedError:
+                return None
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""
@@ -302,17 +323,16 @@ class Screener:
         return whole
 
     def _attack_under(
-        self, recorded: RecordedUpdate, guesses: Iterable[OtherFacts], control: SearchControl
-    ) -> tuple[Guessed, dict[str, Result]]:
-        """Return what an update shows under the first facts of several that explain it, and what attacks came to.
+        self, recorded: RecordedUpdate, guesses: Iterable[OtherFacts], control: SearchControl, found: Findings
+    ) -> bool:
+        """Find what an update shows under the first facts of several that explain it; return whether any do.
 
         What they explain is proved whatever was said.
         """
-        found: dict[str, Result] = {}
         for guess in guesses:
             for name in guess.attacks:
                 if control.stop_reason():
-                    return Guessed(), found
+                    return False
                 try:
                     case = self._case(replace(recorded, training=guess.facts))
                     if guess.is_size_fitted:
@@ -326,11 +346,13 @@ class Screener:
                 if isinstance(result, Reconstruction):
                     told = result.verified or name == ADAPTIVE_STEP
                     result = replace(result, approximate=False, private=result.private if told else {})
-                found[f"{name}, where {guess.words}"] = result
+                found.guessed[f"{name}, where {guess.words}"] = result
                 shown = replace(case, replayable=True).exposures(name, result)
                 if self._is_too_much(shown):
-                    return Guessed(guess.words, tuple(shown)), found
-        return Guessed(), found
+                    found.words.append(guess.words)
+                    found.shown += shown
+                    return True
+        return False
 
     def _fitted_step_sizes(
         self, recorded: RecordedUpdate, found: Mapping[str, Result], control: SearchControl
@@ -377,36 +399,26 @@ class Screener:
         cut = all(isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values())
         return f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)" if cut else ""
 
-    def _judge(
-        self, shown: list[Exposure], found: dict[str, Result], notes: tuple[str, ...], seconds: float, doubt: str
-    ) -> Screening:
+    def _judge(self, shown: list[Exposure], undone: str, doubt: str) -> Screening:
         """Return the verdict on what the attacks came to.
 
         Args:
             shown: what they proved.
-            found: what each came to.
-            notes: what a reader has to know.
-            seconds: that all took.
+            undone: why none of them says anything; "" where one does.
             doubt: what keeps everybody from saying that no more is there; "" for nothing.
         """
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
-        leaks = self._is_too_much(shown)
-        if leaks:
+        if self._is_too_much(shown):
+            verdict: Verdict = "leaked"
             reason = f"{shown[-1].words} ({shown[-1].attack})"
-        elif doubt:
-            reason = doubt
-        elif shown:
-            reason = f"no more is shown than {shown[-1].kind}"
+        elif undone or doubt:
+            verdict, reason = "failed" if undone else "not decided", undone or doubt
         else:
-            reason = "nothing is shown"
-        return Screening(
-            verdict="leaked" if leaks else "failed" if doubt else "not shown to leak",
-            reason=reason,
-            exposures=tuple(shown),
-            tried={name: _outcome(result) for name, result in found.items()},
-            notes=notes,
-            seconds=seconds,
-        )
+            verdict, reason = (
+                "not shown to leak",
+                f"no more is shown than {shown[-1].kind}" if shown else "nothing is shown",
+            )
+        return Screening(verdict=verdict, reason=reason, exposures=tuple(shown))
 
 
 def _without_scale(subject: Subject) -> Subject:
@@ -432,45 +444,3 @@ def _outcome(result: Result) -> str:
     found = "images" if result.inputs is not None else "features" if result.private else "labels"
     certain = "confirmed" if result.verified else "borne out" if result.approximate else "not confirmed"
     return "; ".join(filter(None, (f"{found}, {certain}", result.note)))
-
-
-def _doubt(found: Mapping[str, Result], view: ServerView) -> str:
-    """Return why that nothing is proved of an update does not mean that nothing is there, or nothing."""
-    if other := [name for name, result in found.items() if _is_of_another_loss(result, view)]:
-        return f"{ANOTHER_LOSS.format(view.task.loss.name)} ({other[0]})"
-    if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
-        return f"{NOT_AS_STATED} ({contradicted[0]})"
-    if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
-        return f"{NOT_ASKED.format(view.task.loss.name)} ({unasked[0]})"
-    layer, first = first_linear(view), found.get(FIRST_ATTACK)
-    if view.batch_size != 1 or not isinstance(first, Reconstruction) or isinstance(layer, NotApplicable):
-        return ""
-    if first.verified or layer.name in layers_of_one_direction(view) or not first.objective <= MAX_NEARLY:
-        return ""
-    return NEARLY_ONE_INPUT.format(first.objective)
-
-
-def contradicts_facts(result: Result, view: ServerView) -> bool:
-    """Return whether an attack found what one layer is exactly given, and training as stated makes another update.
-
-    A layer of which two outputs move, or fewer, is explained by one input whatever it was given.
-    """
-    if isinstance(result, NotApplicable) or result.verified is not False or Remark.CONTRADICTED not in result.remarks:
-        return False
-    return not _has_one_direction(view)
-
-
-def _is_unasked(result: Result, view: ServerView) -> bool:
-    """Return whether an attack found what one layer is exactly given, and nobody can ask the rest of the update."""
-    return isinstance(result, Reconstruction) and Remark.UNASKED in result.remarks and not _has_one_direction(view)
-
-
-def _is_of_another_loss(result: Result, view: ServerView) -> bool:
-    """Return whether an attack found what makes the whole update if the client's loss was another than stated."""
-    return isinstance(result, Reconstruction) and Remark.OTHER_LOSS in result.remarks and not _has_one_direction(view)
-
-
-def _has_one_direction(view: ServerView) -> bool:
-    """Return whether the first linear layer is explained by one input whatever it was given."""
-    layer = first_linear(view)
-    return not isinstance(layer, NotApplicable) and layer.name in layers_of_one_direction(view)

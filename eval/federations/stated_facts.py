@@ -13,13 +13,19 @@ def assumptions(facts: TrainingFacts, knows_optimizer: bool) -> list[str]:
     """Return what a screening has to assume where the facts of training are not known."""
     assumed = []
     if not knows_optimizer:
-        length = facts.steps if facts.steps is not None else facts.epochs
-        known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
-        missing = join_words([name for name, value in known.items() if value is None])
-        assumed.append(f"how the client trained is not known, so that little can be confirmed: say {missing}")
+        assumed.append(
+            f"how the client trained is not known, so that little can be confirmed: say {unknown_facts(facts)}"
+        )
     if facts.examples is None and facts.batch_size is None:
         assumed.append("the number of examples is not known; taken for one")
     return assumed
+
+
+def unknown_facts(facts: TrainingFacts) -> str:
+    """Return the names of the facts that tell how a client trained and that are not known, in words."""
+    length = facts.steps if facts.steps is not None else facts.epochs
+    known = {"optimizer": facts.optimizer, "steps": length, "lr": facts.lr}
+    return join_words([name for name, value in known.items() if value is None])
 
 
 def rests_on(facts: TrainingFacts, view: ServerView) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -156,5 +156,22 @@ def test_a_schedule_that_cannot_be_stated_is_not_called_safe() -> None:
     update = several_steps(model, [0.3, 0.1, 0.02])
     for stated in ({}, {"lr": None}):
         found = screened(model, update, 1.0, **stated)  # type: ignore[arg-type]
-        assert (found.verdict, found.exposures) == ("failed", ())
+        assert (found.verdict, found.exposures) == ("not decided", ())
         assert found.reason.startswith("nobody can say what it shows")
+
+
+@pytest.mark.parametrize("build", [support.dense_network, support.network])
+def test_signs_with_sizes_of_tensors_or_rows_are_no_picture(build: Callable[[], nn.Module]) -> None:
+    """Pixels above zero leave signs an outer product, as if the picture were of one color."""
+    model = build()
+    plain = support.recorded(model)
+    for is_of_rows in (False, True):
+        change = {}
+        for name, value in plain.difference().items():
+            sizes = value.abs().flatten(1).mean(1) if is_of_rows and value.ndim > 1 else value.abs().mean()
+            change[name] = value.sign() * sizes.view(-1, *[1] * (value.ndim - 1))
+        after = {name: value - change[name] for name, value in plain.before.items()}
+        for facts in ({}, {"optimizer": None}, {"optimizer": "adam"}):
+            found = screened(model, replace(plain, after=after), 0.5, **facts)  # type: ignore[arg-type]
+            assert found.must_not_leave
+            assert not any(one.kind == "images" or "takes is recovered" in one.words for one in found.exposures), facts

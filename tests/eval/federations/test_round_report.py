@@ -97,3 +97,12 @@ def test_the_page_says_that_a_client_trained_in_evaluation_mode(tmp_path: Path) 
     update = replace(update, training=replace(update.training, train_mode=False))
     page = RoundReports(folder=tmp_path).add(update, QUIET, "sent: nothing is shown").read_text()
     assert "train_mode False" in page
+
+
+def test_what_is_not_decided_is_named_by_itself(tmp_path: Path) -> None:
+    reports, update = RoundReports(folder=tmp_path), support.recorded(support.network(), client="carol")
+    undecided = Screening(verdict="not decided", reason="nobody can say what it shows")
+    assert undecided.must_not_leave
+    page = reports.add(update, undecided, "withheld: nobody can say what it shows").read_text()
+    assert "No update was shown to leak. Not decided: carol." in page
+    assert "Could not be screened" not in page

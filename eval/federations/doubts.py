@@ -1,0 +1,142 @@
+"""Why that nothing was proved of an update does not mean that nothing is there: what keeps a screening undecided."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attacks.analytic.compressed_layer import Reading
+from attacks.base import NotApplicable, Reconstruction, Remark, Result
+from attacks.update.example_count import count_examples
+from attacks.update.first_linear_layer import first_linear
+from attacks.update.update_rule import guess_update_rule
+from eval.audit.recorded_update import TrainingFacts
+from eval.audit.update_sanity import missing_share
+from eval.federations.exposures import layers_of_one_direction
+from eval.federations.other_facts import FIRST_ATTACK
+from eval.federations.stated_facts import unknown_facts
+from fl.view import ServerView
+
+NOT_AS_STATED = (
+    "nobody can say what it shows: what a layer was given stands in its update exactly, and training as stated makes "
+    "another update of that; state how the client trained (optimizer, lr, weight decay, steps, loss)"
+)
+"""Why that nothing is proved of an update means nothing."""
+ANOTHER_LOSS = (
+    "nobody can say what it shows: examples were found of which one step makes all of the update under another loss "
+    "than stated ({}), or with soft targets or weights of examples; state the loss that the client trained with"
+)
+"""Likewise where the rest of training is as stated."""
+NOT_ASKED = (
+    "nobody can say what it shows: what explains a layer's update exactly was found, and whether one step on it makes "
+    "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
+)
+"""Likewise where targets are no classes."""
+MAX_NEARLY = 0.1
+"""Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
+NEARLY_ONE_INPUT = (
+    "nobody can say what it shows: all but {:.1g} of a layer's update is that of one input, as where a client computed "
+    "in half precision, took further steps or added little noise, and nothing confirms how near that comes"
+)
+"""Why nothing is proved of what is all but there."""
+COMPRESSED = (
+    "nobody can say what it shows: {}. Who knows how it was made may find examples by a search: state that, or "
+    "audit the recorded file by hyperleak audit update"
+)
+"""Likewise of an update that the attacks of a screening do not read."""
+MORE_THAN_STATED = (
+    "nobody can say what it shows: the update of {!r} is made of {} inputs at least, and {} were stated. Control "
+    "variates, momentum kept from earlier rounds and further examples add such: take off what is known of these, or "
+    "state the examples, and screen the rest"
+)
+"""Likewise where more went into it than one step as stated."""
+TRAINING_UNKNOWN = (
+    "nobody can say what it shows: it is that of one example, and how the client trained is not known; say {}"
+)
+"""Likewise where no layer's equations can be held against it."""
+
+
+def find_doubt(facts: TrainingFacts, view: ServerView, found: Mapping[str, Result], reading: Reading) -> str:
+    """Return why that nothing is proved of an update does not mean that nothing is there; "" for no reason.
+
+    Args:
+        facts: of training, as stated.
+        view: of the update under them.
+        found: what each attack came to.
+        reading: of the update as a compressed one.
+    """
+    return _doubt_of_results(found, view) or _doubt_of_form(view, reading) or _doubt_of_facts(facts, view)
+
+
+def is_compressed(view: ServerView) -> bool:
+    """Return whether an update has signs of another rule than SGD's, or numbers are missing: its rank tells nothing."""
+    return bool(guess_update_rule(view) or missing_share(view))
+
+
+def _doubt_of_form(view: ServerView, reading: Reading) -> str:
+    """Return that an update of one example is of a form that the attacks of a screening do not read."""
+    if isinstance(reading, NotApplicable):
+        return COMPRESSED.format(reading.reason)
+    if view.batch_size != 1:
+        return ""
+    if rule := guess_update_rule(view):
+        return COMPRESSED.format(f"it looks like {rule}")
+    share = missing_share(view)
+    return COMPRESSED.format(f"{share:.0%} of its numbers were left out here and there") if share else ""
+
+
+def _doubt_of_facts(facts: TrainingFacts, view: ServerView) -> str:
+    """Return that more went into the update than was stated, or that too little was."""
+    stated = facts.examples or facts.batch_size
+    length = facts.epochs if facts.steps is None else facts.steps
+    layer = first_linear(view)
+    if stated is not None and length is not None and not isinstance(layer, NotApplicable):
+        alone = replace(view, update={name: view.update[name] for name in layer.parameter_names})
+        count = count_examples(alone)
+        if count is not None and count > stated * length:
+            return MORE_THAN_STATED.format(layer.name, count, stated * length)
+    if stated == 1 and length in {1, None} and not view.threat.knows_optimizer:
+        return TRAINING_UNKNOWN.format(unknown_facts(facts))
+    return ""
+
+
+def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:
+    """Return that attacks found something which the facts as stated do not explain."""
+    if other := [name for name, result in found.items() if _is_of_another_loss(result, view)]:
+        return f"{ANOTHER_LOSS.format(view.task.loss.name)} ({other[0]})"
+    if contradicted := [name for name, result in found.items() if contradicts_facts(result, view)]:
+        return f"{NOT_AS_STATED} ({contradicted[0]})"
+    if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
+        return f"{NOT_ASKED.format(view.task.loss.name)} ({unasked[0]})"
+    layer, first = first_linear(view), found.get(FIRST_ATTACK)
+    if view.batch_size != 1 or not isinstance(first, Reconstruction) or isinstance(layer, NotApplicable):
+        return ""
+    if first.verified or layer.name in layers_of_one_direction(view) or not first.objective <= MAX_NEARLY:
+        return ""
+    return NEARLY_ONE_INPUT.format(first.objective)
+
+
+def contradicts_facts(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what one layer is exactly given, and training as stated makes another update.
+
+    A layer of which two outputs move, or fewer, is explained by one input whatever it was given.
+    """
+    if isinstance(result, NotApplicable) or result.verified is not False or Remark.CONTRADICTED not in result.remarks:
+        return False
+    return not _has_one_direction(view)
+
+
+def _is_unasked(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what one layer is exactly given, and nobody can ask the rest of the update."""
+    return isinstance(result, Reconstruction) and Remark.UNASKED in result.remarks and not _has_one_direction(view)
+
+
+def _is_of_another_loss(result: Result, view: ServerView) -> bool:
+    """Return whether an attack found what makes the whole update if the client's loss was another than stated."""
+    return isinstance(result, Reconstruction) and Remark.OTHER_LOSS in result.remarks and not _has_one_direction(view)
+
+
+def _has_one_direction(view: ServerView) -> bool:
+    """Return whether the first linear layer is explained by one input whatever it was given."""
+    layer = first_linear(view)
+    return not isinstance(layer, NotApplicable) and layer.name in layers_of_one_direction(view)
