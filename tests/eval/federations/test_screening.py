@@ -529,7 +529,7 @@ def test_arrays_of_numpy_are_taken() -> None:
 @pytest.mark.parametrize("value", [[1.0, 2.0], np.array(["a"]), np.array([None]), None])
 def test_what_is_neither_tensor_nor_array_of_numbers_is_named(half: str, value: object) -> None:
     update = support.recorded(support.dense_network())
-    with pytest.raises(ValueError, match=f"expected {half} of '3.bias' as"):
+    with pytest.raises(ValueError, match=f"{half} of '3.bias'"):
         replace(update, **{half: {**getattr(update, half), "3.bias": value}})
     with pytest.raises(ValueError, match=f"expected {half} as tensors by their names, got list"):
         replace(update, **{half: [value]})
