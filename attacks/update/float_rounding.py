@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_step
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
@@ -34,14 +35,27 @@ def relative_rounding(view: ServerView, name: str) -> float:
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
 
 
-def half_precision(view: ServerView) -> str:
-    """Return the type of two bytes that all numbers of an update, or of the weights after it, were sent in; or nothing.
+def coarse_form(view: ServerView) -> str:
+    """Return what all numbers of an update, or of the weights after it, were sent in that is coarse; or nothing.
 
-    What attacks on `view.dtype` take for a miss may then be no more than rounding.
+    That is a type of two bytes, or few bits on an even grid. What attacks on `view.dtype` take for a miss may then be
+    no more than rounding.
     """
     of_update, of_weights = sent_types(view)
     kind = next((kind for kind in (of_update, of_weights) if kind.itemsize < view.dtype.itemsize), None)
-    return "" if kind is None else str(kind).removeprefix("torch.")
+    if kind is not None:
+        return str(kind).removeprefix("torch.")
+    bits = [bits_of_grid(value, start) for value, start in _large(view)]
+    return f"{max(bits)} bits a number" if bits and all(bits) else ""
+
+
+def _large(view: ServerView) -> list[tuple[Tensor, Tensor | None]]:
+    """Return the tensors of an update that are large enough to tell a grid, and the weights that they are off from."""
+    pairs = [(value, view.shared.get(name) if view.rounded else None) for name, value in view.update.items()]
+    if any(isinstance(part, LowRank) for pair in pairs for part in pair):
+        return []
+    dense_pairs = [(dense(value), None if start is None else dense(start)) for value, start in pairs]
+    return [pair for pair in dense_pairs if pair[0].numel() >= MIN_ENTRIES]
 
 
 def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
@@ -70,8 +84,8 @@ def _coarsest_type(numbers: Sequence[tuple[Tensor, Tensor]], own: torch.dtype) -
 def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     """Return the standard deviation of each number of an update for having been rounded, in double precision.
 
-    A number lies half a spacing of its type away at most, as often here as there. Of a difference of weights those
-    after it were rounded, and the difference once more.
+    A number lies half a spacing of its type, or of the even grid of its tensor, away at most, as often here as there.
+    Of a difference of weights those after it were rounded, and the difference once more.
 
     Args:
         view: the server's, of an update without tensors of low rank.
@@ -80,7 +94,7 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     found = {}
     for name, value in view.update.items():
         change, start = dense(value).double(), view.shared.get(name)
-        apart = _spacing(change, of_update)
+        apart = _spacing(change, of_update).clamp(min=grid_step(change))
         if view.rounded and start is not None:
             apart = torch.hypot(apart, _spacing(dense(start).double() - change, of_weights))
         found[name] = apart / math.sqrt(12)

@@ -20,7 +20,7 @@ from torch import Tensor
 from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
 from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
-from attacks.update.float_rounding import half_precision
+from attacks.update.float_rounding import coarse_form
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_comparison import UpdateComparison
 from attacks.update.update_rule import guess_update_rule
@@ -140,7 +140,7 @@ def _first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateCompar
 
 def _hold_to_update(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update, or its stated rule, bears it out."""
-    if isinstance(result, Reconstruction) and result.verified is False and (kind := half_precision(view)):
+    if isinstance(result, Reconstruction) and result.verified is False and (kind := coarse_form(view)):
         return hold_to_coarse_rounding(view, result, kind)
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction):
@@ -162,7 +162,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         found = confirm_under_any_loss(view, result)
         if found is not None:
             return found
-    kind = half_precision(view) if answer is False else ""
+    kind = coarse_form(view) if answer is False else ""
     return hold_to_coarse_rounding(view, result, kind) if kind else _hold_to_doubt(view, result, answer)
 
 

@@ -130,7 +130,7 @@ def tells_labels(view: ServerView) -> bool:
 
 
 def hold_to_coarse_rounding(view: ServerView, result: Reconstruction, kind: str) -> Reconstruction:
-    """Return a result on an update that was sent in two bytes a number, which is never verified.
+    """Return a result on an update that was sent in two bytes a number or less, which is never verified.
 
     It is borne out where one step on it leaves no more than that rounding, and other pictures leave more.
     """

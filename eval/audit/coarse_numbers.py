@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from attacks.update.even_grids import bits_of_grid, grid_step
+
 DIGITS = {
     torch.float16: "about 3 digits",
     torch.bfloat16: "2 to 3 digits",
@@ -23,19 +25,47 @@ LARGE_SHARE = 0.1
 
 
 def rounding_bounds(update: Mapping[str, Tensor], *states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return how far rounding to the nearest number may put each number of an update off, of tensors that are coarse.
+    """Return how far rounding may put each number of an update off, of tensors that are coarse.
 
     Args:
         update: by name; floating-point tensors count.
         states: what it was computed from: itself, or weights before and after. They are off by half of their numbers'
-            last place at most, together by the sum.
+            last place at most, on an even grid by a step (which way it was rounded nobody says), together by the sum.
     """
     found: dict[str, Tensor] = {}
     for state in states:
         for name, value in state.items():
-            if name in update and value.dtype in DIGITS:
-                found[name] = found.get(name, 0.0) + _half_spacing(value)
+            bound = _bound(value) if name in update else None
+            if bound is not None:
+                found[name] = found.get(name, 0.0) + bound
     return found
+
+
+def _bound(value: Tensor) -> Tensor | None:
+    """Return how far numbers of a tensor may be off; None where they are not coarse."""
+    if value.dtype in DIGITS:
+        return _half_spacing(value)
+    if not value.is_floating_point() or not bool(value.isfinite().all()):
+        return None
+    step = grid_step(value)
+    return torch.full_like(value, step, dtype=torch.float64) if step else None
+
+
+def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> list[str]:
+    """Return which tensors lie on an even grid, as of numbers that were sent in few bits; nothing where none do.
+
+    Args:
+        update: by name.
+        start: the weights before, whose own last places are no such grid.
+    """
+    plain = {name: value for name, value in update.items() if value.is_floating_point() and value.dtype not in DIGITS}
+    bits = {name: bits_of_grid(value, start.get(name)) for name, value in plain.items() if bool(value.isfinite().all())}
+    found = {name: count for name, count in bits.items() if count}
+    if not found:
+        return []
+    counts = " to ".join(dict.fromkeys(str(count) for count in (min(found.values()), max(found.values()))))
+    names = f"{', '.join(list(found)[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
+    return [f"{names}: numbers on an even grid, as sent in {counts} bits; whether images fit is asked beyond its step"]
 
 
 def _half_spacing(values: Tensor) -> Tensor:

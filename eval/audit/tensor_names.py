@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate
-from eval.audit.coarse_numbers import coarse_note, rounding_bounds, share_note
+from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, share_note
 from eval.audit.recorded_update import subtract
 from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
@@ -59,7 +59,7 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
         after, update = update, _from_own_weights(update, model)
         rounding = rounding_bounds(update, after)
     elif not before:
-        notes += coarse_note(update, "update")
+        notes += [*coarse_note(update, "update"), *grid_note(update, model.state_dict())]
         rounding = rounding_bounds(update, update)
     whole = set(update)
     update = untie_parameters(model, update)

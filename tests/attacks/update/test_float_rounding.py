@@ -13,7 +13,7 @@ import attacks.analytic.cascade
 import fl.models
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.solution import LayerSolution
-from attacks.update.float_rounding import half_precision, relative_entry_rounding
+from attacks.update.float_rounding import coarse_form, relative_entry_rounding
 from fl.capture import from_update
 from fl.seeds import stream
 from fl.view import ServerView
@@ -124,11 +124,11 @@ def test_a_gradient_sent_by_itself_is_as_exact_however_small(size: float) -> Non
 
 def test_numbers_of_two_bytes_are_noticed_in_an_update_and_in_the_weights_after_it() -> None:
     view = view_of()
-    assert half_precision(view) == ""
+    assert coarse_form(view) == ""
     for kind, name in ((torch.float16, "float16"), (torch.bfloat16, "bfloat16")):
         sent = {key: value.to(kind).float() for key, value in view.update.items()}
         after = {key: w - (w - view.update[key]).to(kind).float() for key, w in view.shared.items()}
         for update in (sent, after):
-            assert half_precision(replace(view, update=update)) == name
+            assert coarse_form(replace(view, update=update)) == name
     one = {**sent, NAME: view.update[NAME]}
-    assert half_precision(replace(view, update=one)) == ""
+    assert coarse_form(replace(view, update=one)) == ""

@@ -6,7 +6,7 @@ from support.captured import SHAPE, batch, change, network
 from support.captured import after as after_step
 
 from eval.audit.capture_plan import describe_contradiction
-from eval.audit.captured_files import load_pair, load_update
+from eval.audit.captured_files import as_state, load_pair, load_update
 from eval.audit.captured_update import of_update
 from eval.audit.coarse_numbers import DIGITS, rounding_share
 from eval.audit.tensor_names import with_model_names
@@ -108,3 +108,18 @@ def test_weights_of_half_precision_are_noted_where_they_come_alone():
     named = with_model_names(load_pair(None, coarse), network())
     assert "bfloat16: 2 to 3 digits of the weights" in named.notes[-1]
     assert 1e-4 < rounding_share(named.update, named.rounding) < 0.1
+
+
+def test_few_bits_hide_neither_that_images_fit_nor_that_others_do_not():
+    model = network()
+
+    def sent(data):
+        update = change(model, data)
+        steps = {name: value.abs().max() / 127 for name, value in update.items()}
+        return {name: (value / steps[name]).round() * steps[name] for name, value in update.items()}
+
+    found = with_model_names(as_state(sent(batch()), "update"), model)
+    assert any("3.weight: numbers on an even grid, as sent in 8 bits" in note for note in found.notes)
+    assert said({}, captured=found) == ""
+    other = with_model_names(as_state(sent(batch(2).take(torch.tensor([1]))), "update"), model)
+    assert "not what this model makes of these images" in said({}, captured=other)
