@@ -43,6 +43,7 @@ from fl.simulation.capture_checks import (
     choose_layout,
     count_ids,
     floating_weight,
+    layout_hint,
     protect_inputs,
     refuse_secure_aggregation,
     tensor_conversion_hint,
@@ -489,7 +490,10 @@ def _match_tensors(
                 f"{what}: expected {name!r} as a tensor {tuple(like.shape)}, got {tensor_conversion_hint(value)}"
             )
         if value.shape != like.shape:
-            raise ValueError(f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {tuple(value.shape)}")
+            hint = layout_hint(like.shape, value.shape) or "the model may be another than the client's"
+            raise ValueError(
+                f"{what}: expected {name!r} of shape {tuple(like.shape)}, got {tuple(value.shape)}: {hint}"
+            )
         if like.is_floating_point() and (wrong := form_mismatch(value)):
             raise ValueError(f"{what}: expected {name!r} {wrong}")
         if not value.isfinite().all():

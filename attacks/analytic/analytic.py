@@ -99,7 +99,7 @@ class Analytic(Attack):
             if isinstance(by_direction, Reconstruction):
                 return by_direction
             if isinstance(layer, NotApplicable):
-                return replace(layer, reason=f"{layer.reason}; {by_direction.reason}")
+                return replace(layer, reason="; ".join(dict.fromkeys((layer.reason, by_direction.reason))))
         if isinstance(layer, NotApplicable):
             return layer
         if view.batch_size == 1:

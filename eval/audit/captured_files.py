@@ -11,8 +11,10 @@ from typing import Literal
 import numpy as np
 from torch import Tensor, nn
 
+from eval.audit.checkpoint_folders import describe_part
 from eval.audit.coarse_numbers import coarse_note, rounding_bounds
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
+from eval.audit.scaled_integers import write_out_integers
 from eval.audit.tensor_files import packed_hint, read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
@@ -20,6 +22,8 @@ AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "
 """Words by which people call the weights before and after local training."""
 STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
 """What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
+OPTIMIZER_KEYS = {"state", "param_groups"}
+"""What the state of an optimizer of torch holds."""
 PAIR_HINT = (
     "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
     "by --before and --after"
@@ -81,7 +85,7 @@ def load_update(path: Path) -> CapturedUpdate:
         plain = _load_update(found, path, wanted)
         return replace(plain, training=training, notes=(*plain.notes, *written_out, note))
     plain = _load_update(found, path, wanted)
-    return replace(plain, notes=(*written_out, *plain.notes))
+    return replace(plain, notes=(*describe_part(path), *written_out, *plain.notes))
 
 
 def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
@@ -127,10 +131,10 @@ def as_state(given: Part, what: str) -> CapturedUpdate:
         ValueError: it is something else.
     """
     wanted = f"{what}: expected a file, tensors by parameter name, or arrays in the order of model.state_dict()"
-    file = ""
+    file, part = "", list[str]()
     found: object = given
     if isinstance(given, str | Path):
-        file = Path(given).name
+        file, part = Path(given).name, describe_part(Path(given))
         wanted = f"expected tensors by parameter name in {given}"
         found = read_tensor_file(Path(given), wanted)
     elif isinstance(given, nn.Module):
@@ -139,7 +143,7 @@ def as_state(given: Part, what: str) -> CapturedUpdate:
         found = dict(given)
     plain, written_out = with_plain_tensors(found, wanted)
     state = _from_state(plain, wanted, file)
-    return replace(state, notes=(*written_out, *state.notes))
+    return replace(state, notes=(*part, *written_out, *state.notes))
 
 
 def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpdate:
@@ -197,12 +201,17 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     if isinstance(found, Tensor) and found.ndim == 1:
         found = [found]
     if isinstance(found, list | tuple):
-        return _from_list(found, wanted)
+        return _from_answer(found, wanted) or _from_list(found, wanted)
     if not isinstance(found, dict):
         raise ValueError(f"{wanted}, a dictionary, got {type(found).__name__}")
     if not found:
         raise ValueError(f"{wanted}, got none")
     named = {str(name): value for name, value in found.items()}
+    if named.keys() >= OPTIMIZER_KEYS:
+        raise ValueError(
+            f"{wanted}, got the state of an optimizer, whose averages of gradients are no update: give the model's "
+            "weights before and after (--before, --after)"
+        )
     if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
         ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
         return _from_list([named[name] for name in ordered], wanted)
@@ -213,7 +222,7 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         state = _from_state(inner[chosen], wanted)
         return CapturedUpdate(state.update, notes=(note, *state.notes), nameless=state.nameless)
     plain = sorted(name for name, value in named.items() if isinstance(value, bool | int | float | str))
-    tensors = {name: value for name, value in named.items() if name not in plain}
+    tensors, scaled = write_out_integers({name: value for name, value in named.items() if name not in plain})
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
@@ -223,8 +232,22 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         raise ValueError(f"{wanted}, got none")
     return CapturedUpdate(
         {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
-        notes=tuple([f"no tensors, so left out: {', '.join(plain)}"] if plain else []),
+        notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled),
     )
+
+
+def _from_answer(found: Sequence[object], wanted: str) -> CapturedUpdate | None:
+    """Return the tensors of what a client's training returns with numbers and words beside; None of anything else.
+
+    Flower's `fit` returns (arrays, number of examples, metrics).
+    """
+    states = [one for one in found if _is_state(one)]
+    beside = [one for one in found if not any(one is state for state in states)]
+    if len(states) != 1 or not beside or any(isinstance(one, Tensor) and one.numel() > 1 for one in beside):
+        return None
+    state = _from_state(states[0], wanted)
+    note = f"taken out of a list of {len(found)}, as a client's training returns it; the rest is left out"
+    return replace(state, notes=(note, *state.notes))
 
 
 def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:

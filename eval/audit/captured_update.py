@@ -15,6 +15,7 @@ from eval.audit import fed_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
+from eval.audit.tensor_mixups import describe_mixups
 from eval.audit.tensor_names import freeze_unsent
 from eval.audit.update_scale import describe_scale
 from eval.audit.user_model import Subject
@@ -128,8 +129,8 @@ def _with_truth(
     if not known.mismatched:
         return replace(known, inconsistency="")
     fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
-    scale = "" if fits else describe_scale(view, truth, MISMATCH, rounding)
-    return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, scale))))
+    what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
+    return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what))))
 
 
 def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:

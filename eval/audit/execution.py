@@ -26,6 +26,7 @@ from eval.run.lpips_columns import with_finished_cells
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
 from eval.run.runner import Failure
+from fl.view import ServerView
 
 FINDINGS = "audit.json"
 """In the folder of an audit: what `--json` prints of it, but for limits."""
@@ -162,7 +163,11 @@ def _report(plan: Plan, folder: RunDir, rows: Sequence[Row], name: str) -> Audit
     if isinstance(spec, CaptureSpec) and "update" in spec.source:
         captured = True
         if spec.images is None and not _is_shown(report):  # the true images would tell wrong facts
-            notes = (*notes, describe_training(spec.method[0].item, loss="", examples=spec.batch_size))
+            view = plan.captures[0].observation.updates[0].view
+            open_size = isinstance(view, ServerView) and (view.scale_unknown or not view.threat.knows_optimizer)
+            how = spec.method[0].item
+            rests = describe_training(how, loss="", examples=spec.batch_size, scale_unknown=open_size)
+            notes = (*notes, rests)
     return replace(report, mismatch=contradiction, notes=notes, captured=captured)
 
 

@@ -8,27 +8,29 @@ from fl.method import Method
 from fl.methods.fedavg import FedAvg
 
 
-def describe_training(method: Method, *, loss: str, examples: int | None) -> str:
+def describe_training(method: Method, *, loss: str, examples: int | None, scale_unknown: bool = False) -> str:
     """Return what that no more is shown rests on: facts that an update neither bears out nor contradicts.
 
     Args:
         method: of the client.
         loss: its name, or "" where it is not known here.
         examples: of one update, if known.
+        scale_unknown: whether nobody stated the size of its one step.
     """
     if not isinstance(method, FedAvg):
         return say_what_it_rests_on({"method": method.name, "loss": loss or None, "examples": examples})
     length = {"steps": method.steps} if method.steps is not None else {"epochs": method.epochs}
+    size = method.batch_size if examples is None or method.batch_size is None else min(method.batch_size, examples)
     return say_what_it_rests_on(
         {
             **({"loss": loss} if loss else {}),
             "optimizer": method.optimizer,
-            "lr": method.lr,
+            "lr": None if scale_unknown else method.lr,
             "momentum": method.momentum,
             "weight_decay": method.weight_decay,
             **length,
             "examples": examples,
-            "batch_size": method.batch_size,
+            "batch_size": examples if size is None else size,
         }
     )
 

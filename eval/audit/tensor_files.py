@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from eval.audit.checkpoint_folders import find_model_file, read_parts
 from fl.runtime import tensor_archives
 from fl.runtime.native_arrays import to_tensor
 from fl.runtime.tensor_archives import MAX_UNPACKED_BYTES
@@ -24,13 +25,43 @@ PICKLE_HINT = (
     "numpy.savez('update.npz', *arrays) for a list of arrays, numpy.savez('update.npz', **arrays) for a dictionary, "
     "torch.save(tensors, 'update.pt') for tensors by name, torch.save(model.state_dict(), 'after.pt') for a model"
 )
+ARRAYS_HINT = "numpy.savez('update.npz', *arrays), the arrays as torch's model has them"
 FOREIGN = {
-    b"\x89HDF\r\n\x1a\n": "HDF5, as Keras writes it: numpy.savez('update.npz', *arrays), the arrays as torch's model "
-    "has them",
+    b"\x89HDF\r\n\x1a\n": f"HDF5, as Keras writes it: {ARRAYS_HINT}",
     b"\x1f\x8b": "gzip: unpack it first",
+    b"BZh": "bzip2: unpack it first",
+    b"\xfd7zXZ\x00": "xz: unpack it first",
+    b"\x28\xb5\x2f\xfd": "Zstandard: unpack it first",
+    b"7z\xbc\xaf": "a 7z archive: unpack it first",
     b"GGUF": "GGUF, whose numbers are quantized for running a model alone: take the file that came from training",
+    b"MATLAB 5.0 MAT": "a file of MATLAB: numpy.savez('update.npz', **scipy.io.loadmat(file))",
+    b"PAR1": f"Parquet: {ARRAYS_HINT}",
+    b"ARROW1": f"Arrow: {ARRAYS_HINT}",
 }
 """What files that are not read begin with, and how to come to one that is."""
+FOREIGN_ENDINGS = {
+    ".onnx": (
+        "ONNX, a network for running it: its weights are no update; give those of training before and after, "
+        "torch.save(model.state_dict(), 'after.pt')"
+    ),
+    ".tflite": f"TensorFlow Lite, a network for running it: {ARRAYS_HINT}",
+    ".pb": f"a graph of TensorFlow: {ARRAYS_HINT}",
+    ".msgpack": f"MessagePack, as Flax writes it: {ARRAYS_HINT}",
+    ".csv": "text: numpy.savez('update.npz', *arrays)",
+    ".txt": "text: numpy.savez('update.npz', *arrays)",
+    ".tar": "a tar archive: unpack it first",
+}
+"""Endings of files that are not read, where their bytes say nothing."""
+FOREIGN_ZIPS = {
+    re.compile(r"(^|/)model\.weights\.h5$"): f"a model of Keras: {ARRAYS_HINT}",
+    re.compile(r"/code/"): (
+        "TorchScript, which holds code: where you trust it, torch.save(torch.jit.load(file).state_dict(), 'after.pt')"
+    ),
+    re.compile(r"/(archive_format|models/model\.json)$"): (
+        "a program of torch.export: torch.save(torch.export.load(file).state_dict, 'after.pt')"
+    ),
+}
+"""Names in zip archives that are not read, and how to come to a file that is."""
 JSON_HINT = (
     "JSON: numpy.savez('update.npz', **{name: numpy.array(value) for name, value in json.load(open('{file}')).items()})"
 )
@@ -43,21 +74,24 @@ MAX_DEPTH = 5
 def read_tensor_file(path: Path, wanted: str) -> object:
     """Return what a file holds: arrays by name, one vector, or whatever `torch.save` was given.
 
-    Its bytes say what it is, and its name only where they do not.
+    Its bytes say what it is, and its name only where they do not. Of a folder it is the model in it, of a list of a
+    model's parts all of these.
 
     Args:
-        path: of the file.
+        path: of the file, or of a folder of a trainer.
         wanted: what is expected in it, the beginning of an error.
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it is a folder, of another kind, damaged, or holds objects that reading could run.
+        ValueError: it is a folder without a known model, of another kind, damaged, or holds objects that reading could
+            run.
     """
     if path.is_dir():
-        inside = ", ".join(sorted(file.name for file in path.iterdir() if file.suffix in KINDS)[:4])
-        raise ValueError(f"{wanted}, got a folder; give {f'a file in it: {inside}' if inside else 'a file'}")
+        path = find_model_file(path, wanted, KINDS)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected the update as .npz, .pt or .safetensors")
+    if path.suffix == ".json" and (parts := read_parts(path, wanted, lambda part: read_tensor_file(part, wanted))):
+        return parts
     try:
         kind = _kind_of_file(path, wanted)
         if kind == ".npy":
@@ -89,26 +123,36 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     if head.startswith(b"\x93NUMPY"):
         return ".npy"
     if head.startswith(b"PK"):
-        return _kind_of_zip(path)
+        return _kind_of_zip(path, wanted)
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_UNPACKED_BYTES:  # whatever its first byte is
         return ".safetensors"
     if head.startswith(b"\x80"):  # a pickle
         return path.suffix if path.suffix in KINDS[1:-1] else ".pt"
     if re.match(rb"\s*[\[{]\s*[\[{\"\d\]}-]", head):
         raise ValueError(f"{wanted}, got {JSON_HINT.replace('{file}', path.name)}")
+    if foreign := FOREIGN_ENDINGS.get(path.suffix.lower(), ""):
+        raise ValueError(f"{wanted}, got {foreign}")
     return path.suffix if path.suffix in {*KINDS, ".npy"} else ".pt"
 
 
-def _kind_of_zip(path: Path) -> str:
-    """Return whether a zip archive was written by NumPy or by torch, by what is in it."""
+def _kind_of_zip(path: Path, wanted: str) -> str:
+    """Return whether a zip archive was written by NumPy or by torch, by what is in it.
+
+    Raises:
+        ValueError: it holds something else; says what, and how to come to a file that is read.
+    """
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (OSError, ValueError, LookupError, zipfile.BadZipFile):
         names = []  # what is wrong with it is said by what reads it
+    if foreign := next((hint for word, hint in FOREIGN_ZIPS.items() if any(map(word.search, names))), ""):
+        raise ValueError(f"{wanted}, got {foreign}")
     if any(name.endswith("/data.pkl") for name in names):
         return ".pt"
     numpy = path.suffix == ".npz" or any(name.endswith(".npy") for name in names)
+    if names and not numpy:
+        raise ValueError(f"{wanted}, got a zip archive of {', '.join(names[:3])}: unpack it first")
     return ".npz" if numpy else path.suffix if path.suffix in KINDS else ".pt"
 
 

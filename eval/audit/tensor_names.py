@@ -15,7 +15,7 @@ from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, s
 from eval.audit.recorded_update import subtract
 from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
-from fl.simulation.capture_checks import untie_parameters, unwrap_model
+from fl.simulation.capture_checks import layout_hint, untie_parameters, unwrap_model
 from fl.types import frozen
 
 WRAPPERS = {"module", "_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
@@ -353,8 +353,8 @@ def _misfit_words(
     assert place is not None
     name, array = list(shapes)[place], arrays[place]
     shape = tuple(shapes[name])
-    turned = "; it is turned (Keras keeps matrices as (in, out)): transpose it" if array.shape == shape[::-1] else ""
+    turned = layout_hint(shape, array.shape)
     return (
         f"expected arrays without names in the order of {what}, got {tuple(array.shape)} at place {place}, where "
-        f"{name!r} is {shape}{turned or f': the model may be another than the client has; or {remedy}'}"
+        f"{name!r} is {shape}: {turned or f'the model may be another than the client has; or {remedy}'}"
     )

@@ -146,7 +146,7 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
     seen = f"that of the classifier's bias is negative for {negative} classes, where {images} image(s) leave {images}"
     if positive <= images:
         return (
-            f"the sign of the update is turned: {seen} at most; give weights before - after, not after - before, or "
-            "state the loss, if labels are smoothed. Labels recovered from it as it is are wrong"
+            f"the sign of the update is turned: {seen} at most; give weights before - after, not after - before (were "
+            "both exchanged?), or state the loss, if labels are smoothed. Labels recovered from it as it is are wrong"
         )
     return f"the update is not of {images} image(s): {seen} at most; check --batch-size, --method and the loss"

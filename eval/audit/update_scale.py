@@ -18,6 +18,7 @@ ROUNDING = 1e-4
 """Relative error up to which a multiple is one to rounding."""
 NEGLIGIBLE = 1e-3
 """Share of the update's length below which a tensor says nothing of its factor."""
+TURNED_HINT = "give weights before - after (were both exchanged?)"
 MOST_NAMED = 3
 """Tensors that are named, at most."""
 
@@ -66,7 +67,7 @@ def _fit(parts: Sequence[tuple[Tensor, Tensor, Tensor | None]]) -> tuple[float, 
 def _describe_factor(view: ServerView, factor: float, error: float) -> str:
     near = "to rounding" if error < ROUNDING else f"to {error:.1g} of its length"
     if factor <= 0:
-        return f"it is {factor:.3g} times what the model makes of them: the sign is turned, give weights before - after"
+        return f"it is {factor:.3g} times what the model makes of them: the sign is turned, {TURNED_HINT}"
     how = view.method
     fits = f" (lr: {how.lr * factor:.3g} fits)" if isinstance(how, FedAvg) and how.optimizer == "sgd" else ""
     return (
@@ -82,7 +83,7 @@ def _describe_factors(factors: Mapping[str, float]) -> str:
     turned = [name for name, factor in factors.items() if factor < 0]
     sign = ""
     if len(turned) == len(factors):
-        sign = "; the sign of all is turned, give weights before - after"
+        sign = f"; the sign of all is turned, {TURNED_HINT}"
     elif turned:
         sign = f"; the sign of {join_words(turned[:MOST_NAMED])} is turned, and that of others is not"
     return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 
 import numpy as np
@@ -293,3 +293,18 @@ def tensor_conversion_hint(value: object) -> str:
     """Return the type of a value that should be a tensor and, for an array, how to convert it."""
     hint = "; torch.from_numpy makes one of it" if isinstance(value, np.ndarray) else ""
     return type(value).__name__ + hint
+
+
+def layout_hint(wanted: Sequence[int], got: Sequence[int]) -> str:
+    """Return how a tensor of another framework becomes one of PyTorch; empty where its shape is that of none.
+
+    Args:
+        wanted: the shape here, such as (out, in) or (out, in, height, width).
+        got: that of the tensor.
+    """
+    kept = "Keras and Flax keep"
+    if len(wanted) == 2 and tuple(got) == tuple(wanted[::-1]):
+        return f"it is turned ({kept} matrices as (in, out)): transpose it"
+    if len(wanted) == 4 and tuple(got) == (*wanted[2:], wanted[1], wanted[0]):
+        return f"{kept} kernels as (height, width, in, out): permute(3, 2, 0, 1)"
+    return ""

@@ -111,11 +111,18 @@ def form_mismatch(value: object) -> str:
     if value.is_quantized:
         return f"in a floating-point type, got {value.dtype}; call .dequantize()"
     if not value.is_floating_point():
-        hint = "call .real" if value.is_complex() else "call .float()"
-        if value.dtype in {torch.int8, torch.uint8, torch.int16}:
-            hint += "; of a quantized update take (values - zero_point) * scale first, by tensor or channel"
-        return f"in a floating-point type, got {value.dtype}; {hint}"
+        return f"in a floating-point type, got {value.dtype}; {_number_hint(value)}"
     return ""
+
+
+def _number_hint(value: Tensor) -> str:
+    """Return how complex numbers, truth values or integers become an update."""
+    if value.is_complex():
+        return "an update has no imaginary part: .real takes it off, if it is 0"
+    return (
+        "integers stand for an update's numbers by a scale: take (values - zero_point) * scale, by tensor or channel; "
+        "of secure aggregation give the mean without masks"
+    )
 
 
 def _is_finite(part: Tensor) -> bool:

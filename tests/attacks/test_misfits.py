@@ -40,7 +40,7 @@ def view_with(changed: Callable[[Tensor], Tensor]) -> tuple[ServerView, str]:
         (lambda value: value[:-1], "in the shape of what the server sent"),
         (lambda value: value.half(), "in the type of what the server sent, torch.float64, got torch.float16"),
         (lambda value: value.to_sparse(), "as a dense tensor, got torch.sparse_coo; call .to_dense()"),
-        (lambda value: value + 0j, "in a floating-point type, got torch.complex128; call .real"),
+        (lambda value: value + 0j, "in a floating-point type, got torch.complex128; an update has no"),
         (lambda value: value.numpy(), "as a tensor, got ndarray"),
     ],
     ids=["shape", "type", "sparse", "complex", "array"],

@@ -74,7 +74,7 @@ def test_a_list_that_does_not_fit_is_refused_by_its_place():
         return str(caught.value)
 
     turned = refusal([*values[:2], values[2].T, values[3]])
-    assert f"got (64, {CLASSES}) at place 2, where '3.weight' is ({CLASSES}, 64); it is turned" in turned
+    assert f"got (64, {CLASSES}) at place 2, where '3.weight' is ({CLASSES}, 64): it is turned" in turned
     assert "got (4,) at place 0, where '0.weight' is (4, 1, 3, 3)" in refusal([values[1], values[0], *values[2:]])
     assert "4 of model.state_dict()" in refusal([*values, values[0]])
     alike = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, CLASSES))

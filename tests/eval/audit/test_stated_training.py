@@ -6,6 +6,7 @@ from support import recorded as support
 
 import hyperleak
 from eval.audit.findings import AuditReport
+from eval.audit.stated_training import describe_training
 from fl.methods.fedavg import FedAvg
 from fl.tensors import dense
 
@@ -32,3 +33,10 @@ def test_what_nothing_being_shown_rests_on_is_said() -> None:
 def test_nothing_is_said_of_facts_where_pictures_are_shown_or_known() -> None:
     assert not any("rests on" in note for note in audited(1, 1).notes)
     assert not any("rests on" in note for note in audited(8, 8, known=True).notes)
+
+
+def test_batches_are_no_larger_than_what_there_is_and_an_unknown_step_size_is_called_so() -> None:
+    usual = describe_training(FedAvg(lr=0.1, steps=1), loss="", examples=4)
+    assert "examples 4, batch_size 4:" in usual
+    assert "lr not known" in describe_training(FedAvg(lr=1.0, steps=1), loss="", examples=4, scale_unknown=True)
+    assert "batch_size 2:" in describe_training(FedAvg(lr=0.1, epochs=3, batch_size=2), loss="", examples=4)

@@ -47,13 +47,18 @@ def test_a_file_of_another_kind_is_named_with_the_way_on(tmp_path):
         assert "got JSON: numpy.savez(" in said
         assert "open('update.json')" in said
         assert "pickle" not in said
-    for first, word in ((b"\x89HDF\r\n\x1a\n", "HDF5"), (b"\x1f\x8b\x08", "gzip: unpack"), (b"GGUF", "GGUF")):
+    for first, word in (
+        (b"\x89HDF\r\n\x1a\n", "HDF5"),
+        (b"\x1f\x8b\x08", "gzip: unpack"),
+        (b"GGUF", "GGUF"),
+        (b"BZh9", "bzip2"),
+    ):
         path.write_bytes(first + bytes(40))
         assert f"got {word}" in refused(path)
     (tmp_path / "adapter").mkdir()
     assert refused(tmp_path / "adapter").endswith("got a folder; give a file")
-    (tmp_path / "adapter" / "adapter_model.safetensors").touch()
-    assert refused(tmp_path / "adapter").endswith("got a folder; give a file in it: adapter_model.safetensors")
+    (tmp_path / "adapter" / "after.safetensors").touch()
+    assert refused(tmp_path / "adapter").endswith("got a folder; give a file in it: after.safetensors")
 
 
 def test_tensors_without_numbers_are_refused_by_name(tmp_path):
@@ -100,7 +105,7 @@ def test_a_file_that_holds_itself_ends():
 
 def test_bytes_without_their_scale_are_refused_with_the_formula():
     coarse = {name: (value * 100).to(torch.int8) for name, value in change(network(), batch()).items()}
-    with pytest.raises(ValueError, match=r"torch.int8; call .float\(\); of a quantized update take \(values - zero_p"):
+    with pytest.raises(ValueError, match=r"torch.int8; integers stand for .* take \(values - zero_p"):
         from_update(network(), coarse, input_shape=SHAPE)
 
 

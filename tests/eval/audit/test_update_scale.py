@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.captured import SHAPE, batch, change, network
 from support.captured import after as after_step
+from torch import nn
 
 from eval.audit.capture_plan import describe_contradiction
 from eval.audit.captured_files import as_state, load_pair, load_update
@@ -12,6 +13,7 @@ from eval.audit.coarse_numbers import DIGITS, rounding_share
 from eval.audit.tensor_names import with_model_names
 from fl.capture import ClientSettings
 from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
 from fl.types import Batch
 
 
@@ -123,3 +125,35 @@ def test_few_bits_hide_neither_that_images_fit_nor_that_others_do_not():
     assert said({}, captured=found) == ""
     other = with_model_names(as_state(sent(batch(2).take(torch.tensor([1]))), "update"), model)
     assert "not what this model makes of these images" in said({}, captured=other)
+
+
+def square():
+    """Two hidden layers of one shape each way, so that tensors can be turned and exchanged unseen."""
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(36, 36), nn.Sigmoid(), nn.Linear(36, 36), nn.Sigmoid(), nn.Linear(36, 5)
+    )
+    generator = stream(0, "square")
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.3, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (
+            lambda u: {**u, "3.weight": u["3.weight"].T.contiguous()},
+            "but for some tensors: 3.weight turned (transpose it)",
+        ),
+        (lambda u: {**u, "1.weight": u["3.weight"], "3.weight": u["1.weight"]}, "1.weight and 3.weight exchanged"),
+        (lambda u: {**u, "5.bias": torch.ones(5)}, "but for some tensors: 5.bias of other numbers"),
+        (lambda u: {name: torch.ones_like(value) for name, value in u.items()}, ""),
+    ],
+)
+def test_tensors_that_were_mixed_up_are_named(changed, words):
+    model = square()
+    client = ClientSettings(method=FedAvg(lr=0.1, steps=1, batch_size=None))
+    captured = with_model_names(as_state(changed(change(model, batch())), "update"), model)
+    told = describe_contradiction(of_update(model, captured, client, input_shape=SHAPE, batch_size=1, given=batch()))
+    assert words in told
+    assert words or "but for some tensors" not in told
