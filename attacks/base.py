@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
+from attacks.network.pixel_prefix import read_pixel_prefix
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.verification.comparison import can_replay
@@ -111,6 +112,9 @@ class Attack(FormerHooks):
     """Whether it rests on inputs that are pictures: rows and columns of pixels that depend on each other."""
     reads_ids: ClassVar[bool] = False
     """Whether it takes networks with ids (of tokens, of categories) among their inputs, which no gradient reaches."""
+    takes_off: ClassVar[frozenset[str]] = frozenset()
+    """Kinds of what a network does to pixels first (`attacks.network.pixel_prefix`) that are taken off, of one image,
+    before the attack is run on what lies above."""
     supports_groups: ClassVar[bool] = False
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
@@ -292,10 +296,17 @@ def _run_and_confirm(
     attack: Attack, name: str, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None
 ) -> list[Result]:
     before = [_tensor_versions(view) for view in views]
+    above = [_network_above(attack, view) for view in views]
+    attacked = [view if other is None else other for view, other in zip(views, above, strict=True)]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             with function_errors_named():
-                results = runner(attack, control)(views, seeds)
+                results = runner(attack, control)(attacked, seeds)
+                for i, other in enumerate(above):
+                    if other is not None and _needs_whole(attack, views[i], other, results[i]):
+                        (whole,) = runner(attack, control)([views[i]], [seeds[i]])
+                        if isinstance(whole, Reconstruction):
+                            results[i], above[i] = whole, None
         except PrecisionError as error:
             results = [NotApplicable(str(error), limit=True) for _ in views]
         except FunctionError as error:
@@ -311,12 +322,62 @@ def _run_and_confirm(
         _check_result(name, result)
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
-    confirm = getattr(attack, "confirm", lambda view, result: result)
-    results = [
-        with_target(view, result) if isinstance(result, Reconstruction) else result
-        for view, result in zip(views, results, strict=True)
+    return [
+        _note_unexpected_labels(view, confirm_whole(attack, view, other, result))
+        for view, other, result in zip(views, above, results, strict=True)
     ]
-    return [_note_unexpected_labels(view, confirm(view, result)) for view, result in zip(views, results, strict=True)]
+
+
+def _network_above(attack: Attack, view: ServerView) -> ServerView | None:
+    """Return the view on which an attack is run instead: of the network above what it takes off; None of none."""
+    takes_off: frozenset[str] = getattr(attack, "takes_off", frozenset())
+    if not takes_off or view.batch_size != 1 or view.private or view.parts:
+        return None
+    prefix = read_pixel_prefix(view)
+    return None if prefix is None or prefix.kind not in takes_off else prefix.above(view)
+
+
+def _needs_whole(attack: Attack, view: ServerView, above: ServerView, result: Result) -> bool:
+    """Return whether the network above led to nothing, so that the whole is asked as well.
+
+    Behind bent pixels, levels of 8 bits lie where an attack on the network above does not look for them.
+    """
+    if isinstance(result, NotApplicable) or result.inputs is None:
+        return True
+    prefix = read_pixel_prefix(view)
+    held = confirm_whole(attack, view, above, result)
+    return prefix is not None and prefix.kind == "bent" and isinstance(held, Reconstruction) and not held.verified
+
+
+def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, result: Result) -> Result:
+    """Return a result as the update bears it out.
+
+    Pictures whose scale a network takes off are held against the network above, which is given no scale.
+
+    Args:
+        attack: that made it.
+        view: the server's.
+        above: on which the attack was run instead, if so.
+        result: of it.
+    """
+    confirm = getattr(attack, "confirm", lambda view, result: result)
+    if not isinstance(result, Reconstruction):
+        return confirm(view, result)
+    if result.inputs is None:
+        return confirm(view if above is None else above, with_target(view, result))
+    prefix = read_pixel_prefix(view) if above is not None or not (view.private or view.parts) else None
+    if prefix is None or (prefix.kind == "bent" and above is None):
+        return confirm(view, with_target(view, result))
+    if prefix.kind == "bent":
+        return confirm(view, with_target(view, prefix.turn_back(result)))
+    asked, shown = above, None
+    if above is None:
+        asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None
+        shown = result.inputs
+    if asked is None:
+        return prefix.turn_back(confirm(view, with_target(view, result)), shown)
+    own = result if above is not None else replace(result, inputs=prefix.values(result.inputs), seen=None)
+    return prefix.turn_back(confirm(asked, with_target(asked, own)), shown)
 
 
 def _note_unexpected_labels(view: ServerView, result: Result) -> Result:

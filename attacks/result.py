@@ -34,6 +34,8 @@ class Remark(StrEnum):
     """The update tells the picture up to its brightness."""
     SCALE_TAKEN_OFF = "scale taken off"
     """The network takes brightness, or contrast as well, off each picture, which is told but for these."""
+    SCALES_TAKEN_OFF = "scales taken off"
+    """Likewise of each channel."""
     UNCLIPPED_ROWS = "unclipped rows"
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
     PARTLY_SEEN = "partly seen"

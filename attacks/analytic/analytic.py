@@ -11,9 +11,8 @@ from torch import Tensor
 
 from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
-from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
+from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.labels.recovery import single_label
-from attacks.network.picture_scale import read_picture_scale
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
@@ -30,13 +29,6 @@ ALTERNATIONS = 20
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
-SCALE_TAKEN_OFF = {
-    False: "the picture is known up to its brightness, which the network takes off each: it is shown as bright as "
-    "pixels can be",
-    True: "the picture is known up to its brightness and contrast, which the network takes off each: it is shown with "
-    "as much contrast as pixels can have",
-}
-"""By whether contrast is taken off as well."""
 MOST_COMPARED = 256
 """Neurons, those of the strongest signals, of which it is asked whether they agree on an image."""
 FAR_OUTSIDE = 0.1
@@ -72,6 +64,7 @@ class Analytic(Attack):
     """
 
     reads_ids: ClassVar[bool] = True
+    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
     plain: ClassVar[str] = "reads the picture off the update of the first fully connected layer, without guessing."
 
     fits: OpenShare = 1e-3
@@ -79,15 +72,6 @@ class Analytic(Attack):
     def __post_init__(self) -> None:
         if not 0 < self.fits < 1:
             raise ValueError(f"expected fits in (0, 1), got {self.fits}")
-
-    def confirm(self, view: ServerView, result: Result) -> Result:
-        """Return the result as the update bears it out; of pictures without their scale the layer's input is asked."""
-        if not isinstance(result, Reconstruction) or Remark.SCALE_TAKEN_OFF not in result.remarks:
-            return super().confirm(view, result)
-        held = super().confirm(view, replace(result, inputs=None, verified=True))
-        assert isinstance(held, Reconstruction)
-        borne_out = bool(held.verified or held.approximate)
-        return replace(held, inputs=result.inputs, verified=None, fixed=None, approximate=borne_out)
 
     def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the images, or the layer's input."""
@@ -130,10 +114,6 @@ class Analytic(Attack):
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
             source = "the numbers of the weight that are not masked" if layer.masked else "what the defense let through"
             note = "; ".join(filter(None, (note, f"{count} numbers of the input follow from {source}")))
-        if sized and whole and not layer.is_given_images and (scaled := _up_to_scale(layer, fit.inputs)) is not None:
-            known = () if view.labels is None else ("labels",)
-            said = replace(scaled, labels=labels, objective=fit.left, private=private, knowledge=known)
-            return said.with_note(note) if note else said
         return Reconstruction(
             inputs=layer.pixels(fit.inputs[None]) if images else None,
             labels=labels,
@@ -263,20 +243,6 @@ class Analytic(Attack):
             objective=max(miss for miss, _, _ in kept),
             verified=True,
         )
-
-
-def _up_to_scale(layer: LinearLayer, features: Tensor) -> Reconstruction | None:
-    """Return the picture that a layer tells up to brightness, or contrast as well; None where it tells another thing.
-
-    Any picture of another brightness makes the same update, so that it is never verified.
-    """
-    view = layer.view
-    scale = read_picture_scale(view, layer.parameter_names[0]) if view.task.inputs.is_image else None
-    picture = None if scale is None else scale.fit(features)
-    if scale is None or picture is None:
-        return None
-    found = Reconstruction(inputs=picture.view(1, *view.task.input_shape).to(view.device, view.dtype), verified=None)
-    return found.with_note(SCALE_TAKEN_OFF[scale.shifted], Remark.SCALE_TAKEN_OFF)
 
 
 @dataclass(frozen=True)

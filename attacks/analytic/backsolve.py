@@ -68,6 +68,7 @@ class Backsolve(Attack):
         fits: verified where no image's features are missed by more than this share.
     """
 
+    takes_off: ClassVar[frozenset[str]] = frozenset({"scaled"})
     plain: ClassVar[str] = "solves for the inputs of a residual network's layers from the top, then for the pictures."
 
     fits: OpenShare = 1e-4

@@ -27,7 +27,7 @@ from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.autograd_support import flat_obstacle
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
-from attacks.network.recurrent import recurrent_obstacle
+from attacks.network.recurrent import SEARCH, recurrent_obstacle
 from attacks.search_control import StoppedError
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
@@ -72,7 +72,7 @@ class Cascade(Attack):
     which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out. Of one image, layers that
     can't be undone one by one are solved together below the lowest linear layer
     (`attacks.analytic.recursive.joint_inversion`): several convolutions before a pooling, pooling that overlaps or
-    averages what an activation bent, activations that rise and fall.
+    averages what an activation bent, activations that rise and fall, the steps of recurrent layers.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -97,16 +97,13 @@ class Cascade(Attack):
     which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
     """
 
+    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
 
     @classmethod
     def example(cls) -> Cascade:
         """Return the attack, which has no settings."""
         return cls()
-
-    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
-        """Refuse recurrent networks as well."""
-        return super().input_obstacle(view) or recurrent_obstacle(view)
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; the seed is that of `backsolve`, where that is asked."""
@@ -121,6 +118,8 @@ class Cascade(Attack):
 
     def _attack_round(self, view: ServerView, seed: int) -> Result:
         """Return what one round gives away, all layers together where they can't be undone one by one."""
+        if (recurrent := recurrent_obstacle(view, SEARCH)) is not None:
+            return _solve_jointly(view, recurrent, None)
         found = self._solve_chain(view)
         if isinstance(found, NotApplicable):
             return _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)

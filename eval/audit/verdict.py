@@ -27,7 +27,7 @@ from eval.report.result_groups import (
 
 COUNTED_MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
-SCALED = "once brightness and contrast are fitted, which the network takes off each picture"
+SCALED = "once brightness and contrast are fitted, which the network takes off"
 MEASURED = {"residual", "rank", "condition"}
 """Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
 
@@ -118,15 +118,17 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
     judged = group.image_rows
     if not judged:
         return ""
-    gains = [row["psnr"] - best_baseline(row) for row in judged]
-    furthest, row = max(zip(gains, judged, strict=True), key=lambda pair: pair[0])
+    figures = [closest_figure(row, "psnr") or ClosestFigure(row["psnr"], best_baseline(row)) for row in judged]
+    gains = [figure.gain for figure in figures]
+    furthest = max(figures, key=lambda figure: figure.gain)
+    part = f" {furthest.words}" if furthest.words and furthest.gain >= COUNTED_MARGIN else ""
     told, seen = _evidence(group, tests), bool(group.leaked_rows) or exceeds_baseline(group.gain)
     counted = sum(gain >= COUNTED_MARGIN for gain in gains)
     return (
         f"{_headline(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
         f"{counted} of {len(gains)} image(s) at least {COUNTED_MARGIN:g} dB above "
-        f"the best guess without the update, the furthest at {row['psnr']:.1f} dB against "
-        f"{row['psnr'] - furthest:.1f} dB, on average {fmean(gains):+.1f} dB"
+        f"the best guess without the update, the furthest at {furthest.value:.1f} dB against "
+        f"{furthest.guess:.1f} dB{part}, on average {fmean(gains):+.1f} dB"
     )
 
 
@@ -148,7 +150,7 @@ def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
     group = _group(rows)
     if not group.image_rows or _evidence(group, tests):
         return 0
-    return group.n_images if _too_few(group, [row["psnr"] - best_baseline(row) for row in group.image_rows]) else 0
+    return group.n_images if _too_few(group, _gains(group.image_rows)) else 0
 
 
 def image_line(row: Row, number: int) -> str:
@@ -229,6 +231,11 @@ def best_baseline(row: Row, figure: str = "psnr") -> float:
     """Return what the best guess of an image scores that knows nothing of the update."""
     keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
     return max((row[key] for key in keys if row[key] is not None), default=-math.inf)
+
+
+def _gains(rows: Sequence[Row]) -> list[float]:
+    """Return how far each image lies above its best guess, by the figure that counts."""
+    return [(closest_figure(row, "psnr") or ClosestFigure(row["psnr"], best_baseline(row))).gain for row in rows]
 
 
 def _group(rows: Sequence[Row]) -> ResultGroup:

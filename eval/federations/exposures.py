@@ -84,7 +84,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
         shown_by = "its layer confirms it" if sized else "the update confirms it"
         if result.approximate:
             seen = ", as far as the network sees its pixels" if Remark.PARTLY_SEEN in result.remarks else ""
-            if Remark.SCALE_TAKEN_OFF in result.remarks:
+            if {Remark.SCALE_TAKEN_OFF, Remark.SCALES_TAKEN_OFF} & result.remarks:
                 seen = ", up to brightness and contrast that the network takes off"
             shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
             if Remark.MAY_BE_MIXTURE in result.remarks:

@@ -186,8 +186,11 @@ def score(
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
         if match is not None and reconstruction.seen is not None:
             row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
-        if match is not None and Remark.SCALE_TAKEN_OFF in reconstruction.remarks and true[0].numel() >= MIN_FITTED:
-            row |= _up_to_scale(guesses, guess[match], true[image], image)
+        by_channel = Remark.SCALES_TAKEN_OFF in reconstruction.remarks
+        scaled = by_channel or Remark.SCALE_TAKEN_OFF in reconstruction.remarks
+        fitted = true[0, 0] if by_channel else true[0]
+        if match is not None and scaled and fitted.numel() >= MIN_FITTED:
+            row |= _up_to_scale(guesses, guess[match], true[image], image, by_channel=by_channel)
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
@@ -338,18 +341,22 @@ def _of_seen_pixels(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, 
     return {"seen": share, "seen_numbers": int(seen.sum()), "psnr_seen": figure(found), **floors}
 
 
-def _up_to_scale(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, image: int) -> Row:
+def _up_to_scale(guesses: Mapping[str, Tensor], found: Tensor, true: Tensor, image: int, *, by_channel: bool) -> Row:
     """Return PSNR of an image and of all guesses of it, each once its brightness and contrast are fitted to the truth.
 
-    Of a guess that turns dark and bright around nothing but its mean is left.
+    Of a guess that turns dark and bright around nothing but its mean is left. They are fitted channel by channel where
+    each channel's are open.
     """
-    wanted = true.double().flatten()
+    groups = len(true) if by_channel else 1
+    wanted = true.double().reshape(groups, -1)
 
     def figure(other: Tensor) -> float:
-        own = other.to(wanted).flatten() - other.to(wanted).mean()
-        size = float(own.square().sum())
-        slope = max(float(own @ wanted) / size, 0.0) if size > 0 else 0.0
-        return float(metrics.psnr((wanted.mean() + slope * own).view_as(true)[None], true[None]))
+        own = other.to(wanted).reshape(groups, -1)
+        own = own - own.mean(1, keepdim=True)
+        size = own.square().sum(1)
+        slope = torch.where(size > 0, (own * wanted).sum(1) / size, 0.0).clamp_min(0)
+        made = wanted.mean(1, keepdim=True) + slope[:, None] * own
+        return float(metrics.psnr(made.view_as(true)[None], true[None]))
 
     floors = {f"floor_{name}_psnr_scaled": figure(images[image]) for name, images in guesses.items()}
     return {"psnr_scaled": figure(found), **floors}

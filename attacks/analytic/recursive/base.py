@@ -21,6 +21,7 @@ from attacks.base import Attack
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
+from attacks.network.recurrent import recurrent_obstacle
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, is_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
@@ -62,6 +63,7 @@ class LayerwiseInversion(Attack):
         gigabytes: size up to which one matrix of equations is built.
     """
 
+    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
     inverts: ClassVar[bool] = True
     """Whether it needs activations that can be inverted."""
     batches: ClassVar[bool] = False
@@ -82,6 +84,10 @@ class LayerwiseInversion(Attack):
     def gradient_trust(self) -> float | None:
         """How far gradient equations are trusted before weight equations (`layer_equations.solve_input`)."""
         return None
+
+    def input_obstacle(self, view: ServerView) -> NotApplicable | None:
+        """Refuse recurrent networks as well."""
+        return super().input_obstacle(view) or recurrent_obstacle(view)
 
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; nothing is random."""

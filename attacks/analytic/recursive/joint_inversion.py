@@ -11,7 +11,8 @@ activations can be undone one by one. Taken together they are nonlinear least sq
 rounding, whatever stands between the layers: several convolutions before a pooling, pooling that overlaps or averages
 what an activation bent, activations that rise and fall. They are solved by Levenberg and Marquardt's steps from gray,
 with the whole matrix: diagonals leave it too ill-conditioned for conjugate gradients. Smooth networks lead from gray to
-the picture; of those made of lines the search may end elsewhere, and says so.
+the picture; of those made of lines the search may end elsewhere, and says so. Weights that are used step after step
+have gradients that are sums over the steps; that is no matter here.
 
 A smooth Gaussian prior counts beside the equations, and decides where rounding leaves them nothing to say. Pixels of
 the solution are put on levels, and moved by single levels for as long as that explains more. They count as
@@ -20,6 +21,7 @@ fixed where the least squares' own matrix says that none may be off by half a le
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,16 +36,20 @@ from attacks.analytic.maxpool.integer_decoding import MAX_ROUNDABLE_STD
 from attacks.analytic.maxpool.pixel_levels import PixelLevels
 from attacks.network.layer_chain import trace_view
 from attacks.network.layer_sequence import read_layer
+from attacks.network.linear_layers import reused_parameters
 from attacks.network.operation_recognition import PRODUCTS, contains_weighted_branch, has_trained_weight
 from attacks.network.operation_trace import IMAGE, Graph, Ref
 from attacks.result import NotApplicable, Reconstruction
 from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.update_comparison import MAX_PIXEL_ERROR
 from fl.view import ServerView
 
 MAX_PIXELS = 4_096
 """Numbers of a picture that are solved for: their matrix has so many rows."""
+MAX_MATRIX = 2**29
+"""Numbers of the matrix of derivatives, 4 GiB: gradients that are too large for it are left out."""
 MAX_OUTER_PRODUCT_ERROR = 1e-3
 """Share of a linear layer's gradient that is not the outer product of one input: more is no single vector."""
 AUTOGRAD_NOISE = 1e-6
@@ -172,13 +178,16 @@ def joint_equations(
     if isinstance(found, NotApplicable):
         return found
     _, graph = found
-    if any(contains_weighted_branch(graph, segment) for segment in graph.segments()):
+    reused = reused_parameters(graph)
+    if not reused and any(contains_weighted_branch(graph, segment) for segment in graph.segments()):
         return NotApplicable("layers stand beside each other", limit=True)
     for number in graph.used_operations():
         node = graph.nodes[number]
         if node.operation not in PRODUCTS or not has_trained_weight(graph, node):
             continue
         piece, _ = read_layer(graph, number)
+        if not reused.isdisjoint(piece.names.values()) or (reused and piece.input.shape[:-1].numel() > 1):
+            continue  # a recurrent network's, say: its gradient is a sum over steps
         features = next(ref for ref in node.refs if graph.depends_on_image(ref))
         names = {kind: piece.names.get(kind, f"{piece.name}.{kind}") for kind in ("weight", "bias")}
         if piece.refusal or not piece.name or not all(name in gradient for name in names.values()):
@@ -216,8 +225,16 @@ def _equations_below(
     if view.dtype != torch.float64:
         noise = {name: max(off, AUTOGRAD_NOISE) for name, off in noise.items()}
     layer = names["weight"].removesuffix(".weight")
-    gradients = {name: gradient[name] for name in below}
+    gradients = _as_many_as_fit({name: gradient[name] for name in below}, len(value), math.prod(view.task.input_shape))
     return JointEquations(graph, features, layer, value, bias @ start, gradients, noise, max(own, 1e-9))
+
+
+def _as_many_as_fit(gradients: Mapping[str, Tensor], features: int, pixels: int) -> dict[str, Tensor]:
+    """Return gradients whose equations fit into the matrix that is built, without the largest of them."""
+    kept = dict(gradients)
+    while kept and (features + sum(one.numel() for one in kept.values())) * pixels > MAX_MATRIX:
+        del kept[max(kept, key=lambda name: kept[name].numel())]
+    return kept
 
 
 class TooFewEquations(NotApplicable):
@@ -260,7 +277,7 @@ def invert_jointly(
     equations = joint_equations(view, gradient, device)
     if isinstance(equations, NotApplicable):
         return refusal
-    pixels = view.task.input_shape[0] * view.task.input_shape[1] * view.task.input_shape[2]
+    pixels = math.prod(view.task.input_shape)
     counts = f"{equations.count} equations below {equations.layer} for {pixels} pixels"
     together = f"{refusal.reason}; all equations together are {counts}"
     if equations.count < pixels:
@@ -281,6 +298,8 @@ def invert_jointly(
         fixed = (_deviations(matrix) < MAX_ROUNDABLE_STD / 255).view_as(images)
         # an unknown defense may have shortened weight and bias apart, and a known one may have left out numbers
         verified = bool(fixed.all()) and view.threat.knows_defense and ObservedUpdate(view).is_complete(*view.update)
+    elif not view.task.inputs.is_image and equations.explains(errors):  # numbers at no levels
+        verified = bool((_deviations(matrix) < MAX_PIXEL_ERROR).all()) and view.threat.knows_defense
     off = max(errors.values())
     note = "" if equations.explains(errors) else f"{counts}, of which {off:.1e} is left unexplained"
     return Reconstruction(

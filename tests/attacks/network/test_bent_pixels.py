@@ -1,4 +1,4 @@
-"""Functions of some numbers alone, such as a logarithm of pixels: refusals of them give that as the reason."""
+"""Functions of single pixels, such as a logarithm, are undone of one picture, and else named in refusals."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 from support.chains import initialized
 from torch import nn
 
-from attacks import NotApplicable
+from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
+from attacks.network.pixel_prefix import read_pixel_prefix
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -25,8 +26,8 @@ class Bent(nn.Module):
 
 
 def reason(bend) -> str:
-    picture = torch.rand(1, 3, 8, 8, generator=stream(0, "picture"))
-    result = RConv()(from_batch(initialized(Bent(bend)).float(), picture, torch.tensor([1]))[0])
+    pictures = torch.rand(2, 3, 8, 8, generator=stream(0, "picture"))  # of one, it would be undone
+    result = RConv()(from_batch(initialized(Bent(bend)).float(), pictures, torch.tensor([1, 2]))[0])
     assert isinstance(result, NotApplicable)
     assert result.limit
     return result.reason
@@ -40,3 +41,29 @@ def test_a_function_of_pixels_alone_is_not_called_no_function_of_single_numbers(
 def test_what_mixes_pixels_is_not_called_so() -> None:
     assert "makes none" not in reason(lambda x: (x + 0.01).log() - x.mean().log())
     assert "makes none" not in reason(lambda x: (x - 0.5).abs())
+
+
+BENDS = {
+    "log1p": torch.log1p,
+    "square root": torch.sqrt,
+    "gamma": lambda x: x**2.2,
+    "reciprocal": lambda x: 1 / (x + 0.5),
+    "two of them": lambda x: (2 * x.square() - 1).tanh(),
+    "srgb": lambda x: torch.where(x <= 0.04045, x / 12.92, ((x + 0.055) / 1.055) ** 2.4),
+}
+
+
+@pytest.mark.parametrize("bend", BENDS.values(), ids=BENDS.keys())
+def test_what_bends_pixels_one_by_one_is_undone(bend) -> None:
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 250 + 3).round() / 255
+    result = RConv()(from_batch(initialized(Bent(bend)).float(), picture, torch.tensor([1]))[0])
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    torch.testing.assert_close(result.inputs, picture, atol=1e-4, rtol=0)
+
+
+def test_what_folds_pixels_is_not() -> None:
+    picture = torch.rand(1, 3, 8, 8, generator=stream(0, "picture"))
+    view, _ = from_batch(initialized(Bent(lambda x: (3 * x).sin())).float(), picture, torch.tensor([1]))
+    assert read_pixel_prefix(view) is None
+    assert isinstance(RConv()(view), NotApplicable)

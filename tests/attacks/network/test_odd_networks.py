@@ -31,6 +31,28 @@ class Recurrent(nn.Module):
         return self.head(self.rows(x[:, 0])[0][:, -1])
 
 
+class Mixing(nn.Module):
+    """Reads what an image holds across the images of a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows, self.head = Turned(), nn.Linear(64, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rows(x[:, 0]).flatten(1))
+
+
+class Turned(nn.Module):
+    """A layer of rows, which stand where the images should."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x.transpose(0, 1)).relu().transpose(0, 1)
+
+
 class Named(nn.Module):
     """Hands its layer the input by name."""
 
@@ -66,11 +88,22 @@ def reason(attack: str, view: ServerView) -> str:
 
 @pytest.mark.parametrize("attack", ["rconv", "rgap"])
 def test_a_module_that_mixes_images_with_what_they_hold_is_named(attack: str) -> None:
-    assert "transpose in rows (LSTM) mixes the dimension of the images with others" in reason(attack, seen(Recurrent()))
+    assert "transpose in rows (Turned) mixes the dimension of the images with others" in reason(attack, seen(Mixing()))
 
 
-def test_a_recurrent_layer_is_refused_by_its_kind() -> None:
-    assert "'rows' (LSTM) is recurrent" in reason("cascade", seen(Recurrent()))
+@pytest.mark.parametrize("attack", ["rconv", "rgap", "backsolve"])
+def test_a_recurrent_layer_is_refused_by_its_kind_where_cascade_may_solve_it(attack: str) -> None:
+    said = reason(attack, seen(Recurrent()))
+    assert "'rows' (LSTM) is recurrent" in said
+    assert "cascade solves the steps of one example together" in said
+
+
+def test_a_recurrent_layer_of_a_batch_is_refused_by_its_kind() -> None:
+    images = torch.rand(2, 1, 8, 8, generator=stream(0, "image"))
+    view, _ = from_batch(Recurrent(), images, torch.tensor([1, 2]))
+    said = reason("cascade", view)
+    assert "'rows' (LSTM) is recurrent" in said
+    assert "a search can be tried: ig" in said
 
 
 @pytest.mark.parametrize("attack", ["cascade", "rconv", "rgap"])

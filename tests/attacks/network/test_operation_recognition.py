@@ -168,7 +168,7 @@ def by_brightness(m: nn.Module, x: Tensor) -> Tensor:
 
 
 def standardized(m: nn.Module, x: Tensor) -> Tensor:
-    return m.fc(m.conv((x - x.mean()) / x.std()).flatten(1))  # type: ignore[operator, no-any-return]
+    return m.fc(m.conv((x - x.mean(1, keepdim=True)) / x.std(1, keepdim=True)).flatten(1))  # type: ignore[operator, no-any-return]
 
 
 def cut_off(m: nn.Module, x: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         "used more than once before all of it comes together",
     ),
     "decides by the image": (lambda: Forward(by_brightness, **pair()), "depends on the image"),
-    "standardizes each image": (lambda: Forward(standardized, **pair()), "div in the forward"),
+    "standardizes each pixel": (lambda: Forward(standardized, **pair()), "div in the forward"),
     "gelu": (lambda: Forward(lambda m, x: m.fc(F.gelu(m.conv(x)).flatten(1)), **pair()), "the same value at several"),
     "silu": (lambda: Forward(lambda m, x: m.fc(F.silu(m.conv(x)).flatten(1)), **pair()), "the same value at several"),
     "softmax": (

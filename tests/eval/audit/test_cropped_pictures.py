@@ -11,7 +11,7 @@ import hyperleak
 from attacks.network.pixel_map import read_pixel_map
 from eval.audit.findings import AuditReport
 from eval.audit.judgment import Judgment, images_in_words
-from eval.audit.verdict import closest_figure, has_leaked, image_line
+from eval.audit.verdict import closest_figure, has_leaked, image_line, verdict
 from eval.metrics.score import Row
 from fl.capture import from_batch
 from fl.seeds import stream
@@ -92,11 +92,16 @@ def test_few_pixels_do_not_count_by_themselves(share: float, numbers: int, count
     assert ("too few to count" in image_line(one, 0)) is not counts
 
 
+def test_a_verdict_on_part_of_a_picture_goes_by_that_part() -> None:
+    said = verdict([row(psnr_seen=60.0, seen=0.75, seen_numbers=768)])
+    assert "1 of 1 image(s) at least 1 dB above the best guess" in said
+    assert "the furthest at 60.0 dB against 10.0 dB on the 75 % of its pixels that the network is given" in said
+
+
 def test_the_figure_furthest_above_its_guess_is_named_with_what_it_is_of() -> None:
     one = row(psnr_scaled=40.0, psnr=41.0, floor_grey_psnr=39.0)
     assert images_in_words([one]) == (
-        "image 0 at 40 dB once brightness and contrast are fitted, which the network takes off each picture "
-        "(best guess 10 dB)"
+        "image 0 at 40 dB once brightness and contrast are fitted, which the network takes off (best guess 10 dB)"
     )
     assert images_in_words([one], limit=40.5) == "image 0 at 41 dB (best guess 39 dB)"
 

@@ -13,8 +13,11 @@ from torch.nn import functional
 import hyperleak
 from attacks import Reconstruction
 from attacks.analytic.analytic import Analytic
-from attacks.base import Remark, run_checked
-from attacks.network.picture_scale import read_picture_scale
+from attacks.analytic.cascade import Cascade
+from attacks.analytic.rconv import RConv
+from attacks.base import Remark, build, confirm_whole, run_checked
+from attacks.network.pixel_prefix import read_pixel_prefix
+from eval.metrics.score import score
 from fl.capture import from_batch
 from fl.seeds import stream
 
@@ -43,6 +46,18 @@ def network(scale: Callable[[Tensor], Tensor]) -> nn.Module:
 
 def standardized(x: Tensor) -> Tensor:
     return (x - x.mean()) / x.std()
+
+
+class Convolving(nn.Module):
+    """A convolution of what a layer makes of pictures of 8 by 8."""
+
+    def __init__(self, scale: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = scale
+        self.convolution, self.head = nn.Conv2d(3, 24, 3, padding=1), nn.Linear(24 * 64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(functional.leaky_relu(self.convolution(self.scale(x))).flatten(1))
 
 
 TAKEN_OFF = {
@@ -76,10 +91,63 @@ def test_the_picture_comes_back_up_to_its_scale_and_unverified(scale, shifted: b
     torch.testing.assert_close(result.inputs.flatten(), (true - low) / (true.max() - low), atol=1e-5, rtol=0)
 
 
+BY_CHANNEL = {
+    "instance norm": nn.InstanceNorm2d(3),
+    "affine instance norm": nn.InstanceNorm2d(3, affine=True),
+    "standardized": lambda x: (x - x.mean((2, 3), keepdim=True)) / (x.std((2, 3), keepdim=True) + 1e-5),
+    "largest": lambda x: x / x.amax((2, 3), keepdim=True),
+}
+
+
+@pytest.mark.parametrize("attack", [RConv(), Cascade()], ids=lambda attack: attack.name)
+@pytest.mark.parametrize("scale", [standardized, nn.LayerNorm([3, 8, 8]), BY_CHANNEL["instance norm"]])
+def test_a_convolution_behind_it_is_undone_all_the_same(scale, attack) -> None:
+    view, truth = from_batch(initialized(Convolving(scale)).float(), picture(), LABELS)
+    (result,) = run_checked(attack, [view], [0])
+    assert isinstance(result, Reconstruction)
+    assert result.verified is None
+    assert result.approximate
+    (row,) = score(result, truth, task=view.task)
+    assert row["psnr_scaled"] > 60
+    assert row["psnr"] < 30
+
+
+@pytest.mark.parametrize("scale", BY_CHANNEL.values(), ids=BY_CHANNEL.keys())
+def test_what_is_taken_off_each_channel_is_fitted_for_each(scale) -> None:
+    tinted = picture() * torch.tensor([0.5, 1.0, 0.8]).view(1, 3, 1, 1)
+    view, truth = from_batch(initialized(Scaling(scale)).float(), tinted, LABELS)
+    (result,) = run_checked(Analytic(), [view], [0])
+    assert isinstance(result, Reconstruction)
+    assert (result.verified, result.approximate) == (None, True)
+    assert Remark.SCALES_TAKEN_OFF in result.remarks
+    assert "of its channels, which the network takes off each" in result.note
+    (row,) = score(result, truth, task=view.task)
+    assert row["psnr_scaled"] > 60
+    assert row["floor_grey_psnr_scaled"] < 30
+
+
+def test_a_searched_picture_is_scored_up_to_the_scale_that_is_taken_off() -> None:
+    view, truth = from_batch(network(standardized), picture(), LABELS)
+    (result,) = run_checked(build({"name": "ig", "iterations": 2, "restarts": 1}), [view], [0])
+    assert isinstance(result, Reconstruction)
+    assert (result.verified, result.approximate) == (None, False)
+    assert score(result, truth, task=view.task)[0]["psnr_scaled"] is not None
+
+
+def test_a_wrong_picture_is_not_borne_out_by_the_network_above() -> None:
+    view, _ = from_batch(network(standardized), picture(), LABELS)
+    wrong = Reconstruction(inputs=picture().flip(-1), verified=True)
+    held = confirm_whole(Analytic(), view, None, wrong)
+    assert isinstance(held, Reconstruction)
+    assert held.verified is not True
+    assert not held.approximate
+
+
 @pytest.mark.parametrize("scale", NOT_TAKEN_OFF.values(), ids=NOT_TAKEN_OFF.keys())
 def test_other_functions_of_a_picture_are_not_said_to_take_its_scale_off(scale) -> None:
     view, _ = from_batch(network(scale), picture(), LABELS)
-    assert read_picture_scale(view, "layers.1.weight") is None
+    found = read_pixel_prefix(view)
+    assert found is None or found.kind != "scaled"
 
 
 def test_an_audit_counts_it_as_leaked_once_its_scale_is_fitted() -> None:
