@@ -15,6 +15,7 @@ from enum import StrEnum
 import torch
 from torch import Tensor
 
+from attacks.network.kept_readings import kept_reading
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, UnknownDefense
 from fl.tensors import LowRank
@@ -37,6 +38,8 @@ MIN_ENTRIES_OF_VECTOR = 32
 """Entries of a bias or a scale that are not all of one size by chance."""
 MAX_LEVELS, MIN_ENTRIES_FOR_LEVELS = 24, 64
 """Sizes that a tensor of so many entries has where it was sent in few bits."""
+SAMPLED = 4096
+"""Entries that are asked first, at least."""
 LEVEL_TOLERANCE = 0.05
 """How far they may be from whole multiples of one step."""
 
@@ -102,6 +105,13 @@ def _guess(view: ServerView) -> tuple[RuleKind | None, str]:
         or view.parts
     ):
         return None, ""
+    sent = tuple(view.update.values())
+    # with what was sent, so that nothing else has its identity as long as that is kept
+    found = kept_reading(view, ("rule", view.rounded, *map(id, sent)), lambda: (_read_rule(view), sent), lambda _: 0)
+    return found[0]
+
+
+def _read_rule(view: ServerView) -> tuple[RuleKind | None, str]:
     tensors = _readable_tensors(view)
     if not tensors:
         return None, ""
@@ -287,21 +297,27 @@ def _sees_centralized_gradients(tensors: Sequence[_TensorUpdate]) -> str:
 
 def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:
     large = [t for t in tensors if len(t.sizes) >= MIN_ENTRIES_FOR_LEVELS]
-    levels = [_count_levels(t.sizes) for t in large]
-    if not large or 0 in levels:
+    if not large or not all(_count_levels(t.sizes) for t in large):
         return ""
     return (
-        f"numbers sent in few bits: {large[0].name} has {levels[0]} sizes, a step apart, in {len(large[0].sizes)} "
-        "entries; state the defense (quantize, qsgd)"
+        f"numbers sent in few bits: {large[0].name} has {_count_levels(large[0].sizes)} sizes, a step apart, in "
+        f"{len(large[0].sizes)} entries; state the defense (quantize, qsgd)"
     )
 
 
 def _count_levels(sizes: Tensor) -> int:
     """Return how many sizes there are, if they are few and multiples of a step; else 0."""
-    ordered = sizes.sort().values
-    apart = ordered.diff() > SIZE_TOLERANCE * ordered[1:]
-    levels = torch.cat([ordered[:1], ordered[1:][apart]])
+    if len(_levels(sizes[:: max(1, len(sizes) // SAMPLED)])) > MAX_LEVELS:
+        return 0  # without sorting all of them
+    levels = _levels(sizes)
     if len(levels) > MAX_LEVELS:
         return 0
     counts = levels / torch.cat([levels[:1], levels.diff()]).min()
     return len(levels) if bool(((counts - counts.round()).abs() < LEVEL_TOLERANCE).all()) else 0
+
+
+def _levels(sizes: Tensor) -> Tensor:
+    """Return the sizes that there are, least first."""
+    ordered = sizes.sort().values
+    apart = ordered.diff() > SIZE_TOLERANCE * ordered[1:]
+    return torch.cat([ordered[:1], ordered[1:][apart]])

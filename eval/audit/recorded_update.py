@@ -158,7 +158,7 @@ class RecordedUpdate:
     Attributes:
         before: weights and buffers as the server sent them, by name in the model's `state_dict()`: tensors, or arrays
             of NumPy, which become tensors.
-        after: the same as they came back.
+        after: the same as they came back; parts of them where a client sends no more.
         training: what is known of the training between.
         origin: where it was made: the framework, its version, the round, the client, as far as known.
 
@@ -179,17 +179,27 @@ class RecordedUpdate:
             object.__setattr__(self, half, {name: _as_tensor(value, half, name) for name, value in given.items()})
 
     def difference(self) -> dict[str, Tensor]:
-        """Return weights before - after; of numbers of two bytes in four.
+        """Return weights before - after of all that came back; of numbers of two bytes in four.
 
         Raises:
-            ValueError: they have not the same names.
+            ValueError: something came back that was not there before.
         """
-        if odd := next(iter(self.before.keys() ^ self.after.keys()), None):
+        return {name: subtract(value, self.after[name]) for name, value in self.known_before().items()}
+
+    def known_before(self) -> dict[str, Tensor]:
+        """Return the weights before of all that came back.
+
+        Raises:
+            ValueError: something came back that was not there before.
+        """
+        if odd := next((name for name in self.after if name not in self.before), None):
             raise ValueError(f"expected the same names before and after training, got {odd!r} in one alone")
-        return {name: subtract(value, self.after[name]) for name, value in self.before.items()}
+        return {name: value for name, value in self.before.items() if name in self.after}
 
     def save(self, path: Path) -> None:
         """Write it to an `.npz` file, which `hyperleak audit update` reads, facts included.
+
+        Of the weights before it has those alone that came back.
 
         Raises:
             ValueError: another ending, or a tensor of a type that NumPy has not.
@@ -198,7 +208,7 @@ class RecordedUpdate:
             raise ValueError(f"expected a file that ends in .npz, got {path.name}")
         facts = {"version": VERSION, "training": asdict(self.training), "origin": dict(self.origin)}
         arrays = {FACTS: np.frombuffer(json.dumps(facts, sort_keys=True).encode(), dtype=np.uint8)}
-        for half, tensors in (("before", self.before), ("after", self.after)):
+        for half, tensors in (("before", self.known_before()), ("after", self.after)):
             for name, value in tensors.items():
                 plain = value.detach().cpu()
                 arrays[f"{half}/{name}"] = (plain if _has_numpy(plain) else plain.float()).numpy()

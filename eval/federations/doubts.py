@@ -8,13 +8,14 @@ from dataclasses import replace
 from attacks.analytic.compressed_layer import Reading
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.example_count import count_examples
-from attacks.update.first_linear_layer import first_linear
+from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.update_rule import guess_update_rule
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.update_sanity import missing_share
 from eval.federations.exposures import layers_of_one_direction
 from eval.federations.other_facts import FIRST_ATTACK
 from eval.federations.stated_facts import unknown_facts
+from fl.tensors import LowRank
 from fl.view import ServerView
 
 NOT_AS_STATED = (
@@ -56,7 +57,9 @@ TRAINING_UNKNOWN = (
 """Likewise where no layer's equations can be held against it."""
 
 
-def find_doubt(facts: TrainingFacts, view: ServerView, found: Mapping[str, Result], reading: Reading) -> str:
+def find_doubt(
+    facts: TrainingFacts, view: ServerView, found: Mapping[str, Result], reading: Reading, *, whole: bool = True
+) -> str:
     """Return why that nothing is proved of an update does not mean that nothing is there; "" for no reason.
 
     Args:
@@ -64,8 +67,13 @@ def find_doubt(facts: TrainingFacts, view: ServerView, found: Mapping[str, Resul
         view: of the update under them.
         found: what each attack came to.
         reading: of the update as a compressed one.
+        whole: whether all weights that are trained came back; else nothing is known of the layers above some.
     """
-    return _doubt_of_results(found, view) or _doubt_of_form(view, reading) or _doubt_of_facts(facts, view)
+    return (
+        (_doubt_of_results(found, view) if whole else _doubt_of_nearly(found, view))
+        or _doubt_of_form(view, reading)
+        or _doubt_of_facts(facts, view)
+    )
 
 
 def is_compressed(view: ServerView) -> bool:
@@ -89,15 +97,22 @@ def _doubt_of_facts(facts: TrainingFacts, view: ServerView) -> str:
     """Return that more went into the update than was stated, or that too little was."""
     stated = facts.examples or facts.batch_size
     length = facts.epochs if facts.steps is None else facts.steps
-    layer = first_linear(view)
-    if stated is not None and length is not None and not isinstance(layer, NotApplicable):
-        alone = replace(view, update={name: view.update[name] for name in layer.parameter_names})
-        count = count_examples(alone)
-        if count is not None and count > stated * length:
-            return MORE_THAN_STATED.format(layer.name, count, stated * length)
+    if stated is not None and length is not None and (more := _doubt_of_rank(view, stated * length)):
+        return more
     if stated == 1 and length in {1, None} and not view.threat.knows_optimizer:
         return TRAINING_UNKNOWN.format(unknown_facts(facts))
     return ""
+
+
+def _doubt_of_rank(view: ServerView, fed: int) -> str:
+    """Return that the update of the first linear layer is made of more inputs than were fed; "" for no more."""
+    sides = [min(v.shape) for v in view.update.values() if not isinstance(v, LowRank) and v.ndim == 2]
+    layer = first_linear(view) if max(sides, default=0) > fed else None  # a smaller matrix could not tell
+    if not isinstance(layer, LinearLayer):
+        return ""
+    alone = replace(view, update={name: view.update[name] for name in layer.parameter_names})
+    count = count_examples(alone)
+    return MORE_THAN_STATED.format(layer.name, count, fed) if count is not None and count > fed else ""
 
 
 def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:
@@ -108,10 +123,20 @@ def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:
         return f"{NOT_AS_STATED} ({contradicted[0]})"
     if unasked := [name for name, result in found.items() if _is_unasked(result, view)]:
         return f"{NOT_ASKED.format(view.task.loss.name)} ({unasked[0]})"
-    layer, first = first_linear(view), found.get(FIRST_ATTACK)
-    if view.batch_size != 1 or not isinstance(first, Reconstruction) or isinstance(layer, NotApplicable):
+    return _doubt_of_nearly(found, view)
+
+
+def _doubt_of_nearly(found: Mapping[str, Result], view: ServerView) -> str:
+    """Return that one input is nearly all of a layer's update."""
+    first = found.get(FIRST_ATTACK)
+    if view.batch_size != 1 or not isinstance(first, Reconstruction) or first.verified:
         return ""
-    if first.verified or layer.name in layers_of_one_direction(view) or not first.objective <= MAX_NEARLY:
+    layer = first_linear(view)
+    if (
+        isinstance(layer, NotApplicable)
+        or layer.name in layers_of_one_direction(view)
+        or not first.objective <= MAX_NEARLY
+    ):
         return ""
     return NEARLY_ONE_INPUT.format(first.objective)
 

@@ -88,7 +88,8 @@ class UpdateReader:
         beside = refuse_unseen(_other_records(reply))
         key, ended = _only_record(reply)
         begun = _matching_record(sent, key, ended)
-        before = {name: _tensor(name, begun[name], as_sent=array.dtype) for name, array in ended.items()}
+        types = {name: array.dtype for name, array in begun.items()} | {name: a.dtype for name, a in ended.items()}
+        before = {name: _tensor(name, array, as_sent=types[name]) for name, array in begun.items()}
         after = {name: _tensor(name, array, as_sent=array.dtype) for name, array in ended.items()}
         for name, value in after.items():
             if value.shape != before[name].shape:

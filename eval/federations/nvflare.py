@@ -214,7 +214,7 @@ class LeakageFilter(DXOFilter):  # type: ignore[misc]
         if algorithm := meta.get(MetaKey.PROCESSED_ALGORITHM):
             raise UnreadableError(f"the update is encoded by {algorithm}: the filter has to stand before that")
         after = _after(dxo, received.weights)
-        before = {name: received.weights[name] for name in after}
+        before = dict(received.weights)
         if said is not None and not isinstance(said, Mapping):
             raise UnreadableError(
                 f"expected facts of training by name under {TRAINING_KEY!r}, got {type(said).__name__}"

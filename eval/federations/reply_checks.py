@@ -17,6 +17,8 @@ LEAST_SHARE = 0.25
 """Of what was sent, that weights after a round are taken to have in them at least."""
 MIN_WEIGHT_COSINE, WEIGHT_SIZES = 0.9, (0.5, 2.0)
 """Cosine with the weights before above which a difference is none, if its length is so many times theirs."""
+MIN_MULTIPLE_COSINE, MULTIPLE_SIZES = 0.95, (0.5, 1.5)
+"""Cosine with the weights before above which what came back is a multiple of them, if its length is not between."""
 MAX_NUMBERS, MAX_CHARACTERS = 128, 1024
 """What may leave beside an update, where no attack looks: metrics and names, but no picture of 12 by 12 pixels."""
 MAX_WITHHELD = 32
@@ -138,7 +140,7 @@ def refuse_differences(before: Mapping[str, Tensor], after: Mapping[str, Tensor]
     Raises:
         UnreadableError: they have too little of the weights before in them.
     """
-    sent, kept = _product(before, before), _product(before, after)
+    sent, kept = _product(before, {name: before[name] for name in after}), _product(before, after)
     if kept < LEAST_SHARE * sent:
         raise UnreadableError(
             f"expected weights, got arrays that hold {kept / sent:.3g} times what was sent: they seem to be "
@@ -152,7 +154,8 @@ def refuse_weights(before: Mapping[str, Tensor], change: Mapping[str, Tensor]) -
     Raises:
         UnreadableError: they lie along the weights before, and are about as long.
     """
-    sent, moved, along = _product(before, before), _product(change, change), _product(before, change)
+    same = {name: before[name] for name in change}
+    sent, moved, along = _product(same, same), _product(change, change), _product(before, change)
     if not sent or not moved:
         return
     low, high = WEIGHT_SIZES
@@ -160,6 +163,49 @@ def refuse_weights(before: Mapping[str, Tensor], change: Mapping[str, Tensor]) -
         raise UnreadableError(
             "expected differences, got arrays along the weights that were sent (cosine "
             f"{along / math.sqrt(sent * moved):.2f}): they seem to be weights; send differences, or say what they are"
+        )
+
+
+def refuse_no_weights(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse an update that can't be one of known weights, whatever the numbers.
+
+    Raises:
+        UnreadableError: nothing came back, or nothing of it is known from before; or whole numbers came back in the
+            place of others.
+    """
+    if not after:
+        raise UnreadableError("expected weights, got none: the client sent no update")
+    if not before:
+        raise UnreadableError(
+            "expected the weights before training, got none: an update is how they changed, so keep what the client "
+            "was sent (in a first round, too)"
+        )
+    for name, value in after.items():
+        if name in before and before[name].is_floating_point() and not value.is_floating_point():
+            raise UnreadableError(
+                f"expected floating-point numbers in what came back, got {str(value.dtype).removeprefix('torch.')} in "
+                f"{name!r}, as of quantized or encrypted numbers, or shares of a sum: screen it before that, or decode "
+                "it first"
+            )
+
+
+def refuse_multiples(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse a multiple of the weights, such as a sum over clients, whose difference would be the weights again.
+
+    Raises:
+        UnreadableError: what came back lies along the weights before, and is longer or shorter than training makes.
+    """
+    sent, back, along = (
+        _product(*pair) for pair in ((before, {n: before[n] for n in after}), (after, after), (before, after))
+    )
+    if not sent or not back or along < MIN_MULTIPLE_COSINE * math.sqrt(sent * back):
+        return
+    factor = along / sent
+    low, high = MULTIPLE_SIZES
+    if not low < factor < high:
+        raise UnreadableError(
+            f"expected weights, got {factor:.4g} times what was sent (cosine {along / math.sqrt(sent * back):.3f}), as "
+            "of a sum over clients, or of weights times the number of examples: divide them first"
         )
 
 

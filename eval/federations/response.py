@@ -111,7 +111,7 @@ class Responder:
         word = "stopped" if self.on_leak == "stop" else "withheld"
         return Response(
             action="withhold",
-            after=dict(recorded.before),
+            after={name: value for name, value in recorded.before.items() if name in recorded.after},
             screening=screening,
             words=f"{word}: {screening.reason}",
         )

@@ -46,7 +46,7 @@ from eval.federations.other_facts import (
     of_fitted_step_size,
     other_facts,
 )
-from eval.federations.reply_checks import refuse_non_finite
+from eval.federations.reply_checks import refuse_multiples, refuse_no_weights, refuse_non_finite
 from eval.federations.stated_facts import assumptions, rests_on
 from eval.federations.wording import in_arguments
 from fl.capture import ClientSettings
@@ -56,6 +56,7 @@ from fl.losses import Loss
 from fl.losses.function import build_loss
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
+from fl.runtime.module_copies import deep_copy
 from fl.runtime.user_code import RUN_ERRORS
 from fl.view import ServerView
 
@@ -106,14 +107,16 @@ class Case:
         subject: with the server's view of it.
         replayable: whether the view has all that a step depended on, so that the whole update may speak for or against
             what an attack finds. It has not where the client drew masks of dropout that nobody knows.
+        whole: whether all weights that are trained came back: nobody knows which others a client has for itself.
     """
 
     subject: Subject
     replayable: bool
+    whole: bool = True
 
     def exposures(self, attack: str, result: Result) -> list[Exposure]:
         """Return what a result of an attack proves."""
-        return proved_exposures(attack, result, self.subject.view, replayable=self.replayable)
+        return proved_exposures(attack, result, self.subject.view, replayable=self.replayable and self.whole)
 
 
 @dataclass
@@ -245,7 +248,7 @@ class Screener:
             *(() if leaks else rests_on(facts, view)),
         )
         undone = "" if leaks else self._undone(found.as_stated)
-        doubt = "" if leaks or undone else find_doubt(facts, view, found.as_stated, reading)
+        doubt = "" if leaks or undone else find_doubt(facts, view, found.as_stated, reading, whole=case.whole)
         results = {**found.guessed, **found.as_stated}
         tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
         tried |= {name: _outcome(result) for name, result in results.items()}
@@ -281,11 +284,15 @@ class Screener:
 
     def _case(self, recorded: RecordedUpdate) -> Case:
         """Return the update as the server's view of it, without the random numbers of a network that draws some."""
+        refuse_no_weights(recorded.before, recorded.after)
         refuse_non_finite(recorded.before, "the weights before training")
         refuse_non_finite(recorded.after, "what came back")
-        facts = recorded.training
-        model = in_client_mode(self._pixel_model(), facts.train_mode)
-        captured = with_model_names(load_pair(dict(recorded.before), dict(recorded.after), said=False), model)
+        before, facts = recorded.known_before(), recorded.training
+        refuse_multiples(before, recorded.after)
+        not_sent_back = {name: value for name, value in recorded.before.items() if name not in before}
+        model = in_client_mode(self._with_loader(_with_weights(self.model(), not_sent_back)), facts.train_mode)
+        captured = with_model_names(load_pair(before, dict(recorded.after), said=False), model)
+        whole = {name for name, value in model.named_parameters() if value.requires_grad} <= captured.update.keys()
         silenced = Silenced(model)
         if any(module.training for module in model.modules()):
             stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
@@ -309,11 +316,10 @@ class Screener:
         )
         count = facts.examples or facts.batch_size or 1
         subject = of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
-        return Case(subject, silenced.replayable)
+        return Case(subject, silenced.replayable, whole)
 
-    def _pixel_model(self) -> nn.Module:
-        """Return the model with what its loader does to pixels in [0, 1] in front of it."""
-        model = self.model()
+    def _with_loader(self, model: nn.Module) -> nn.Module:
+        """Return a model with what its loader does to pixels in [0, 1] in front of it."""
         if not len(self.mean) and not len(self.std):
             return model
         channels = self.input_shape[0]  # type: ignore[index]
@@ -347,7 +353,7 @@ class Screener:
                     told = result.verified or name == ADAPTIVE_STEP
                     result = replace(result, approximate=False, private=result.private if told else {})
                 found.guessed[f"{name}, where {guess.words}"] = result
-                shown = replace(case, replayable=True).exposures(name, result)
+                shown = replace(case, replayable=True, whole=True).exposures(name, result)
                 if self._is_too_much(shown):
                     found.words.append(guess.words)
                     found.shown += shown
@@ -419,6 +425,17 @@ class Screener:
                 f"no more is shown than {shown[-1].kind}" if shown else "nothing is shown",
             )
         return Screening(verdict=verdict, reason=reason, exposures=tuple(shown))
+
+
+def _with_weights(model: nn.Module, known: Mapping[str, Tensor]) -> nn.Module:
+    """Return a model with weights of its own by name as far as they are its, in a copy where there are any."""
+    own = model.state_dict()
+    fitting = {name: value for name, value in known.items() if name in own and own[name].shape == value.shape}
+    if not fitting:
+        return model
+    copied = deep_copy(model)
+    copied.load_state_dict(fitting, strict=False)
+    return copied
 
 
 def _without_scale(subject: Subject) -> Subject:

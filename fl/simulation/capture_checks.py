@@ -24,6 +24,9 @@ from fl.runtime.random_state import preserve_global_rng, watch_draws
 from fl.seeds import stream
 from fl.view import ThreatModel
 
+MOST_RUN = 2
+"""Examples on which a network is tried that works out each by itself."""
+
 
 def check_settings(method: object, defense: object, threat: object) -> None:
     """Refuse names, plain data and classes in place of what they stand for; None is each one's default.
@@ -136,6 +139,8 @@ def refuse_secure_aggregation(defense: Defense | None) -> None:
 def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
 
+    In evaluation mode two examples are enough, of which a network works out each by itself.
+
     Args:
         client: the local rule.
         inputs: as many as the client holds.
@@ -146,8 +151,9 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
     """
     order = sampling.plan_batches(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
     sizes = {len(index) for steps in order for step in steps for index in step} - {0}
-    batch = inputs[: min(sizes, default=len(inputs))].detach()
     training = client.method.train_mode
+    count = min(sizes, default=len(inputs))
+    batch = inputs[: count if training else min(count, MOST_RUN)].detach()
     mode = f"in {'train' if training else 'evaluation'} mode"
     remedy = "call model.eval(), or pass method=FedAvg(steps=1, batch_size=None, train_mode=False)"
     if not default:
@@ -168,7 +174,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
             f"expected a model without random numbers {mode}, got some (functional dropout or a random flip, say), "
             f"which can't be replayed; {remedy if training else always}"
         )
-    _check_derivative(copies[0], batch[:2])
+    _check_derivative(copies[0], batch[:MOST_RUN])
 
 
 def _check_derivative(model: nn.Module, inputs: Tensor) -> None:

@@ -230,3 +230,13 @@ def test_coarse_weights_are_recorded_as_they_are(tmp_path: Path) -> None:
         value = torch.tensor([0.5, -1.25]).to(kind)
         RecordedUpdate(before={"w": value}, after={"w": value}).save(tmp_path / "u.npz")
         assert torch.equal(RecordedUpdate.load(tmp_path / "u.npz").before["w"], value.float())
+
+
+def test_of_parts_that_came_back_the_rest_stays_as_it_was(tmp_path: Path) -> None:
+    before = {"a": torch.ones(2), "b": torch.ones(3)}
+    update = RecordedUpdate(before=before, after={"a": torch.zeros(2)})
+    assert update.difference().keys() == {"a"}
+    update.save(tmp_path / "u.npz")
+    assert RecordedUpdate.load(tmp_path / "u.npz").before.keys() == {"a"}
+    with pytest.raises(ValueError, match="got 'c' in one alone"):
+        replace(update, after={"c": torch.zeros(2)}).difference()

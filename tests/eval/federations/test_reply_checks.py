@@ -13,6 +13,8 @@ from eval.federations.reply_checks import (
     Beside,
     UnreadableError,
     refuse_differences,
+    refuse_multiples,
+    refuse_no_weights,
     refuse_non_finite,
     refuse_unseen,
     refuse_weights,
@@ -106,3 +108,25 @@ def test_numbers_that_are_not_finite_are_refused_by_name() -> None:
     for odd in (float("nan"), float("inf")):
         with pytest.raises(UnreadableError, match=r"finite numbers in what came back, .* in 'b' \(2 of 3\)"):
             refuse_non_finite({**fine, "b": torch.tensor([odd, 0.0, odd])}, "what came back")
+
+
+def test_nothing_and_whole_numbers_in_the_place_of_weights_are_refused() -> None:
+    refuse_no_weights(weights(), weights())
+    with pytest.raises(UnreadableError, match="the client sent no update"):
+        refuse_no_weights(weights(), {})
+    with pytest.raises(UnreadableError, match="expected the weights before training, got none"):
+        refuse_no_weights({}, weights())
+    for kind in (torch.int8, torch.int64, torch.bool):
+        with pytest.raises(UnreadableError, match=r"expected floating-point numbers in what came back, got \w+ in 'w'"):
+            refuse_no_weights(weights(), {"w": weights()["w"].to(kind)})
+
+
+@pytest.mark.parametrize("factor", [3.0, 32.0, 0.1])
+def test_multiples_of_weights_are_no_weights(factor: float) -> None:
+    after = {name: value + change(0.01)[name] for name, value in weights().items()}
+    with pytest.raises(UnreadableError, match="times what was sent"):
+        refuse_multiples(weights(), {name: factor * value for name, value in after.items()})
+    refuse_multiples(weights(), after)
+    refuse_multiples(weights(), {name: 0.9 * value for name, value in after.items()})
+    refuse_multiples(weights(), change(100.0))
+    refuse_multiples({"w": torch.zeros(3)}, {"w": torch.ones(3)})

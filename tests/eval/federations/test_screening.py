@@ -665,3 +665,38 @@ def test_a_first_layer_without_a_bias_hides_nothing(head: bool) -> None:
         model = nn.Sequential(nn.Flatten(), *layers).eval()
     found = screener(model)(support.recorded(model))
     assert kinds(found) == {"images", "labels"}
+
+
+def without_head(update: RecordedUpdate, *, sent: bool) -> RecordedUpdate:
+    """An update whose client keeps its last layer to itself, of weights that the server sent or has never seen."""
+    part = {name: value for name, value in update.after.items() if not name.startswith(("3.", "6."))}
+    before = update.before if sent else {name: update.before[name] for name in part}
+    return replace(update, before=before, after=part)
+
+
+@pytest.mark.parametrize("build", [support.dense_network, support.network])
+def test_a_head_that_a_client_keeps_hides_nothing_of_the_layers_below(build: Callable[[], nn.Module]) -> None:
+    model, other = build(), build()
+    for value in other.parameters():
+        nn.init.normal_(value, std=0.1, generator=stream(0, "other"))
+    for sent in (True, False):
+        found = screener(other, seconds=0.5)(without_head(support.recorded(model), sent=sent))
+        assert found.verdict == "leaked", found
+        assert ("up to a factor" in found.reason) != sent  # whose weights above confirm it
+    several = screener(other, seconds=0.5)(without_head(support.recorded(model, 4), sent=False))
+    assert not several.exposures
+
+
+def test_updates_that_are_none_are_named() -> None:
+    model, update = support.dense_network(), support.recorded(support.dense_network())
+    codes = {name: (100 * value).to(torch.int8) for name, value in update.after.items()}
+    total = {name: 3 * value for name, value in update.after.items()}
+    for odd, words in (
+        (replace(update, before={}), "expected the weights before training, got none"),
+        (replace(update, after={}), "the client sent no update"),
+        (replace(update, after=codes), "expected floating-point numbers in what came back, got int8"),
+        (replace(update, after=total), "times what was sent (cosine 0.999), as of a sum over clients"),
+    ):
+        found = screener(model)(odd)
+        assert found.verdict == "failed"
+        assert words in found.reason
