@@ -18,6 +18,8 @@ from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import layout_hint, untie_parameters, unwrap_model
 from fl.types import frozen
 
+UNSENT_KNOWN = "numbers that your function gives them"
+"""Where weights come from that are not in an update."""
 WRAPPERS = {"module", "_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 """What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus, FSDP, checkpointing) puts into names."""
 FLAT = re.compile(r"(?:^|\.)_?flat_param")

@@ -13,7 +13,7 @@ from attacks.update.update_rule import guess_update_rule
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.update_sanity import missing_share
 from eval.federations.exposures import layers_of_one_direction
-from eval.federations.other_facts import FIRST_ATTACK
+from eval.federations.other_facts import FIRST_ATTACK, SEVERAL_STEPS
 from eval.federations.stated_facts import unknown_facts
 from fl.tensors import LowRank
 from fl.view import ServerView
@@ -128,15 +128,12 @@ def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:
 
 def _doubt_of_nearly(found: Mapping[str, Result], view: ServerView) -> str:
     """Return that one input is nearly all of a layer's update."""
-    first = found.get(FIRST_ATTACK)
-    if view.batch_size != 1 or not isinstance(first, Reconstruction) or first.verified:
+    asked = (found.get(name) for name in (FIRST_ATTACK, SEVERAL_STEPS))
+    first = next((one for one in asked if isinstance(one, Reconstruction)), None)
+    if view.batch_size != 1 or first is None or first.verified or not first.objective <= MAX_NEARLY:
         return ""
     layer = first_linear(view)
-    if (
-        isinstance(layer, NotApplicable)
-        or layer.name in layers_of_one_direction(view)
-        or not first.objective <= MAX_NEARLY
-    ):
+    if isinstance(layer, NotApplicable) or layer.name in layers_of_one_direction(view):
         return ""
     return NEARLY_ONE_INPUT.format(first.objective)
 

@@ -12,7 +12,13 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from torch import Tensor
 
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts, usable_facts
-from eval.federations.reply_checks import Beside, UnreadableError, refuse_differences, refuse_unseen
+from eval.federations.reply_checks import (
+    Beside,
+    UnreadableError,
+    refuse_differences,
+    refuse_no_weights,
+    refuse_unseen,
+)
 from fl.runtime.native_arrays import to_tensor
 
 CONFIG_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -95,6 +101,7 @@ class UpdateReader:
             if value.shape != before[name].shape:
                 shapes = f"{tuple(before[name].shape)}, got {tuple(value.shape)}"
                 raise UnreadableError(f"expected {name!r} in the shape that was sent, {shapes}")
+        refuse_no_weights(before, after)
         refuse_differences(before, after)
         training, sources = self._facts(sent, reply, watched or {})
         said = {"facts": sources, "beside the update, not looked at": beside.words}

@@ -28,6 +28,8 @@ from fl.view import ServerView
 
 ADAPTIVE_STEP, FIRST_ATTACK = "adaptive-step", "analytic"
 """The attack on a step of Adam and its like, and what is tried first of SGD's."""
+SEVERAL_STEPS = "first-step+cascade"
+"""What is tried of several steps on one example."""
 BATCH_ATTACKS = ("analytic", "spear")
 """What is tried of several examples."""
 USUAL_MOMENTUM = 0.9

@@ -22,7 +22,7 @@ from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate
-from eval.audit.tensor_names import with_model_names
+from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names
 from eval.audit.user_model import Subject
 from eval.federations.doubts import find_doubt, is_compressed
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
@@ -40,6 +40,7 @@ from eval.federations.other_facts import (
     ADAPTIVE_STEP,
     FIRST_ATTACK,
     MOST_STEPS,
+    SEVERAL_STEPS,
     USUAL_MOMENTUM,
     OtherFacts,
     likely_facts,
@@ -61,8 +62,8 @@ from fl.runtime.user_code import RUN_ERRORS
 from fl.view import ServerView
 
 Verdict = Literal["leaked", "not shown to leak", "not decided", "failed"]
-SEVERAL_STEPS, MOST_SIMULATED_STEPS = "first-step+cascade", 5
-"""What is tried of several steps on one example, and the most that it is tried of."""
+MOST_SIMULATED_STEPS = 5
+"""Steps on one example, at most, that are followed back to the first."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
 FIRST_RATE = 0.01
@@ -316,6 +317,9 @@ class Screener:
         )
         count = facts.examples or facts.batch_size or 1
         subject = of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
+        if any(name in not_sent_back for name, _ in model.named_parameters()):
+            notes = (note.replace(UNSENT_KNOWN, "numbers that were sent to the client") for note in subject.notes)
+            subject = replace(subject, notes=tuple(notes))
         return Case(subject, silenced.replayable, whole)
 
     def _with_loader(self, model: nn.Module) -> nn.Module:
