@@ -16,6 +16,7 @@ from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -83,6 +84,8 @@ class Analytic(Attack):
             if isinstance(by_direction, Reconstruction):
                 return by_direction
             if isinstance(layer, NotApplicable):
+                if layer.limit and (narrow := narrow_adapters(view)) is not None:
+                    return narrow
                 return replace(layer, reason="; ".join(dict.fromkeys((layer.reason, by_direction.reason))))
         if isinstance(layer, NotApplicable):
             return layer

@@ -35,6 +35,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
+from attacks.update.upper_adapters import narrow_adapters
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -114,6 +115,8 @@ class Cascade(Attack):
             other, tried = self._attack_round(earlier, seed), True
             if _rank_result(other) < _rank_result(best):
                 best, taken = other, earlier
+        if isinstance(best, NotApplicable) and best.limit and (narrow := narrow_adapters(view)) is not None:
+            return narrow
         return _note_round(best, taken.round, view.round) if tried else best
 
     def _attack_round(self, view: ServerView, seed: int) -> Result:

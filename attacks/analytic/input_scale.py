@@ -90,7 +90,7 @@ OTHER_STEP_SIZE = (
 )
 NO_SIZE = (
     "at no brightness do the layers above send back what it got, so that the loss or the step size may be another than "
-    "stated"
+    "stated, or what moved the weight no gradient of it (a merged adapter)"
 )
 NOT_SIZED = "its size was not found before {}"
 TOO_FEW_OUTPUTS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} outputs are too few to tell that, too"

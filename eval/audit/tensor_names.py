@@ -156,10 +156,25 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
             f"expected a model with the adapter whose tensors the file has ({names[0]!r}), got one without: let your "
             "function return PEFT's own model, peft.get_peft_model(model, config), with the adapter as it was sent"
         )
+    _refuse_merged(names, known)
     _refuse_packed(names, known)
     if pruned := _match_pruned(names, known):
         return pruned
     return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
+
+
+def _refuse_merged(names: Sequence[str], known: Collection[str]) -> None:
+    """Refuse the names that a model has without its adapter, as of weights into which that was merged."""
+    base = {
+        re.sub(r"^base_model\.model\.|\.base_layer(?=\.)|\.modules_to_save\.[^.]+(?=\.)", "", name) for name in known
+    }
+    adapted = any(map(ADAPTER_NAME.search, known)) and any(".base_layer." in name for name in known)
+    if adapted and set(names) <= base:
+        raise ValueError(
+            f"expected the adapter's tensors, since the model has one, got those of the model without ({names[0]!r}): "
+            "of weights into which it was merged (merge_and_unload) its own change can't be told; give the adapter's "
+            "tensors before and after, peft.get_peft_model_state_dict(model)"
+        )
 
 
 def _refuse_packed(names: Sequence[str], known: Collection[str]) -> None:

@@ -9,6 +9,7 @@ from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
+from eval.audit.merged_adapters import find_merged_adapter
 from fl.defense import Defense, UnknownDefense
 from fl.predict import predict
 from fl.tensors import dense
@@ -55,6 +56,8 @@ def find_inconsistency(view: ServerView) -> str:
             "(state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor), or the "
             "model is pruned (let your function return it with its masks, torch.nn.utils.prune)"
         )
+    if merged := find_merged_adapter(view):
+        return merged
     size, bias = view.batch_size, classifier_tensors(view, view.update)[1]
     if (
         not view.task.loss.is_cross_entropy

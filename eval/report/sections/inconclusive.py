@@ -131,10 +131,11 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
     for own in updates.values():
         if any(one.kind == "settled" for one in own):
             continue
-        for one in (*_limits(own), *(one for one in own if one.kind in OPEN_KINDS)):
+        limits, facts = _limits(own), [one for one in own if one.kind == "fact"]
+        for one in (*limits, *(one for one in own if one.kind in OPEN_KINDS)):
             stopped.setdefault(one.kind, []).append(one)
-        if all(one.kind == "fact" for one in own):
-            stopped.setdefault("fact", []).append(own[-1])
+        if facts and not limits and all(one.kind in {"fact", "limit"} for one in own):  # nothing was tried
+            stopped.setdefault("fact", []).append(facts[-1])
     total = len(updates)
     return [_open_question(kind, found, total) for kind, found in stopped.items()]
 

@@ -1,0 +1,118 @@
+"""Adapters of low rank: what their upper matrices alone tell, and weights into which they were merged."""
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperleak
+from attacks.base import NotApplicable, build
+from eval.audit.captured_files import load_pair
+from eval.audit.tensor_names import with_model_names
+from eval.audit.update_sanity import find_inconsistency
+from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+
+SHAPE, RANK = (1, 8, 8), 4
+STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
+
+
+class Adapted(nn.Module):
+    """A linear layer with an adapter, under the names that PEFT gives its parts."""
+
+    def __init__(self, base: nn.Linear, *, moving: bool) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, RANK, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(RANK, base.out_features, bias=False)})
+        for part, spread in ((self.lora_A, 0.2), (self.lora_B, 0.2 if moving else 0.0)):
+            part["default"].weight.data.normal_(0, 1, generator=stream(0, "adapter")).mul_(spread)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+    def merged(self) -> Tensor:
+        return self.base_layer.weight + self.lora_B["default"].weight @ self.lora_A["default"].weight
+
+
+def plain() -> nn.Sequential:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
+    for value in model.parameters():
+        value.data.normal_(0, 0.2, generator=stream(0, "adapted"))
+    return model
+
+
+def adapted(*, moving: bool) -> nn.Module:
+    first, second, third, last = plain()
+    return nn.Sequential(first, Adapted(second, moving=moving), third, last.requires_grad_(False))
+
+
+def picture() -> Tensor:
+    return torch.rand(1, *SHAPE, generator=stream(0, "picture"))
+
+
+def step(model: nn.Module, count: int = 1) -> nn.Module:
+    trained = copy.deepcopy(model)
+    rule = torch.optim.SGD([value for value in trained.parameters() if value.requires_grad], lr=0.1)
+    for _ in range(count):
+        rule.zero_grad()
+        nn.functional.cross_entropy(trained(picture()), torch.tensor([3])).backward()
+        rule.step()
+    return trained
+
+
+@pytest.mark.parametrize("attack", ["analytic", "cascade"])
+def test_the_upper_matrix_alone_is_refused_by_how_many_numbers_it_tells(attack: str) -> None:
+    view, _ = from_batch(adapted(moving=False), picture(), torch.tensor([3]), method=STEP)
+    result = build(attack)(view)
+    assert isinstance(result, NotApplicable)
+    assert not result.limit
+    assert "only the upper matrices of adapters moved (1.lora_B.default.weight)" in result.reason
+    assert f"they tell {RANK} numbers of 64" in result.reason
+    both, _ = from_batch(adapted(moving=True), picture(), torch.tensor([3]), method=STEP)
+    assert "upper matrices" not in getattr(build(attack)(both), "reason", "")
+
+
+def test_an_audit_that_tried_nothing_is_not_decided() -> None:
+    report = hyperleak.audit(
+        adapted(moving=False), picture(), torch.tensor([3]), attacks=["analytic", "rconv", "cascade"]
+    )
+    assert any("no attack says anything" in one.what for one in report.open_questions({}))
+
+
+@pytest.mark.parametrize(("moving", "count"), [(False, 1), (True, 1), (True, 3)])
+def test_weights_with_a_merged_adapter_are_named(moving: bool, count: int) -> None:
+    base, start = plain(), adapted(moving=moving)
+    ends = [model.get_submodule("1").merged().detach() for model in (start, step(start, count))]
+    states = [{**base.state_dict(), "1.weight": end} for end in ends]
+    update = {name: states[0][name] - states[1][name] for name in states[0]}
+    view = from_update(base, update, input_shape=SHAPE, method=STEP)
+    said = find_inconsistency(view)
+    assert "only matrices moved (1.weight), by a rank of" in said
+    assert "merge_and_unload" in said
+    result = build("analytic")(view)
+    assert not getattr(result, "verified", None)
+
+
+def test_a_step_on_all_weights_is_no_merged_adapter() -> None:
+    base = plain()
+    after = step(base).state_dict()
+    update = {name: value - after[name] for name, value in base.state_dict().items()}
+    assert find_inconsistency(from_update(base, update, input_shape=SHAPE, method=STEP)) == ""
+    wide = {name: torch.zeros_like(value) if value.ndim == 1 else value for name, value in update.items()}
+    wide["1.weight"] = torch.randn(32, 64, generator=stream(0, "wide"))
+    assert "only matrices moved" not in find_inconsistency(from_update(base, wide, input_shape=SHAPE, method=STEP))
+
+
+def test_merged_weights_for_a_model_with_its_adapter_are_refused() -> None:
+    base, start = plain(), adapted(moving=True)
+    wrapped = nn.Module()
+    wrapped.base_model = nn.Module()
+    wrapped.base_model.model = start
+    state = base.state_dict()
+    with pytest.raises(
+        ValueError, match=r"got those of the model without .* can't be told; give the adapter's tensors"
+    ):
+        with_model_names(load_pair(state, state), wrapped)
