@@ -13,15 +13,21 @@ from torch import Tensor, nn
 
 from eval.audit.checkpoint_folders import describe_part
 from eval.audit.coarse_numbers import coarse_note, rounding_bounds
+from eval.audit.paired_names import common_names
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from eval.audit.scaled_integers import write_out_integers
-from eval.audit.tensor_files import packed_hint, read_tensor_file, with_plain_tensors
+from eval.audit.tensor_files import MAX_DEPTH, packed_hint, read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
 AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
 """Words by which people call the weights before and after local training."""
 STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
 """What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
+PARAMETER_WORDS = {
+    *("weight", "bias", "kernel", "scale", "embedding", "gamma", "beta"),
+    *("running_mean", "running_var", "num_batches_tracked", "mean", "var"),
+}
+"""What layers call their tensors, inside a dictionary for each layer."""
 OPTIMIZER_KEYS = {"state", "param_groups"}
 """What the state of an optimizer of torch holds."""
 PAIR_HINT = (
@@ -90,7 +96,7 @@ def load_update(path: Path) -> CapturedUpdate:
 
 def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
     """Return the update from what a file holds."""
-    pair = _as_pair(found)
+    pair = None if _is_by_layer(found) else _as_pair(found)
     if pair is not None:
         first, second = pair
         states = {name: _from_state(part, wanted) for name, part in pair.items()}
@@ -206,6 +212,8 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         raise ValueError(f"{wanted}, a dictionary, got {type(found).__name__}")
     if not found:
         raise ValueError(f"{wanted}, got none")
+    if _is_by_layer(found):
+        return _from_state(_joined(found), wanted, file)
     named = {str(name): value for name, value in found.items()}
     if named.keys() >= OPTIMIZER_KEYS:
         raise ValueError(
@@ -221,7 +229,9 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         note = f"the update is what {file or 'it'} holds under {chosen!r}"
         state = _from_state(inner[chosen], wanted)
         return CapturedUpdate(state.update, notes=(note, *state.notes), nameless=state.nameless)
-    plain = sorted(name for name, value in named.items() if isinstance(value, bool | int | float | str))
+    plain = sorted(
+        name for name, value in named.items() if value is None or isinstance(value, bool | int | float | str)
+    )
     tensors, scaled = write_out_integers({name: value for name, value in named.items() if name not in plain})
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
@@ -234,6 +244,27 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
         notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled),
     )
+
+
+def _is_by_layer(found: object, depth: int = MAX_DEPTH) -> bool:
+    """Return whether tensors are in dictionaries by layer inside each other, under words such as "weight"."""
+    if not isinstance(found, dict) or not found or not depth:
+        return False
+    if not all(isinstance(value, dict) for value in found.values()):
+        return False
+    return all(
+        _is_by_layer(part, depth - 1) or (_is_state(part) and {str(name) for name in part} <= PARAMETER_WORDS)
+        for part in found.values()
+    )
+
+
+def _joined(found: Mapping[object, object], prefix: str = "") -> dict[object, object]:
+    """Return tensors of dictionaries inside each other by all their names in a row, with dots between."""
+    joined: dict[object, object] = {}
+    for name, value in found.items():
+        own = f"{prefix}{name}"
+        joined |= _joined(value, f"{own}.") if isinstance(value, dict) else {own: value}
+    return joined
 
 
 def _from_answer(found: Sequence[object], wanted: str) -> CapturedUpdate | None:
@@ -276,20 +307,27 @@ def _difference(
     """
     before, after = halves["before"].update, halves["after"].update
     called, where = f"{words['before']} and {words['after']}", f" in {file}" if file else ""
+    places = halves["before"].nameless, halves["after"].nameless
+    renamed = []
+    if (common := common_names(before, after, places)) is not None:
+        before, after = dict(common[0]), dict(common[1])
+        renamed = [common[2]]
     if odd := next(iter(before.keys() ^ after.keys()), None):
         kind = f"the same number of arrays in {called}{where}, got {len(before)} and {len(after)}"
         named = f"the same names under {called}{where}, got {odd!r} in one alone"
-        raise ValueError(f"expected {kind if halves['before'].nameless else named}")
+        if places[0] != places[1]:
+            kind += ", one of them without names, in other shapes: the model may be another"
+        raise ValueError(f"expected {kind if any(places) else named}")
     for name, value in before.items():
         if value.shape != after[name].shape:
             shapes = f"{tuple(value.shape)} and {tuple(after[name].shape)}"
             raise ValueError(f"expected {name!r} in one shape under {called}{where}, got {shapes}")
     note = [f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"] if said else []
-    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note))
+    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note, *renamed))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
     coarse = coarse_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
-    nameless, rounding = halves["before"].nameless, rounding_bounds(update, before, after)
-    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=nameless, rounding=rounding)
+    rounding = rounding_bounds(update, before, after)
+    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=all(places), rounding=rounding)
 
 
 def _state_word(inner: Mapping[str, object]) -> str:

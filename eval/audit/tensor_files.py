@@ -118,6 +118,8 @@ def _kind_of_file(path: Path, wanted: str) -> str:
     """
     with path.open("rb") as opened:
         head = opened.read(16)
+    if not head:
+        raise ValueError(f"{wanted}, got an empty file: it was cut off; get it again")
     if foreign := next((hint for first, hint in FOREIGN.items() if head.startswith(first)), ""):
         raise ValueError(f"{wanted}, got {foreign}")
     if head.startswith(b"\x93NUMPY"):
@@ -130,6 +132,9 @@ def _kind_of_file(path: Path, wanted: str) -> str:
         return path.suffix if path.suffix in KINDS[1:-1] else ".pt"
     if re.match(rb"\s*[\[{]\s*[\[{\"\d\]}-]", head):
         raise ValueError(f"{wanted}, got {JSON_HINT.replace('{file}', path.name)}")
+    pickled = path.suffix.lower() in {".pkl", ".pickle"}  # whose oldest form is text as well
+    if len(head) == 16 and not pickled and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in head):
+        raise ValueError(f"{wanted}, got {FOREIGN_ENDINGS['.txt']}")
     if foreign := FOREIGN_ENDINGS.get(path.suffix.lower(), ""):
         raise ValueError(f"{wanted}, got {foreign}")
     return path.suffix if path.suffix in {*KINDS, ".npy"} else ".pt"

@@ -50,12 +50,14 @@ def describe_mixups(
     odd = [name for name in sent if not fits(name, name)]
     turned = [name for name in odd if _is_square(sent[name]) and fits(name, name, lambda value: value.transpose(0, 1))]
     pairs = [(a, b) for a, b in combinations(odd, 2) if made[a].shape == made[b].shape and fits(a, b) and fits(b, a)]
-    other = [name for name in odd if name not in turned and not any(name in pair for pair in pairs)]
+    still = [name for name in odd if not bool(sent[name].any())]
+    other = [name for name in odd if name not in {*turned, *still} and not any(name in pair for pair in pairs)]
     right = sum(float(sent[name].square().sum()) for name in sent if name not in other) ** 0.5
     if not odd or right < LEAST_FITTING * whole or len(other) > max(1, len(sent) // 2):
         return ""
     told = [f"{join_words(turned[:MOST_NAMED])} turned (transpose it)"] if turned else []
     told += [f"{a} and {b} exchanged" for a, b in pairs[:MOST_NAMED]]
+    told += [f"{join_words(still[:MOST_NAMED])} not moved (frozen? let your function freeze them)"] if still else []
     told += [f"{join_words(other[:MOST_NAMED])} of other numbers"] if other else []
     return f"it is what the model makes of them but for some tensors: {'; '.join(told)}"
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, share_note
+from eval.audit.paired_names import WRAPPERS, bare
 from eval.audit.recorded_update import subtract
 from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
@@ -20,8 +21,6 @@ from fl.types import frozen
 
 UNSENT_KNOWN = "numbers that your function gives them"
 """Where weights come from that are not in an update."""
-WRAPPERS = {"module", "_orig_mod", "_module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-"""What wrapping a model (`DistributedDataParallel`, `torch.compile`, Opacus, FSDP, checkpointing) puts into names."""
 FLAT = re.compile(r"(?:^|\.)_?flat_param")
 """What FSDP calls the parameters of a part of the model, one after the other in a vector, spread over processes."""
 ADAPTER_NAME = re.compile(r"\b(?:(?P<kind>lora_\w+|ia3_l|vera_\w+|hada_\w+)\.[^.]+(?=\.|$)|modules_to_save\.[^.]+\.)")
@@ -131,10 +130,10 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
     same = {name: name for name in names}
     if known.issuperset(names):
         return same, []
-    bare = {name: ".".join(part for part in name.split(".") if part not in WRAPPERS) for name in names}
-    if known.issuperset(bare.values()) and len({*bare.values()}) == len(names):
+    short = {name: bare(name) for name in names}
+    if known.issuperset(short.values()) and len({*short.values()}) == len(names):
         added = sorted({part for name in names for part in name.split(".")} & WRAPPERS)
-        return bare, [f"names lose {' and '.join(f'{part}.' for part in added)}, which wrapping a model adds"]
+        return short, [f"names lose {' and '.join(f'{part}.' for part in added)}, which wrapping a model adds"]
     if flat := next(filter(FLAT.search, names), None):
         raise ValueError(
             f"expected tensors as the model has them, got {flat!r}, the parameters of a part of it in one vector, as "

@@ -152,4 +152,7 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
             f"the sign of the update is turned: {seen} at most; give weights before - after, not after - before (were "
             "both exchanged?), or state the loss, if labels are smoothed. Labels recovered from it as it is are wrong"
         )
-    return f"the update is not of {images} image(s): {seen} at most; check --batch-size, --method and the loss"
+    return (
+        f"the update is not of {images} image(s): {seen} at most; check --batch-size, --method and the loss, or state "
+        "noise (--defense)"
+    )

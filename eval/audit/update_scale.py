@@ -46,7 +46,8 @@ def describe_scale(
         return _describe_factor(view, factor, (left / whole) ** 0.5)
     large = [name for name, (_, sent) in pairs.items() if float(sent.square().sum()) > NEGLIGIBLE**2 * whole]
     fits = {name: _fit([(*pairs[name], bounds[name])]) for name in large}
-    if len(large) < 2 or sum(left for _, left in fits.values()) > tolerance**2 * whole:
+    still = sum(float(mine.square().sum()) for name, (mine, _) in pairs.items() if name not in large)
+    if len(large) < 2 or max(sum(left for _, left in fits.values()), still) > tolerance**2 * whole:
         return ""
     return _describe_factors({name: factor for name, (factor, _) in fits.items()})
 

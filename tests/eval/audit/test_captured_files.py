@@ -352,3 +352,44 @@ def test_clients_of_several_steps_are_searched_for_and_not_taken_for_one():
     assert found.error < 1e-4
     assert isinstance(as_single_client(found.view), str)
     assert "only the mean of 2 clients" in build("analytic")(found.view).reason
+
+
+def test_weights_before_and_after_may_be_called_otherwise(tmp_path):
+    model, data = network(norm=True), batch(2)
+    before, late = dict(model.state_dict()), after(model, data)
+    wrapped = {f"module._orig_mod.{name}": value for name, value in late.items()}
+    for one, other, said in (
+        (list(before.values()), late, "arrays without names are taken in the order of the other's"),
+        (before, list(late.values()), "arrays without names are taken in the order of the other's"),
+        (before, wrapped, "names lose what wrapping a model adds"),
+        (wrapped, before, "names lose what wrapping a model adds"),
+    ):
+        found = load_pair(one, other)
+        assert any(note.startswith(said) for note in found.notes)
+        turned = one is wrapped
+        for name, value in before.items():
+            assert torch.equal(found.update[name], late[name] - value if turned else value - late[name])
+    with pytest.raises(ValueError, match="one of them without names, in other shapes: the model may be another"):
+        load_pair(list(before.values())[::-1], late)
+    with pytest.raises(ValueError, match="the same names under"):
+        load_pair(before, {**wrapped, "0.weight": late["0.weight"]})
+
+
+def test_tensors_in_a_dictionary_for_each_layer_are_joined_and_none_is_left_out(tmp_path):
+    update = change(network(norm=True), batch(2))
+    nested: dict[str, dict[str, object]] = {}
+    for name, value in update.items():
+        nested.setdefault(name.split(".")[0], {})[name.split(".")[1]] = value
+    for held in (nested, {"net": nested}):
+        torch.save(held, tmp_path / "u.pt")
+        found = with_model_names(load_update(tmp_path / "u.pt"), network(norm=True))
+        assert {**found.update, **found.buffers}.keys() == update.keys()
+    torch.save({**update, "frozen": None}, tmp_path / "u.pt")
+    assert load_update(tmp_path / "u.pt").notes == ("no tensors, so left out: frozen",)
+
+
+def test_empty_files_and_text_are_called_so(tmp_path):
+    for content, said in ((b"", "an empty file"), (b"epoch,loss\n1,0.5\n2,0.4\n", "text: numpy.savez")):
+        (tmp_path / "u.pt").write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            load_update(tmp_path / "u.pt")

@@ -123,7 +123,7 @@ def test_one_dictionary_inside_another_is_the_update(tmp_path):
             {"w": torch.ones(1), "more": {"x": torch.ones(1)}},
             "got a dict under 'more': save the update, weights",
         ),
-        ({"w": torch.ones(1), "lr": None}, "got a NoneType under 'lr': leave it out"),
+        ({"w": torch.ones(1), "lr": {1, 2}}, "got a set under 'lr': leave it out"),
         ([torch.ones(1), 3], "got a list with a int at place 1: give arrays alone"),
         (torch.ones(2, 2), "a dictionary, got Tensor"),
         ({}, "got none"),

@@ -146,6 +146,10 @@ def square():
             "but for some tensors: 3.weight turned (transpose it)",
         ),
         (lambda u: {**u, "1.weight": u["3.weight"], "3.weight": u["1.weight"]}, "1.weight and 3.weight exchanged"),
+        (
+            lambda u: {name: value * (not name.startswith("1.")) for name, value in u.items()},
+            "1.weight and 1.bias not moved (frozen? let your function freeze them)",
+        ),
         (lambda u: {**u, "5.bias": torch.ones(5)}, "but for some tensors: 5.bias of other numbers"),
         (lambda u: {name: torch.ones_like(value) for name, value in u.items()}, ""),
     ],
