@@ -23,6 +23,8 @@ SAMPLE = 4 * MAX_STEPS
 def grid_step(values: Tensor) -> float:
     """Return how far apart numbers of a tensor are that all lie on an even grid; 0 where they lie on none.
 
+    Rows that are multiples of one count as on none: pixels lie on a grid as well.
+
     Args:
         values: floating-point numbers, finite.
     """
@@ -41,7 +43,22 @@ def grid_step(values: Tensor) -> float:
         return 0.0
     step = (high - low) / steps
     places = (flat - low) / step
-    return step if bool(((places - places.round()).abs() < OFF_GRID).all()) else 0.0
+    on_grid = bool(((places - places.round()).abs() < OFF_GRID).all())
+    return step if on_grid and not _is_of_one_row(values.detach(), step) else 0.0
+
+
+def _is_of_one_row(values: Tensor, step: float) -> bool:
+    """Return whether all rows of a matrix are multiples of one, as no rounding leaves them.
+
+    The gradient of a layer with one output, or two classes, is that: pixels of 8 bits times one number.
+    """
+    if values.ndim < 2:
+        return False
+    rows = values.flatten(1).double()
+    sizes = rows.square().sum(1)
+    longest = rows[int(sizes.argmax())]
+    along = rows @ longest / sizes.max()
+    return bool(((rows - along[:, None] * longest).abs() < OFF_GRID * step).all())
 
 
 def bits_of_grid(values: Tensor, start: Tensor | None = None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_step
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
@@ -67,10 +67,18 @@ def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
     pairs = [(view.shared.get(name), value) for name, value in view.update.items()]
     if view.dtype.itemsize < 4 or any(isinstance(part, LowRank) for pair in pairs for part in pair):
         return view.dtype, view.dtype
-    sent = [(dense(value), dense(value).abs()) for _, value in pairs]
+    unit = 1.0 if view.rounded else _step_size(view)  # of a gradient that was sent as such
+    sent = [(dense(value) / unit, (dense(value) / unit).abs()) for _, value in pairs]
     both = [(dense(start), dense(value)) for start, value in pairs if start is not None] if view.rounded else []
     after = [(start - value, start.abs() + value.abs()) for start, value in both]
     return _coarsest_type(sent, view.dtype), _coarsest_type(after, view.dtype)
+
+
+def _step_size(view: ServerView) -> float:
+    """Return what a gradient that was sent was multiplied with to make an update of it; 1 if that is not one number."""
+    phases = view.method.phases(view.client.task, view.round)
+    sizes = {group.lr for phase in phases for group in phase.groups}
+    return sizes.pop() if len(sizes) == 1 else 1.0
 
 
 def _coarsest_type(numbers: Sequence[tuple[Tensor, Tensor]], own: torch.dtype) -> torch.dtype:
@@ -84,8 +92,8 @@ def _coarsest_type(numbers: Sequence[tuple[Tensor, Tensor]], own: torch.dtype) -
 def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     """Return the standard deviation of each number of an update for having been rounded, in double precision.
 
-    A number lies half a spacing of its type, or of the even grid of its tensor, away at most, as often here as there.
-    Of a difference of weights those after it were rounded, and the difference once more.
+    A number lies half a spacing of its type away at most, as often here as there. Of a difference of weights those
+    after it were rounded, and the difference once more.
 
     Args:
         view: the server's, of an update without tensors of low rank.
@@ -94,7 +102,7 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     found = {}
     for name, value in view.update.items():
         change, start = dense(value).double(), view.shared.get(name)
-        apart = _spacing(change, of_update).clamp(min=grid_step(change))
+        apart = _spacing(change, of_update)
         if view.rounded and start is not None:
             apart = torch.hypot(apart, _spacing(dense(start).double() - change, of_weights))
         found[name] = apart / math.sqrt(12)

@@ -126,7 +126,7 @@ def describe_contradiction(subject: Subject) -> str:
     which = f", and the images: the first {used} of {subject.n_given} given, in their order" if subject.n_given else ""
     return (
         f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
-        f"the sign, mean and std, --method, --batch-size{which}"
+        f"the sign, mean and std, --method, --loss (smoothing, weights), --batch-size{which}"
     )
 
 

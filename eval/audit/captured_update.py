@@ -25,6 +25,7 @@ from fl.capture import CapturedUpdateSettings, ClientSettings, from_update, task
 from fl.inputs.description import check_values
 from fl.inputs.form import Inputs, tensors_of
 from fl.parametrization import Parametrization
+from fl.tensors import dense
 from fl.types import Batch, Scope
 from fl.view import ServerView
 
@@ -91,7 +92,16 @@ def of_update(
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
     if known_data is None:
         return subject
-    return _with_truth(subject, known_data, view_of, scaled=scaled, rounding=captured.rounding)
+    return _with_truth(subject, known_data, view_of, scaled=scaled, rounding=_rounding(captured, view))
+
+
+def _rounding(captured: CapturedUpdate, view: ServerView) -> Mapping[str, Tensor]:
+    """Return how far numbers of a view's update may be off for having been rounded; of a gradient by its step size."""
+    if captured.kind != "gradient":
+        return captured.rounding
+    sizes = {name: float(captured.update[name].double().norm()) for name in captured.rounding if name in view.update}
+    made = {name: float(dense(view.update[name]).double().norm()) for name in sizes}
+    return {name: captured.rounding[name] * (made[name] / size) for name, size in sizes.items() if size > 0}
 
 
 def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:

@@ -65,3 +65,13 @@ def test_a_miss_on_few_bits_is_not_ruled_out() -> None:
     assert isinstance(result, attacks.base.Reconstruction)
     assert result.verified is None
     assert "no more than the rounding of what was sent in 8 bits a number" in result.note
+
+
+@pytest.mark.parametrize("outputs", [1, 2])
+def test_pixels_times_one_number_are_no_few_bits(outputs: int) -> None:
+    pixels = (255 * torch.rand(64, generator=stream(0, "pixels"))).round() / 255
+    change = torch.tensor([0.037, -0.037])[:outputs, None] * pixels
+    assert grid_step(change) == 0
+    assert grid_step(change.flatten()) > 0
+    several = torch.outer(torch.randn(20, generator=stream(2, "pixels")), pixels)
+    assert grid_step(rounded(several, 8)) > 0

@@ -132,3 +132,12 @@ def test_numbers_of_two_bytes_are_noticed_in_an_update_and_in_the_weights_after_
             assert coarse_form(replace(view, update=update)) == name
     one = {**sent, NAME: view.update[NAME]}
     assert coarse_form(replace(view, update=one)) == ""
+
+
+def test_a_gradient_in_two_bytes_is_noticed_behind_its_step_size() -> None:
+    view = view_of()
+    sent = {key: 0.02 * (value / 0.02).bfloat16().float() for key, value in view.update.items()}
+    gradient = replace(view, update=sent, rounded=False)
+    assert gradient.method.lr == 0.02
+    assert coarse_form(gradient) == "bfloat16"
+    assert coarse_form(replace(gradient, update=view.update)) == ""

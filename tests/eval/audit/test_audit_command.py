@@ -303,7 +303,7 @@ def test_an_update_that_does_not_belong_passes_no_limit(mine, tmp_path, change):
     limited = audit(*words, "--max-psnr", 60, "--json")
     assert limited.exit_code == terminal.UNDECIDED
     assert f"not decided: settings and update contradict each other: {said}" in limited.stderr
-    assert "check the sign, mean and std, --method, --batch-size" in limited.stderr
+    assert "check the sign, mean and std, --method, --loss (smoothing, weights), --batch-size" in limited.stderr
     found = json.loads(limited.stdout)
     assert found["mismatch"].startswith(said)
     assert found["undecided"][0]["why"] == found["mismatch"]

@@ -7,7 +7,7 @@ from support.captured import after as after_step
 from torch import nn
 
 from eval.audit.capture_plan import describe_contradiction
-from eval.audit.captured_files import as_state, load_pair, load_update
+from eval.audit.captured_files import as_state, described, load_pair, load_update
 from eval.audit.captured_update import of_update
 from eval.audit.coarse_numbers import DIGITS, rounding_share
 from eval.audit.tensor_names import with_model_names
@@ -161,3 +161,17 @@ def test_tensors_that_were_mixed_up_are_named(changed, words):
     told = describe_contradiction(of_update(model, captured, client, input_shape=SHAPE, batch_size=1, given=batch()))
     assert words in told
     assert words or "but for some tensors" not in told
+
+
+@pytest.mark.parametrize("lr", [0.01, 10.0])
+def test_a_gradient_in_few_digits_is_held_to_its_rounding_times_the_step_size(lr):
+    model = network()
+    client = ClientSettings(method=FedAvg(lr=lr, steps=1, batch_size=None))
+
+    def told(data, given):
+        sent = {name: (value / 0.1).to(torch.float8_e4m3fn) for name, value in change(model, data).items()}
+        captured = described(with_model_names(as_state(sent, "update"), model), "gradient", 1)
+        return describe_contradiction(of_update(model, captured, client, input_shape=SHAPE, batch_size=1, given=given))
+
+    assert told(batch(), batch()) == ""
+    assert "not what this model makes" in told(batch(), Batch(1 - batch().inputs, batch().labels))
