@@ -25,7 +25,7 @@ from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
-from fl.tensors import dense
+from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
 MOST_ROWS = 64
@@ -43,6 +43,8 @@ MAX_LEFT, FIT_ROUNDS = 1e-3, 200
 MOST_LEVELS, ENTRIES_PER_LEVEL, MAX_OFF_LEVEL = 257, 4, 0.25
 """Values that a tensor sent in up to eight bits has, the numbers it needs of each, and how far a value may be from the
 grid, in steps."""
+MOST_SAMPLED = 2**16
+"""Numbers of a tensor, or a few more, that are asked whether they are on a grid."""
 CELL_ROUNDS, MAX_BEYOND_CELL, NEARLY_DONE = 150, 5e-3, 1e-3
 """Rounds of the fit to cells, how far numbers may lie beyond them, root mean square in steps, and where it ends."""
 ERROR_FACTOR, MAX_ERROR = 3.0, 0.25
@@ -136,6 +138,19 @@ def grid_step(values: Tensor) -> float | None:
     return span / round(float(off[-1])) if even and wide < MAX_OFF_LEVEL * step else None
 
 
+def is_on_grid(view: ServerView) -> bool:
+    """Return whether the largest matrix or kernel of an update has few values, evenly spaced.
+
+    Args:
+        view: the server's.
+    """
+    matrices = (value for value in view.update.values() if not isinstance(value, LowRank) and value.ndim > 1)
+    largest = max(matrices, key=Tensor.numel, default=None)
+    if largest is None:
+        return False
+    return grid_step(largest.flatten()[:: max(1, largest.numel() // MOST_SAMPLED)].double()) is not None
+
+
 def _read_levels(layer: LinearLayer, step: float) -> CompressedInput | NotApplicable:
     """Return the input whose outer product lies in the cells of all numbers sent."""
     strongest = layer.update.square().sum(1).topk(min(MOST_ROWS, len(layer.update))).indices
@@ -189,15 +204,16 @@ def _read_sparse(layer: LinearLayer) -> CompressedInput | NotApplicable | None:
     tiny = heard & (sent.abs() * layer.unit < MIN_PLACES * spacing)
     if int(tiny.sum()) >= int((~heard).sum()):
         return None  # a step so small that the weights' last digit swallows numbers
-    words = f"numbers left out ({float((~heard).double().mean()):.0%} of those of {layer.name!r} in what moved)"
+    share = f"{float((~heard).double().mean()):.0%} of those of {layer.name!r} in what moved"
+    words = f"numbers left out ({share})"
     part, told = _largest_component(heard)
     sent, heard = sent[part], heard[part] & told
     spare = int(heard.sum()) - int(part.sum()) - int(told.sum())
-    if int(part.sum()) < MIN_ROWS or spare < max(MIN_SPARE_EQUATIONS, MIN_SPARE_SHARE * int(told.sum())):
-        return None
+    few = int(part.sum()) < MIN_ROWS or spare < max(MIN_SPARE_EQUATIONS, MIN_SPARE_SHARE * int(told.sum()))
     right, missed = _fit_sent(sent * heard, heard.double())
-    if missed > MAX_LEFT:
-        return None  # a batch leaves zeros, too
+    if few or missed > MAX_LEFT:  # a batch leaves zeros, too
+        why = "what was sent is too little to tell" if few else "what was sent is not of one input"
+        return NotApplicable(f"zeros where one example leaves none ({share}), as of numbers left out, and {why}")
     values, known = torch.zeros_like(layer.update[0]), torch.zeros_like(columns)
     values[columns], known[columns] = right, told
     return _told(layer, values, known, words)

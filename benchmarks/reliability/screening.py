@@ -25,10 +25,14 @@ from benchmarks.common import known_rows, machine, publish, results_parser, rewr
 from benchmarks.exact.residual_networks import drawn
 from benchmarks.exact.residual_victims import resnet18
 from defenses.dp_sgd import DPSGD
+from defenses.prune import Prune
+from defenses.quantize import Quantize
+from defenses.signsgd import SignSGD
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.screening import Screener, Screening
 from fl.capture import from_batch
 from fl.data.sources.npz_files import find_file, read_batch
+from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.layers import Normalize
 from fl.seeds import derive_seed
@@ -39,6 +43,13 @@ PAGE = "screening"
 SHAPE = (3, 32, 32)
 FIRST_PICTURE = 2000
 """Of the test set: those before it were used to develop attacks."""
+VERDICTS = {
+    "leaked": "leaked",
+    "not shown to leak": "not shown",
+    "not decided": "not decided",
+    "failed": "failed",
+}
+"""Columns, by verdict."""
 log = logging.getLogger(__name__)
 Row = dict[str, Any]
 
@@ -69,6 +80,7 @@ class Kind:
         method: that it trains by.
         seconds: of a screening.
         noise: multiplier of DP-SGD's noise, at a clip of 1; None is no DP-SGD.
+        defense: that compresses the update, of which the screener is told nothing.
         count: of updates.
         in_evaluation_mode: whether the model is.
     """
@@ -78,6 +90,7 @@ class Kind:
     method: FedAvg
     seconds: float = 2.0
     noise: float | None = None
+    defense: Defense | None = None
     count: int = 10
     in_evaluation_mode: bool = False
 
@@ -85,11 +98,17 @@ class Kind:
 STEP = FedAvg(lr=0.01, steps=1, batch_size=None)
 ADAM = FedAvg(lr=1e-3, epochs=1, batch_size=32, optimizer="adam")
 FROZEN = replace(STEP, train_mode=False)
+SPARSE, COARSE, SIGNS = Prune(ratio=0.95), Quantize(bits=4), SignSGD()
 PLANTED = {
     "quickstart CNN, one picture, one step of SGD": Kind(quickstart_cnn, 1, STEP),
     "quickstart CNN, 32 pictures, one step of SGD": Kind(quickstart_cnn, 32, STEP),
     "quickstart CNN, 32 pictures, an epoch of Adam": Kind(quickstart_cnn, 32, ADAM),
     "dense network, one picture, one step of SGD": Kind(mlp, 1, STEP),
+    **{
+        f"{name}, one picture, {how}": Kind(network, 1, STEP, defense=defense)
+        for name, network in (("quickstart CNN", quickstart_cnn), ("dense network", mlp))
+        for how, defense in (("the largest 5 % sent", SPARSE), ("4 bits", COARSE), ("signs", SIGNS))
+    },
     "ResNet-18, one picture, one step of SGD": Kind(resnet18, 1, FROZEN, seconds=20.0, in_evaluation_mode=True),
     "ResNet-18, 32 pictures, one step of SGD": Kind(resnet18, 32, FROZEN, seconds=20.0, in_evaluation_mode=True),
 }
@@ -110,7 +129,7 @@ def record(kind: Kind, number: int) -> tuple[nn.Module, RecordedUpdate]:
     model.train(not kind.in_evaluation_mode)
     first = FIRST_PICTURE + number * kind.examples % 2900
     batch = pictures().take(torch.arange(first, first + kind.examples))
-    defense = None if kind.noise is None else DPSGD(clip=1.0, noise_multiplier=kind.noise)
+    defense = kind.defense if kind.noise is None else DPSGD(clip=1.0, noise_multiplier=kind.noise)
     seed = derive_seed(number, "screening")
     view, _ = from_batch(model, batch.inputs, batch.labels, method=kind.method, defense=defense, seed=seed)
     before = {name: value.detach().clone() for name, value in model.state_dict().items()}
@@ -172,14 +191,15 @@ def document(rows: Sequence[Row]) -> list[str]:
         "## What it shows, and how long it takes",
         "",
         *table(
-            ["update", "updates", "leaked", "not shown", "failed", "worst shown", "budget, s", "median s (most)"],
+            ["update", "updates", *VERDICTS.values(), "worst shown", "budget, s", "median s (most)"],
             [
                 [row["kind"], row["updates"], *_verdicts(row), _shown(row), f"{row['budget']:g}", _seconds(row)]
                 for row in planted
             ],
         ),
         "",
-        "A screening ends once the verdict stands: an update whose features are shown may hold more.",
+        "A screening ends once the verdict stands: an update whose features are shown may hold more. It is told "
+        "nothing of what an update was compressed by.",
         "",
         "## Updates by DP-SGD",
         "",
@@ -188,14 +208,14 @@ def document(rows: Sequence[Row]) -> list[str]:
         f"Of all: {leaked} of {total} called leaked.",
         "",
         *table(
-            ["update", "updates", "leaked", "not shown", "failed", "worst shown", "median s (most)"],
+            ["update", "updates", *VERDICTS.values(), "worst shown", "median s (most)"],
             [[row["kind"], row["updates"], *_verdicts(row), _shown(row), _seconds(row)] for row in private],
         ),
     ]
 
 
 def _verdicts(row: Row) -> list[int]:
-    return [row["verdicts"].get(verdict, 0) for verdict in ("leaked", "not shown to leak", "failed")]
+    return [row["verdicts"].get(verdict, 0) for verdict in VERDICTS]
 
 
 def _shown(row: Row) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attacks.analytic.compressed_layer import Reading
+from attacks.analytic.compressed_layer import Reading, is_on_grid
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
@@ -76,21 +76,21 @@ def find_doubt(
     )
 
 
-def is_compressed(view: ServerView) -> bool:
-    """Return whether an update has signs of another rule than SGD's, or numbers are missing: its rank tells nothing."""
-    return bool(guess_update_rule(view) or missing_share(view))
+def unread_form(view: ServerView) -> str:
+    """Return of what form an update is that the attacks of a screening do not read, in words; "" for none."""
+    if rule := guess_update_rule(view):
+        return f"it looks like {rule}"
+    if share := missing_share(view):
+        return f"{share:.0%} of its numbers were left out here and there"
+    return "its numbers were sent in few bits" if is_on_grid(view) else ""
 
 
 def _doubt_of_form(view: ServerView, reading: Reading) -> str:
     """Return that an update of one example is of a form that the attacks of a screening do not read."""
     if isinstance(reading, NotApplicable):
         return COMPRESSED.format(reading.reason)
-    if view.batch_size != 1:
-        return ""
-    if rule := guess_update_rule(view):
-        return COMPRESSED.format(f"it looks like {rule}")
-    share = missing_share(view)
-    return COMPRESSED.format(f"{share:.0%} of its numbers were left out here and there") if share else ""
+    form = unread_form(view) if view.batch_size == 1 else ""
+    return COMPRESSED.format(form) if form else ""
 
 
 def _doubt_of_facts(facts: TrainingFacts, view: ServerView) -> str:
@@ -107,7 +107,8 @@ def _doubt_of_facts(facts: TrainingFacts, view: ServerView) -> str:
 def _doubt_of_rank(view: ServerView, fed: int) -> str:
     """Return that the update of the first linear layer is made of more inputs than were fed; "" for no more."""
     sides = [min(v.shape) for v in view.update.values() if not isinstance(v, LowRank) and v.ndim == 2]
-    layer = first_linear(view) if max(sides, default=0) > fed else None  # a smaller matrix could not tell
+    told = max(sides, default=0) > fed and not unread_form(view)  # a smaller matrix could not tell
+    layer = first_linear(view) if told else None
     if not isinstance(layer, LinearLayer):
         return ""
     alone = replace(view, update={name: view.update[name] for name in layer.parameter_names})

@@ -24,7 +24,7 @@ from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate
 from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names
 from eval.audit.user_model import Subject
-from eval.federations.doubts import find_doubt, is_compressed
+from eval.federations.doubts import find_doubt, unread_form
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.exposures import (
     AS_COMPRESSED,
@@ -66,6 +66,8 @@ MOST_SIMULATED_STEPS = 5
 """Steps on one example, at most, that are followed back to the first."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
+UNREAD = ", and the attacks of a screening do not read such an update: {}"
+"""What is said of several examples in a form that may hide them from these attacks alone."""
 FIRST_RATE = 0.01
 """At which a search for the step size of several steps begins where none was stated."""
 log = logging.getLogger(__name__)
@@ -253,7 +255,7 @@ class Screener:
         results = {**found.guessed, **found.as_stated}
         tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
         tried |= {name: _outcome(result) for name, result in results.items()}
-        judged = self._judge(found.shown, undone, doubt)
+        judged = self._judge(found.shown, undone, doubt, "" if leaks or undone or doubt else unread_form(view))
         return replace(judged, tried=tried, notes=notes, seconds=time.monotonic() - began)
 
     def _try_attacks(
@@ -266,7 +268,7 @@ class Screener:
     ) -> None:
         """Attack an update under the facts that are likely, as stated and possible, until the verdict stands."""
         facts, view = recorded.training, case.subject.view
-        likely = likely_facts(facts, view, by_rank=not is_compressed(view))
+        likely = likely_facts(facts, view, by_rank=not unread_form(view))
         first = self._attack_under(recorded, likely, control.share(2), found)  # the facts as stated get their turn
         if not first:
             found.as_stated = self._attack(case, attacks, control)
@@ -409,13 +411,14 @@ class Screener:
         cut = all(isinstance(result, NotApplicable) and bool(result.cut_short) for result in found.values())
         return f"no attack came to an end within {self.seconds:g} seconds: give more (seconds)" if cut else ""
 
-    def _judge(self, shown: list[Exposure], undone: str, doubt: str) -> Screening:
+    def _judge(self, shown: list[Exposure], undone: str, doubt: str, unread: str) -> Screening:
         """Return the verdict on what the attacks came to.
 
         Args:
             shown: what they proved.
             undone: why none of them says anything; "" where one does.
             doubt: what keeps everybody from saying that no more is there; "" for nothing.
+            unread: of which form the update is where none of them reads such; "" where they do.
         """
         shown = sorted(shown, key=lambda exposure: LEVELS.index(exposure.kind))
         if self._is_too_much(shown):
@@ -424,10 +427,9 @@ class Screener:
         elif undone or doubt:
             verdict, reason = "failed" if undone else "not decided", undone or doubt
         else:
-            verdict, reason = (
-                "not shown to leak",
-                f"no more is shown than {shown[-1].kind}" if shown else "nothing is shown",
-            )
+            verdict = "not shown to leak"
+            reason = f"no more is shown than {shown[-1].kind}" if shown else "nothing is shown"
+            reason += UNREAD.format(unread) if unread else ""
         return Screening(verdict=verdict, reason=reason, exposures=tuple(shown))
 
 

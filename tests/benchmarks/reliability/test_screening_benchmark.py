@@ -27,7 +27,7 @@ def test_a_planted_picture_leaks_and_noise_hides_it() -> None:
     assert plain["shown"] == {"images": 2}
     assert noisy["verdicts"] == {"not shown to leak": 2}
     text = "\n".join(document([plain, noisy]))
-    assert "| planted | 2 | 2 | 0 | 0 | images 2 |" in text
+    assert "| planted | 2 | 2 | 0 | 0 | 0 | images 2 |" in text
     assert "Of all: 0 of 2 called leaked." in text
     assert "Of all: 2 of 2 called leaked." in "\n".join(document([{**plain, "noise": 0.1}]))
 

@@ -1,0 +1,78 @@
+"""Forms of an update that hide examples from the attacks of a screening alone are read, or said to be undecided."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from support import recorded as support
+from torch import nn
+
+from defenses.prune import Prune
+from defenses.qsgd import QSGD
+from defenses.quantize import Quantize
+from defenses.signsgd import SignSGD
+from eval.audit.recorded_update import RecordedUpdate
+from eval.federations.screening import Screener
+from fl.defense import Defense
+from fl.seeds import stream
+from fl.tensors import dense
+
+
+def screener(model: nn.Module, **settings: object) -> Screener:
+    return Screener(model=lambda: model, input_shape=support.SHAPE, **settings)  # type: ignore[arg-type]
+
+
+def compressed(update: RecordedUpdate, defense: Defense) -> RecordedUpdate:
+    sent = defense.transform_update(dict(update.difference()), stream(0, "sent"))
+    return replace(update, after={name: value - dense(sent[name]) for name, value in update.before.items()})
+
+
+@pytest.mark.parametrize(
+    ("defense", "how"),
+    [
+        (Prune(ratio=0.8), "up to a factor: "),
+        (Quantize(bits=6), "up to a factor and to about "),
+        (SignSGD(), "which of the 196 numbers that 1.1 takes are above, at or below zero"),
+    ],
+)
+def test_a_compressed_update_of_one_example_is_read(defense: Defense, how: str) -> None:
+    model = support.dense_network()
+    found = screener(model, mean=(0.5,), std=(0.5,), seconds=5)(compressed(shifted(model), defense))
+    assert (found.verdict, found.exposures[-1].attack) == ("leaked", "analytic, as compressed")
+    assert how in found.reason
+
+
+def shifted(model: nn.Module) -> RecordedUpdate:
+    """One step on a picture whose pixels a loader has put around zero."""
+    (inputs, labels), after = support.examples(1), copy.deepcopy(model)
+    nn.functional.cross_entropy(after(2 * inputs - 1), labels).backward()
+    torch.optim.SGD(after.parameters(), lr=0.1).step()
+    return replace(support.recorded(model), after={name: value.clone() for name, value in after.state_dict().items()})
+
+
+@pytest.mark.parametrize("defense", [SignSGD(), Quantize(bits=2), QSGD(bits=2)])
+def test_what_no_attack_reads_is_not_decided(defense: Defense) -> None:
+    model = support.dense_network()
+    found = screener(model, seconds=0.5)(compressed(support.recorded(model), defense))
+    assert (found.verdict, found.must_not_leave, found.exposures) == ("not decided", True, ())
+    assert found.reason.startswith("nobody can say what it shows: ")
+    stated = replace(support.PLAIN, examples=12)
+    several = screener(model, seconds=0.5)(compressed(replace(support.recorded(model, 12), training=stated), defense))
+    assert several.verdict == "not shown to leak"
+    assert several.reason.startswith("nothing is shown, and the attacks of a screening do not read such an update: ")
+
+
+def test_more_than_one_step_as_stated_is_not_decided() -> None:
+    """Control variates and momentum of earlier rounds are gradients of other examples, which add their own inputs."""
+    model = support.dense_network()
+    update = support.recorded(model)
+    others = support.recorded(model, 5).difference()
+    after = {name: value - 0.5 * others[name] for name, value in update.after.items()}
+    found = screener(model, seconds=2)(replace(update, after=after))
+    assert (found.verdict, found.exposures) == ("not decided", ())
+    assert "the update of '1' is made of 5 inputs at least, and 1 were stated" in found.reason
+    honest = replace(update, after=after, training=replace(update.training, examples=5))
+    assert screener(model, seconds=0.5)(honest).verdict != "not decided"
