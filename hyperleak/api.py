@@ -396,7 +396,10 @@ def _examples(images: Inputs | Batch | None, labels: Tensor | Sequence[float] | 
     if labels is None:
         raise ValueError("expected labels beside images: int64, one for each")
     if isinstance(labels, (list, tuple)):
-        labels = torch.tensor(labels)
+        try:
+            labels = torch.tensor(labels)
+        except (ValueError, TypeError) as error:  # words, or lists of several lengths
+            raise ValueError(f"labels: expected a number for each image, counted from 0, got {labels!r:.80}") from error
     several: list[Any] = tensors_of(images) if isinstance(images, Mapping | tuple | list) else [images]
     for name, value in (*(("images", value) for value in several), ("labels", labels)):
         if not isinstance(value, Tensor):

@@ -218,7 +218,7 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     if named.keys() >= OPTIMIZER_KEYS:
         raise ValueError(
             f"{wanted}, got the state of an optimizer, whose averages of gradients are no update: give the model's "
-            "weights before and after (--before, --after)"
+            "weights before and after"
         )
     if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
         ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))

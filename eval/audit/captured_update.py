@@ -13,13 +13,14 @@ from torch.nn.modules.batchnorm import _NormBase
 from attacks.update.decay_reading import with_decay_read_off
 from eval.audit import fed_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
+from eval.audit.coarse_numbers import rounding_bounds
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.audit.tensor_mixups import describe_mixups
 from eval.audit.tensor_names import freeze_unsent
 from eval.audit.update_scale import describe_scale
 from eval.audit.user_model import Subject
-from eval.metrics.update_prediction_error import MISMATCH, prediction_error
+from eval.metrics.update_prediction_error import MISMATCH, prediction_error, prediction_shift
 from fl.aggregated_view import as_mean_of_clients
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_update, task_of_update
 from fl.inputs.description import check_values
@@ -29,6 +30,8 @@ from fl.tensors import dense
 from fl.types import Batch, Scope
 from fl.view import ServerView
 
+START_MARGIN = 2.0
+"""How many times what one draw of finer weights before moves an update by, it may be off for that."""
 UNKNOWN_ORDER_TOLERANCE = 0.5
 """The tolerance where the order of the images in local training is not known."""
 
@@ -92,7 +95,27 @@ def of_update(
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
     if known_data is None:
         return subject
-    return _with_truth(subject, known_data, view_of, scaled=scaled, rounding=_rounding(captured, view))
+    told = _with_truth(subject, known_data, view_of, scaled=scaled, rounding=_rounding(captured, view))
+    return _allow_finer_start(told, rounding_bounds(captured.before, captured.before))
+
+
+def _allow_finer_start(subject: Subject, rounding: Mapping[str, Tensor]) -> Subject:
+    """Return an update that finer weights before may explain as no contradiction, with a note that says so.
+
+    Args:
+        subject: the update with its images.
+        rounding: how far the weights before may be off for having been rounded, by name.
+    """
+    if not rounding or not subject.mismatched or subject.truth is None or subject.error is None:
+        return subject
+    shift = START_MARGIN * prediction_shift(subject.view, subject.truth, rounding)
+    if not subject.error <= shift:
+        return subject
+    note = (
+        f"whether the images fit can't be told: what the model makes of them is off by {subject.error:.2g}, and where "
+        f"the client began at finer weights than the coarse ones in the file it may be by {shift:.2g}"
+    )
+    return replace(subject, tolerance=shift, inconsistency="", notes=(*subject.notes, note))
 
 
 def _rounding(captured: CapturedUpdate, view: ServerView) -> Mapping[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -68,6 +69,28 @@ def prediction_error(
         name: within_rounding(predicted[name], value, (rounding or {}).get(name)) for name, value in view.update.items()
     }
     return relative_error(near, view.update)
+
+
+def prediction_shift(view: ServerView, truth: Truth, rounding: Mapping[str, Tensor]) -> float:
+    """Return how far the prediction moves, relative to the update, where the weights before are off by their rounding.
+
+    A client may have begun at finer weights than were kept. They are drawn once, evenly within their rounding.
+
+    Args:
+        view: what the server knows.
+        truth: what the client fed.
+        rounding: how far each number of the weights before may be off, by name.
+    """
+    noise = stream(0, "rounding of weights")
+    moved = dict(view.shared)
+    for name in sorted(rounding.keys() & moved.keys()):
+        start = dense(moved[name])
+        drawn = 2 * torch.rand(start.shape, generator=noise, dtype=torch.float64) - 1
+        moved[name] = (start.double() + (drawn * rounding[name].cpu()).to(start.device)).to(start)
+    with torch.no_grad():
+        first, last = predict(view, truth.candidate()), predict(replace(view, shared=moved), truth.candidate())
+    off = {name: dense(view.update[name]).double() + dense(last[name]) - dense(first[name]) for name in view.update}
+    return relative_error(off, view.update)
 
 
 def within_rounding(predicted: Value, sent: Value, bound: Tensor | None) -> Value:

@@ -176,9 +176,11 @@ def check_values(form: InputForm, packed: Tensor) -> None:
         least, most = min(float(x.min()) for x in found), max(float(x.max()) for x in found)
         stated = next(part for part in form.parts if not part.ids)
         if stated.is_plain:
+            bytes_ = form.is_image and least >= 0 and 2 < most <= 255
+            hint = "; of pixels from 0 to 255 give images / 255" if bytes_ else ""
             raise ValueError(
                 f"expected numbers in [0, 1], got {least:.4g} to {most:.4g}: state what the attacker knows of their "
-                "range, input_range=(low, high)"
+                f"range, input_range=(low, high){hint}"
             )
         raise ValueError(
             f"expected numbers in the input_range stated, {min(stated.low):g} to {max(stated.high):g}, got {least:.4g} "

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Sequence
 
 from benchmarks.common import known_rows, publish, results_parser, rewrite, start
-from benchmarks.reliability.situations import altered, models, updates
+from benchmarks.reliability.situations import altered, checkpoints, models, updates
 from benchmarks.reliability.situations.page import MOST_REFUSED, document
 from benchmarks.reliability.situations.row import Situation, measure
 
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 def all_situations() -> dict[str, Situation]:
     """Return all situations by their words, in the order of the page."""
-    return {one.words: one for one in (*models.situations(), *updates.situations(), *altered.situations())}
+    parts = (models, updates, altered, checkpoints)
+    return {one.words: one for part in parts for one in part.situations()}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
