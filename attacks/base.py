@@ -320,6 +320,7 @@ def _run_and_confirm(
         raise TypeError(f"expected a result of attack {name!r} for each of {len(views)} views")
     for result in results:
         _check_result(name, result)
+    results = [_detached(result) for result in results]
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     return [
@@ -406,6 +407,13 @@ def _check_result(name: str, result: object) -> None:
     for what, value in (("inputs", result.inputs), ("labels", result.labels)):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"expected {what} of attack {name!r} as a tensor, got {type(value).__name__}")
+
+
+def _detached(result: Result) -> Result:
+    """Return a result with images that need no gradient; a network may have asked one of what it was given."""
+    if isinstance(result, NotApplicable) or result.inputs is None or not result.inputs.requires_grad:
+        return result
+    return replace(result, inputs=result.inputs.detach())
 
 
 def _check_view(view: ServerView) -> None:

@@ -36,6 +36,8 @@ class Remark(StrEnum):
     """The network takes brightness, or contrast as well, off each picture, which is told but for these."""
     SCALES_TAKEN_OFF = "scales taken off"
     """Likewise of each channel."""
+    CENTRALIZED = "centralized"
+    """Gradients are centralized, and a step with such ones was held against the update."""
     UNCLIPPED_ROWS = "unclipped rows"
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
     PARTLY_SEEN = "partly seen"

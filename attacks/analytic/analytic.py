@@ -9,13 +9,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
-from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss
 from fl.ranges import OpenShare
@@ -52,6 +54,9 @@ class Analytic(Attack):
     Where no layer with a bias that moved is given a single image, but layers without one are, it is known up to its
     brightness. The step taken again tells that, and the label (`attacks.analytic.input_scale`).
 
+    Of centralized gradients the picture is known up to its brightness, which a step with such ones tells
+    (`attacks.analytic.centralized_gradients`).
+
     Of a gradient that looks clipped by value, rows in which no number was are read (`attacks.analytic.clipped_rows`).
 
     An unknown defense may have shortened weight and bias apart: then a rank-one fit does not show how bright x is, and
@@ -73,6 +78,12 @@ class Analytic(Attack):
     def __post_init__(self) -> None:
         if not 0 < self.fits < 1:
             raise ValueError(f"expected fits in (0, 1), got {self.fits}")
+
+    def confirm(self, view: ServerView, result: Result) -> Result:
+        """Return the result as the update bears it out; what centralized gradients tell was held against them."""
+        if isinstance(result, Reconstruction) and Remark.CENTRALIZED in result.remarks:
+            return result
+        return super().confirm(view, result)
 
     def attack_view(self, view: ServerView, seed: int) -> Reconstruction | NotApplicable:
         """Return the images, or the layer's input."""
@@ -104,6 +115,10 @@ class Analytic(Attack):
             return clipped
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
+        if layer.is_given_images and layer.steps == 1 and bool(fit.known.all()) and fit.left <= self.fits:
+            rule = kind_of_update_rule(view)
+            if rule == RuleKind.CENTRALIZED and (found := picture_behind(layer, fit.inputs, labels, self.fits)):
+                return replace(found, objective=fit.left)
         if layer.passed_over:
             note = "; ".join(filter(None, (note, PASSED_OVER.format(layer.name, ", ".join(layer.passed_over)))))
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])

@@ -196,6 +196,8 @@ def _solve_together(view: ServerView, seed: int, refused: NotApplicable) -> Resu
         jointly = _solve_jointly(view, refused, None)
         if isinstance(jointly, Reconstruction):
             return jointly
+        if by_graph.reason == refused.reason:
+            return jointly
         return replace(jointly, reason=f"{jointly.reason}; by backsolve: {by_graph.reason}")
     if by_graph.cut_short:
         return by_graph

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attacks.labels.assignment import read_classifier
-from attacks.labels.targets import MIN_COSINE, outputs_of
+from attacks.labels.targets import is_one_direction, outputs_of
 from attacks.update.classifier_update import classifier_names, classifier_tensors
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import (
@@ -132,7 +132,7 @@ def _shows_gradient(view: ServerView) -> bool:
     guess = Candidate(probe, torch.zeros(1, dtype=torch.int64, device=view.device))
     with torch.no_grad():
         sent = classifier_tensors(view, predict(_with_gradient(view, expected), guess))[1]
-    return sent is not None and float(nn.functional.cosine_similarity(sent, expected, dim=0)) > MIN_COSINE
+    return sent is not None and is_one_direction(sent, expected)
 
 
 @dataclass(frozen=True)

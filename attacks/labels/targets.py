@@ -23,8 +23,9 @@ from fl.tensors import dense
 from fl.types import Candidate
 from fl.view import ServerView
 
-MIN_COSINE = 0.99
-"""Between the gradient of the outputs and the bias's update, from which on one is taken for the other."""
+MAX_SINE, MAX_SINE_SPACINGS = 3e-3, 16.0
+"""Between the gradient of the outputs and the bias's update, up to which one is taken for the other: at least, and in
+spacings after 1 of the type. A bias below a sigmoid that is hardly bent gets nearly the same gradient."""
 AS_STATED = "the target follows from loss {} and the step size as stated, and nothing in the update tells these"
 """What a result notes of a target that is a number."""
 FAR_TARGET = 1e6
@@ -59,9 +60,16 @@ def output_signal(view: ServerView) -> Tensor | None:
         (expected,) = torch.autograd.grad(loss(outputs, target), outputs)
     with torch.no_grad():
         sent = classifier_tensors(view, predict(view, Candidate(probe, target)))[1]
-    if sent is None or float(nn.functional.cosine_similarity(sent.flatten(), expected.flatten(), dim=0)) < MIN_COSINE:
+    if sent is None:
         return None
-    return bias
+    return bias if is_one_direction(sent, expected) else None
+
+
+def is_one_direction(sent: Tensor, expected: Tensor) -> bool:
+    """Return whether a bias's update has the direction of the gradient of the outputs, to rounding."""
+    one, other = (nn.functional.normalize(value.double().flatten(), dim=0) for value in (sent, expected))
+    allowed = max(MAX_SINE, MAX_SINE_SPACINGS * torch.finfo(sent.dtype).eps)
+    return float((one - other).norm()) <= allowed
 
 
 def fitted_signal(view: ServerView, inputs: Tensor) -> Tensor | None:

@@ -138,6 +138,9 @@ class ReplayedNetwork(nn.Module):
         names: of those that it has; None takes all.
     """
 
+    takes_centered: bool = False
+    """Whether what it is given may have a mean of zero in each example, whatever it is of."""
+
     def __init__(self, model: nn.Module, run: Replay, names: Collection[str] | None = None) -> None:
         super().__init__()
         self.run = run

@@ -123,7 +123,9 @@ class PixelPrefix:
             return torch.cat([each(one[None], tensors) for one in values])
 
         assert model is not None
-        task = replace(view.task, model=ReplayedNetwork(model, run), mean=(), std=())
+        network = ReplayedNetwork(model, run)
+        network.takes_centered = self.kind == "scaled" and self.shifted
+        task = replace(view.task, model=network, mean=(), std=())
         update = {name: value for name, value in view.update.items() if name not in trained}
         return replace(view, task=task, update=update, history=())
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
+from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from fl.defense import overrides
 from fl.parametrization import Parametrization
 from fl.tensors import Tensors
 from fl.view import ServerView
+
+CENTRALIZED = (
+    "the update looks like one of centralized gradients: each row of the weights' sums to zero, so that the equations "
+    "of single layers do not hold; analytic reads what a first linear layer is given"
+)
 
 
 def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | None:
@@ -47,5 +53,7 @@ def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors |
         return NotApplicable(reason)
     if not view.client.defense.preserves_norm_ratios():
         return NotApplicable(f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update")
+    if kind_of_update_rule(view) == RuleKind.CENTRALIZED:
+        return NotApplicable(CENTRALIZED, limit=True)
     observed = ObservedUpdate(view)
     return observed.gradient if (reason := observed.altered()) is None else NotApplicable(reason)

@@ -9,16 +9,20 @@ proportion to the weights (LARS, LAMB), sums of zero in every row (centralized g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 import torch
 from torch import Tensor
 
 from attacks.network.kept_readings import kept_reading
+from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, UnknownDefense
-from fl.tensors import LowRank
+from fl.predict import predict
+from fl.seeds import stream
+from fl.tensors import LowRank, dense
+from fl.types import Candidate
 from fl.view import ServerView
 
 MIN_ENTRIES = 8
@@ -51,6 +55,8 @@ class RuleKind(StrEnum):
     """Nearly all numbers are of one size."""
     CLIPPED_BY_VALUE = "clipped by value"
     """Every number of a gradient was cut at one bound."""
+    CENTRALIZED = "centralized"
+    """The mean of each row was taken off the gradients of weights."""
     OTHER = "other"
 
 
@@ -122,11 +128,33 @@ def _read_rule(view: ServerView) -> tuple[RuleKind | None, str]:
         _sees_clipping_by_value: RuleKind.CLIPPED_BY_VALUE,
         _sees_clipping_by_tensor: RuleKind.OTHER,
         _sees_layerwise_steps: RuleKind.OTHER,
-        _sees_centralized_gradients: RuleKind.OTHER,
+        _sees_centralized_gradients: RuleKind.CENTRALIZED,
         _sees_quantization: RuleKind.OTHER,
     }
     found = ((kind, test(tensors)) for test, kind in tests.items())
-    return next(((kind, words) for kind, words in found if words), (None, ""))
+    kind, words = next(((kind, words) for kind, words in found if words), (None, ""))
+    if kind == RuleKind.CENTRALIZED and _centers_inputs(view):
+        return None, ""
+    return kind, words
+
+
+def _centers_inputs(view: ServerView) -> bool:
+    """Return whether the rows of a network's own gradients sum to zero, as where layers are given normalized inputs."""
+    if getattr(view.task.model, "takes_centered", False):
+        return True
+    if view.private or not view.method.uses_labels or not view.task.loss.takes_classes:
+        return False
+    image = torch.rand(1, *view.task.input_shape, generator=stream(0, "centered inputs"), dtype=torch.float64)
+    guess = Candidate(image.to(view.device, view.dtype), torch.zeros(1, dtype=torch.int64, device=view.device))
+    try:
+        with torch.no_grad():
+            made = predict(replace(view, batch_size=1, schedule=(((1,),),)), guess)
+    except MODEL_ERRORS:
+        return False
+    rows = [dense(made[name]) for name in view.update if name in made and dense(made[name]).ndim > 1]
+    rows = [value.double().flatten(1) for value in rows if value[0].numel() > MIN_ENTRIES and bool(value.any())]
+    sums = [float(value.sum(1).norm() / value.abs().sum(1).norm()) for value in rows]
+    return bool(sums) and max(sums) <= SIZE_TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
+from attacks.network.pixel_map import doubles, read_pixel_map
 from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.float_rounding import coarse_form
@@ -91,10 +91,14 @@ def _confirm(view: ServerView, result: Result) -> Result:
     held = _hold_to_update(view, result)
     if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
         return replace(held, verified=False, fixed=None, approximate=False)
-    if not isinstance(held, Reconstruction) or held.inputs is None or not view.task.inputs.is_image:
+    if not isinstance(held, Reconstruction) or held.inputs is None or view.task.inputs.has_ids:
         return held
     asked = held.verified or held.approximate
-    pixels = read_pixel_map(without_unmoved(view)) if asked else PixelMap("told")  # what did not move tells nothing
+    if not (asked or view.task.inputs.is_image):
+        return held
+    pixels = read_pixel_map(without_unmoved(view))  # what did not move tells nothing
+    if not asked:
+        return _without_unseen_pixels(held, pixels.pixels)
     if pixels.kind == "folded" or (pixels.kind == "unknown" and held.verified and _has_double(view, held)):
         reason, seen = FOLDED, 0
     elif pixels.kind == "fewer":
@@ -106,7 +110,8 @@ def _confirm(view: ServerView, result: Result) -> Result:
     else:
         return held
     count, partly = held.inputs.numel(), () if reason == FOLDED else (Remark.PARTLY_SEEN,)
-    held = held.with_note(reason.format(seen=seen, unseen=count - seen, count=count), *partly)
+    said = reason.format(seen=seen, unseen=count - seen, count=count)
+    held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
     held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
     return _without_unseen_pixels(held, pixels.pixels)
 

@@ -16,6 +16,7 @@ from eval.audit.captured_files import CapturedUpdate
 from eval.audit.coarse_numbers import rounding_bounds
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
+from eval.audit.other_loss import describe_other_loss
 from eval.audit.tensor_mixups import describe_mixups
 from eval.audit.tensor_names import freeze_unsent
 from eval.audit.update_scale import describe_scale
@@ -163,6 +164,7 @@ def _with_truth(
         return replace(known, inconsistency="")
     fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
     what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
+    what = what or describe_other_loss(view, truth)
     return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what))))
 
 

@@ -201,7 +201,7 @@ def _write_pictures(path: Path, pictures: Sequence[tuple[Tensor | None, Tensor]]
         "reconstruction": [found for _, found in pictures],
     }
     joined = {name: torch.cat(images) for name, images in parts.items() if images}
-    arrays = {name: (x.float() if x.dtype is torch.bfloat16 else x).numpy() for name, x in joined.items()}
+    arrays = {name: (x.float() if x.dtype is torch.bfloat16 else x).detach().numpy() for name, x in joined.items()}
     with atomic_write(path) as file:
         np.savez_compressed(file, **arrays)  # type: ignore[arg-type]
 

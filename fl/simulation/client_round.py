@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -191,6 +192,7 @@ def finish(start: PreparedRound, result: LocalResult) -> Round:
     asked = {**start.download.shared, **{k: v for k, v in result.sent().items() if k not in result.update}}
     check_form(start.key.client, start.weight, sent, asked)
     shared = {name for name, scope in client.scopes(buffers).items() if scope is Scope.SHARED}
+    _check_buffers(buffers, result.buffers)
     upload = Upload(
         client=start.key.client,
         weight=start.weight,
@@ -202,6 +204,21 @@ def finish(start: PreparedRound, result: LocalResult) -> Round:
     return Round(
         upload, ClientState(result.private, result.memory, own, _train_personal_model(start)), start.trace, result
     )
+
+
+def _check_buffers(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
+    """Refuse buffers that take another shape as a model is trained.
+
+    Raises:
+        ValueError: names the first of them.
+    """
+    for name, value in before.items():
+        if after[name].shape != value.shape:
+            raise ValueError(
+                f"expected buffers that keep their shapes in training, got {name!r} of {tuple(value.shape)} before and "
+                f"{tuple(after[name].shape)} after (an observer of quantization that has seen nothing yet, say): call "
+                "the model once on any inputs first"
+            )
 
 
 def _train_personal_model(start: PreparedRound) -> Payloads:

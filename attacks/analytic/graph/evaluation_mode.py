@@ -120,6 +120,9 @@ def _solve(
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     targets = _choose_targets(solver)
     wanted, (forward, single_forward) = [as_target(network, t) for t in targets], _features_of(network, targets)
+    if any(len(one.value) != count for one in wanted):
+        other = "what was solved for has another dimension in the place of the images', as of one image taken out"
+        return NotApplicable(other, limit=True)
     found = search_pictures(forward, single_forward, wanted, (count, *shape), seed)
     unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
     return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen)

@@ -179,7 +179,10 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
             "named",
         )
     if kind == "contradicted":
-        remedy = "state how the client trained: --method '{name: fedavg, optimizer: adam, lr: 0.001}', say"
+        remedy = (
+            "state how the client trained (--method '{name: fedavg, optimizer: adam, lr: 0.001}', say), and the loss "
+            "(--loss) if it is another"
+        )
         return OpenQuestion(f"what {join_words(names)} found is not borne out{some}", why, remedy)
     if kind == "gave up":
         return OpenQuestion(

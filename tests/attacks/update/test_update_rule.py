@@ -32,7 +32,11 @@ SAID = {
     "centralised": "centralized gradients",
     "4 bits": "numbers sent in few bits",
 }
-KINDS = {SIGNS: RuleKind.ADAPTIVE_FIRST_STEP, "clipping by value": RuleKind.CLIPPED_BY_VALUE}
+KINDS = {
+    SIGNS: RuleKind.ADAPTIVE_FIRST_STEP,
+    "clipping by value": RuleKind.CLIPPED_BY_VALUE,
+    "centralized gradients": RuleKind.CENTRALIZED,
+}
 
 
 def view_of(model: nn.Module, rule: str, lr: float, x: Tensor, method: Method | None = None) -> ServerView:
