@@ -478,7 +478,9 @@ def _captured(update: Part | tuple[Part | None, Part]) -> CapturedUpdate:
     if isinstance(update, Tensor | np.ndarray) and update.ndim == 1:
         update = [update]  # all numbers one after the other
     if not isinstance(update, Mapping | list | tuple):
-        raise TypeError(f"update: expected a file, tensors by name, or (before, after), got {type(update).__name__}")
+        kind = type(update).__name__
+        hint = "; dict(...) makes tensors by name of named parameters, list(...) a list" if kind == "generator" else ""
+        raise TypeError(f"update: expected a file, tensors by name, or (before, after), got {kind}{hint}")
     return captured_files.as_state(update, "update")
 
 

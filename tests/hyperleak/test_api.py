@@ -217,3 +217,14 @@ def test_the_config_of_a_run_goes_on_in_its_folder(tmp_path: Path, monkeypatch: 
     again = hyperleak.run("out/config.yaml", device="cpu", workers=1)
     assert again.folder == first.folder
     assert not (tmp_path / "results").exists()
+
+
+def test_what_is_no_label_or_no_update_is_refused_with_what_to_give() -> None:
+    model = torch.nn.Linear(4, 2)
+    with pytest.raises(ValueError, match=r"labels: expected a number for each image, counted from 0, got \['cat'\]"):
+        hyperleak.audit(model, torch.rand(1, 4), ["cat"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"got generator; dict\(...\) makes tensors by name"):
+        hyperleak.audit(model, update=model.named_parameters(), input_shape=(4,))  # type: ignore[arg-type]
+    update = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match="expected finite numbers from images, got NaN"):
+        hyperleak.audit(model, torch.full((1, 4), torch.nan), [0], update=update)
