@@ -36,6 +36,8 @@ MIN_SHARE_LEFT_OUT = 0.02
 """Share of zeros, beside whole rows and columns of zeros, from which numbers were left out."""
 MIN_PLACES = 8
 """Steps of the weights' grid below which a number is tiny: of these, rounding to zero leaves more than it takes."""
+MOST_LOST, MOST_TINY = 0.5, 0.1
+"""Share of the numbers left out that rounding took, by what the others tell; of tiny ones where these tell nothing."""
 MIN_SPARE_EQUATIONS, MIN_SPARE_SHARE = 64, 0.25
 """More equations than unknown numbers, and the same as a share of these."""
 MAX_LEFT, FIT_ROUNDS = 1e-3, 200
@@ -210,8 +212,14 @@ def _read_sparse(layer: LinearLayer) -> CompressedInput | NotApplicable | None:
     sent, heard = sent[part], heard[part] & told
     spare = int(heard.sum()) - int(part.sum()) - int(told.sum())
     few = int(part.sum()) < MIN_ROWS or spare < max(MIN_SPARE_EQUATIONS, MIN_SPARE_SHARE * int(told.sum()))
-    right, missed = _fit_sent(sent * heard, heard.double())
-    if few or missed > MAX_LEFT:  # a batch leaves zeros, too
+    left, right, missed = _fit_sent(sent * heard, heard.double())
+    fits = not few and missed <= MAX_LEFT
+    lost = (
+        torch.outer(left, right)[:, told][~heard[:, told]].abs() * layer.unit < spacing if fits else tiny[part][heard]
+    )
+    if float(lost.double().mean()) > (MOST_LOST if fits else MOST_TINY):
+        return None  # likewise
+    if not fits:  # a batch leaves zeros, too
         why = "what was sent is too little to tell" if few else "what was sent is not of one input"
         return NotApplicable(f"zeros where one example leaves none ({share}), as of numbers left out, and {why}")
     values, known = torch.zeros_like(layer.update[0]), torch.zeros_like(columns)
@@ -234,8 +242,8 @@ def _largest_component(heard: Tensor) -> tuple[Tensor, Tensor]:
         rows = reached
 
 
-def _fit_sent(sent: Tensor, heard: Tensor) -> tuple[Tensor, float]:
-    """Return the right factor (n,) of the outer product nearest to numbers sent, and what it leaves of them.
+def _fit_sent(sent: Tensor, heard: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Return both factors (m,), (n,) of the outer product nearest to numbers sent, and what it leaves of them.
 
     Args:
         sent: (m, n), zero elsewhere.
@@ -250,7 +258,7 @@ def _fit_sent(sent: Tensor, heard: Tensor) -> tuple[Tensor, float]:
         missed = float((sent - heard * torch.outer(left, right)).norm()) / whole
         if missed < MAX_LEFT / 100:
             break
-    return right, missed
+    return left, right, missed
 
 
 def _told(

@@ -388,8 +388,11 @@ class _NetworkProbe:
         draw = stream(0, "probe")
         self.weights, known = {}, {**frozen(self.model), **view.shared}
         for name, value in self.model.named_parameters():
+            if name in known:
+                self.weights[name] = dense(known[name]).to(value).detach()
+                continue
             guess = torch.randn(value.shape, generator=draw, dtype=torch.float64) * value.shape[1:].numel() ** -0.5
-            self.weights[name] = (dense(known[name]) if name in known else guess).to(value).detach()
+            self.weights[name] = guess.to(value)
         own = {**dict(self.model.named_buffers()), **view.buffers}
         self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import layout_hint, untie_parameters, unwrap_model
 from fl.types import frozen
 
+T = TypeVar("T")
 UNSENT_KNOWN = "numbers that your function gives them"
 """Where weights come from that are not in an update."""
 FLAT = re.compile(r"(?:^|\.)_?flat_param")
@@ -29,6 +30,14 @@ DORA_PART = ("lora_magnitude_vector.weight", "lora_magnitude_vector")
 """What the magnitudes of DoRA are called in a model, and in a file of PEFT."""
 ADAPTER_PART = re.compile(r"\.(?:lora_|ia3_|vera_|hada_)")
 """What is in the names of an adapter's tensors alone."""
+
+
+def without_wrappers(state: Mapping[str, T]) -> dict[str, T]:
+    """Return a state by names without what wrapping a model puts in front of all of them (`DataParallel`, say)."""
+    first = {name.partition(".")[0] for name in state}
+    if len(first) != 1 or not first <= WRAPPERS or not all("." in name for name in state):
+        return dict(state)
+    return without_wrappers({name.partition(".")[2]: value for name, value in state.items()})
 
 
 def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:

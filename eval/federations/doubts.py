@@ -9,6 +9,7 @@ from attacks.analytic.compressed_layer import Reading, is_on_grid
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
 from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.update_matrices import update_matrices
 from attacks.update.update_rule import guess_update_rule
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.update_sanity import missing_share
@@ -33,6 +34,8 @@ NOT_ASKED = (
     "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
 )
 """Likewise where targets are no classes."""
+MOST_ALIKE_ROWS = 2
+"""Of a matrix, whose update has one direction whatever the layer was given."""
 MAX_NEARLY = 0.1
 """Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
 NEARLY_ONE_INPUT = (
@@ -51,6 +54,11 @@ MORE_THAN_STATED = (
     "state the examples, and screen the rest"
 )
 """Likewise where more went into it than one step as stated."""
+ONE_DIRECTION = (
+    "nobody can say what it shows: the update of {!r} is that of one input, which it tells up to a factor, and nothing "
+    "confirms it, as where biases did not come back"
+)
+"""Likewise where a layer's weights alone give away its input."""
 TRAINING_UNKNOWN = (
     "nobody can say what it shows: it is that of one example, and how the client trained is not known; say {}"
 )
@@ -58,7 +66,13 @@ TRAINING_UNKNOWN = (
 
 
 def find_doubt(
-    facts: TrainingFacts, view: ServerView, found: Mapping[str, Result], reading: Reading, *, whole: bool = True
+    facts: TrainingFacts,
+    view: ServerView,
+    found: Mapping[str, Result],
+    reading: Reading,
+    *,
+    whole: bool = True,
+    inputs_matter: bool = True,
 ) -> str:
     """Return why that nothing is proved of an update does not mean that nothing is there; "" for no reason.
 
@@ -68,11 +82,12 @@ def find_doubt(
         found: what each attack came to.
         reading: of the update as a compressed one.
         whole: whether all weights that are trained came back; else nothing is known of the layers above some.
+        inputs_matter: whether an update may not give away what a layer takes.
     """
     return (
         (_doubt_of_results(found, view) if whole else _doubt_of_nearly(found, view))
         or _doubt_of_form(view, reading)
-        or _doubt_of_facts(facts, view)
+        or _doubt_of_facts(facts, view, inputs_matter)
     )
 
 
@@ -93,12 +108,14 @@ def _doubt_of_form(view: ServerView, reading: Reading) -> str:
     return COMPRESSED.format(form) if form else ""
 
 
-def _doubt_of_facts(facts: TrainingFacts, view: ServerView) -> str:
+def _doubt_of_facts(facts: TrainingFacts, view: ServerView, inputs_matter: bool) -> str:
     """Return that more went into the update than was stated, or that too little was."""
     stated = facts.examples or facts.batch_size
     length = facts.epochs if facts.steps is None else facts.steps
     if stated is not None and length is not None and (more := _doubt_of_rank(view, stated * length)):
         return more
+    if inputs_matter and length in {1, None} and view.batch_size == 1 and (name := _one_direction(view)):
+        return ONE_DIRECTION.format(name)
     if stated == 1 and length in {1, None} and not view.threat.knows_optimizer:
         return TRAINING_UNKNOWN.format(unknown_facts(facts))
     return ""
@@ -114,6 +131,18 @@ def _doubt_of_rank(view: ServerView, fed: int) -> str:
     alone = replace(view, update={name: view.update[name] for name in layer.parameter_names})
     count = count_examples(alone)
     return MORE_THAN_STATED.format(layer.name, count, fed) if count is not None and count > fed else ""
+
+
+def _one_direction(view: ServerView) -> str:
+    """Return the name of a matrix whose update is of rank one, and of more than two rows; "" for none."""
+    if not view.threat.knows_optimizer or unread_form(view):
+        return ""
+    for matrix in update_matrices(view):
+        alone = replace(view, update={matrix.name: view.update[matrix.name]})
+        rows = int(matrix.moved.flatten(1).any(1).sum())
+        if matrix.moved.ndim == 2 and rows > MOST_ALIKE_ROWS and count_examples(alone) == 1:
+            return matrix.name
+    return ""
 
 
 def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:

@@ -6,8 +6,9 @@ The same rules hold in Flower and in NVFlare. Nothing here needs either.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -187,6 +188,21 @@ def refuse_no_weights(before: Mapping[str, Tensor], after: Mapping[str, Tensor])
                 f"{name!r}, as of quantized or encrypted numbers, or shares of a sum: screen it before that, or decode "
                 "it first"
             )
+
+
+def refuse_untrained(sent: Collection[str]) -> NoReturn:
+    """Refuse an update without any weights that are trained, such as of running statistics alone.
+
+    Args:
+        sent: names of what came back.
+
+    Raises:
+        UnreadableError: always.
+    """
+    raise UnreadableError(
+        "expected weights that the model trains in what came back, got "
+        f"{', '.join(map(repr, sorted(sent)[:3]))} alone: no attack looks at statistics, nor at frozen weights"
+    )
 
 
 def refuse_multiples(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

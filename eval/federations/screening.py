@@ -21,8 +21,8 @@ from attacks.update.training_phases import training_phases
 from eval.audit.attack_selection import default_attacks
 from eval.audit.captured_files import load_pair
 from eval.audit.captured_update import of_update
-from eval.audit.recorded_update import RecordedUpdate
-from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names
+from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
+from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names, without_wrappers
 from eval.audit.user_model import Subject
 from eval.federations.doubts import find_doubt, unread_form
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
@@ -47,7 +47,7 @@ from eval.federations.other_facts import (
     of_fitted_step_size,
     other_facts,
 )
-from eval.federations.reply_checks import refuse_multiples, refuse_no_weights, refuse_non_finite
+from eval.federations.reply_checks import refuse_multiples, refuse_no_weights, refuse_non_finite, refuse_untrained
 from eval.federations.stated_facts import assumptions, rests_on
 from eval.federations.wording import in_arguments
 from fl.capture import ClientSettings
@@ -251,7 +251,7 @@ class Screener:
             *(() if leaks else rests_on(facts, view)),
         )
         undone = "" if leaks else self._undone(found.as_stated)
-        doubt = "" if leaks or undone else find_doubt(facts, view, found.as_stated, reading, whole=case.whole)
+        doubt = "" if leaks or undone else self._doubt(case, facts, found, reading)
         results = {**found.guessed, **found.as_stated}
         tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
         tried |= {name: _outcome(result) for name, result in results.items()}
@@ -271,11 +271,17 @@ class Screener:
         likely = likely_facts(facts, view, by_rank=not unread_form(view))
         first = self._attack_under(recorded, likely, control.share(2), found)  # the facts as stated get their turn
         if not first:
-            found.as_stated = self._attack(case, attacks, control)
-        found.shown += [one for name, result in found.as_stated.items() for one in case.exposures(name, result)]
+            found.as_stated = self._attack(case, attacks, control, found.shown)
         if not self._is_too_much(found.shown):
             fitted = self._fitted_step_sizes(recorded, found.as_stated, control)
             self._attack_under(recorded, itertools.chain(other_facts(facts, view), fitted), control, found)
+
+    def _doubt(self, case: Case, facts: TrainingFacts, found: Findings, reading: Reading) -> str:
+        """Return what keeps everybody from saying that no more is there than is shown, and may be."""
+        if self.allowed == LEVELS[-1]:
+            return ""
+        view, inputs_matter = case.subject.view, self.allowed == LEVELS[0]
+        return find_doubt(facts, view, found.as_stated, reading, whole=case.whole, inputs_matter=inputs_matter)
 
     def _read_compressed(self, view: ServerView, control: SearchControl) -> Reading:
         """Return what an update shows as one that was compressed, None where it is none or the time is up."""
@@ -293,9 +299,16 @@ class Screener:
         before, facts = recorded.known_before(), recorded.training
         refuse_multiples(before, recorded.after)
         not_sent_back = {name: value for name, value in recorded.before.items() if name not in before}
-        model = in_client_mode(self._with_loader(_with_weights(self.model(), not_sent_back)), facts.train_mode)
-        captured = with_model_names(load_pair(before, dict(recorded.after), said=False), model)
-        whole = {name for name, value in model.named_parameters() if value.requires_grad} <= captured.update.keys()
+        bare = _with_weights(self.model(), not_sent_back)
+        model = in_client_mode(self._with_loader(bare), facts.train_mode)
+        pair = (before, dict(recorded.after))
+        if self._has_loader:  # in front of it, so that names lose and gain
+            pair = (without_wrappers(before), without_wrappers(recorded.after))
+        captured = with_model_names(load_pair(*pair, said=False), model)
+        trained = {name for name, value in model.named_parameters() if value.requires_grad}
+        if trained and not captured.update:
+            refuse_untrained(recorded.after)
+        whole = trained <= captured.update.keys()
         silenced = Silenced(model)
         if any(module.training for module in model.modules()):
             stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
@@ -324,9 +337,13 @@ class Screener:
             subject = replace(subject, notes=tuple(notes))
         return Case(subject, silenced.replayable, whole)
 
+    @property
+    def _has_loader(self) -> bool:
+        return bool(len(self.mean) or len(self.std))
+
     def _with_loader(self, model: nn.Module) -> nn.Module:
         """Return a model with what its loader does to pixels in [0, 1] in front of it."""
-        if not len(self.mean) and not len(self.std):
+        if not self._has_loader:
             return model
         channels = self.input_shape[0]  # type: ignore[index]
         normalize = Normalize(tuple(self.mean) or (0.0,) * channels, tuple(self.std) or (1.0,) * channels)
@@ -389,8 +406,13 @@ class Screener:
             if fitted is not None:
                 yield fitted
 
-    def _attack(self, case: Case, attacks: Mapping[str, Attack], control: SearchControl) -> dict[str, Result]:
-        """Return what each attack that solves makes of the update, until the verdict stands or the time is up."""
+    def _attack(
+        self, case: Case, attacks: Mapping[str, Attack], control: SearchControl, shown: list[Exposure]
+    ) -> dict[str, Result]:
+        """Return what each attack that solves makes of the update, until the verdict stands or the time is up.
+
+        What it proves is added to what is shown.
+        """
         view = case.subject.view
         found: dict[str, Result] = {}
         for name, attack in attacks.items():
@@ -398,7 +420,8 @@ class Screener:
                 found[name] = NotApplicable(f"not begun before {reason}", limit=True, cut_short=reason)
                 continue
             found[name] = attack(view, seed=self.seed, control=control)
-            if self._is_too_much(case.exposures(name, found[name])):
+            shown += case.exposures(name, found[name])
+            if self._is_too_much(shown):
                 break
         return found
 

@@ -76,3 +76,24 @@ def test_more_than_one_step_as_stated_is_not_decided() -> None:
     assert "the update of '1' is made of 5 inputs at least, and 1 were stated" in found.reason
     honest = replace(update, after=after, training=replace(update.training, examples=5))
     assert screener(model, seconds=0.5)(honest).verdict != "not decided"
+
+
+def test_weights_without_their_biases_are_not_called_safe() -> None:
+    model = support.network()
+    update = support.recorded(model)
+    part = replace(update, after={"4.weight": update.after["4.weight"]})
+    found = screener(model, seconds=0.5)(part)
+    assert found.verdict == "not decided"
+    assert "the update of '4.weight' is that of one input, which it tells up to a factor" in found.reason
+    several = support.recorded(model, 3)
+    stated = replace(several, after={"4.weight": several.after["4.weight"]})
+    assert screener(model, seconds=0.5)(stated).verdict == "not shown to leak"
+
+
+def test_numbers_that_rounding_took_are_not_said_to_be_left_out() -> None:
+    model = support.dense_network()
+    update = support.recorded(model, 1, replace(support.PLAIN, lr=1e-6))
+    zeros = (update.difference()["1.weight"] == 0).double().mean()
+    assert 0.2 < float(zeros) < 0.95
+    found = screener(model, seconds=2)(update)
+    assert "analytic, as compressed" not in found.tried

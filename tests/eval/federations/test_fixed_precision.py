@@ -208,7 +208,7 @@ def test_a_network_that_can_not_run_in_double_precision_is_refused_for_that(way:
     run, said = REFUSED[way]
     model = seeded(lambda: Network(run))
     found = screened(model)
-    assert found.verdict == "not shown to leak"
+    assert found.verdict == "not decided"  # as its first layer has one direction
     for reason in found.tried.values():
         assert "does not run in double precision (float64)" in reason
         assert said in reason

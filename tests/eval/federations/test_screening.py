@@ -137,7 +137,7 @@ def test_once_the_time_is_up_no_attack_begins() -> None:
 
 
 def test_guesses_that_took_all_the_time_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def not_begun(_: Screener, __: object, attacks: Mapping[str, Attack], ___: object) -> dict[str, Result]:
+    def not_begun(_: Screener, __: object, attacks: Mapping[str, Attack], *___: object) -> dict[str, Result]:
         return {name: NotApplicable("not begun before it", cut_short="the time limit") for name in attacks}
 
     monkeypatch.setattr(Screener, "_attack", not_begun)
@@ -701,3 +701,21 @@ def test_updates_that_are_none_are_named() -> None:
         found = screener(model)(odd)
         assert found.verdict == "failed"
         assert words in found.reason
+
+
+def test_names_of_a_wrapped_model_fit_behind_a_loader() -> None:
+    model = support.dense_network()
+    update = support.recorded(nn.Sequential(_Loader(), *model))
+    bare = {half: _without_loader(getattr(update, half)) for half in ("before", "after")}
+    wrapped = {half: {f"module.{name}": value for name, value in bare[half].items()} for half in bare}
+    found = screener(model, mean=(0.5,), std=(0.25,))(replace(update, **wrapped))
+    assert "images" in kinds(found)
+
+
+def test_statistics_alone_are_no_update() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(576, 10))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    moved = {name: value + 1 for name, value in state.items() if "running" in name}
+    found = screener(model)(RecordedUpdate(before=state, after=moved, training=support.PLAIN))
+    assert found.verdict == "failed"
+    assert "expected weights that the model trains in what came back, got '1.running_mean'" in found.reason
