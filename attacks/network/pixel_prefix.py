@@ -155,8 +155,9 @@ class PixelPrefix:
         shown = self.pictures(held.inputs) if pictures is None else pictures
         if self.kind == "bent":
             return replace(held, inputs=shown)
-        said = TAKEN_OFF[self.shifted, self.by_channel]
         borne_out = bool(held.verified or held.approximate)
+        said = TAKEN_OFF[self.shifted, self.by_channel]
+        said = said if borne_out else said.replace("the picture is known", "a picture can be told", 1)
         told = None if held.verified else held.verified
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})

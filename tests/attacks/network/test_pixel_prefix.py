@@ -141,6 +141,8 @@ def test_a_wrong_picture_is_not_borne_out_by_the_network_above() -> None:
     assert isinstance(held, Reconstruction)
     assert held.verified is not True
     assert not held.approximate
+    assert "the picture is known" not in held.note
+    assert "a picture can be told up to its brightness and contrast" in held.note
 
 
 @pytest.mark.parametrize("scale", NOT_TAKEN_OFF.values(), ids=NOT_TAKEN_OFF.keys())
