@@ -314,7 +314,8 @@ def _sees_layerwise_steps(tensors: Sequence[_TensorUpdate]) -> str:
 
 def _sees_centralized_gradients(tensors: Sequence[_TensorUpdate]) -> str:
     rows = [t for t in tensors if t.update.ndim > 1 and t.update[0].numel() > MIN_ENTRIES]
-    sums = [t.update.flatten(1).sum(1).norm() / t.update.flatten(1).abs().sum(1).norm() for t in rows]
+    matrices = [(t.update / t.sizes.max()).flatten(1) for t in rows]  # squares of tiny or huge numbers are none
+    sums = [matrix.sum(1).norm() / matrix.abs().sum(1).norm() for matrix in matrices]
     if not sums or max(map(float, sums)) > SIZE_TOLERANCE:
         return ""
     return (
