@@ -20,7 +20,10 @@ left once the residual has gone.
 **Several starts.** A flat gray picture stands on kinks: of poolings, and of a network that normalizes pixels and has no
 biases, where all activations change at once. So the start is noise around gray. An image whose search got stuck is
 searched for again: from where it is and a little noise if that is near, or from a new start by annealing and descent
-(`gradient_descent`), which jump over the kinks of deep networks. The first search has a quarter of the time, and ends
+(`gradient_descent`), which jump over the kinks of deep networks. Every other annealing is a smooth one: it has the
+features nearest to the picture alone, as many as give three equations a pixel, for kinks grow with depth. What a smooth
+one leads near enough is searched for with ReLUs whose kinks are rounded off, less and less (`softened_rectifiers`), and
+with as many products a step as directions need that features hardly tell. The first search has a quarter of the time, and ends
 early where its steps are slow: through a hundred layers the kinks are so near that a step's direction is soon wrong.
 Descent then goes on from there. The best is kept. A near image that comes back to the same residual is at the minimum
 that its features have, and is left alone.
@@ -32,15 +35,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, differences
-from attacks.analytic.graph.gradient_descent import anneal, descend
+from attacks.analytic.graph.gradient_descent import SMOOTH, WIDE, AnnealingCourse, anneal, descend
 from attacks.analytic.graph.linearization import Forward, Linearization
 from attacks.analytic.graph.pixel_curvature import PixelCurvature, estimate_curvature
+from attacks.analytic.graph.softened_rectifiers import rectifier_sizes, soften_rectifiers
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
@@ -56,6 +60,15 @@ SLOW_STEPS, SLOW_FALL = 8, 0.25
 """Steps after which at least such a share of the residual is left where a search is slow."""
 ANNEALING_STEPS, MAX_DESCENT_STEPS = 800, 2000
 """Steps of the first annealing, and of a descent at most."""
+SMOOTH_STEPS, SMOOTH_EQUATIONS, SMOOTH_NOISE = 1600, 3.0, 0.1
+"""Steps of the first smooth annealing, equations for each number of an image by which it goes, and the standard
+deviation of its start around gray."""
+PROMISING = 0.05
+"""Relative residual up to which an image that annealing led to is searched for with softened ReLUs."""
+SOFT_WIDTHS, SOFT_STEPS, SOFT_INNER = (0.1, 0.02, 0.005, 0.001), 8, 400
+"""Widths of softened ReLUs, as shares of what a ReLU gets, steps with each, and products a step at most."""
+WIDTH_OF_RESIDUAL = 100.0
+"""Largest width to begin with, as a multiple of the relative residual: a wider one leads away from near images."""
 PROBES = 16
 """Random signs of which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
@@ -90,7 +103,7 @@ class InversionSettings:
     max_inner_iterations: int = 60
     roughness: float = 0.1
     start_noise: float = 0.3
-    restarts: int = 3
+    restarts: int = 4
     seconds: float | None = None
     seed: int = 0
     below_noise: bool = True
@@ -166,9 +179,10 @@ def invert_features(
         waiting = ~best.converged & ~settled
         if time_limit.is_over() or not bool(waiting.any()):
             break
-        goes_on = cut_short and restart == 0
-        how = _Restart(draw_noise(), 0 if goes_on else ANNEALING_STEPS * 2 ** (restart - cut_short))
+        how = _Restart.number(restart - cut_short, draw_noise())
         again = _search_again(problem, settings, best, waiting, how, time_limit.is_over)
+        if how.course is SMOOTH:
+            again = _follow_softened(problem.select(waiting), settings, again, time_limit.is_over)
         settled[waiting] = _came_back(best, again, waiting, problem.noise)
         best = _better(best, again, waiting)
     return best
@@ -202,10 +216,25 @@ class _Restart:
     Attributes:
         noise: (B, C, H, W), by which near images are moved and of which a new start is made.
         annealing_steps: from a new start of images that are not near; 0 where these go on from where they are.
+        course: of the annealing.
     """
 
     noise: Tensor
     annealing_steps: int
+    course: AnnealingCourse = WIDE
+
+    @classmethod
+    def number(cls, number: int, noise: Tensor) -> _Restart:
+        """Return the restart of a number: from where images are before the first, then wide and smooth annealing.
+
+        Each annealing is twice as long as the one before of its kind.
+        """
+        if number < 0:
+            return cls(noise, 0)
+        times, is_smooth = divmod(number, 2)
+        if is_smooth:
+            return cls(noise, SMOOTH_STEPS * 2**times, SMOOTH)
+        return cls(noise, ANNEALING_STEPS * 2**times)
 
 
 def _search_again(
@@ -217,11 +246,35 @@ def _search_again(
     late: Callable[[], bool],
 ) -> InvertedImages:
     """Return what a new search finds of the waiting images: near ones from beside where they are, others from afar."""
-    nudged, new_start = best.images + NUDGE * restart.noise, GRAY + settings.start_noise * restart.noise
+    start_noise = SMOOTH_NOISE if restart.course is SMOOTH else settings.start_noise
+    nudged, new_start = best.images + NUDGE * restart.noise, GRAY + start_noise * restart.noise
     search = _Search(problem.select(waiting), settings, nudged[waiting], late)
     begin = new_start if restart.annealing_steps else best.images
-    search.begin_elsewhere(_are_near(best, problem.noise)[waiting], begin[waiting], restart.annealing_steps)
+    near = _are_near(best, problem.noise)[waiting]
+    search.begin_elsewhere(near, begin[waiting], restart.annealing_steps, restart.course)
     return search.run()
+
+
+def _follow_softened(
+    problem: FeatureProblem, settings: InversionSettings, found: InvertedImages, late: Callable[[], bool]
+) -> InvertedImages:
+    """Return what follows from promising images where ReLUs are softened, less and less."""
+    which = ~found.converged & (found.residual < PROMISING)
+    if not bool(which.any()):
+        return found
+    problem, images = problem.select(which), found.images[which]
+    sizes = rectifier_sizes(problem.forward, images)
+    if not any(sizes):
+        return found
+    first = problem.of_first_targets(SMOOTH_EQUATIONS * images[0].numel())
+    settings = replace(settings, max_inner_iterations=SOFT_INNER, roughness=0.0)
+    largest = max(WIDTH_OF_RESIDUAL * float(found.residual[which].max()), SOFT_WIDTHS[-1])
+    for width in (w for w in SOFT_WIDTHS if w <= largest):
+        widths = [width * size for size in sizes]
+        forward, single = (soften_rectifiers(f, widths) for f in (first.forward, first.single_forward))
+        soft = FeatureProblem.of(forward, None if first.single_forward is first.forward else single, first.targets)
+        images = _Search(soft, replace(settings, max_steps=SOFT_STEPS), images, late).run().images
+    return _better(found, _Search(problem, settings, images, late).run(), which)
 
 
 def _are_near(found: InvertedImages, noise: float) -> Tensor:
@@ -319,18 +372,23 @@ class _Search:
         far = now >= NEAR * self.problem.noise
         return bool(far.any()) and bool((now[far] > SLOW_FALL * before[far]).all())
 
-    def begin_elsewhere(self, near: Tensor, begin: Tensor, annealing_steps: int) -> None:
+    def begin_elsewhere(
+        self, near: Tensor, begin: Tensor, annealing_steps: int, course: AnnealingCourse = WIDE
+    ) -> None:
         """Choose where images that are not near begin: by annealing and descent from elsewhere, or by descent alone.
 
         Args:
             near: which images begin where they are now.
             begin: (B, C, H, W), where the others are led from.
             annealing_steps: of these; none where their search was still on its way.
+            course: of the annealing; a smooth one goes by the first targets alone.
         """
         if bool(near.all()):
             return
         far = ~near
         problem = self.single_problem.select(far)
+        if course.total_variation:
+            problem = problem.of_first_targets(SMOOTH_EQUATIONS * begin[0].numel())
 
         def misfit(images: Tensor) -> Tensor:
             residuals = problem.residuals(tuple(problem.single_forward(images)))
@@ -340,7 +398,7 @@ class _Search:
 
         start = begin[far].to(self.work_type)
         if annealing_steps:
-            start = anneal(misfit, start, annealing_steps, self.late)
+            start = anneal(misfit, start, annealing_steps, self.late, course)
         found = descend(misfit, start, self._curvature(), MAX_DESCENT_STEPS, SINGLE_FLOOR**2, self.late)
         self.images = self.images.clone()
         self.images[far] = found.to(self.images.dtype)

@@ -46,6 +46,16 @@ class FeatureTarget:
     unknown_scale: bool = False
     projection: Tensor | None = None
 
+    @property
+    def equations(self) -> float:
+        """Numbers of one image's features that are known, on average; zeros of a ReLU's output count as none."""
+        if self.projection is not None:
+            channels = self.value.shape[1]
+            return channels * float(self.projection.diagonal(dim1=1, dim2=2).sum(1).mean())
+        told = self.value > 0 if self.rectified else torch.ones_like(self.value, dtype=torch.bool)
+        told = told if self.known is None else told & self.known
+        return float(told.flatten(1).sum(1).double().mean())
+
 
 @dataclass(frozen=True)
 class FeatureProblem:
@@ -93,6 +103,18 @@ class FeatureProblem:
             return replace(t, value=t.value[keep], known=known, projection=projection)
 
         return replace(self, targets=tuple(choose(t) for t in self.targets))
+
+    def of_first_targets(self, equations: float) -> FeatureProblem:
+        """Return the problem of the first targets that give enough equations, all of the same weight.
+
+        Args:
+            equations: for each image, in numbers that features are compared with; zeros of a ReLU's output count as none.
+        """
+        weights, found = [], 0.0
+        for target in self.targets:
+            weights.append(float(found < equations))
+            found += target.equations
+        return replace(self, targets=tuple(replace(t, weight=w) for t, w in zip(self.targets, weights, strict=True)))
 
     def to(self, dtype: torch.dtype) -> FeatureProblem:
         """Return the problem with targets of another type."""

@@ -4,8 +4,10 @@ The misfit |r(x)|^2 of deep features has a kink wherever an activation opens or 
 so many that steps which lower it get stuck between them, however they are found. Two searches go on from there:
 
 - **Annealing** takes steps of Adam (Kingma and Ba, 2015), whose size hangs on no slope, and clips to the pixels' range
-  [0, 1]. Steps are nearly half the range at first, so pixels jump far and kinks are jumped over; they shrink to
-  nothing in a straight line. The slower, the lower it ends.
+  [0, 1]. Wide steps are nearly half the range at first, so pixels jump far and kinks are jumped over; they shrink to
+  nothing in a straight line. The slower, the lower it ends. Smooth steps are short, and total variation (Rudin, Osher
+  and Fatemi, 1992) is added to the misfit and fades. A trained network hardly hears the finest patterns, so what a
+  start has of them stays otherwise.
 - **Descent** is L-BFGS (Liu and Nocedal, 1989) in the coordinates u of x = x_0 + S^-1 C^T D^-1/2 u, in which the
   misfit's curvature is about the same in all directions (`pixel_curvature`). It follows the pieces at every step, where
   a step of Gauss and Newton takes tens of products with the Jacobian of pieces that are wrong at its end.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,8 +33,34 @@ Misfit = Callable[[Tensor], Tensor]
 Late = Callable[[], bool]
 """Whether the time of a search is up."""
 
-FIRST_STEP = 0.4
-"""Size of annealing's first steps, in units of the pixels' range."""
+
+@dataclass(frozen=True)
+class AnnealingCourse:
+    """How annealing goes.
+
+    Attributes:
+        first_step: size of the first steps, in units of the pixels' range.
+        last_step: of the last ones, to which sizes fall by the same factor each; 0 where they fall in a straight line.
+        total_variation: its weight beside the squared misfit at first; it fades in a straight line.
+    """
+
+    first_step: float
+    last_step: float = 0.0
+    total_variation: float = 0.0
+
+    def step_size(self, done: float) -> float:
+        """Return the size of a step after such a share of them."""
+        if self.last_step == 0:
+            return self.first_step * (1 - done)
+        return self.first_step * (self.last_step / self.first_step) ** done
+
+
+WIDE = AnnealingCourse(0.4)
+"""For a network that hears every pattern alike, as untrained ones do."""
+SMOOTH = AnnealingCourse(0.05, 0.001, 0.2)
+"""For a network that was trained on natural pictures, and such a picture."""
+EDGE = 1e-3
+"""Difference of neighboring pixels below which total variation has no kink."""
 MEAN_DECAY, SQUARE_DECAY = 0.9, 0.99
 """Decay of Adam's running means of slopes and of their squares."""
 HISTORY = 50
@@ -44,14 +73,15 @@ LOOK_BACK, LEAST_FALL = 25, 0.02
 """Over so many steps the misfit's root has to fall by such a share, or the descent ends."""
 
 
-def anneal(misfit: Misfit, images: Tensor, steps: int, late: Late) -> Tensor:
-    """Return the best images of a search by Adam's steps, large at first, within [0, 1].
+def anneal(misfit: Misfit, images: Tensor, steps: int, late: Late, course: AnnealingCourse = WIDE) -> Tensor:
+    """Return the images least in misfit of a search by Adam's steps, large at first, within [0, 1].
 
     Args:
         misfit: of each image.
         images: (b, C, H, W), where to begin.
         steps: how many, each one evaluation of misfit and gradient.
         late: after which no further step begins.
+        course: sizes of the steps, and what is added to the misfit.
     """
     at = images.clamp(0, 1)
     mean, square = torch.zeros_like(at), torch.zeros_like(at)
@@ -61,12 +91,14 @@ def anneal(misfit: Misfit, images: Tensor, steps: int, late: Late) -> Tensor:
         if late():
             break
         value, slope = _evaluate(misfit, at)
+        if course.total_variation:
+            slope = slope + course.total_variation * (1 - k / steps) * _evaluate(_total_variation, at)[1]
         lower = value < least
         best, least = torch.where(per_image(lower, at), at, best), torch.where(lower, value, least)
         mean = MEAN_DECAY * mean + (1 - MEAN_DECAY) * slope
         square = SQUARE_DECAY * square + (1 - SQUARE_DECAY) * slope.square()
         unit = mean / (1 - MEAN_DECAY ** (k + 1)) / (square / (1 - SQUARE_DECAY ** (k + 1))).sqrt().clamp_min(1e-30)
-        at = (at - FIRST_STEP * (1 - k / steps) * unit).clamp(0, 1)
+        at = (at - course.step_size(k / steps) * unit).clamp(0, 1)
     return best
 
 
@@ -126,6 +158,14 @@ def _quasi_newton_direction(slope: Tensor, memory: deque[tuple[Tensor, Tensor, T
     for (step, bend, inverse), factor in zip(memory, reversed(factors), strict=True):
         direction = direction + per_image(factor - inverse * _dot(bend, direction), step) * step
     return direction
+
+
+def _total_variation(images: Tensor) -> Tensor:
+    """Return the mean size of the differences of neighboring pixels, of each image, kinks rounded off."""
+    total = images.new_zeros(len(images))
+    for dim in range(2, images.ndim):
+        total = total + (images.diff(dim=dim).square() + EDGE**2).sqrt().flatten(1).mean(1)
+    return total
 
 
 def _evaluate(misfit: Misfit, images: Tensor) -> tuple[Tensor, Tensor]:
