@@ -20,13 +20,15 @@ left once the residual has gone.
 **Several starts.** A flat gray picture stands on kinks: of poolings, and of a network that normalizes pixels and has no
 biases, where all activations change at once. So the start is noise around gray. An image whose search got stuck is
 searched for again: from where it is and a little noise if that is near, or from a new start by annealing and descent
-(`gradient_descent`), which jump over the kinks of deep networks. Every other annealing is a smooth one: it has the
-features nearest to the picture alone, as many as give three equations a pixel, for kinks grow with depth. What a smooth
-one leads near enough is searched for with ReLUs whose kinks are rounded off, less and less (`softened_rectifiers`), and
-with as many products a step as directions need that features hardly tell. The first search has a quarter of the time, and ends
+(`gradient_descent`), which jump over the kinks of deep networks. The first search has a quarter of the time, and ends
 early where its steps are slow: through a hundred layers the kinks are so near that a step's direction is soon wrong.
 Descent then goes on from there. The best is kept. A near image that comes back to the same residual is at the minimum
 that its features have, and is left alone.
+
+**Trained networks.** They hardly hear fine patterns, and see a picture through many kinks. So every other annealing is
+a smooth one, of the features nearest to the picture alone, as many as give three equations a pixel. From where it is
+near enough steps go on with ReLUs whose kinks are rounded off, less and less (`softened_rectifiers`), and with as many
+products a step as directions need that features hardly tell.
 
 The images of a batch do not interact: each has its own inner products, step lengths and end.
 """

@@ -108,7 +108,7 @@ class FeatureProblem:
         """Return the problem of the first targets that give enough equations, all of the same weight.
 
         Args:
-            equations: for each image, in numbers that features are compared with; zeros of a ReLU's output count as none.
+            equations: how many of one image suffice; zeros of a ReLU's output count as none.
         """
         weights, found = [], 0.0
         for target in self.targets:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.analytic.graph import feature_inversion
 from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages, invert_features
-from attacks.analytic.graph.feature_residuals import FeatureTarget
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
 from fl.seeds import stream
 
 PIXELS = (3, 3, 8, 8)
@@ -205,3 +206,48 @@ def test_descent_goes_on_where_the_first_search_is_slow() -> None:
     whole, twice = search(restarts=0), search(restarts=1)
     assert float(twice.residual) < 0.7 * float(whole.residual)
     assert int(twice.steps) < int(whole.steps)
+
+
+def test_the_first_targets_that_give_enough_equations_weigh_the_same() -> None:
+    rectified = torch.tensor([[-1.0, 2.0, 3.0, 0.0]], dtype=torch.float64).relu()
+    known = torch.tensor([[True, True, False, True]])
+    projection = torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64))[None]
+    targets = [
+        FeatureTarget(rectified, known=known, weight=0.1, rectified=True),
+        FeatureTarget(torch.ones((1, 2, 3), dtype=torch.float64), weight=0.2, projection=projection),
+        FeatureTarget(torch.ones((1, 7), dtype=torch.float64), weight=0.3),
+        FeatureTarget(torch.ones((1, 2), dtype=torch.float64)),
+    ]
+    problem = FeatureProblem.of(lambda z: [z], None, targets)
+    assert [target.equations for target in targets] == [1, 4, 7, 2]
+    for enough, weights in [(1, [1, 0, 0, 0]), (5, [1, 1, 0, 0]), (5.5, [1, 1, 1, 0]), (99, [1, 1, 1, 1])]:
+        assert [target.weight for target in problem.of_first_targets(enough).targets] == weights
+
+
+def stuck_problem() -> tuple[FeatureProblem, Tensor]:
+    """Features of eight residual blocks, and a start from which steps of Gauss and Newton get stuck at a kink."""
+    generator = torch.Generator().manual_seed(2)
+    first = torch.randn((5, 3, 3, 3), generator=generator, dtype=torch.float64) / 5
+    blocks = [torch.randn((5, 5, 3, 3), generator=generator, dtype=torch.float64) / 6.7 for _ in range(8)]
+
+    def forward(images: Tensor) -> tuple[Tensor]:
+        flow = functional.conv2d((images - 0.5) / 0.25, first, padding=1)
+        for block in blocks:
+            flow = flow + functional.conv2d(functional.relu(flow), block, padding=1)
+        return (flow,)
+
+    generator = torch.Generator().manual_seed(9)
+    true = torch.rand((1, 3, 6, 6), generator=generator, dtype=torch.float64)
+    start = true + 0.3 * torch.randn(true.shape, generator=generator, dtype=torch.float64)
+    target = FeatureTarget(forward(true)[0].relu(), rectified=True, noise=1e-7)
+    return FeatureProblem.of(forward, None, [target]), start
+
+
+def test_softened_relus_lead_on_where_steps_are_stuck_between_kinks() -> None:
+    problem, start = stuck_problem()
+    settings = InversionSettings(roughness=0.0)
+    stuck = feature_inversion._Search(problem, settings, start, lambda: False).run()
+    assert not bool(stuck.converged.any())
+    led = feature_inversion._follow_softened(problem, settings, stuck, lambda: False)
+    assert float(led.residual) < 0.5 * float(stuck.residual)
+    assert torch.equal(feature_inversion._follow_softened(problem, settings, led, lambda: True).images, led.images)

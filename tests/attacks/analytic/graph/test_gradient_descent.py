@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from attacks.analytic.graph.feature_inversion import ANNEALING_STEPS
-from attacks.analytic.graph.gradient_descent import anneal, descend
+from attacks.analytic.graph.gradient_descent import SMOOTH, anneal, descend
 from attacks.analytic.graph.pixel_curvature import PixelCurvature
 
 SHAPE = (2, 3, 6, 6)
@@ -46,6 +46,24 @@ def test_annealing_passes_kinks_of_a_deep_network_in_which_descent_gets_stuck() 
     annealed = descend(misfit, anneal(misfit, start, ANNEALING_STEPS, never), even(), 100, 1e-12, never)
     stuck = descend(misfit, start, even(), 100, 1e-12, never)
     assert bool((misfit(annealed) < 0.5 * misfit(stuck)).all())
+
+
+def test_smooth_annealing_takes_patterns_that_nothing_hears_from_the_pictures_around() -> None:
+    """Features that hear means over windows alone leave what the start had of finer patterns, but for the prior."""
+    shape = (2, 3, 12, 12)
+    coarse = torch.rand((2, 3, 3, 3), generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    true = functional.interpolate(coarse, size=shape[2:], mode="bilinear")
+
+    def misfit(images: Tensor) -> Tensor:
+        return functional.avg_pool2d(images - true, 2).square().flatten(1).sum(1)
+
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    start = 0.5 + 0.1 * noise
+    off = [
+        (found - true).square().flatten(1).mean(1)
+        for found in (anneal(misfit, start, 400, never, SMOOTH), anneal(misfit, start, 400, never))
+    ]
+    assert bool((off[0] < 0.5 * off[1]).all())
 
 
 def test_annealing_stays_in_range_and_returns_the_best_that_it_met() -> None:
