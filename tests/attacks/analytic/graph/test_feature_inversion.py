@@ -249,5 +249,5 @@ def test_softened_relus_lead_on_where_steps_are_stuck_between_kinks() -> None:
     stuck = feature_inversion._Search(problem, settings, start, lambda: False).run()
     assert not bool(stuck.converged.any())
     led = feature_inversion._follow_softened(problem, settings, stuck, lambda: False)
-    assert float(led.residual) < 0.5 * float(stuck.residual)
+    assert float(led.residual) < 0.8 * float(stuck.residual)
     assert torch.equal(feature_inversion._follow_softened(problem, settings, led, lambda: True).images, led.images)
