@@ -328,13 +328,13 @@ def test_an_attack_that_solves_ends_in_time_with_what_it_has_proved() -> None:
     assert isinstance(whole, Reconstruction)
     assert (whole.verified, whole.cut_short) == (True, "")
     ended = {}
-    for asked in (0, 1, 2, 4, 8, 16, 32, 64):
+    for asked in (0, 1, 4, 16, 64, 256, 1024):
         found = attacks.build("cascade")(view, control=Patience(asked))
         if found.cut_short:
             assert "not done before the time limit" in found.cut_short
             assert not getattr(found, "verified", False)
         ended[asked] = set(getattr(found, "private", {}))
-    lowest = [len([name for name in ended[asked] if name.startswith("residual/")]) for asked in (0, 64)]
+    lowest = [len([name for name in ended[asked] if name.startswith("residual/")]) for asked in (0, 1024)]
     assert lowest[0] < lowest[1]  # of more layers where there was more time
     assert any(name.startswith("features/") for names in ended.values() for name in names)
 
