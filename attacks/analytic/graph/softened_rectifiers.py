@@ -51,12 +51,12 @@ def soften_rectifiers(forward: Forward, widths: Sequence[float]) -> Forward:
 
     Args:
         forward: from images to features; it calls the same ReLUs in the same order for all images.
-        widths: t of each call. Zero leaves a ReLU as it is.
+        widths: t of each call, at least one; further calls have the last. Zero leaves a ReLU as it is.
     """
 
     def softened(images: Tensor) -> Sequence[Tensor]:
         left = iter(widths)
-        with _RectifiersReplaced(lambda value: _soft(value, next(left))):
+        with _RectifiersReplaced(lambda value: _soft(value, next(left, widths[-1]))):
             return forward(images)
 
     return softened
