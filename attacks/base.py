@@ -370,7 +370,8 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     if prefix is None or (prefix.kind == "bent" and above is None):
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
-        return confirm(view, with_target(view, prefix.turn_back(result)))
+        held = confirm(view, with_target(view, prefix.turn_back(result)))
+        return prefix.bound(result.inputs, held) if isinstance(held, Reconstruction) else held
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None

@@ -22,6 +22,8 @@ from fl.view import ServerView
 
 TRIED, ROUNDS = 33, 4
 """Brightnesses that are tried between the darkest and the brightest, and how often again around the best."""
+LEVELS_ASIDE = 4.0
+"""Levels of 8 bits by which a brighter and a darker picture must make another update, for a brightness to be told."""
 FAR_OUTSIDE = 1e-3
 """How far outside of [0, 1] pixels may come by rounding."""
 UNTOLD = (
@@ -61,7 +63,10 @@ def picture_behind(layer: LinearLayer, centered: Tensor, labels: Tensor | None, 
             shifts = [at + width * (i / (TRIED - 1) - 0.5) for i in range(TRIED)]
             at = min(shifts, key=lambda shift: _left(view, shown(shift), labels))
             width *= 4 / (TRIED - 1)
-        if _left(view, shown(at), labels) <= fits:
+        aside = LEVELS_ASIDE / 255 / float(slope.abs().amin())
+        others = [shift for shift in (at - aside, at + aside) if low <= shift <= high]
+        told = all(_left(view, shown(shift), labels) > fits for shift in others)
+        if told and _left(view, shown(at), labels) <= fits:
             found = Reconstruction(inputs=shown(at), labels=labels, knowledge=known, approximate=True)
             return found.with_note(TOLD, Remark.CENTRALIZED)
         at = (low + high) / 2

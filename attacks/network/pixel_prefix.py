@@ -43,6 +43,8 @@ DARKER, ADDED, SAME = (0.7, 0.9, 0.8), (0.1, 0.02, 0.15), 0.01
 """What channels are multiplied by, and what is added to them, and how little that may change of what is given."""
 SPARSE = 0.02
 """Share of bright pixels of the picture with the largest numbers that is thought of."""
+VALUE_ERROR, MAX_LEVELS_OPEN = 1e-5, 0.5
+"""By which v may be off where it was solved for in float32, and levels of 8 bits that this may move a pixel by."""
 BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
@@ -154,13 +156,33 @@ class PixelPrefix:
             return held
         shown = self.pictures(held.inputs) if pictures is None else pictures
         if self.kind == "bent":
-            return replace(held, inputs=shown)
+            return replace(held, inputs=shown, fixed=None)
         borne_out = bool(held.verified or held.approximate)
         said = TAKEN_OFF[self.shifted, self.by_channel]
         said = said if borne_out else said.replace("the picture is known", "a picture can be told", 1)
         told = None if held.verified else held.verified
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})
+
+    def bound(self, values: Tensor, held: Reconstruction) -> Reconstruction:
+        """Return a result of bent pixels, not verified where rounding of v may move a pixel to another level.
+
+        Args:
+            values: v that was found.
+            held: the result on the whole network.
+        """
+        if not held.verified:
+            return held
+        v = values.to(self.graph.image)
+        darkest, middle, brightest = (_invert(self, v + off) for off in (-VALUE_ERROR, 0.0, VALUE_ERROR))
+        levels = 255 * float(torch.maximum(middle - darkest, brightest - middle).amax())
+        if levels < MAX_LEVELS_OPEN:
+            return held
+        said = (
+            f"the network's first function hardly tells some pixels: by rounding they may be off by {levels:.0f} levels"
+        )
+        note = "; ".join(filter(None, (held.note, said)))
+        return replace(held, verified=False, approximate=True, note=note)
 
 
 def read_pixel_prefix(view: ServerView) -> PixelPrefix | None:

@@ -262,7 +262,7 @@ def _follow_softened(
 ) -> InvertedImages:
     """Return what follows from promising images where ReLUs are softened, less and less."""
     which = ~found.converged & (found.residual < PROMISING)
-    if not bool(which.any()):
+    if late() or not bool(which.any()):
         return found
     problem, images = problem.select(which), found.images[which]
     sizes = rectifier_sizes(problem.forward, images)
@@ -272,6 +272,8 @@ def _follow_softened(
     settings = replace(settings, max_inner_iterations=SOFT_INNER, roughness=0.0)
     largest = max(WIDTH_OF_RESIDUAL * float(found.residual[which].max()), SOFT_WIDTHS[-1])
     for width in (w for w in SOFT_WIDTHS if w <= largest):
+        if late():
+            return found
         widths = [width * size for size in sizes]
         forward, single = (soften_rectifiers(f, widths) for f in (first.forward, first.single_forward))
         soft = FeatureProblem.of(forward, None if first.single_forward is first.forward else single, first.targets)

@@ -74,3 +74,17 @@ def test_rows_that_sum_to_zero_for_what_they_are_given_are_no_centralized_gradie
         assert isinstance(found, Reconstruction)
         assert found.approximate
         assert Remark.SCALE_TAKEN_OFF in found.remarks
+
+
+def test_a_brightness_that_the_update_does_not_tell_is_not_borne_out() -> None:
+    """Scores that start at zero, or rows that sum to it, are the same however bright a picture is."""
+    zero, centered = nn.Sequential(nn.Flatten(), nn.Linear(192, 10)), perceptron()
+    for parameter in zero.parameters():
+        nn.init.zeros_(parameter)
+    with torch.no_grad():
+        next(centered.parameters()).sub_(next(centered.parameters()).mean(1, keepdim=True))
+    for model in (zero, centered):
+        found = Analytic()(view_of(model))
+        assert isinstance(found, Reconstruction)
+        assert (found.verified, found.approximate) == (None, False)
+        assert Remark.SCALE_TAKEN_OFF in found.remarks

@@ -161,3 +161,14 @@ def test_an_audit_counts_it_as_leaked_once_its_scale_is_fitted() -> None:
     assert row["floor_noise_psnr_scaled"] < 30
     assert "once brightness and contrast are fitted" in finding.verdict
     assert [one.kind for one in finding.outcomes] == ["borne out"]
+
+
+def test_pixels_that_rounding_moves_to_other_levels_are_not_verified() -> None:
+    """Behind x^4 and exp(20 x) dark pixels make next to nothing of what the layers get."""
+    dark = (255 * torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) ** 3).round() / 255
+    for flat in (lambda x: x**4, lambda x: (20 * x).exp()):
+        view = from_batch(initialized(Convolving(flat)).float(), dark, LABELS)[0]
+        found = build("rconv")(view)
+        assert isinstance(found, Reconstruction)
+        assert (found.verified, found.fixed) == (False, None)
+        assert "by rounding they may be off by" in found.note
