@@ -22,6 +22,7 @@ from torch import Tensor
 from attacks.network.linear_layers import vector_layers
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
+from attacks.update.even_grids import is_of_one_row
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
@@ -111,7 +112,7 @@ def read_compressed_layer(view: ServerView) -> Reading:
     if isinstance(layer, NotApplicable) or layer.steps != 1 or layer.masked:
         return None
     step = grid_step(layer.update)
-    if step is not None:
+    if step is not None and not is_of_one_row(layer.update, step):
         return _read_levels(layer, step)
     return _read_sparse(layer)
 
@@ -150,7 +151,8 @@ def is_on_grid(view: ServerView) -> bool:
     largest = max(matrices, key=Tensor.numel, default=None)
     if largest is None:
         return False
-    return grid_step(largest.flatten()[:: max(1, largest.numel() // MOST_SAMPLED)].double()) is not None
+    step = grid_step(largest.flatten()[:: max(1, largest.numel() // MOST_SAMPLED)].double())
+    return step is not None and not is_of_one_row(largest, step)
 
 
 def _read_levels(layer: LinearLayer, step: float) -> CompressedInput | NotApplicable:

@@ -44,10 +44,10 @@ def grid_step(values: Tensor) -> float:
     step = (high - low) / steps
     places = (flat - low) / step
     on_grid = bool(((places - places.round()).abs() < OFF_GRID).all())
-    return step if on_grid and not _is_of_one_row(values.detach(), step) else 0.0
+    return step if on_grid and not is_of_one_row(values.detach(), step) else 0.0
 
 
-def _is_of_one_row(values: Tensor, step: float) -> bool:
+def is_of_one_row(values: Tensor, step: float) -> bool:
     """Return whether all rows of a matrix are multiples of one, as no rounding leaves them.
 
     The gradient of a layer with one output, or two classes, is that: pixels of 8 bits times one number.

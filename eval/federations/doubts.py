@@ -95,9 +95,10 @@ def unread_form(view: ServerView) -> str:
     """Return of what form an update is that the attacks of a screening do not read, in words; "" for none."""
     if rule := guess_update_rule(view):
         return f"it looks like {rule}"
-    if share := missing_share(view):
-        return f"{share:.0%} of its numbers were left out here and there"
-    return "its numbers were sent in few bits" if is_on_grid(view) else ""
+    if is_on_grid(view):  # rounding to zero leaves numbers out, too
+        return "its numbers were sent in few bits"
+    share = missing_share(view)
+    return f"{share:.0%} of its numbers were left out here and there" if share else ""
 
 
 def _doubt_of_form(view: ServerView, reading: Reading) -> str:

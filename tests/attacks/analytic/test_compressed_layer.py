@@ -9,7 +9,7 @@ import torch
 from support import recorded as support
 from torch import Tensor, nn
 
-from attacks.analytic.compressed_layer import CompressedInput, Reading, grid_step, read_compressed_layer
+from attacks.analytic.compressed_layer import CompressedInput, Reading, grid_step, is_on_grid, read_compressed_layer
 from attacks.result import NotApplicable
 from defenses.prune import Prune
 from defenses.qsgd import QSGD
@@ -126,3 +126,18 @@ def test_a_grid_is_told_from_other_numbers() -> None:
     assert grid_step(draw.sign()) is None
     assert grid_step(torch.zeros(9)) is None
     assert grid_step(torch.zeros(0)) is None
+
+
+def test_pixels_of_eight_bits_times_one_number_are_no_rounded_update() -> None:
+    """The gradient of one logit has 256 values, as have its pixels."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(3072, 1))
+    image = (255 * torch.rand(1, 3, 32, 32, generator=stream(0, "picture"))).round() / 255
+    loss = nn.functional.binary_cross_entropy_with_logits(model(image), torch.ones(1, 1))
+    update = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    view = from_update(model, update, input_shape=(3, 32, 32), loss="bce", method=STEP, batch_size=1)
+    assert grid_step(update["1.weight"]) is not None
+    assert not is_on_grid(view)
+    reading = read_compressed_layer(view)
+    assert "few bits" not in getattr(reading, "reason", "")
