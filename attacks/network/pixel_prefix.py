@@ -45,6 +45,8 @@ SPARSE = 0.02
 """Share of bright pixels of the picture with the largest numbers that is thought of."""
 VALUE_ERROR, MAX_LEVELS_OPEN = 1e-5, 0.5
 """By which v may be off where it was solved for in float32, and levels of 8 bits that this may move a pixel by."""
+MAX_OPEN_SHARE = 0.02
+"""Share of pixels that may be open so in a picture that is borne out."""
 BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
@@ -165,7 +167,9 @@ class PixelPrefix:
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})
 
     def bound(self, values: Tensor, held: Reconstruction) -> Reconstruction:
-        """Return a result of bent pixels, not verified where rounding of v may move a pixel to another level.
+        """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
+
+        It is not borne out, either, where that holds of more than a few pixels.
 
         Args:
             values: v that was found.
@@ -175,14 +179,17 @@ class PixelPrefix:
             return held
         v = values.to(self.graph.image)
         darkest, middle, brightest = (_invert(self, v + off) for off in (-VALUE_ERROR, 0.0, VALUE_ERROR))
-        levels = 255 * float(torch.maximum(middle - darkest, brightest - middle).amax())
-        if levels < MAX_LEVELS_OPEN:
+        levels = 255 * torch.maximum(middle - darkest, brightest - middle)
+        open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
+        if open_share == 0:
             return held
+        most, told = float(levels.amax()), open_share <= MAX_OPEN_SHARE
         said = (
-            f"the network's first function hardly tells some pixels: by rounding they may be off by {levels:.0f} levels"
+            f"the network's first function hardly tells some pixels: by rounding they may be off by {most:.0f} levels"
         )
         note = "; ".join(filter(None, (held.note, said)))
-        return replace(held, verified=False, approximate=True, note=note)
+        remarks = held.remarks if told else held.remarks | {Remark.PARTLY_TOLD}
+        return replace(held, verified=False, approximate=told, note=note, remarks=remarks)
 
 
 def read_pixel_prefix(view: ServerView) -> PixelPrefix | None:
