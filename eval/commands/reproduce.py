@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from eval.report.results_table import Table
     from eval.reproduce.items import Item
-    from eval.reproduce.listing import Listed
 
 PUBLISHED = "published.md"
 """In the folder of a run: its figures beside the paper's."""
@@ -189,10 +188,10 @@ def _print_grid(screen: Console, title: str, columns: Sequence[str], rows: Seque
 
 def _list(beginning: str, scale: ScaleName | None, beside: Sequence[str], *, as_json: bool) -> None:
     """Show the tables and figures whose names begin so, at one scale or at all; refuses options `beside` these."""
-    from eval.experiment.scales import SCALES
+    from eval.experiment.scale_names import SCALES
+    from eval.reproduce.index import list_indexed
     from eval.reproduce.items import list_items
-    from eval.reproduce.kept import KeptListing
-    from eval.reproduce.listing import LEGEND, as_rows, columns, list_status
+    from eval.reproduce.listed import LEGEND, as_rows, columns
 
     shown = SCALES if scale is None else (scale.value,)
     with exit_on_errors(USAGE):
@@ -200,7 +199,7 @@ def _list(beginning: str, scale: ScaleName | None, beside: Sequence[str], *, as_
             raise ValueError(
                 f"--list computes nothing, and takes --scale and --json alone; got {', '.join(beside)} beside it"
             )
-        found: list[Listed] = list_status(list_items(beginning), kept=KeptListing(), tell=print_message)
+        found = list_indexed(list_items(beginning), print_message)
     if as_json:
         print_json([one.to_plain(shown) for one in found])
         return

@@ -19,17 +19,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from eval.experiment.overrides import ConfigDraft, apply_overrides
+from eval.experiment.scale_names import SCALES, Scale
 from eval.experiment.serialization import build, check_keys, check_mapping, to_plain
 from eval.experiment.spec import Experiment
 from eval.io import yaml12
 from fl.registry import UnknownNameError
-
-Scale = Literal["smoke", "small", "paper"]
-SCALES: tuple[Scale, ...] = ("smoke", "small", "paper")
-"""From a check that everything runs, over figures of a fitting order, to what the paper did."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
-from eval.experiment.scales import Scale
+from eval.experiment.scale_names import Scale
 from eval.metrics import statistics
 from eval.metrics.score import Row
 from eval.metrics.statistics import Interval

@@ -17,12 +17,10 @@ from typing import Any
 
 from eval.experiment.spec import Experiment
 from eval.reproduce.cells import PlannedCell, planned_cells
-from eval.reproduce.items import PaperRow, matching, rows_of
+from eval.reproduce.items import CELLS, PaperRow, matching, rows_of
 from eval.run.cache_keys import short_hash
 from eval.run.estimate import KnownTimes
 
-CELLS = Path(__file__).parents[2] / "docs" / "results" / "cells"
-"""Archives of cells; an installation without the documents has none."""
 TRAINING_KEYS = ("task", "federation", "method", "defense", "seed")
 ATTACK_KEYS = ("round", "method", "attack", "threat", "observe")
 LARGEST = 2**26

@@ -9,13 +9,13 @@ is None, never zero.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
 from eval.experiment.scales import DOMAINS
 from eval.experiment.spec import Experiment, ObserveSpec
 from eval.reproduce.cells import PlannedCell, planned_cells
+from eval.reproduce.listed import Cost
 from eval.run.estimate import KnownTimes
 from eval.run.unit_costs import (
     ClientImages,
@@ -37,21 +37,6 @@ IMAGES: Mapping[str, tuple[int, int]] = PUBLISHED_SIZES | {
 """Training and test images of data sets as published, for estimates that load none."""
 SOURCE_DOMAINS = 3
 """Domains of the papers' data sets, beside the one that is left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cost:
-    """What an experiment comes to.
-
-    Attributes:
-        trainings: cells of trainings.
-        attacks: cells of attacks.
-        seconds: of all of them on one core; None where some network's cost is not known.
-    """
-
-    trainings: int
-    attacks: int
-    seconds: float | None
 
 
 def experiment_cost(
@@ -138,13 +123,3 @@ def watched_updates(observe: ObserveSpec, images: ClientImages) -> tuple[int, fl
     count = observe.images or ceil(images.train)
     batch = observe.batch_size or count
     return len(observe.clients) * ceil(count / batch), float(batch)
-
-
-def describe_seconds(seconds: float | None) -> str:
-    """Return a duration as people say it: `40 s`, `3 min`, `2 h`, `5 days`; `unknown` of None."""
-    if seconds is None:
-        return "unknown"
-    for unit, size in (("days", 86_400.0), ("h", 3_600.0), ("min", 60.0)):
-        if seconds >= 2 * size or (unit != "days" and seconds >= size):
-            return f"{seconds / size:.0f} {unit}"
-    return f"{max(seconds, 1):.0f} s"

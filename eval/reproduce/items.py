@@ -1,4 +1,7 @@
-"""The tables and figures of the five papers that configs redo, by name."""
+"""The tables and figures of the five papers that configs redo, by name.
+
+What reads a config is imported where it is needed: their names alone take no second.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from eval.experiment import config_catalog, yaml_config
-from eval.experiment.scales import OwnScales, Scale, at_scale, read_scales
-from eval.experiment.spec import Entry, Experiment
-from eval.report.sections.rounds_to_accuracy import matches_label
-from fl.method import Method
+from eval.experiment import config_catalog
+
+if TYPE_CHECKING:
+    from eval.experiment.scale_names import Scale
+    from eval.experiment.scales import OwnScales
+    from eval.experiment.spec import Entry, Experiment
+    from fl.method import Method
 
 FOLDER = "reproduce"
 """In `configs`, with a folder for each paper."""
+CELLS = Path(__file__).parents[2] / "docs" / "results" / "cells"
+"""Archives of committed cells; an installation without the documents has none."""
 NEAREST = 3
 """Names that a message suggests at most."""
 
@@ -61,11 +69,15 @@ class Item:
     @cached_property
     def own_scales(self) -> OwnScales:
         """What the config says of scales itself."""
+        from eval.experiment.scales import read_scales
+
         return read_scales(self.path)
 
     @cached_property
     def experiment(self) -> Experiment:
         """The experiment as the config stands."""
+        from eval.experiment import yaml_config
+
         return yaml_config.load(self.path)
 
     def at(self, scale: Scale) -> Experiment:
@@ -74,6 +86,8 @@ class Item:
         Raises:
             ValueError: as `eval.experiment.scales.at_scale`.
         """
+        from eval.experiment.scales import at_scale
+
         return at_scale(self.experiment, scale, self.own_scales)
 
     def default_folder(self, scale: Scale) -> Path:
@@ -153,6 +167,8 @@ def rows_of(experiment: Experiment) -> list[PaperRow]:
 
 def matching(experiment: Experiment, row: PaperRow) -> list[PaperRow]:
     """Return what a row is made of by whole labels: a sweep may have made several methods or attacks of one."""
+    from eval.report.sections.rounds_to_accuracy import matches_label
+
     found = []
     for method in experiment.method:
         if not matches_label(row.method, method.label):

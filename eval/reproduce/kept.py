@@ -17,7 +17,7 @@ import torch
 from eval.experiment import config_catalog
 from eval.io import jsonl
 from eval.io.errors import RUN_ERRORS
-from eval.reproduce.committed import CELLS
+from eval.reproduce.items import CELLS
 from eval.run.cache_keys import source_digest
 from fl.runtime.atomic_files import make_folder
 

@@ -9,7 +9,8 @@ from support.runs import tiny
 from support.tiny import CONFIG, Registered
 
 from eval.experiment import yaml_config
-from eval.experiment.scales import RULES, SCALES, Cut, OwnScales, at_scale, parse_scales, read_scales
+from eval.experiment.scale_names import SCALES
+from eval.experiment.scales import RULES, Cut, OwnScales, at_scale, parse_scales, read_scales
 
 PAPER = (
     "seeds=[0, 1, 2]",

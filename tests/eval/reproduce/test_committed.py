@@ -12,8 +12,7 @@ from eval.experiment.spec import Experiment
 from eval.reproduce.cells import planned_cells
 from eval.reproduce.committed import CommittedRun, cells_by_row, count_measured, read_committed, runs_of
 from eval.reproduce.cost import experiment_cost
-from eval.reproduce.items import PaperRow, find_item
-from eval.reproduce.listing import list_status
+from eval.reproduce.items import PaperRow
 
 CALM = ("observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1, batch_size: 6}]")
 
@@ -99,16 +98,6 @@ def test_a_damaged_archive_is_named(tmp_path):
         file.addfile(member, io.BytesIO(b"[]"))
     with pytest.raises(ValueError, match=r"cut\.tar\.xz"):
         read_committed(tmp_path)
-
-
-def test_the_checkouts_own_cells_are_found():
-    names = ("hyperfl/table3-pfedhn-cifar10", "hyperfl/table1-dp-cifar10", "hyperfl/table3-emnist")
-    whole, small, other = list_status([find_item(name) for name in names])
-    assert whole.scales["paper"].measured == whole.rows == 2
-    assert small.scales["small"].measured == small.rows == 6
-    assert small.scales["paper"].measured == 0
-    assert (other.scales["paper"].measured, other.otherwise) == (0, 2)  # on other handwriting
-    assert "task.dataset=handwritten62" in other.changes
 
 
 def test_more_attacks_ask_no_more_of_the_methods(monkeypatch):
