@@ -111,6 +111,7 @@ class ServerView:
         round: number of the round, from 0.
         scale_unknown: whether the update is known only up to a positive factor (clipping, after a rewrite).
         rounded: whether the update is a difference of weights and rounded as they are; False for a gradient by itself.
+        sent_as: in what coarse form the update's numbers were sent, where that is known and its numbers do not show it.
         history: earlier views of the same client, oldest first.
         parts: the clients of a group, () for a single one.
     """
@@ -134,6 +135,7 @@ class ServerView:
     round: int = 0
     scale_unknown: bool = False
     rounded: bool = True
+    sent_as: str = ""
     history: tuple[ServerView, ...] = ()
     parts: tuple[Part, ...] = ()
 

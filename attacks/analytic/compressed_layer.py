@@ -22,7 +22,7 @@ from torch import Tensor
 from attacks.network.linear_layers import vector_layers
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
-from attacks.update.even_grids import is_of_one_row
+from attacks.update.even_grids import grid_step, is_of_one_row
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from attacks.update.update_rule import RuleKind, is_sign_compressed, kind_of_update_rule
@@ -43,9 +43,8 @@ MIN_SPARE_EQUATIONS, MIN_SPARE_SHARE = 64, 0.25
 """More equations than unknown numbers, and the same as a share of these."""
 MAX_LEFT, FIT_ROUNDS = 1e-3, 200
 """Share of the numbers sent that one outer product may leave, and rounds of its fit."""
-MOST_LEVELS, ENTRIES_PER_LEVEL, MAX_OFF_LEVEL = 257, 4, 0.25
-"""Values that a tensor sent in up to eight bits has, the numbers it needs of each, and how far a value may be from the
-grid, in steps."""
+MOST_LEVELS = 257
+"""Values that a tensor sent in up to eight bits has."""
 MOST_SAMPLED = 2**16
 """Numbers of a tensor, or a few more, that are asked whether they are on a grid."""
 CELL_ROUNDS, MAX_BEYOND_CELL, NEARLY_DONE = 150, 5e-3, 1e-3
@@ -111,34 +110,9 @@ def read_compressed_layer(view: ServerView) -> Reading:
     layer = first_linear(view)
     if isinstance(layer, NotApplicable) or layer.steps != 1 or layer.masked:
         return None
-    step = grid_step(layer.update)
-    if step is not None and not is_of_one_row(layer.update, step):
+    if step := step_of_few_bits(layer.update):
         return _read_levels(layer, step)
     return _read_sparse(layer)
-
-
-def grid_step(values: Tensor) -> float | None:
-    """Return the distance of the few values, evenly spaced, that the numbers of a tensor have; None where they do not.
-
-    Args:
-        values: of any shape.
-    """
-    ordered = values.flatten().sort().values
-    span = float(ordered[-1] - ordered[0]) if len(ordered) else 0.0
-    if span <= 0 or not math.isfinite(span):
-        return None
-    apart = ordered.diff() > span / (4 * MOST_LEVELS)
-    count = int(apart.sum()) + 1
-    if not 3 <= count <= MOST_LEVELS or len(ordered) < ENTRIES_PER_LEVEL * count:
-        return None
-    ends = torch.cat([apart.nonzero().flatten(), torch.tensor([len(ordered) - 1], device=apart.device)])
-    starts = torch.cat([ends.new_zeros(1), ends[:-1] + 1])
-    levels = (ordered[starts] + ordered[ends]) / 2
-    step = float(levels.diff().min())
-    off = (levels - levels[0]) / step
-    wide = float((ordered[ends] - ordered[starts]).max())
-    even = bool(((off - off.round()).abs() < MAX_OFF_LEVEL).all())
-    return span / round(float(off[-1])) if even and wide < MAX_OFF_LEVEL * step else None
 
 
 def is_on_grid(view: ServerView) -> bool:
@@ -151,8 +125,15 @@ def is_on_grid(view: ServerView) -> bool:
     largest = max(matrices, key=Tensor.numel, default=None)
     if largest is None:
         return False
-    step = grid_step(largest.flatten()[:: max(1, largest.numel() // MOST_SAMPLED)].double())
-    return step is not None and not is_of_one_row(largest, step)
+    sample = largest.flatten()[:: max(1, largest.numel() // MOST_SAMPLED)]
+    step = step_of_few_bits(sample)
+    return step > 0 and not is_of_one_row(largest, step)
+
+
+def step_of_few_bits(values: Tensor) -> float:
+    """Return the step of the grid of three to `MOST_LEVELS` values that a tensor lies on; 0 where it lies on none."""
+    step = grid_step(values, least=2) if values.numel() and bool(values.isfinite().all()) else 0.0
+    return step if step and float(values.max() - values.min()) < MOST_LEVELS * step else 0.0
 
 
 def _read_levels(layer: LinearLayer, step: float) -> CompressedInput | NotApplicable:

@@ -3,48 +3,134 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 MIN_ENTRIES = 64
-"""Numbers of a tensor, below which a grid through all of them says little."""
-MIN_STEPS, MAX_STEPS = 30, 4096
+"""Numbers of a tensor, below which a grid through all of them says little, unless each value is there several times."""
+MIN_LEVELS, ENTRIES_PER_LEVEL = 8, 4
+"""Values of a grid, below which it takes several numbers other than 0 of each: few are evenly spaced by chance."""
+MIN_STEPS, MAX_STEPS = 3, 4096
 """Steps between the least and the largest number: fewer may be signs and their like (`attacks.update.update_rule`), and
 of more float32 tells no grid."""
-OFF_GRID = 0.02
-"""How far numbers may be from whole steps."""
+FEW_STEPS = 256
+"""Steps of eight bits."""
+OFF_GRID = 0.1
+"""How far numbers may be from whole steps: those of eight bits that were sent in float16 are, by a sixteenth."""
+OFF_ROW = 0.02
+"""How far, in steps, rows may be from multiples of one, and few numbers from a grid."""
 OWN_SPACINGS = 4.0
 """Last places of the largest weight, up to which a step is one of the weights' own."""
 SAMPLE = 4 * MAX_STEPS
 """Numbers that are looked at first: those of a grid repeat among them."""
+MIN_FEW = 8
+"""Numbers of a small tensor, or a row, from which on a grid through all of them is no chance, whatever its step."""
 
 
-def grid_step(values: Tensor) -> float:
+def grid_step(values: Tensor, least: int = MIN_STEPS) -> float:
     """Return how far apart numbers of a tensor are that all lie on an even grid; 0 where they lie on none.
 
     Rows that are multiples of one count as on none: pixels lie on a grid as well.
 
     Args:
         values: floating-point numbers, finite.
+        least: steps that there have to be between the least and the largest.
     """
     flat = values.detach().flatten()
-    known = torch.unique(flat[:SAMPLE].double())
-    if len(flat) < MIN_ENTRIES or len(known) > MAX_STEPS + 1:
+    if len(flat) < ENTRIES_PER_LEVEL * least:
         return 0.0
-    flat = flat.double()
     low, high = (float(extreme) for extreme in flat.aminmax())
-    gaps = known.diff()
-    gaps = gaps[gaps > (high - low) / (2 * MAX_STEPS)]
-    if not len(gaps):
+    known = torch.unique(flat[:SAMPLE].double())
+    for widest in (4 * FEW_STEPS, 2 * MAX_STEPS):  # what is nearer is one value, and rounding
+        gaps = known.diff()
+        gaps = gaps[gaps > (high - low) / widest]
+        if not len(gaps) or not _are_enough(flat, len(gaps) + 1):
+            continue
+        unit = float(gaps[gaps < 1.5 * gaps.min()].mean())
+        steps = round((high - low) / float(known[-1] - known[0]) * float((gaps / unit).round().sum()))
+        step = (high - low) / max(1, steps)
+        if not least <= steps <= MAX_STEPS or not _are_on_grid(known - low, step):
+            continue
+        on_grid = _are_on_grid(flat.double() - low, step)
+        return step if on_grid and not is_of_one_row(values.detach(), step) else 0.0
+    return 0.0
+
+
+def _are_on_grid(values: Tensor, step: float) -> bool:
+    places = values / step
+    return bool(((places - places.round()).abs() < OFF_GRID).all())
+
+
+def _are_enough(flat: Tensor, levels: int) -> bool:
+    """Return whether numbers of so many values are enough for their even spacing to be no chance."""
+    repeated = int((flat != 0).sum()) >= ENTRIES_PER_LEVEL * levels
+    return repeated or (len(flat) >= MIN_ENTRIES and levels >= MIN_LEVELS)
+
+
+def grid_steps(values: Tensor) -> Tensor | None:
+    """Return the step of the grid that a tensor lies on, or one for each of its rows (m, 1, ...); None of no grid.
+
+    Of rows that are all 0 it is 0.
+
+    Args:
+        values: as of `grid_step`.
+    """
+    if step := grid_step(values):
+        return torch.tensor(step, dtype=torch.float64)
+    if values.ndim < 2 or values.shape[0] < 2 or values[0].numel() < MIN_FEW or values.numel() < MIN_ENTRIES:
+        return None
+    rows, steps = values.detach().flatten(1).double(), []
+    longest = rows[int(rows.abs().amax(1).argmax())]
+    if not (step := _row_step(longest)) or is_of_one_row(values.detach(), step):
+        return None
+    for row in rows:
+        steps.append(_row_step(row) if bool(row.any()) else 0.0)
+        if not steps[-1] and bool(row.any()):
+            return None
+    return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
+
+
+def _row_step(row: Tensor) -> float:
+    """Return the step of the grid that a row of numbers lies on, of eight bits where they are few."""
+    if len(row) >= MIN_ENTRIES:
+        return grid_step(row)
+    size, span = float(row.abs().max()), float(row.max() - row.min())
+    counts = range(MIN_STEPS, FEW_STEPS)
+    return _first_fit(row, [*(size / n for n in counts if n < FEW_STEPS / 2), *(span / n for n in counts)])
+
+
+def _first_fit(flat: Tensor, known: Sequence[float]) -> float:
+    """Return the first step on whose grid, from 0 or from their least on, numbers (double precision) lie; or 0."""
+    steps = torch.tensor([step for step in known if step > 0], dtype=torch.float64, device=flat.device)
+    places = torch.stack([flat, flat - flat.min()])[:, None] / steps[:, None]
+    fits = (((places - places.round()).abs() < OFF_ROW).all(2) & (places.round() != 0).any(2)).any(0)
+    return float(steps[fits][0]) if bool(fits.any()) else 0.0
+
+
+def step_beside(values: Tensor, larger: Mapping[Tensor, float]) -> float:
+    """Return the step of the grid that a small tensor lies on as larger ones beside it do; 0 where it lies on none.
+
+    Its step is theirs, or its largest number has as many steps as theirs have; of enough numbers it may be any.
+
+    Args:
+        values: floating-point numbers, finite.
+        larger: tensors of the same update, each with the step of its grid.
+    """
+    flat = values.detach().flatten().double()
+    if not len(flat) or not larger:
         return 0.0
-    steps = round((high - low) / float(gaps.min()))
-    if not MIN_STEPS <= steps <= MAX_STEPS:
-        return 0.0
-    step = (high - low) / steps
-    places = (flat - low) / step
-    on_grid = bool(((places - places.round()).abs() < OFF_GRID).all())
-    return step if on_grid and not is_of_one_row(values.detach(), step) else 0.0
+    low, high, size = float(flat.min()), float(flat.max()), float(flat.abs().max())
+    least, most = min(larger.values()), max(larger.values())
+    if not size:
+        return least if most < (1 + OFF_GRID) * least else 0.0
+    counts = [max(1, round(float(other.abs().max()) / step)) for other, step in larger.items()]
+    spans = [max(1, round(float(other.max() - other.min()) / step)) for other, step in larger.items()]
+    known = [*larger.values(), *(size / count for count in counts), *((high - low) / count for count in spans)]
+    if len(flat) >= MIN_FEW:
+        known += [size / count for count in range(MIN_STEPS, max(counts) + 1)]
+    return _first_fit(flat, known)
 
 
 def is_of_one_row(values: Tensor, step: float) -> bool:
@@ -58,7 +144,7 @@ def is_of_one_row(values: Tensor, step: float) -> bool:
     sizes = rows.square().sum(1)
     longest = rows[int(sizes.argmax())]
     along = rows @ longest / sizes.max()
-    return bool(((rows - along[:, None] * longest).abs() < OFF_GRID * step).all())
+    return bool(((rows - along[:, None] * longest).abs() < OFF_ROW * step).all())
 
 
 def bits_of_grid(values: Tensor, start: Tensor | None = None) -> int:
@@ -68,10 +154,12 @@ def bits_of_grid(values: Tensor, start: Tensor | None = None) -> int:
         values: of an update.
         start: the weights before: a difference of them lies on the grid of their last places, which counts as none.
     """
-    step = grid_step(values)
-    if not step or (
-        start is not None and step <= OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
+    steps = grid_steps(values)
+    if steps is None or (
+        start is not None
+        and float(steps.max()) <= OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
     ):
         return 0
-    low, high = (float(extreme) for extreme in values.aminmax())
-    return math.ceil(math.log2(round((high - low) / step) + 1))
+    flat = values.flatten(1).double() if steps.ndim else values.flatten()[None].double()
+    most = ((flat.amax(1) - flat.amin(1)) / steps.flatten().clamp(min=torch.finfo(torch.float64).tiny)).max()
+    return math.ceil(math.log2(round(float(most)) + 1))

@@ -38,9 +38,11 @@ def relative_rounding(view: ServerView, name: str) -> float:
 def coarse_form(view: ServerView) -> str:
     """Return what all numbers of an update, or of the weights after it, were sent in that is coarse; or nothing.
 
-    That is a type of two bytes, or few bits on an even grid. What attacks on `view.dtype` take for a miss may then be
-    no more than rounding.
+    That is a type of two bytes, few bits on an even grid, or what is known of how it was sent (`view.sent_as`). What
+    attacks on `view.dtype` take for a miss may then be no more than rounding.
     """
+    if view.sent_as:
+        return view.sent_as
     of_update, of_weights = sent_types(view)
     kind = next((kind for kind in (of_update, of_weights) if kind.itemsize < view.dtype.itemsize), None)
     if kind is not None:

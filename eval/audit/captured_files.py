@@ -15,7 +15,7 @@ from eval.audit.checkpoint_folders import describe_part
 from eval.audit.coarse_numbers import coarse_note, rounding_bounds
 from eval.audit.paired_names import common_names
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
-from eval.audit.scaled_integers import write_out_integers
+from eval.audit.scaled_tensors import find_lost_scale, write_out_scaled
 from eval.audit.tensor_files import MAX_DEPTH, packed_hint, read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
@@ -54,7 +54,9 @@ class CapturedUpdate:
         training: what a file recorded in a federation says of how the client trained; None of other files.
         scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
         rounding: how far each number may be off for having been rounded to two bytes or one
-            (`eval.audit.coarse_numbers`), by name; only of tensors that were.
+            (`eval.audit.coarse_numbers`), or to integers with a scale, by name; only of tensors that were. Of anything
+            but a difference of two states here it is of the latter alone, until names are the model's.
+        sent_as: in what numbers those of the latter were sent, in words.
     """
 
     update: dict[str, Tensor]
@@ -68,6 +70,7 @@ class CapturedUpdate:
     training: TrainingFacts | None = None
     scale_unknown: bool = False
     rounding: dict[str, Tensor] = field(default_factory=dict)
+    sent_as: str = ""
 
 
 def load_update(path: Path) -> CapturedUpdate:
@@ -228,11 +231,12 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     if chosen and (chosen in STATE_WORDS or not any(isinstance(value, Tensor) for value in named.values())):
         note = f"the update is what {file or 'it'} holds under {chosen!r}"
         state = _from_state(inner[chosen], wanted)
-        return CapturedUpdate(state.update, notes=(note, *state.notes), nameless=state.nameless)
+        return replace(state, notes=(note, *state.notes))
+    written, scaled = write_out_scaled(named, wanted)
     plain = sorted(
-        name for name, value in named.items() if value is None or isinstance(value, bool | int | float | str)
+        name for name, value in written.items() if value is None or isinstance(value, bool | int | float | str)
     )
-    tensors, scaled = write_out_integers({name: value for name, value in named.items() if name not in plain})
+    tensors = {name: value for name, value in written.items() if name not in plain}
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
@@ -242,7 +246,9 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         raise ValueError(f"{wanted}, got none")
     return CapturedUpdate(
         {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
-        notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled),
+        notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled.notes),
+        rounding=scaled.rounding,
+        sent_as=scaled.sent_as,
     )
 
 
@@ -326,8 +332,11 @@ def _difference(
     notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note, *renamed))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
     coarse = coarse_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
-    rounding = rounding_bounds(update, before, after)
-    return CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=all(places), rounding=rounding)
+    known = [half.rounding for half in (halves["before"], halves["after"])]
+    rounding = rounding_bounds(update, before, after, known=known)
+    sent_as = halves["before"].sent_as or halves["after"].sent_as
+    found = CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=all(places))
+    return replace(found, rounding=rounding, sent_as=sent_as)
 
 
 def _state_word(inner: Mapping[str, object]) -> str:
@@ -335,9 +344,11 @@ def _state_word(inner: Mapping[str, object]) -> str:
 
 
 def _is_state(value: object) -> bool:
-    """Return whether it is a dictionary or a list of tensors and nothing else, and not an optimizer's."""
+    """Return whether it is a dictionary or a list of tensors, with their scales, and nothing else; no optimizer's."""
     if isinstance(value, dict):
-        return bool(value) and _tensors(value)
+        own = {str(name) for name, part in value.items() if isinstance(part, Tensor)}
+        rest = [str(name) for name, part in value.items() if type(part) in {int, float}]
+        return bool(own) and len(own) + len(rest) == len(value) and all(find_lost_scale([n], own) for n in rest)
     return isinstance(value, list | tuple) and bool(value) and all(isinstance(one, Tensor) for one in value)
 
 

@@ -81,6 +81,7 @@ def of_update(
         return as_mean_of_clients(alone, clients)
 
     view = replace(_with_buffers(view_of(batch_size * clients), captured.buffers), scale_unknown=captured.scale_unknown)
+    view = replace(view, sent_as=captured.sent_as)
     view, decay = with_decay_read_off(view)
     known_data = None
     if given is not None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import bits_of_grid, grid_step
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, step_beside
 
 DIGITS = {
     torch.float16: "about 3 digits",
@@ -20,45 +21,71 @@ DIGITS = {
     torch.float8_e8m0fnu: "powers of two alone",
 }
 """What numbers of such types hold."""
+MOST_ROWS = 8
+"""Rows of a tensor, with grids of their own, by which small tensors beside it are read."""
 LARGE_SHARE = 0.1
 """Share of an update's length from which on what rounding may be of it is said."""
 
 
-def rounding_bounds(update: Mapping[str, Tensor], *states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def rounding_bounds(
+    update: Mapping[str, Tensor], *states: Mapping[str, Tensor], known: Sequence[Mapping[str, Tensor]] = ()
+) -> dict[str, Tensor]:
     """Return how far rounding may put each number of an update off, of tensors that are coarse.
 
     Args:
         update: by name; floating-point tensors count.
         states: what it was computed from: itself, or weights before and after. They are off by half of their numbers'
             last place at most, on an even grid by a step (which way it was rounded nobody says), together by the sum.
+        known: of each state, how far tensors may be off of which that is known.
     """
     found: dict[str, Tensor] = {}
-    for state in states:
-        for name, value in state.items():
-            bound = _bound(value) if name in update else None
-            if bound is not None:
-                found[name] = found.get(name, 0.0) + bound
+    nothing: Mapping[str, Tensor] = {}
+    for state, told in zip_longest(states, known, fillvalue=nothing):
+        own = {name: bound for name, bound in told.items() if name in update}
+        own |= _bounds({name: value for name, value in state.items() if name in update and name not in own})
+        for name, bound in own.items():
+            found[name] = found.get(name, 0.0) + bound
     return found
 
 
-def _bound(value: Tensor) -> Tensor | None:
-    """Return how far numbers of a tensor may be off; None where they are not coarse."""
-    if value.dtype in DIGITS:
-        return _half_spacing(value)
-    if not value.is_floating_point() or not bool(value.isfinite().all()):
+def _bounds(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return how far numbers of tensors may be off, of those that are coarse."""
+    found = {name: _half_spacing(value) for name, value in state.items() if value.dtype in DIGITS}
+    plain = {n: v for n, v in state.items() if n not in found and v.is_floating_point() and bool(v.isfinite().all())}
+    steps = {name: step for name, value in plain.items() if (step := grid_steps(value)) is not None}
+    larger = dict[Tensor, float]()
+    for name, step in steps.items():
+        rows = zip(plain[name], step.flatten().tolist(), strict=True) if step.ndim else [(plain[name], float(step))]
+        larger |= dict([(row, own) for row, own in rows if own][:MOST_ROWS])
+    for name, value in plain.items():
+        step = _step_of_few(value, larger) if name not in steps and value.numel() < MIN_ENTRIES else steps.get(name)
+        if step is not None and bool(step.any()):
+            found[name] = step.to(value.device).expand(value.shape)
+    return found
+
+
+def _step_of_few(value: Tensor, larger: Mapping[Tensor, float]) -> Tensor | None:
+    """Return the step of the grid of a small tensor, or one for each of its rows; None where it has none."""
+    if step := step_beside(value, larger):
+        return torch.tensor(step, dtype=torch.float64)
+    if value.ndim < 2:
         return None
-    step = grid_step(value)
-    return torch.full_like(value, step, dtype=torch.float64) if step else None
+    steps = [step_beside(row, larger) for row in value]
+    if not all(step or not bool(row.any()) for step, row in zip(steps, value, strict=True)):
+        return None
+    return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (value.ndim - 1))
 
 
-def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> list[str]:
+def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
     """Return which tensors lie on an even grid, as of numbers that were sent in few bits; nothing where none do.
 
     Args:
         update: by name.
         start: the weights before, whose own last places are no such grid.
+        known: tensors of which it is known already in what they were sent.
     """
-    plain = {name: value for name, value in update.items() if value.is_floating_point() and value.dtype not in DIGITS}
+    told = {name for name, value in update.items() if name in known or value.dtype in DIGITS}
+    plain = {name: value for name, value in update.items() if name not in told and value.is_floating_point()}
     bits = {name: bits_of_grid(value, start.get(name)) for name, value in plain.items() if bool(value.isfinite().all())}
     found = {name: count for name, count in bits.items() if count}
     if not found:

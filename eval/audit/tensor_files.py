@@ -213,7 +213,10 @@ def with_plain_tensors(found: object, wanted: str) -> tuple[object, list[str]]:
 
     def plain(value: object, name: str, depth: int) -> object:
         if isinstance(value, Mapping) and depth:
-            return {key: plain(part, f"{key}", depth - 1) for key, part in value.items()}
+            parts = {key: _quantized_parts(part, f"{key}", value) for key, part in value.items()}
+            kinds.update("quantized" for one in parts.values() if len(one) > 1)
+            pairs = [pair for one in parts.values() for pair in one.items()]
+            return {key: plain(part, f"{key}", depth - 1) for key, part in pairs}
         if isinstance(value, list | tuple) and depth:
             return [plain(part, f"{place}", depth - 1) for place, part in enumerate(value)]
         if isinstance(value, np.ndarray | np.generic):
@@ -222,6 +225,26 @@ def with_plain_tensors(found: object, wanted: str) -> tuple[object, list[str]]:
 
     changed = plain(found, "", MAX_DEPTH)
     return changed, [f"{' and '.join(sorted(kinds))} tensors were written out as plain numbers"] if kinds else []
+
+
+def _quantized_parts(value: object, name: str, beside: Mapping[object, object]) -> dict[object, object]:
+    """Return a quantized tensor as integers with scale and zero point beside, which tell its rounding; else the value.
+
+    Args:
+        value: of whatever kind.
+        name: of it.
+        beside: all that stands there; where it has such names of its own, nothing is changed.
+    """
+    scale, zero = f"{name}_scale", f"{name}_zero_point"
+    if not isinstance(value, Tensor) or not value.is_quantized or {scale, zero} & set(map(str, beside)):
+        return {name: value}
+    if value.qscheme() in {torch.per_tensor_affine, torch.per_tensor_symmetric}:
+        return {name: value.int_repr(), scale: torch.tensor(value.q_scale()), zero: torch.tensor(value.q_zero_point())}
+    scales, zeros = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    if not torch.equal(zeros, zeros.round()):
+        return {name: value}
+    shape = [-1 if dim == value.q_per_channel_axis() else 1 for dim in range(value.ndim)]
+    return {name: value.int_repr(), scale: scales.view(shape), zero: zeros.view(shape)}
 
 
 def _is_computable(kind: torch.dtype) -> bool:

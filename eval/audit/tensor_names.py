@@ -14,6 +14,7 @@ from eval.audit.captured_files import CapturedUpdate
 from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, share_note
 from eval.audit.paired_names import WRAPPERS, bare
 from eval.audit.recorded_update import subtract
+from eval.audit.scaled_tensors import REMEDY, find_lost_scale
 from eval.audit.tensor_files import packed_hint
 from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import layout_hint, untie_parameters, unwrap_model
@@ -67,10 +68,10 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     if captured.weights:
         notes += coarse_note(update, "weights")
         after, update = update, _from_own_weights(update, model)
-        rounding = rounding_bounds(update, after)
+        rounding = rounding_bounds(update, after, known=[rounding])
     elif not before:
-        notes += [*coarse_note(update, "update"), *grid_note(update, model.state_dict())]
-        rounding = rounding_bounds(update, update)
+        notes += [*coarse_note(update, "update"), *grid_note(update, model.state_dict(), rounding)]
+        rounding = rounding_bounds(update, update, known=[rounding])
     whole = set(update)
     update = untie_parameters(model, update)
     if tied := sorted(whole - set(update)):
@@ -270,8 +271,13 @@ def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[st
         own = {name: mine for name, mine in own.items() if mine in known}
         if wanted <= set(own.values()):
             left = sorted(set(names) - own.keys())
-            lost = f"names lose {prefix}; " if prefix else ""
-            return own, [f"{lost}{', '.join(left)} of the file: not the model's, left out"]
+            if lost := find_lost_scale(left, own.keys()):
+                raise ValueError(
+                    f"expected {lost[0]!r} in plain numbers, got {lost[1]!r} beside it, without which its numbers are "
+                    f"no update: {REMEDY}"
+                )
+            cut = f"names lose {prefix}; " if prefix else ""
+            return own, [f"{cut}{', '.join(left)} of the file: not the model's, left out"]
     return None
 
 

@@ -8,7 +8,7 @@ from support.chains import initialized
 from torch import Tensor, nn
 
 import attacks
-from attacks.update.even_grids import bits_of_grid, grid_step
+from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -24,7 +24,7 @@ def rounded(values: Tensor, bits: int, *, random: bool = False) -> Tensor:
     return (values / step + up).floor() * step
 
 
-@pytest.mark.parametrize("bits", [6, 8, 12])
+@pytest.mark.parametrize("bits", [4, 6, 8, 12])
 @pytest.mark.parametrize("random", [False, True])
 def test_a_grid_is_found_with_its_step(bits: int, random: bool) -> None:
     values = numbers()
@@ -44,8 +44,10 @@ def test_other_numbers_lie_on_none() -> None:
         signs,
         values.half().float(),
         values.bfloat16().float(),
-        rounded(values, 4),
         numbers(20),
+        torch.zeros(9),
+        torch.zeros(0),
+        torch.tensor([0.0, 1.0, 2.0, 3.0]),
     ):
         assert grid_step(other) == 0
     start = torch.ones(200)
@@ -65,6 +67,48 @@ def test_a_miss_on_few_bits_is_not_ruled_out() -> None:
     assert isinstance(result, attacks.base.Reconstruction)
     assert result.verified is None
     assert "no more than the rounding of what was sent in 8 bits a number" in result.note
+
+
+def test_a_grid_is_found_in_what_computing_leaves_of_it() -> None:
+    draw = torch.randn(5000, generator=stream(0, "numbers"), dtype=torch.float64)
+    assert grid_step((draw / 0.1).round() * 0.1 + 0.03) == pytest.approx(0.1)
+    sent = rounded(numbers(5000), 8)
+    start = 30 * torch.rand(5000, generator=stream(3, "grid"))
+    for noisy in (sent.half().float(), start - (start - sent)):
+        assert grid_step(noisy) == pytest.approx(grid_step(sent), rel=1e-2)
+    assert grid_step(numbers().sign() * (numbers() > 0)) == 0  # of two steps
+    assert grid_step(numbers().clamp(-1, 1).round(), least=2) == 1
+
+
+@pytest.mark.parametrize("length", [20, 80])
+def test_rows_have_grids_of_their_own(length: int) -> None:
+    values = numbers(5 * length).view(5, length) * torch.tensor([0.1, 3.0, 1.0, 0.0, 7.0])[:, None]
+    sent = torch.stack([rounded(row, 8) if row.any() else row for row in values])
+    assert grid_step(sent) == 0
+    steps = grid_steps(sent)
+    assert steps is not None
+    torch.testing.assert_close(steps[:, 0], values.abs().amax(1).double() / 127)
+    assert bits_of_grid(sent) == 8
+    assert grid_steps(values) is None
+    pixels = (255 * torch.rand(length, generator=stream(0, "pixels"))).round() / 255
+    assert grid_steps(torch.outer(numbers(5), pixels)) is None
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 10])
+def test_a_small_tensor_is_on_a_grid_as_larger_ones_are(count: int) -> None:
+    large, own = rounded(numbers(), 8), numbers(count + 1)[1:]
+    beside = {large: grid_step(large)}
+    assert step_beside(rounded(own, 8), beside) == pytest.approx(float(own.abs().max()) / 127, rel=1e-4)
+    shared = (own / beside[large]).round() * beside[large]
+    assert step_beside(shared, beside) <= beside[large] * 1.0001
+    low, step = float(own.min()), float(own.max() - own.min()) / 255
+    if count > 1:
+        between = low + ((own - low) / step).round() * step  # between extremes
+        wide = low + 10 * ((large - large.min()) / (large.max() - large.min()) * 255).round()
+        assert step_beside(between, {wide: 10.0}) == pytest.approx(step, rel=1e-3)
+    if count > 2:
+        assert step_beside(own, beside) == 0
+    assert step_beside(torch.zeros(count), beside) == beside[large]
 
 
 @pytest.mark.parametrize("outputs", [1, 2])
