@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from eval.audit.checkpoint_folders import describe_part
 from eval.audit.coarse_numbers import coarse_note, rounding_bounds
-from eval.audit.paired_names import common_names
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from eval.audit.scaled_tensors import find_lost_scale, write_out_scaled
 from eval.audit.tensor_files import MAX_DEPTH, packed_hint, read_tensor_file, with_plain_tensors
@@ -39,6 +38,27 @@ Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object] | Tensor
 
 
 @dataclass(frozen=True)
+class Unpaired:
+    """Weights before and after whose tensors are called otherwise, which a model's names will tell.
+
+    Attributes:
+        states: both, by "before" and "after".
+        words: what each is called, likewise.
+        file: that both come from; empty where they come from two.
+        said: whether a note says so.
+    """
+
+    states: Mapping[str, CapturedUpdate]
+    words: Mapping[str, str]
+    file: str
+    said: bool
+
+    def difference(self, named: Mapping[str, CapturedUpdate]) -> CapturedUpdate:
+        """Return the update of both under the same names."""
+        return _difference(named, self.words, self.file, said=self.said)
+
+
+@dataclass(frozen=True)
 class CapturedUpdate:
     """What a file holds.
 
@@ -57,6 +77,7 @@ class CapturedUpdate:
             (`eval.audit.coarse_numbers`), or to integers with a scale, by name; only of tensors that were. Of anything
             but a difference of two states here it is of the latter alone, until names are the model's.
         sent_as: in what numbers those of the latter were sent, in words.
+        unpaired: weights before and after whose difference is still to be taken, since their names differ.
     """
 
     update: dict[str, Tensor]
@@ -71,6 +92,7 @@ class CapturedUpdate:
     scale_unknown: bool = False
     rounding: dict[str, Tensor] = field(default_factory=dict)
     sent_as: str = ""
+    unpaired: Unpaired | None = None
 
 
 def load_update(path: Path) -> CapturedUpdate:
@@ -170,7 +192,7 @@ def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpda
         raise ValueError(f"expected kind 'update' or 'gradient', got {kind!r}")
     if clients < 1:
         raise ValueError(f"expected clients as a number >= 1, got {clients}")
-    if kind == "gradient" and (captured.before or captured.weights):
+    if kind == "gradient" and (captured.before or captured.weights or captured.unpaired):
         raise ValueError("expected kind 'update' of weights before and after, got 'gradient'")
     notes = (f"the mean of {clients} clients, each of as many images",) if clients > 1 else ()
     return replace(captured, kind=kind, clients=clients, notes=(*captured.notes, *notes))  # type: ignore[arg-type]
@@ -314,22 +336,14 @@ def _difference(
     before, after = halves["before"].update, halves["after"].update
     called, where = f"{words['before']} and {words['after']}", f" in {file}" if file else ""
     places = halves["before"].nameless, halves["after"].nameless
-    renamed = []
-    if (common := common_names(before, after, places)) is not None:
-        before, after = dict(common[0]), dict(common[1])
-        renamed = [common[2]]
-    if odd := next(iter(before.keys() ^ after.keys()), None):
-        kind = f"the same number of arrays in {called}{where}, got {len(before)} and {len(after)}"
-        named = f"the same names under {called}{where}, got {odd!r} in one alone"
-        if places[0] != places[1]:
-            kind += ", one of them without names, in other shapes: the model may be another"
-        raise ValueError(f"expected {kind if any(places) else named}")
+    if before.keys() != after.keys() or places[0] != places[1]:
+        return CapturedUpdate({}, unpaired=Unpaired(halves, words, file, said))
     for name, value in before.items():
         if value.shape != after[name].shape:
             shapes = f"{tuple(value.shape)} and {tuple(after[name].shape)}"
             raise ValueError(f"expected {name!r} in one shape under {called}{where}, got {shapes}")
     note = [f"the update is {words['before']} - {words['after']}{f' of {file}' if file else ''}"] if said else []
-    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note, *renamed))
+    notes = dict.fromkeys((*halves["before"].notes, *halves["after"].notes, *note))
     update = {name: subtract(value, after[name]) for name, value in before.items()}
     coarse = coarse_note({**before, **{f"after {name}": value for name, value in after.items()}}, "weights")
     known = [half.rounding for half in (halves["before"], halves["after"])]

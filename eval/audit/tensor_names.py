@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor, nn
 
-from eval.audit.captured_files import CapturedUpdate
+from eval.audit.captured_files import CapturedUpdate, Unpaired
 from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, share_note
-from eval.audit.paired_names import WRAPPERS, bare
 from eval.audit.recorded_update import subtract
 from eval.audit.scaled_tensors import REMEDY, find_lost_scale
 from eval.audit.tensor_files import packed_hint
+from eval.audit.unnamed_arrays import match_places, split_vector
+from eval.audit.wrapper_names import WRAPPERS, bare
 from fl.runtime.module_copies import copy_model
-from fl.simulation.capture_checks import layout_hint, untie_parameters, unwrap_model
+from fl.simulation.capture_checks import untie_parameters, unwrap_model
 from fl.types import frozen
 
 T = TypeVar("T")
@@ -54,8 +54,10 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
             not have the shapes of the model's, or an adapter's tensors for a model without one.
     """
     model = unwrap_model(model)
-    captured = _split_vector(captured, model)
-    own, said = _match_places(captured, model) if captured.nameless else _match_names(list(captured.update), model)
+    if captured.unpaired is not None:
+        captured = _pair_up(captured, captured.unpaired, model)
+    captured = split_vector(captured, model)
+    own, said = _own_names(captured, model)
     if (captured.weights or captured.before) and (masked := _masked_weights(own)):
         raise ValueError(
             f"expected {own[masked]!r} as the pruned model has it, got {masked!r}, which is multiplied with its mask: "
@@ -91,6 +93,58 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     notes += share_note(update, rounding)
     plain = replace(captured, nameless=False, weights=False, rounding=rounding)
     return replace(plain, update=update, buffers=buffers, notes=tuple(notes), before=before)
+
+
+def _own_names(
+    captured: CapturedUpdate, model: nn.Module, beside: Mapping[str, Tensor] | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """Return the model's names by those of an update or weights, or by places in a list, and what to say of it.
+
+    Args:
+        captured: the update, or weights before or after.
+        model: whose names are wanted.
+        beside: weights by the model's names that those without names came from, or became.
+    """
+    if not captured.nameless:
+        return _match_names(list(captured.update), model)
+    near = captured.before or (captured.update if captured.weights or beside is not None else None)
+    goal = dict(model.state_dict()) if beside is None else beside
+    return match_places(captured, model, None if near is None else (near, goal))
+
+
+def _pair_up(captured: CapturedUpdate, halves: Unpaired, model: nn.Module) -> CapturedUpdate:
+    """Return the update from weights before and after that call their tensors otherwise, by the model's names.
+
+    Raises:
+        ValueError: one of them does not fit the model, or has tensors of its own alone.
+    """
+    named, notes, beside = dict[str, CapturedUpdate](), list[str](), None
+    for half in sorted(halves.states, key=lambda half: halves.states[half].nameless):
+        state = split_vector(halves.states[half], model)
+        own, said = _own_names(state, model, beside)
+        beside = {own[name]: value for name, value in state.update.items() if name in own}
+        bounds = {own[name]: value for name, value in state.rounding.items() if name in own}
+        named[half] = replace(state, update=beside, rounding=bounds, nameless=False)
+        notes += [f"{halves.words[half]}: {note}" for note in said]
+    both = named["before"].update.keys() & named["after"].update.keys()
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    odd = [name for name in named["after"].update if name not in both and (name in trained or not both)]
+    if odd:
+        raise ValueError(
+            f"expected the same names under {halves.words['before']} and {halves.words['after']}, got {odd[0]!r} in "
+            f"{halves.words['after']} alone: the model may be another, or give it under both"
+        )
+    for half, other in (("before", "after"), ("after", "before")):
+        alone = sorted(named[half].update.keys() - both)
+        if alone:
+            notes.append(
+                f"{halves.words[half]}: {', '.join(alone[:3])} left out, since {halves.words[other]} lacks them"
+            )
+        named[half] = replace(named[half], update={n: v for n, v in named[half].update.items() if n in both})
+    found = halves.difference(named)
+    notes = list(dict.fromkeys((*captured.notes, *found.notes, *notes)))
+    kept = {"kind": captured.kind, "clients": captured.clients, "training": captured.training}
+    return replace(found, notes=tuple(notes), **kept)  # type: ignore[arg-type]
 
 
 def _masked_weights(own: Mapping[str, str]) -> str:
@@ -279,113 +333,3 @@ def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[st
             cut = f"names lose {prefix}; " if prefix else ""
             return own, [f"{cut}{', '.join(left)} of the file: not the model's, left out"]
     return None
-
-
-# ---- arrays without names --------------------------------------------------------------------------------------------
-def _split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
-    """Return arrays without names in place of one vector of all their numbers; anything else as it is.
-
-    It is of the trained parameters one after the other, row by row, as `torch.nn.utils.parameters_to_vector` has them,
-    or else of the whole `state_dict()`.
-
-    Raises:
-        ValueError: it has another number of numbers; says how many there are.
-    """
-    state = {name: value.shape for name, value in model.state_dict().items()}
-    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
-    vector = next(iter(captured.update.values()), None)
-    if not captured.nameless or len(captured.update) != 1 or vector is None or vector.ndim != 1 or len(trained) < 2:
-        return captured
-    layouts = {"the model's trained parameters": trained, "model.state_dict()": state}
-    sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
-    whole = next((what for what, size in sizes.items() if size == len(vector)), None)
-    if whole is None:
-        if any(shape == vector.shape for shape in trained.values()):
-            return captured  # it may be that one alone
-        counts = " or ".join(dict.fromkeys(f"{size}" for size in sizes.values()))
-        raise ValueError(
-            f"expected a vector of all numbers to have {counts}, as the model's trained parameters or all of its "
-            f"state_dict() have, got {len(vector)}: the model may be another than the client's; or save tensors by name"
-        )
-    shapes = list(layouts[whole].values())
-
-    def split(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts = (part for value in values.values() for part in value.split([shape.numel() for shape in shapes]))
-        return {str(place): part.view(shape) for place, (part, shape) in enumerate(zip(parts, shapes, strict=False))}
-
-    note = f"a vector of {len(vector)} numbers: those of {whole} one after the other, row by row"
-    notes = (*captured.notes, note)
-    parts: dict[str, Any] = {what: split(getattr(captured, what)) for what in ("update", "before", "rounding")}
-    return replace(captured, **parts, notes=notes)
-
-
-def _match_places(captured: CapturedUpdate, model: nn.Module) -> tuple[dict[str, str], list[str]]:
-    """Return the model's names by places in a list of arrays, and what to say of it.
-
-    The list is of the whole `state_dict()`, of the trained parameters, or, where only one place fits, of a row of
-    these.
-
-    Raises:
-        ValueError: shapes do not fit, or fit at several places; says which.
-    """
-    state = {name: value.shape for name, value in model.state_dict().items()}
-    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
-    arrays = list(captured.update.values())
-    kinds = {"model.state_dict()": state, "the model's trained parameters": trained}
-    for what, shapes in kinds.items():
-        if len(shapes) == len(arrays) and _first_misfit(arrays, shapes) is None:
-            return _by_place(captured, shapes), [
-                f"{len(arrays)} arrays without names: taken in the order of {what}, whose shapes they have"
-            ]
-    rows = _rows_that_fit(arrays, trained)
-    if len(rows) == 1:
-        (row,) = rows
-        return _by_place(captured, row), [
-            f"{len(arrays)} arrays without names: only {', '.join(row)} have their shapes, in this order"
-        ]
-    raise ValueError(_misfit_words(arrays, kinds, rows))
-
-
-def _by_place(captured: CapturedUpdate, names: Collection[str]) -> dict[str, str]:
-    return dict(zip(captured.update, names, strict=True))
-
-
-def _first_misfit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> int | None:
-    """Return the first place at which an array has not the shape of the name there."""
-    pairs = zip(arrays, shapes.values(), strict=False)
-    return next((place for place, (array, shape) in enumerate(pairs) if array.shape != shape), None)
-
-
-def _rows_that_fit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> list[list[str]]:
-    """Return rows of neighboring names, fewer than all, whose shapes are those of the arrays."""
-    names = list(shapes)
-    rows = [names[start : start + len(arrays)] for start in range(len(names) - len(arrays) + 1)]
-    fits = [row for row in rows if _first_misfit(arrays, {name: shapes[name] for name in row}) is None]
-    return fits if len(arrays) < len(names) else []
-
-
-def _misfit_words(
-    arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]], rows: Sequence[Sequence[str]]
-) -> str:
-    """Say why arrays without names can't be matched."""
-    remedy = "save them by name: dict(zip(names, arrays))"
-    if rows:
-        begins = " or ".join(row[0] for row in rows[:3])
-        return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"
-    same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
-    if not same:
-        counts = " or ".join(f"{len(shapes)} of {what}" for what, shapes in kinds.items())
-        return (
-            f"expected arrays without names for {counts}, got {len(arrays)}: the model may be another than the "
-            f"client's; or {remedy}"
-        )
-    what, shapes = next(iter(same.items()))
-    place = _first_misfit(arrays, shapes)
-    assert place is not None
-    name, array = list(shapes)[place], arrays[place]
-    shape = tuple(shapes[name])
-    turned = layout_hint(shape, array.shape)
-    return (
-        f"expected arrays without names in the order of {what}, got {tuple(array.shape)} at place {place}, where "
-        f"{name!r} is {shape}: {turned or f'the model may be another than the client has; or {remedy}'}"
-    )

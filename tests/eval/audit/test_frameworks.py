@@ -72,8 +72,10 @@ def test_weights_before_and_after_in_one_npz_file(tmp_path):
 
 def test_weights_that_do_not_belong_together_are_refused(tmp_path):
     torch.save({"before": {"a": torch.ones(2)}, "after": {"b": torch.ones(2)}}, tmp_path / "u.pt")
-    with pytest.raises(ValueError, match="expected the same names under 'before' and 'after'"):
-        load_update(tmp_path / "u.pt")
+    with pytest.raises(
+        ValueError, match="expected the same names under 'before' and 'after', got 'b' in 'after' alone"
+    ):
+        with_model_names(load_update(tmp_path / "u.pt"), network())
     torch.save({"before": {"a": torch.ones(2)}, "after": {"a": torch.ones(3)}}, tmp_path / "u.pt")
     with pytest.raises(ValueError, match=r"got \(2,\) and \(3,\)"):
         load_update(tmp_path / "u.pt")

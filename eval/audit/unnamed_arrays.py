@@ -1,0 +1,183 @@
+"""Arrays without names, as Flower sends them: in which order a model's names go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eval.audit.captured_files import CapturedUpdate
+from fl.simulation.capture_checks import layout_hint
+
+CLEARLY_NEARER = 0.5
+"""Share of the distance to what arrays are compared with, in the next order, below which one order is the right one."""
+OPEN = "their shapes allow another order as well, that of sorted names: give them by name where it is that"
+
+
+def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return arrays without names in place of one vector of all their numbers; anything else as it is.
+
+    It is of the trained parameters one after the other, row by row, as `torch.nn.utils.parameters_to_vector` has them,
+    or else of the whole `state_dict()`.
+
+    Raises:
+        ValueError: it has another number of numbers; says how many there are.
+    """
+    state = {name: value.shape for name, value in model.state_dict().items()}
+    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
+    vector = next(iter(captured.update.values()), None)
+    if not captured.nameless or len(captured.update) != 1 or vector is None or vector.ndim != 1 or len(trained) < 2:
+        return captured
+    layouts = {"the model's trained parameters": trained, "model.state_dict()": state}
+    sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
+    whole = next((what for what, size in sizes.items() if size == len(vector)), None)
+    if whole is None:
+        if any(shape == vector.shape for shape in trained.values()):
+            return captured  # it may be that one alone
+        counts = " or ".join(dict.fromkeys(f"{size}" for size in sizes.values()))
+        raise ValueError(
+            f"expected a vector of all numbers to have {counts}, as the model's trained parameters or all of its "
+            f"state_dict() have, got {len(vector)}: the model may be another than the client's; or save tensors by name"
+        )
+    shapes = list(layouts[whole].values())
+
+    def split(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parts = (part for value in values.values() for part in value.split([shape.numel() for shape in shapes]))
+        return {str(place): part.view(shape) for place, (part, shape) in enumerate(zip(parts, shapes, strict=False))}
+
+    note = f"a vector of {len(vector)} numbers: those of {whole} one after the other, row by row"
+    notes = (*captured.notes, note)
+    parts: dict[str, Any] = {what: split(getattr(captured, what)) for what in ("update", "before", "rounding")}
+    return replace(captured, **parts, notes=notes)
+
+
+def match_places(
+    captured: CapturedUpdate,
+    model: nn.Module,
+    compared: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None = None,
+) -> tuple[dict[str, str], list[str]]:
+    """Return the model's names by places in a list of arrays, and what to say of it.
+
+    The list is of the whole `state_dict()`, of the trained parameters, or, where only one place fits, of a row of
+    these. Where shapes do not fit in the model's order, they may in that of sorted names, safetensors' own.
+
+    Args:
+        captured: with the list.
+        model: whose names are wanted.
+        compared: arrays by the same places, and tensors by the model's names that they are near to, such as weights
+            before training; where several orders fit, the nearest is taken.
+
+    Raises:
+        ValueError: shapes do not fit, or fit at several places; says which.
+    """
+    state = {name: value.shape for name, value in model.state_dict().items()}
+    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
+    arrays = list(captured.update.values())
+    kinds = {"model.state_dict()": state, "the model's trained parameters": trained}
+    usual = {what: list(shapes) for what, shapes in kinds.items() if _fits(arrays, shapes)}
+    by_name = {
+        f"the names of {what}, sorted{how}": order
+        for what, shapes in kinds.items()
+        for how, order in _sorted(shapes, model).items()
+    }
+    fits = {**dict(list(usual.items())[:1]), **{w: o for w, o in by_name.items() if _fits(arrays, _shapes(o, state))}}
+    if fits:
+        what, doubt = _nearest(fits, captured, compared)
+        said = f"{len(arrays)} arrays without names: taken in the order of {what}, whose shapes they have"
+        return _by_place(captured, fits[what]), [f"{said}{doubt}"]
+    rows = _rows_that_fit(arrays, trained)
+    if len(rows) == 1:
+        (row,) = rows
+        return _by_place(captured, row), [
+            f"{len(arrays)} arrays without names: only {', '.join(row)} have their shapes, in this order"
+        ]
+    raise ValueError(_misfit_words(arrays, kinds, rows))
+
+
+def _fits(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> bool:
+    return len(shapes) == len(arrays) and _first_misfit(arrays, shapes) is None
+
+
+def _shapes(names: Collection[str], known: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
+    return {name: known[name] for name in names}
+
+
+def _sorted(shapes: Mapping[str, torch.Size], model: nn.Module) -> dict[str, list[str]]:
+    """Return names sorted by letters, and as safetensors sorts them, by how to say that."""
+    sizes = {name: value.element_size() for name, value in model.state_dict().items()}
+    by_size = sorted(shapes, key=lambda name: (-sizes[name], name))
+    return {"": sorted(shapes), " as safetensors sorts them": by_size}
+
+
+def _nearest(
+    fits: Mapping[str, Sequence[str]],
+    captured: CapturedUpdate,
+    compared: tuple[Mapping[str, Tensor], Mapping[str, Tensor]] | None,
+) -> tuple[str, str]:
+    """Return which of the orders that fit by shapes is taken, and what to say where that is open."""
+    first, *others = fits
+    if all(list(fits[other]) == list(fits[first]) for other in others):
+        return first, ""
+    if compared is None:
+        return first, f"; {OPEN}"
+    near, goal = compared
+    off = {
+        what: sum(
+            float((near[place].double() - goal[name].cpu().double()).square().sum())
+            for place, name in _by_place(captured, order).items()
+            if place in near and name in goal and near[place].shape == goal[name].shape
+        )
+        ** 0.5
+        for what, order in fits.items()
+    }
+    best = min(off, key=lambda what: off[what])
+    rest = [off[what] for what in fits if list(fits[what]) != list(fits[best])]
+    return (best, "") if off[best] < CLEARLY_NEARER * min(rest) else (first, f"; {OPEN}")
+
+
+def _by_place(captured: CapturedUpdate, names: Collection[str]) -> dict[str, str]:
+    return dict(zip(captured.update, names, strict=True))
+
+
+def _first_misfit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> int | None:
+    """Return the first place at which an array has not the shape of the name there."""
+    pairs = zip(arrays, shapes.values(), strict=False)
+    return next((place for place, (array, shape) in enumerate(pairs) if array.shape != shape), None)
+
+
+def _rows_that_fit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> list[list[str]]:
+    """Return rows of neighboring names, fewer than all, whose shapes are those of the arrays."""
+    names = list(shapes)
+    rows = [names[start : start + len(arrays)] for start in range(len(names) - len(arrays) + 1)]
+    fits = [row for row in rows if _first_misfit(arrays, {name: shapes[name] for name in row}) is None]
+    return fits if len(arrays) < len(names) else []
+
+
+def _misfit_words(
+    arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]], rows: Sequence[Sequence[str]]
+) -> str:
+    """Say why arrays without names can't be matched."""
+    remedy = "save them by name: dict(zip(names, arrays))"
+    if rows:
+        begins = " or ".join(row[0] for row in rows[:3])
+        return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"
+    same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
+    if not same:
+        counts = " or ".join(f"{len(shapes)} of {what}" for what, shapes in kinds.items())
+        return (
+            f"expected arrays without names for {counts}, got {len(arrays)}: the model may be another than the "
+            f"client's; or {remedy}"
+        )
+    what, shapes = next(iter(same.items()))
+    place = _first_misfit(arrays, shapes)
+    assert place is not None
+    name, array = list(shapes)[place], arrays[place]
+    shape = tuple(shapes[name])
+    turned = layout_hint(shape, array.shape)
+    return (
+        f"expected arrays without names in the order of {what}, got {tuple(array.shape)} at place {place}, where "
+        f"{name!r} is {shape}: {turned or f'the model may be another than the client has; or {remedy}'}"
+    )
