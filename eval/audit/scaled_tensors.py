@@ -83,7 +83,8 @@ def write_out_scaled(tensors: Mapping[str, object], wanted: str) -> tuple[dict[s
         for part in filter(None, (scale, zero)):
             found.pop(part, None)
     some = f"{', '.join(written[:3])}{f' and {len(written) - 3} more' if len(written) > 3 else ''}"
-    note = f"{some}: integers, or numbers of one byte, written out as (values - zero_point) * scale"
+    what = "numbers of one byte" if any("float" in kind for kind in kinds) else "integers"
+    note = f"{some}: {what}, written out as (values - zero_point) * scale"
     for name, value in found.items():
         lost = None if isinstance(value, Tensor) else find_lost_scale([name], found.keys() - {name})
         if lost is not None and isinstance(value, int | float) and not isinstance(value, bool):
