@@ -9,6 +9,7 @@ from typing import Any
 
 from eval.run.executors import LostError, import_package, in_words
 from eval.run.executors.options import Kinds, check_options, parameters
+from eval.run.executors.reach import check_address
 
 CLUSTER_OPTIONS: dict[str, Kinds] = {
     "n_workers": (int,),
@@ -17,8 +18,8 @@ CLUSTER_OPTIONS: dict[str, Kinds] = {
     "memory_limit": (str, float),
 }
 """Types of options of `LocalCluster`, which has no annotations."""
-
-
+ENGINE_ERRORS = (TypeError, OSError, ValueError, RuntimeError)
+"""What Dask raises where it can't be begun."""
 CONFIG = {"distributed.scheduler.allowed-failures": 0, "distributed.nanny.pre-spawn-environ": {}}
 """Of a cluster of this machine. A task whose process has died is not begun again behind our back. And Dask's variables
 (one has glibc give freed memory back, with which searches take twice as long) are not set: they would stay in this
@@ -54,16 +55,16 @@ class DaskExecutor:
                     self._cluster = distributed.LocalCluster(**usual | {"local_directory": str(folder)} | own)
                 own = {"address": self._cluster}
             self._client = distributed.Client(**own)
-        except (TypeError, OSError, ValueError, RuntimeError) as error:
+        except ENGINE_ERRORS as error:
             self.close()
             raise ValueError(f"--executor dask: {in_words(error)}") from error
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Check that Dask is there and takes these options; starts nothing.
+        """Check that Dask is there and takes these options, and that a scheduler answers; starts nothing.
 
         Raises:
-            ValueError: an option that Dask does not know, or one of another type.
+            ValueError: an option that Dask does not know, or one of another type, or no scheduler at the address.
             MissingPackageError: Dask is not installed.
         """
         distributed, _ = import_package("distributed", "dask"), import_package("dask", "dask")
@@ -73,6 +74,15 @@ class DaskExecutor:
             kinds = (distributed.LocalCluster, distributed.Nanny, distributed.Worker)
             known = parameters(*(kind.__init__ for kind in kinds)) | CLUSTER_OPTIONS
         check_options("dask", options, known)
+        if "address" in options:
+            address = str(options["address"])
+            check_address("dask", address, "dask scheduler", speaks_first=address.startswith("tcp:"))
+            try:
+                distributed.Client(**options).close()
+            except MemoryError as error:  # it takes what others send for sizes
+                raise ValueError(f"--executor dask: what answers at {address} is no scheduler of Dask's") from error
+            except ENGINE_ERRORS as error:
+                raise ValueError(f"--executor dask: {in_words(error)}") from error
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _DaskFuture:
         """Submit a task."""

@@ -10,6 +10,10 @@ from typing import Any
 
 from eval.run.executors import LostError, import_package, in_words
 from eval.run.executors.options import check_options, parameters
+from eval.run.executors.reach import check_address
+
+NO_ADDRESS = {"include_dashboard": False}
+"""Of a cluster of this machine."""
 
 
 class RayExecutor:
@@ -32,25 +36,25 @@ class RayExecutor:
         self._ray = import_package("ray", "ray")
         self._gpus = int(gpu)
         self._began = not self._ray.is_initialized()
-        usual: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        if "address" not in options:
-            usual |= {"num_cpus": workers, "include_dashboard": False}
-        try:
-            if self._began:
-                self._ray.init(**usual | dict(options))
-        except (RuntimeError, ConnectionError, ValueError, TypeError, AssertionError) as error:
-            raise ValueError(f"--executor ray: {in_words(error)}") from error
+        if self._began:
+            _begin(self._ray, options if "address" in options else {"num_cpus": workers, **NO_ADDRESS, **options})
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Check that Ray is there and takes these options; starts nothing.
+        """Check that Ray is there and takes these options, and that a cluster answers; starts nothing.
 
         Raises:
-            ValueError: an option that Ray does not know, or one of another type.
+            ValueError: an option that Ray does not know, or one of another type, or no cluster at the address.
             MissingPackageError: Ray is not installed.
         """
-        known = parameters(import_package("ray", "ray").init)
-        check_options("ray", {key: value for key, value in options.items() if not key.startswith("_")}, known)
+        ray = import_package("ray", "ray")
+        own = {key: value for key, value in options.items() if not key.startswith("_")}
+        check_options("ray", own, parameters(ray.init))
+        address = options.get("address")
+        if address is not None and address != "local" and not ray.is_initialized():
+            check_address("ray", str(address), "ray start --head")
+            _begin(ray, options)
+            ray.shutdown()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> _RayFuture:
         """Submit a task, which is not begun again if its process dies."""
@@ -65,6 +69,18 @@ class RayExecutor:
         """Leave the cluster; end Ray where it was started here."""
         if self._began:
             self._ray.shutdown()
+
+
+def _begin(ray: Any, options: Mapping[str, Any]) -> None:
+    """Begin Ray in this process.
+
+    Raises:
+        ValueError: an option that Ray does not know, or no cluster there.
+    """
+    try:
+        ray.init(**{"log_to_driver": False, "logging_level": logging.ERROR, **options})
+    except (RuntimeError, ConnectionError, ValueError, TypeError, AssertionError) as error:
+        raise ValueError(f"--executor ray: {in_words(error)}") from error
 
 
 class _RayFuture:

@@ -2,14 +2,19 @@
 
 import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 
 import pytest
+from support.runs import tiny
+from support.tiny import Registered
 
+import hyperleak
 from eval.experiment import yaml_config
 from eval.run.executors import MissingPackageError, open_executor
 from eval.run.executors.choice import ExecutorChoice, choose_executor, visible_gpus
@@ -241,7 +246,7 @@ def engines(monkeypatch):
     stand_in(monkeypatch, "submitit.slurm.slurm", SlurmExecutor=slurm, _make_sbatch_string=submit_job)
     stand_in(monkeypatch, "distributed", LocalCluster=Spread, Nanny=Spread, Worker=Spread, Client=Spread)
     stand_in(monkeypatch, "dask")
-    stand_in(monkeypatch, "ray", init=connect)
+    stand_in(monkeypatch, "ray", init=connect, is_initialized=lambda: False)
 
 
 @pytest.mark.parametrize(
@@ -255,13 +260,15 @@ def engines(monkeypatch):
         ("slurm", {"setup": "module load"}, "expected list for the option setup, got 'module load'"),
         ("dask", {"n_worker": 2}, "no option 'n_worker'; did you mean 'n_workers'?"),
         ("dask", {"n_workers": "two"}, "expected int for the option n_workers, got 'two'"),
-        ("dask", {"address": 8786, "n_workers": []}, None),
         ("ray", {"num_cpu": 2}, "no option 'num_cpu'; did you mean 'num_cpus'?"),
         ("ray", {"num_cpus": 2.5}, "expected int for the option num_cpus, got 2.5"),
         ("local", {"partition": "gpu"}, "expected no options for --executor local, got partition"),
         ("slurm", {"partition": 7, "mem_gb": 8, "timeout_min": None, "setup": ["module load"]}, None),
         ("dask", {"memory_limit": "4GB"}, None),
         ("ray", {"num_cpus": 2, "_temp_dir": "/scratch"}, None),
+        ("ray", {"address": "local"}, None),
+        ("ray", {"address": "host:port"}, "expected an address such as 10.0.0.1:8786, got 'host:port'"),
+        ("dask", {"address": "tcp://[::1"}, "expected an address such as 10.0.0.1:8786, got 'tcp://[::1'"),
     ],
 )
 def test_options_are_checked_without_starting_anything(engines, name, options, said):
@@ -271,6 +278,69 @@ def test_options_are_checked_without_starting_anything(engines, name, options, s
     else:
         with pytest.raises(ValueError, match=re.escape(said)):
             choice.check()
+
+
+class Answering:
+    """Takes connections at an address; sends `words` to each, or hangs up where there are none."""
+
+    def __init__(self, words: bytes) -> None:
+        self.words, self.server = words, socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.server.getsockname()[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self.answer, daemon=True).start()
+        return self.address
+
+    def answer(self) -> None:
+        """Answer until it is closed."""
+        with suppress(OSError):
+            while True:
+                connection, _ = self.server.accept()
+                with connection:
+                    connection.sendall(self.words)
+
+    def __exit__(self, *_: object) -> None:
+        self.server.close()
+
+
+def refused_address() -> str:
+    """An address of this machine where nothing listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+@pytest.mark.parametrize(("name", "scheme"), [("dask", "tcp://"), ("dask", ""), ("ray", ""), ("ray", "ray://")])
+def test_an_address_where_no_cluster_is_is_noticed_before_anything_is_written(engines, tmp_path, name, scheme):
+    out = tmp_path / "out"
+    address = f"{scheme}{refused_address()}"
+    executor = {"name": name, "address": address}
+    with Registered(), pytest.raises(ValueError, match=f"--executor {name}: no cluster answers at {address} "):
+        hyperleak.run(tiny(), out, workers=2, executor=executor)
+    assert not out.exists()
+
+
+def test_dask_is_told_from_what_hangs_up_or_talks_otherwise(engines, monkeypatch):
+    class Client:
+        def __init__(self, **options: object) -> None:
+            raise MemoryError
+
+    with Answering(b"") as address, pytest.raises(ValueError, match="it hangs up"):
+        ExecutorChoice(name="dask", options={"address": f"tcp://{address}"}, workers=2).check()
+    stand_in(monkeypatch, "distributed", Client=Client)
+    with Answering(b"HTTP/1.1 400") as address, pytest.raises(ValueError, match="is no scheduler of Dask's"):
+        ExecutorChoice(name="dask", options={"address": f"tcp://{address}"}, workers=2).check()
+
+
+def test_a_cluster_that_answers_is_left_again(engines, monkeypatch):
+    client, calls = Recorded(), list[str]()
+    stand_in(monkeypatch, "distributed", Client=client)
+    ray = {"is_initialized": lambda: False, "shutdown": lambda: calls.append("shutdown")}
+    stand_in(monkeypatch, "ray", init=lambda address, **_: calls.append(address), **ray)
+    with Answering(b"hello") as address:
+        ExecutorChoice(name="dask", options={"address": f"tcp://{address}"}, workers=2).check()
+        assert client.asked == {"address": f"tcp://{address}"}
+        ExecutorChoice(name="ray", options={"address": address}, workers=2).check()
+        assert calls == [address, "shutdown"]
 
 
 def test_dask_is_asked_for_its_resource_gpu(tmp_path, monkeypatch):
