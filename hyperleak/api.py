@@ -21,6 +21,7 @@ from eval.audit.captured_files import CapturedUpdate, Part
 from eval.audit.examples import Examples, check_examples
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
+from eval.audit.python_words import errors_in_python, report_in_python
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import config_catalog, default_differences, plugins, yaml_config
@@ -47,6 +48,8 @@ from fl.view import ServerView
 if TYPE_CHECKING:
     import pandas as pd
 
+Captured = Part | tuple[Part | None, Part] | Mapping[str, Part | None]
+"""A captured update: itself, or weights (before, after), or those by the two words."""
 NOTHING = "the experiment asks for nothing"
 REPORT, TABLE = "report.html", "table.md"
 ROW_KINDS = ("images", "rounds", "privacy")
@@ -329,7 +332,7 @@ def audit(
     images: Inputs | Batch | None = None,
     labels: Tensor | Sequence[float] | None = None,
     *,
-    update: Part | tuple[Part | None, Part] | None = None,
+    update: Captured | None = None,
     truth: Truth | None = None,
     options: AuditOptions | None = None,
     **settings: Any,
@@ -343,8 +346,8 @@ def audit(
         labels: int64 (N,) or a list of integers, beside images that are a tensor; or the targets of the loss.
         update: weights before minus weights after, by parameter name, as a list of arrays in the order of
             `model.state_dict()` or as one vector of all their numbers, or the file that holds them; or (before, after),
-            each a file, a model, a state dictionary or a list, where None is the model itself. Without, the model
-            computes one update for every `batch_size` images.
+            or {"before": ..., "after": ...}, each a file, a model, a state dictionary or a list, where None is the
+            model itself. Without, the model computes one update for every `batch_size` images.
         truth: what is known to be behind a view; None where nothing is.
         options: how, and by which attacks.
         **settings: single ones of the options in their place: `hyperleak.audit(model, images, labels, out="a")`.
@@ -358,8 +361,19 @@ def audit(
         FileNotFoundError: the update's file is not there.
     """
     chosen = options_or_settings(AuditOptions, options, settings)
+    with errors_in_python():
+        return report_in_python(_audit(subject, _examples(images, labels), update, truth, chosen))
+
+
+def _audit(
+    subject: nn.Module | ServerView,
+    known: Examples | None,
+    update: Captured | None,
+    truth: Truth | None,
+    chosen: AuditOptions,
+) -> AuditReport:
+    """Return what `audit` does, in the words of the command line."""
     control = _control(chosen.minutes, keep_best_on_interrupt=True)
-    known = _examples(images, labels)
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
             raise ValueError("a view holds its update: give what is known to be behind it as truth=")
@@ -422,7 +436,7 @@ def _check_layout(images: Tensor) -> None:
 def _subjects(
     model: nn.Module,
     known: Examples | None,
-    update: Part | tuple[Part | None, Part] | None,
+    update: Captured | None,
     chosen: AuditOptions,
 ) -> tuple[list[Subject], Method]:
     """Return the updates of a user's model, and the method they are of."""
@@ -462,8 +476,10 @@ def _subjects(
     return [subject], subject.view.method
 
 
-def _captured(update: Part | tuple[Part | None, Part]) -> CapturedUpdate:
+def _captured(update: Captured) -> CapturedUpdate:
     """Return a captured update as a caller in Python has it."""
+    if isinstance(update, Mapping) and (pair := captured_files.pair_by_words(update)) is not None:
+        return captured_files.load_pair(*pair)
     if (
         isinstance(update, tuple)
         and len(update) == 2

@@ -154,6 +154,15 @@ def load_pair(before: Part | None, after: Part, *, said: bool = True) -> Capture
     return _difference({"before": first, "after": last}, words, "", said=said)
 
 
+def pair_by_words(given: Mapping[str, object]) -> tuple[Part | None, Part] | None:
+    """Return the values of a mapping of two as weights before and after, by what they are called; None of another."""
+    halves = {_before_or_after(str(name)): value for name, value in given.items()}
+    one_each = len(given) == 2 and halves.keys() == {"before", "after"}
+    if not one_each or any(isinstance(value, Tensor | np.ndarray) and value.ndim != 1 for value in halves.values()):
+        return None
+    return halves["before"], halves["after"]  # type: ignore[return-value]
+
+
 def as_state(given: Part, what: str) -> CapturedUpdate:
     """Return tensors as a caller in Python has them: a file's name, a model, a state dictionary, or a list of arrays.
 
@@ -208,6 +217,8 @@ def _as_pair(found: object) -> dict[str, object] | None:
         return {"first": found[0], "second": found[1]} if len(found) == 2 and all(map(_is_state, found)) else None
     if not isinstance(found, dict):
         return None
+    if all(isinstance(value, dict | list | tuple | Tensor) for value in found.values()) and pair_by_words(found):
+        return {str(name): value for name, value in found.items()}
     inner = {str(name): value for name, value in found.items() if _is_state(value)}
     if len(inner) >= 2 and not any(isinstance(value, Tensor) for value in found.values()):
         halves = {name: value for name, value in inner.items() if _before_or_after(name) in {"before", "after"}}
@@ -262,7 +273,7 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
-            remedy = packed or (PAIR_HINT if isinstance(value, dict | list | tuple) else "leave it out")
+            remedy = packed or _odd_inside(value) or (PAIR_HINT if isinstance(value, dict | list) else "leave it out")
             raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
     if not tensors:
         raise ValueError(f"{wanted}, got none")
@@ -272,6 +283,16 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         rounding=scaled.rounding,
         sent_as=scaled.sent_as,
     )
+
+
+def _odd_inside(value: object) -> str:
+    """Say what stands among the tensors of a dictionary that is none; nothing where it has none, or that alone."""
+    if not isinstance(value, dict) or not any(isinstance(part, Tensor) for part in value.values()):
+        return ""
+    odd = next(
+        (f"a {type(part).__name__} under {name!r}" for name, part in value.items() if not isinstance(part, Tensor)), ""
+    )
+    return f"in it is {odd}; leave that out" if odd else ""
 
 
 def _is_by_layer(found: object, depth: int = MAX_DEPTH) -> bool:

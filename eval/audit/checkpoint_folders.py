@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -16,8 +17,8 @@ MODEL_FILES = (
     "adapter_model.bin",
 )
 """What Transformers and PEFT call the model, or the list of its parts, beside an optimizer's state and settings."""
-INDEX = "weight_map"
-"""Under which such a list has the file of each tensor."""
+INDEX, INDEX_ENDING = "weight_map", ".index.json"
+"""Under which such a list has the file of each tensor, and the end of its name."""
 SHARD = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<ending>\.\w+)$")
 """What parts of a model in several files are called."""
 FOREIGN_FOLDERS = {
@@ -61,14 +62,23 @@ def read_parts(path: Path, wanted: str, read: Callable[[Path], object]) -> dict[
         read: returns what one part holds.
 
     Raises:
-        ValueError: a part is missing, is elsewhere than beside the list, or lacks a tensor that the list says is in it.
+        PermissionError: the list must not be read.
+        ValueError: the list is damaged or empty, or a part is missing, is elsewhere than beside it, or lacks a tensor
+            that the list says is in it.
     """
+    held_bytes = path.read_bytes()
     try:
-        listed = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return None
+        listed = json.loads(held_bytes)
+    except (ValueError, RecursionError) as error:
+        if not held_bytes.lstrip(codecs.BOM_UTF8 + b" \t\r\n").startswith((b"{", b"[")):
+            return None
+        raise ValueError(
+            f"{wanted}, got {path.name} that can't be read as JSON: {error}. If it was cut off, get it again"
+        ) from error
     places = listed.get(INDEX) if isinstance(listed, dict) else None
     if not isinstance(places, dict) or not places:
+        if path.name.endswith(INDEX_ENDING):
+            raise ValueError(f"{wanted}, got {path.name}, a list of a model's parts that names none under {INDEX!r}")
         return None
     found: dict[str, object] = {}
     for part in dict.fromkeys(map(str, places.values())):

@@ -86,21 +86,31 @@ def read_tensor_file(path: Path, wanted: str) -> object:
         ValueError: it is a folder without a known model, of another kind, damaged, or holds objects that reading could
             run.
     """
+    try:
+        return _read_tensors(path, wanted)
+    except PermissionError as error:
+        what = Path(error.filename).name if isinstance(error.filename, str) else path.name
+        raise ValueError(f"{wanted}, got {what} that must not be read: {error.strerror}") from error
+
+
+def _read_tensors(path: Path, wanted: str) -> object:
+    """Return what `read_tensor_file` does."""
     if path.is_dir():
         path = find_model_file(path, wanted, KINDS)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}; expected the update as .npz, .pt or .safetensors")
-    if path.suffix == ".json" and (parts := read_parts(path, wanted, lambda part: read_tensor_file(part, wanted))):
-        return parts
     try:
+        parts = (
+            read_parts(path, wanted, lambda part: read_tensor_file(part, wanted)) if path.suffix == ".json" else None
+        )
+        if parts is not None:
+            return parts
         kind = _kind_of_file(path, wanted)
         if kind == ".npy":
             return _read_vector(path, wanted)
         if kind == ".npz":
             return {name: _array(value, name, wanted) for name, value in tensor_archives.read_arrays(path).items()}
         return tensor_archives.read_tensors(path) if kind == ".safetensors" else tensor_archives.read_state(path)
-    except PermissionError as error:
-        raise ValueError(f"{wanted}, got a file that must not be read") from error
     except tensor_archives.ObjectsError as error:
         raise ValueError(f"{wanted}, got other objects; {PICKLE_HINT}") from error
     except tensor_archives.DamagedError as error:

@@ -154,13 +154,14 @@ def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
 
 
 def image_line(row: Row, number: int) -> str:
-    """Describe one image with a picture in a line: how close it came, and what the attack says of that itself."""
-    label = {True: ", label recovered", False: ", label missed", None: ""}[row["label_correct"]]
+    """Describe one image in a line: how close it came, or why nothing tells, and what the attack says of that itself."""
+    label = {True: ", label recovered", False: ", label missed", None: ""}[row.get("label_correct")]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
     own = verification_words(row.get("verified"), row.get("fixed"))
     if row.get("row_accuracy") is not None:
         exact = f", {100 * row['row_accuracy']:.0f} % of its columns right"
-    words = f"image {number}: PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB){label}{exact}"
+    shown = f"PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB)" if row.get("psnr") is not None else ""
+    words = f"image {number}: {shown or _why_unscored(row)}{label}{exact}"
     if row.get("psnr_seen") is not None:
         shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"
         few = "" if is_seen_enough(row) else ", too few to count"
@@ -169,6 +170,11 @@ def image_line(row: Row, number: int) -> str:
         shown = f"{row['psnr_scaled']:.1f} dB (best guess {best_baseline(row, 'psnr_scaled'):.1f} dB)"
         words += f", {shown} {SCALED}"
     return f"{words}, {own}" if own else words
+
+
+def _why_unscored(row: Row) -> str:
+    """Return why an image has no figure."""
+    return f"not scored, {row.get('missing', {}).get('psnr', 'for want of a true picture or of one that came back')}"
 
 
 @dataclass(frozen=True)

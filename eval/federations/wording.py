@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 
+from eval.audit.python_words import OPTION
+
 PHRASES: tuple[tuple[str, str], ...] = (
     (r"\. On the command line: .*", ""),
     (r"; give its file by --import \S+", ""),
@@ -28,8 +30,6 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"(?<![^\s(])--method\b(?![-.])", "`training`"),
 )
 """What is said by other words, in this order; what is left of options then is said by the names of the arguments."""
-OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w.-]*[\w/-])")
-"""An option by itself: not in the middle of a name of a file or a layer, nor the beginning of one."""
 
 
 def in_arguments(words: str) -> str:

@@ -2,7 +2,9 @@
 
 import json
 import zipfile
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -128,3 +130,38 @@ def test_integers_with_their_scale_are_written_out(tmp_path, by_row):
     del sent["0.weight_scale"]
     torch.save(sent, tmp_path / "u.pt")
     assert load_update(tmp_path / "u.pt").update["0.weight"].dtype == torch.int16  # said when it meets the model
+
+
+def test_a_list_of_parts_that_was_cut_off_is_no_pickle(tmp_path):
+    sharded(tmp_path)
+    path = tmp_path / "model.safetensors.index.json"
+    whole = path.read_text()
+    for cut in (1, 2, 40, len(whole) // 2):
+        path.write_text(whole[:cut])
+        for given in (path, tmp_path):
+            said = refused(given)
+            assert "can't be read as JSON" in said
+            assert "If it was cut off, get it again" in said
+    path.write_text(json.dumps({"metadata": {}, "weight_map": {}}))
+    assert "a list of a model's parts that names none under 'weight_map'" in refused(tmp_path)
+    path.write_text("\ufeff" + whole)
+    assert load_update(tmp_path).update
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors.index.json", "model-00002-of-00002.safetensors", "u.npz", "u.json"]
+)
+def test_what_must_not_be_read_is_named(tmp_path, name, monkeypatch):
+    sharded(tmp_path)
+    np.savez(tmp_path / "u.npz", fc=np.ones(3))
+    (tmp_path / "u.json").write_text("{}")
+    opened = Path.open
+
+    def refuse(self, *args, **kwargs):
+        if self.name == name:
+            raise PermissionError(13, "Permission denied", str(self))
+        return opened(self, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    given = tmp_path / name if name.startswith("u.") else tmp_path
+    assert f"got {name} that must not be read: Permission denied" in refused(given)

@@ -5,7 +5,9 @@ import torch
 
 from attacks.base import Reconstruction
 from eval.audit.update import leakage
+from eval.audit.verdict import image_line
 from eval.metrics.baselines import baseline_images
+from eval.metrics.score import score, score_without_truth
 from fl.seeds import stream
 
 
@@ -41,3 +43,13 @@ def test_one_leaked_image_among_others_counts(truth):
     text = said(truth, images)
     assert text.startswith("image content leaked: 1 of 2 image(s) came back at 20 dB or more and at least 10 dB above")
     assert "the furthest at 100.0 dB" in text
+
+
+def test_an_image_without_a_figure_is_described_by_the_reason(truth):
+    found = Reconstruction(truth.inputs, torch.tensor([0, 1]), 0.0, (0.0,))
+    unknown = score_without_truth(found, 2)
+    assert image_line(unknown[1], 1).startswith("image 1: not scored, the true images are not known")
+    nothing = score(Reconstruction(None, None, 0.0, (0.0,)), truth)
+    assert image_line(nothing[0], 0) == "image 0: not scored, the attack recovers no images"
+    assert image_line({}, 7).startswith("image 7: not scored, for want of")
+    assert image_line(score(found, truth)[1], 1).startswith("image 1: PSNR 100.0 dB")
