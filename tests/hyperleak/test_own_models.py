@@ -179,7 +179,7 @@ REFUSALS = {
     "numbers beyond [0, 1]": (mlp(3), ROW, ONE, {}, "state what the attacker knows of their range"),
     "one logit without a loss": (mlp(1), ROW, ONE, {"input_range": (-3, 3)}, "give loss='bce'"),
     "masks without a loss": (nn.Conv2d(3, 4, 1), IMAGE, ONE, {}, "loss='segmentation'"),
-    "head of a convolution": (Squeezed(), IMAGE, ONE, {}, r"give head='its.prefix.' \(--head\)"),
+    "head of a convolution": (Squeezed(), IMAGE, ONE, {}, r"give head='its.prefix.'"),
     "own loss of a method": (mlp(1), ROW, ONE, {"loss": "bce", "method": "moon"}, "moon has a loss of its own"),
     "own training": (mlp(1), ROW, ONE, {"loss": "bce", "defense": "mixup"}, "mixup mixes labels"),
 }
