@@ -305,7 +305,7 @@ def _run_and_confirm(
                 for i, other in enumerate(above):
                     if other is not None and _needs_whole(attack, views[i], other, results[i]):
                         (whole,) = runner(attack, control)([views[i]], [seeds[i]])
-                        if isinstance(whole, Reconstruction):
+                        if isinstance(whole, Reconstruction) and _has_more(whole, results[i]):
                             results[i], above[i] = whole, None
         except PrecisionError as error:
             results = [NotApplicable(str(error), limit=True) for _ in views]
@@ -348,6 +348,11 @@ def _needs_whole(attack: Attack, view: ServerView, above: ServerView, result: Re
     prefix = read_pixel_prefix(view)
     held = confirm_whole(attack, view, above, result)
     return prefix is not None and prefix.kind == "bent" and isinstance(held, Reconstruction) and not held.verified
+
+
+def _has_more(whole: Reconstruction, other: Result) -> bool:
+    """Return whether what the whole network led to is a picture, or no picture was found above what is taken off."""
+    return whole.inputs is not None or isinstance(other, NotApplicable) or other.inputs is None
 
 
 def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, result: Result) -> Result:

@@ -6,8 +6,8 @@ Two kinds of it stand in the way of attacks that solve layer by layer, though wh
   as a logarithm. The pixel follows from it.
 - scaled: brightness, or contrast as well, is taken off each picture, or each channel of it. With x the picture, v is
   a x + b with numbers a > 0 and b of each picture's (or channel's) own, which makes v the same whatever these were:
-  b = 0 where it is divided by its length, largest number or mean; both are open where it is standardized. The network
-  is given w v + c then, with known numbers w and c, of an affine layer norm, say.
+  b = 0 where it is divided by its length, largest number or mean; a = 1 where its mean is subtracted; both are open
+  where it is standardized. The network is given w v + c then, with known numbers w and c, of an affine layer norm, say.
 
 An attack is run on the network above with v in the place of pixels, moved into [0, 1]. What it finds is turned back.
 """
@@ -31,6 +31,8 @@ from fl.seeds import stream
 from fl.view import ServerView
 
 Kind = Literal["bent", "scaled"]
+Scale = Literal["brightness", "contrast", "shift"]
+"""What is taken off: a factor, a factor and a number that is added, or that number alone."""
 LEVELS = 256
 """At which it is asked whether each number rises or falls with its pixel."""
 PICTURES = 8
@@ -39,6 +41,8 @@ LEFT = 1e-7
 """What is rounding, relative to what is given."""
 BRIGHT = 1e4
 """What pictures are multiplied by to tell w and c: small numbers that keep from dividing by zero don't count then."""
+SCALES: tuple[Scale, ...] = ("contrast", "brightness", "shift")
+"""In the order in which they are asked for."""
 DARKER, ADDED, SAME = (0.7, 0.9, 0.8), (0.1, 0.02, 0.15), 0.01
 """What channels are multiplied by, and what is added to them, and how little that may change of what is given."""
 SPARSE = 0.02
@@ -51,16 +55,20 @@ BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
 TAKEN_OFF = {
-    (False, False): "the picture is known up to its brightness, which the network takes off each: it is shown as "
-    "bright as pixels can be",
-    (True, False): "the picture is known up to its brightness and contrast, which the network takes off each: it is "
-    "shown with as much contrast as pixels can have",
-    (False, True): "the picture is known up to the brightness of its channels, which the network takes off each: they "
-    "are shown as bright as pixels can be",
-    (True, True): "the picture is known up to brightness and contrast of its channels, which the network takes off "
-    "each: they are shown with as much contrast as pixels can have",
+    ("brightness", False): "the picture is known up to its brightness, which the network takes off each: it is shown "
+    "as bright as pixels can be",
+    ("contrast", False): "the picture is known up to its brightness and contrast, which the network takes off each: it "
+    "is shown with as much contrast as pixels can have",
+    ("shift", False): "the picture is known up to a number added to all pixels, which the network takes off each: it "
+    "is shown with its darkest pixel black",
+    ("brightness", True): "the picture is known up to the brightness of its channels, which the network takes off "
+    "each: they are shown as bright as pixels can be",
+    ("contrast", True): "the picture is known up to brightness and contrast of its channels, which the network takes "
+    "off each: they are shown with as much contrast as pixels can have",
+    ("shift", True): "the picture is known up to a number added to each channel, which the network takes off each: "
+    "they are shown with their darkest pixels black",
 }
-"""By whether contrast is taken off as well, and whether channel by channel."""
+"""By what is taken off, and whether channel by channel."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +81,9 @@ class PixelPrefix:
         end: the tensor that the network above is given.
         low: what the network above is given of v moved to 0, of each number.
         high: likewise of v moved to 1.
-        shifted: of a scale, whether a number that is added to all pixels is open as well, and not a factor alone.
+        scale: what is taken off, where that is a scale.
         by_channel: likewise, whether it is each channel's own.
+        span: of a shift, by how much a pixel of v moved to 1 is brighter than one moved to 0, in pixel units.
     """
 
     kind: Kind
@@ -82,8 +91,9 @@ class PixelPrefix:
     end: Ref
     low: Tensor
     high: Tensor
-    shifted: bool = False
+    scale: Scale | None = None
     by_channel: bool = False
+    span: float = 1.0
 
     @property
     def remark(self) -> Remark:
@@ -104,9 +114,11 @@ class PixelPrefix:
     def _brightest(self, values: Tensor) -> Tensor:
         dims = (2, 3) if self.by_channel else (1, 2, 3)
         zero = torch.zeros_like(values)
-        if not self.shifted:  # v of a black picture
+        if self.scale == "brightness":  # v of a black picture
             zero = zero + ((0 - self.low) / (self.high - self.low)).view(1, *values.shape[1:])
-        low = values.amin(dims, keepdim=True) if self.shifted else zero
+        low = zero if self.scale == "brightness" else values.amin(dims, keepdim=True)
+        if self.scale == "shift":
+            return (self.span * (values - low)).clamp(0, 1)
         size = (values - low).amax(dims, keepdim=True)
         return ((values - low) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
 
@@ -128,7 +140,7 @@ class PixelPrefix:
 
         assert model is not None
         network = ReplayedNetwork(model, run)
-        network.takes_centered = self.kind == "scaled" and self.shifted
+        network.takes_centered = self.kind == "scaled" and self.scale != "brightness"
         task = replace(view.task, model=network, mean=(), std=())
         update = {name: value for name, value in view.update.items() if name not in trained}
         return replace(view, task=task, update=update, history=())
@@ -160,7 +172,8 @@ class PixelPrefix:
         if self.kind == "bent":
             return replace(held, inputs=shown, fixed=None)
         borne_out = bool(held.verified or held.approximate)
-        said = TAKEN_OFF[self.shifted, self.by_channel]
+        assert self.scale is not None
+        said = TAKEN_OFF[self.scale, self.by_channel]
         said = said if borne_out else said.replace("the picture is known", "a picture can be told", 1)
         told = None if held.verified else held.verified
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
@@ -281,20 +294,20 @@ def _read_scale(graph: Graph, end: Ref) -> PixelPrefix | None:
             plain.new_tensor([each[c % 3 if by_channel else 0] for c in range(channels)]).view(1, -1, 1, 1)
             for each in (DARKER, ADDED)
         )
-        for shifted in (True, False):
-            after = _given(graph, end, factor * plain + added * shifted)
-            if bool((after - before).norm() > SAME * (before - before.mean()).norm()):
+        for scale in SCALES:
+            other = (plain if scale == "shift" else factor * plain) + (0 if scale == "brightness" else added)
+            if bool((_given(graph, end, other) - before).norm() > SAME * (before - before.mean()).norm()):
                 continue
-            return _fit_scale(graph, end, shifted=shifted, by_channel=by_channel)
+            return _fit_scale(graph, end, scale, by_channel=by_channel)
     return None
 
 
-def _fit_scale(graph: Graph, end: Ref, *, shifted: bool, by_channel: bool) -> PixelPrefix | None:
+def _fit_scale(graph: Graph, end: Ref, scale: Scale, *, by_channel: bool) -> PixelPrefix | None:
     """Return the scale with w and c, or None where what is given is otherwise made than of each picture's scale."""
     pictures = [_picture(graph, number) for number in range(PICTURES)]
     dims = (2, 3) if by_channel else (1, 2, 3)
-    bright = torch.cat([BRIGHT * one for one in pictures])
-    own = (bright - bright.mean(dims, keepdim=True)) / bright.std(dims, keepdim=True)
+    bright = torch.cat([(1 if scale == "shift" else BRIGHT) * one for one in pictures])
+    own = (bright - bright.mean(dims, keepdim=True)) / (1 if scale == "shift" else bright.std(dims, keepdim=True))
     given = torch.stack([_given(graph, end, one[None]) for one in bright])
     flat = own.flatten(1)
     ones = torch.ones_like(flat)
@@ -302,7 +315,7 @@ def _fit_scale(graph: Graph, end: Ref, *, shifted: bool, by_channel: bool) -> Pi
     pairs = torch.linalg.lstsq(columns, given.T[..., None]).solution  # w and c of each number
     left = float((columns @ pairs - given.T[..., None]).norm() / given.norm())
     slope, offset = pairs[:, 0, 0], pairs[:, 1, 0]
-    if not (shifted and left <= LEFT and bool((slope.abs() > LEFT * slope.abs().max()).all())):
+    if not (scale != "brightness" and left <= LEFT and bool((slope.abs() > LEFT * slope.abs().max()).all())):
         if not _is_scaled_as_a_whole(graph, end, pictures, by_channel=by_channel):
             return None
         slope, offset = torch.ones_like(slope), torch.zeros_like(offset)
@@ -311,12 +324,11 @@ def _fit_scale(graph: Graph, end: Ref, *, shifted: bool, by_channel: bool) -> Pi
     low, high = values.amin(), values.amax()
     if not bool(low.isfinite() and high.isfinite() and high > low):
         return None
-    margin = (high - low) / 10
-    low = low - margin if bool(low < 0) else torch.zeros_like(low)
+    margin = 1.0 if scale == "shift" else (high - low) / 10  # pixels of one picture differ by 1, at most
+    low = low - margin if scale == "shift" or bool(low < 0) else torch.zeros_like(low)
     high = high + margin
-    return PixelPrefix(
-        "scaled", graph, end, slope * low + offset, slope * high + offset, shifted=shifted, by_channel=by_channel
-    )
+    ends = slope * low + offset, slope * high + offset
+    return PixelPrefix("scaled", graph, end, *ends, scale=scale, by_channel=by_channel, span=float(high - low))
 
 
 def _sparse(picture: Tensor) -> Tensor:

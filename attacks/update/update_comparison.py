@@ -164,7 +164,7 @@ class UpdateComparison:
             return False
         allowed = self._error_bounds(images, labels, made, factor)
         factor = self._best_factor(made, allowed)
-        if any(float((self.observed[n] - factor * v).norm()) > allowed[n] for n, v in made.items()):
+        if not all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items()):
             return False
         if not self.whole:
             return True
@@ -263,7 +263,7 @@ class UpdateComparison:
         made, allowed = fit.made, fit.allowed
         made = made if heard is None else {n: value * heard[n] for n, value in made.items()}
         for away in _differences(images.double(), distance / 2):
-            one, other = (self._predict_in_double(images + sign * away, labels) for sign in (1, -1))
+            one, other = self._predict_pair(images.double(), away, labels)
             if heard is not None:
                 one, other = ({n: v * heard[n] for n, v in each.items()} for each in (one, other))
             left = {n: (one[n] + other[n]) / 2 - value for n, value in made.items()}
@@ -274,6 +274,20 @@ class UpdateComparison:
             if not any(fit.factor * float(left[n].norm()) > allowed[n] for n in made):
                 return False
         return True
+
+    def _predict_pair(
+        self, images: Tensor, away: Tensor, labels: Tensor
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Return what pairs make that differ from images by so much, to either side.
+
+        Where a network takes no such numbers, as the logarithm of a negative one, both are kept in [0, 1].
+        """
+        made = [self._predict_in_double(images + sign * away, labels) for sign in (1, -1)]
+        if not all(bool(value.isfinite().all()) for each in made for value in each.values()):
+            room = torch.minimum(images, 1 - images).clamp(min=0)
+            away = torch.minimum(torch.maximum(away, -room), room)
+            made = [self._predict_in_double(images + sign * away, labels) for sign in (1, -1)]
+        return made[0], made[1]
 
     def tells_every_picture(self, images: Tensor, labels: Tensor) -> bool:
         """Return whether each of several pictures, with another in its place, leaves more than rounding.
@@ -499,7 +513,7 @@ class UpdateComparison:
         eps = max(torch.finfo(self.view.dtype).eps, LEAST_SPACING)
         while len(asked.changes) < draws:
             draw = stream(len(asked.changes), "last digit")
-            near = images.double() + eps * _noise_like(images, draw)
+            near = _changed_inside(images.double(), eps * _noise_like(images, draw))
             weights = {n: _change_last_digit(v, eps, draw) for n, v in self._in_double.shared.items()}
             changed = self._predict_in_double(near, labels, weights)
             asked.changes.append({n: abs(factor) * float((v - asked.made[n]).norm()) for n, v in changed.items()})
@@ -571,18 +585,21 @@ class UpdateComparison:
         squares = dict.fromkeys(made, 0.0)
         for number in range(BLUR_DRAWS):
             noise = torch.randn(images.shape, generator=stream(number, "borne out"), dtype=torch.float64)
-            blurred = images + self.spread * noise.to(images)
+            blurred = _changed_inside(images, self.spread * noise.to(images))
             for name, value in self._predicted_update(blurred, labels).items():
                 squares[name] += float((factor * (value - made[name])).square().sum()) / BLUR_DRAWS
         return {n: self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]) for n in made}
 
     def _leaves_other_direction(self, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> bool:
-        """Return whether some tensor tells, by its direction alone, that the update is not of what was predicted."""
+        """Return whether some tensor tells, by its direction alone, that the update is not of what was predicted.
+
+        No client sends what is no number.
+        """
         for name, value in made.items():
             observed = self.observed[name]
             size = float(value.square().sum())
             left = observed - value * (float((value * observed).sum()) / size) if size else observed
-            if float(left.norm()) > allowed[name]:
+            if not float(left.norm()) <= allowed[name]:
                 return True
         return False
 
@@ -676,6 +693,17 @@ def _differences(images: Tensor, distance: float) -> Iterator[Tensor]:
     for kind in (images, functional.interpolate(slow, (height, width)), noise):
         size = kind.flatten(1).square().mean(1).sqrt().clamp(min=torch.finfo(kind.dtype).tiny)
         yield kind * (distance / size).view(-1, *[1] * (kind.ndim - 1))
+
+
+def _changed_inside(images: Tensor, change: Tensor) -> Tensor:
+    """Return changed inputs, of such in [0, 1] the other way where they would leave it.
+
+    A network need not take others: a power of a negative number is none.
+    """
+    changed = images + change
+    if not bool(((images >= 0) & (images <= 1)).all()):
+        return changed
+    return torch.where((changed < 0) | (changed > 1), images - change, changed)
 
 
 def _noise_like(values: Tensor, draw: torch.Generator) -> Tensor:

@@ -67,9 +67,10 @@ def _own_generators(model: nn.Module) -> list[Any]:
     found: list[Any] = []
     for module in model.modules():
         held = list(vars(module).values())
-        forward = getattr(type(module).forward, "__wrapped__", type(module).forward)
+        own = getattr(type(module), "forward", None) if not isinstance(module, torch.jit.ScriptModule) else None
+        forward = getattr(own, "__wrapped__", own)  # of TorchScript there is no code in Python
         code = getattr(forward, "__code__", None)
-        if code is not None:
+        if forward is not None and code is not None:
             held += [forward.__globals__[name] for name in code.co_names if name in forward.__globals__]
         found += [value for value in held if _is_generator(value)]
     return found

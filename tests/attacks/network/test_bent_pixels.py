@@ -9,6 +9,7 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
+from attacks.base import build
 from attacks.network.pixel_prefix import read_pixel_prefix
 from fl.capture import from_batch
 from fl.seeds import stream
@@ -23,6 +24,17 @@ class Bent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(nn.functional.leaky_relu(self.convolution(self.bend(x))).flatten(1))
+
+
+class Bending(nn.Module):
+    """A function of pictures."""
+
+    def __init__(self, bend) -> None:
+        super().__init__()
+        self.bend = bend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.bend(x)
 
 
 def reason(bend) -> str:
@@ -60,6 +72,21 @@ def test_what_bends_pixels_one_by_one_is_undone(bend) -> None:
     assert isinstance(result, Reconstruction)
     assert result.verified
     torch.testing.assert_close(result.inputs, picture, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("bend", [lambda x: x**2.2, lambda x: x.sqrt() * x, lambda x: -((1 - x) ** 1.5)])
+@pytest.mark.parametrize("attack", ["analytic", "rconv"])
+def test_where_no_other_pixels_have_a_number_the_picture_is_not_contradicted(bend, attack: str) -> None:
+    """A power of a negative number is none: nobody may ask what a client makes of pixels below black or above white."""
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 200 + 25).round() / 255
+    picture[..., 0, 0], picture[..., 0, 1] = 0, 1
+    model = nn.Sequential(Bending(bend), nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 10))
+    view, _ = from_batch(initialized(Bent(bend) if attack == "rconv" else model).float(), picture, torch.tensor([1]))
+    result = build(attack)(view)
+    assert isinstance(result, Reconstruction)
+    assert result.approximate or result.verified
+    assert "not confirmed" not in result.note
+    torch.testing.assert_close(result.inputs, picture, atol=0.02, rtol=0)
 
 
 def test_what_folds_pixels_is_not() -> None:

@@ -103,6 +103,12 @@ FOLDING: dict[str, Before] = {
     "cropped twice": lambda x: torch.cat([x[..., 1:7, :], x[..., 1:7, :]], 1),
     "cropped": lambda x: x[..., 1:7, :],
     "smaller": lambda x: functional.avg_pool2d(x, 2),
+    "neighbors, folded": lambda x: (functional.avg_pool2d(2 * x - 1, 3, 1, 1) + 2 * x - 1).abs(),
+    "channels by their norm": lambda x: x.norm(dim=1, keepdim=True),
+    "softmax": lambda x: x.flatten(1).softmax(1).view_as(x),
+    "softmax of channels": lambda x: x.softmax(1),
+    "channels of length one": lambda x: functional.normalize(x, dim=1),
+    "its first channel of length one": lambda x: torch.cat([functional.normalize(x[:, :1], dim=(2, 3)), x[:, 1:]], 1),
 }
 FEWER = {
     "gray three times": 64,
@@ -164,8 +170,6 @@ def test_what_goes_into_two_networks_is_told_by_both() -> None:
 
 UNKNOWN: dict[str, tuple[Before, str]] = {
     "maximum of neighbors": (lambda x: functional.max_pool2d(x, 3, 1, 1), "change nothing in the update"),
-    "neighbors, folded": (lambda x: (functional.avg_pool2d(2 * x - 1, 3, 1, 1) + 2 * x - 1).abs(), FOLDED),
-    "channels by their norm": (lambda x: x.norm(dim=1, keepdim=True), FOLDED),
 }
 
 

@@ -17,6 +17,7 @@ from attacks.analytic.cascade import Cascade
 from attacks.analytic.rconv import RConv
 from attacks.base import Remark, build, confirm_whole, run_checked
 from attacks.network.pixel_prefix import read_pixel_prefix
+from attacks.verification.words import FOLDED
 from eval.metrics.score import score
 from fl.capture import from_batch
 from fl.seeds import stream
@@ -66,6 +67,12 @@ TAKEN_OFF = {
     "standardized": (standardized, True),
     "layer norm": (lambda x: functional.layer_norm(x, x.shape[1:]), True),
 }
+SHIFTED = {
+    "less its mean": (lambda x: x - x.mean((1, 2, 3), keepdim=True), Remark.SCALE_TAKEN_OFF),
+    "less its channels' means": (lambda x: x - x.mean((2, 3), keepdim=True), Remark.SCALES_TAKEN_OFF),
+    "less its channels' least": (lambda x: x - x.amin((2, 3), keepdim=True), Remark.SCALES_TAKEN_OFF),
+    "log softmax": (lambda x: x.flatten(1).log_softmax(1).view_as(x), Remark.SCALE_TAKEN_OFF),
+}
 NOT_TAKEN_OFF = {
     "scaled alike": lambda x: 2 * x - 1,
     "times its length": lambda x: x * x.norm(),
@@ -89,6 +96,32 @@ def test_the_picture_comes_back_up_to_its_scale_and_unverified(scale, shifted: b
     true = picture().flatten()
     low = true.min() if shifted else 0.0
     torch.testing.assert_close(result.inputs.flatten(), (true - low) / (true.max() - low), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("attack", [RConv(), Analytic()], ids=lambda attack: attack.name)
+@pytest.mark.parametrize(("shift", "remark"), SHIFTED.values(), ids=SHIFTED.keys())
+def test_the_picture_comes_back_up_to_a_number_that_is_added(shift, remark: Remark, attack) -> None:
+    wide = (3 * (picture() - 0.35)).clamp(0, 1)
+    model = initialized(Convolving(shift) if isinstance(attack, RConv) else Scaling(shift)).float()
+    view, truth = from_batch(model, wide, LABELS)
+    (result,) = run_checked(attack, [view], [0])
+    assert isinstance(result, Reconstruction)
+    assert (result.verified, result.fixed, result.approximate) == (None, None, True)
+    assert remark in result.remarks
+    assert "a number added to" in result.note
+    (row,) = score(result, truth, task=view.task)
+    assert row["psnr_scaled"] > 60
+
+
+def test_of_a_softmax_no_picture_is_borne_out() -> None:
+    for soft in (lambda x: x.flatten(1).softmax(1).view_as(x), lambda x: x.softmax(1)):
+        view, _ = from_batch(initialized(Convolving(soft)).float(), picture(), LABELS)
+        for brighter in (picture(), picture() + 5 / 255):
+            for claim in (True, None):
+                held = confirm_whole(Cascade(), view, None, Reconstruction(brighter, LABELS, verified=claim))
+                assert isinstance(held, Reconstruction)
+                assert (held.verified, held.approximate) == (None, False)
+                assert FOLDED in held.note or not claim
 
 
 BY_CHANNEL = {
