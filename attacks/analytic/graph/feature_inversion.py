@@ -81,6 +81,8 @@ SHORTEST = 2.0**-6
 """The shortest share of a step that the line search tries."""
 MAX_SLOW_STEPS, MAX_STEPS_AT_NOISE = 5, 10
 """Steps in a row that hardly lower the residual, and that are at the level of noise, after which a search ends."""
+AT_NOISE = 3.0
+"""Multiple of the noise up to which a residual is at its level."""
 LEVEL_DISTANCE = 0.1
 """Levels of 8 bits by which a pixel that is at a whole one may miss it."""
 
@@ -252,7 +254,7 @@ def _search_again(
     nudged, new_start = best.images + NUDGE * restart.noise, GRAY + start_noise * restart.noise
     search = _Search(problem.select(waiting), settings, nudged[waiting], late)
     begin = new_start if restart.annealing_steps else best.images
-    near = _are_near(best, problem.noise)[waiting]
+    near = are_near(best, problem.noise)[waiting]
     search.begin_elsewhere(near, begin[waiting], restart.annealing_steps, restart.course)
     return search.run()
 
@@ -281,15 +283,21 @@ def _follow_softened(
     return _better(found, _Search(problem, settings, images, late).run(), which)
 
 
-def _are_near(found: InvertedImages, noise: float) -> Tensor:
+def are_near(found: InvertedImages, noise: float) -> Tensor:
     """Return which images (B,) miss their features by not much more than noise."""
     return found.residual < NEAR * noise
+
+
+def are_at_levels(images: Tensor) -> Tensor:
+    """Return the images (B,) whose pixels are all at whole levels of 8 bits."""
+    levels = 255 * images
+    return ((levels - levels.round()).abs() < LEVEL_DISTANCE).reshape(len(levels), -1).all(1)
 
 
 def _came_back(before: InvertedImages, again: InvertedImages, which: Tensor, noise: float) -> Tensor:
     """Return which images were near and have ended at the same residual again: at the minimum of their features."""
     same = again.residual > (1 - SETTLED) * before.residual[which]
-    return _are_near(before, noise)[which] & same
+    return are_near(before, noise)[which] & same
 
 
 def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:
@@ -362,7 +370,7 @@ class _Search:
                 self.count = len(places)
                 state.select(waiting)
                 waiting = torch.ones_like(places, dtype=torch.bool)
-        return InvertedImages(found, residual, residual <= 3 * self.problem.noise, steps, self.iterations)
+        return InvertedImages(found, residual, residual <= AT_NOISE * self.problem.noise, steps, self.iterations)
 
     def _is_slow(self, course: Sequence[Tensor]) -> bool:
         """Return whether the last steps led no image that is not near much nearer.
@@ -463,16 +471,13 @@ class _State:
         gain, noise = self.relative / self.before.clamp_min(1e-300), self.problem.noise
         self.stalled = torch.where(gain > 0.98, self.stalled + 1, torch.zeros_like(self.stalled))
         ended = (self.stalled >= MAX_SLOW_STEPS) | (self.relative == 0)
-        met = (self.relative <= 0.3 * noise) | ((self.relative <= 3 * noise) & (gain > 0.8))
+        met = (self.relative <= 0.3 * noise) | ((self.relative <= AT_NOISE * noise) & (gain > 0.8))
         if not self.search.settings.below_noise:
             return met | ended
-        self.at_noise = torch.where(self.relative <= 3 * noise, self.at_noise + 1, torch.zeros_like(self.at_noise))
-        return (met & self._are_at_levels()) | ended | (self.at_noise >= MAX_STEPS_AT_NOISE)
-
-    def _are_at_levels(self) -> Tensor:
-        """Return the images (b,) whose pixels are all at whole levels of 8 bits."""
-        levels = 255 * self.images
-        return ((levels - levels.round()).abs() < LEVEL_DISTANCE).reshape(len(levels), -1).all(1)
+        self.at_noise = torch.where(
+            self.relative <= AT_NOISE * noise, self.at_noise + 1, torch.zeros_like(self.at_noise)
+        )
+        return (met & are_at_levels(self.images)) | ended | (self.at_noise >= MAX_STEPS_AT_NOISE)
 
     def step(self, curvature: PixelCurvature) -> None:
         """Take one Gauss-Newton step."""

@@ -134,6 +134,11 @@ class FeatureProblem:
         with torch.no_grad():
             return self.residuals(tuple(self.forward(images)))
 
+    def relative_residual(self, images: Tensor) -> Tensor:
+        """Return the length of each image's residuals (b,), relative, in the targets' type."""
+        squares = torch.stack([r.reshape(len(images), -1).square().sum(1) for r in self.evaluate(images)])
+        return squares.sum(0).sqrt() / self.size
+
     def linearize(self, images: Tensor) -> Linearization:
         """Return the features at the images, with products by their Jacobian."""
         return Linearization(self.single_forward, images, self.single_forward.record(images))
@@ -175,6 +180,11 @@ class ResidualJacobian:
         features = self._features.push(direction)
         pushed = tuple(r.push(f)[0] for r, f in zip(self._residuals, features, strict=True))
         return pushed if self._smoothness is None else (*pushed, *differences(direction, self._smoothness))
+
+    def push_many(self, directions: Tensor) -> tuple[Tensor, ...]:
+        """Return J v (n, ...) for n directions v (n, ...), without the smoothness."""
+        features = self._features.push_many(directions)
+        return tuple(r.push_many(f)[0] for r, f in zip(self._residuals, features, strict=True))
 
     def pull(self, weights: Sequence[Tensor]) -> Tensor:
         """Return J^T w."""

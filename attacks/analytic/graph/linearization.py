@@ -170,6 +170,22 @@ class Linearization:
         )
         return tuple(t.detach() for t in pushed)
 
+    def push_many(self, directions: Tensor) -> tuple[Tensor, ...]:
+        """Return J v (n, ...) for directions v (n, ...), each shaped like the images."""
+        if self._record is not None:
+            return tuple(torch.func.vmap(self._product)(directions))
+        weights, pulled = self._pulled
+        pushed = torch.autograd.grad(
+            pulled,
+            weights,
+            directions,
+            retain_graph=True,
+            allow_unused=True,
+            materialize_grads=True,
+            is_grads_batched=True,
+        )
+        return tuple(t.detach() for t in pushed)
+
     @cached_property
     def _pulled(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """J^T w with autograd's graph of w, and w."""
@@ -182,6 +198,11 @@ class Linearization:
         """Return J^T w for one weight w for each output."""
         moving = tuple(w for w, moves in zip(weights, self._moving, strict=True) if moves)
         return torch.autograd.grad(self._outputs, self._point, moving, retain_graph=True)[0]
+
+    def pull_many(self, weights: Sequence[Tensor]) -> Tensor:
+        """Return J^T w (n, ...) for n weights for each output (n, ...)."""
+        moving = tuple(w for w, moves in zip(weights, self._moving, strict=True) if moves)
+        return torch.autograd.grad(self._outputs, self._point, moving, retain_graph=True, is_grads_batched=True)[0]
 
 
 def _remove_zero_terms(graph: fx.Graph) -> None:

@@ -12,6 +12,8 @@ level of the features' noise: what is heard less than that counts as open. Featu
 they bound what goes into it to one side. A search ends next to such a bound, where all above the ReLU has another J to
 either side. So the lowest features alone are asked.
 
+Where iterations do not end, the standard errors of `dense_least_squares` decide for small pictures at whole levels.
+
 Where d comes out otherwise, searches that begin beside the pictures decide, with the bounds: to either side of what J
 does not hear of the move, and at random.
 """
@@ -24,6 +26,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.dense_least_squares import solve_densely, without_closed
 from attacks.analytic.graph.feature_inversion import (
     NUDGE,
     InversionSettings,
@@ -48,6 +51,8 @@ MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 """Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction that was not heard."""
+SURE = 5.0
+"""Standard errors that numbers may be off."""
 MAX_ITERATIONS, LOOK_BACK = 300, 5
 """Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
 BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
@@ -69,7 +74,7 @@ def count_open_numbers(
         found: the pictures.
         seed: of what moves them.
     """
-    equations, shape = [_equations_alone(target) for target in targets], found.images.shape
+    equations, shape = [without_closed(target) for target in targets], found.images.shape
     unseen = count_unseen_numbers(forward, equations, found.images)
     if unseen or not bool(found.converged.all()):
         return unseen
@@ -86,8 +91,12 @@ def count_open_numbers(
         move, aside, most = NUDGE * draw, NUDGE * draw, MAX_MOVED / 255
     lowest = [equations[0], *(replace(target, weight=0.0) for target in equations[1:])]
     unheard = _unheard_part(FeatureProblem.of(forward, single_forward, lowest), found.images, move, seed)
-    if bool((unheard.abs() <= most).all()):
+    if unheard is not None and bool((unheard.abs() <= most).all()):
         return 0
+    if unheard is None:
+        if at_levels and _are_told_to_half_a_level(FeatureProblem.of(forward, single_forward, targets), found.images):
+            return 0
+        unheard = move
     farthest = FARTHEST * aside.abs().mean() / unheard.abs().max()
     settings = InversionSettings(seed=seed, seconds=search_seconds(shape), restarts=0, roughness=0.0, below_noise=False)
     moved = torch.zeros_like(found.images, dtype=torch.bool)
@@ -98,14 +107,6 @@ def count_open_numbers(
             return found.images.numel()
         moved |= (again.images - found.images).abs() > most
     return int(moved.sum())
-
-
-def _equations_alone(target: FeatureTarget) -> FeatureTarget:
-    """Return a target without what a ReLU closed: that bounds what goes into it, to one side."""
-    if not target.rectified:
-        return target
-    there = target.value != 0
-    return replace(target, known=there if target.known is None else there & target.known)
 
 
 def _count_equations(target: FeatureTarget) -> int:
@@ -119,10 +120,30 @@ def _count_equations(target: FeatureTarget) -> int:
     return int(counts.expand_as(target.value).sum())
 
 
-def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: int) -> Tensor:
+def _are_told_to_half_a_level(problem: FeatureProblem, images: Tensor) -> bool:
+    """Return whether no number of images at whole levels is at another level by the errors of the features.
+
+    How large these are is told by the residuals and by how far numbers are from whole levels: errors of features that
+    are not independent show there.
+    """
+    for place in range(len(images)):
+        one = problem.select(torch.arange(len(images), device=images.device) == place)
+        solution = solve_densely(one, images[place : place + 1])
+        if solution is None or not bool(solution.errors.isfinite().all()):
+            return False
+        levels = 255 * solution.images
+        off = (levels - levels.round()).abs() / 255
+        larger = float((off / solution.errors.clamp_min(1e-30)).max().clamp_min(1))
+        moved = (solution.images - images[place]).abs() > MAX_MOVED_AT_LEVELS / 255
+        if bool(moved.any()) or float(solution.errors.max()) * larger * SURE > MAX_MOVED_AT_LEVELS / 255:
+            return False
+    return True
+
+
+def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: int) -> Tensor | None:
     """Return what is left of a move of the images without what the features say of it, to first order.
 
-    That is all of it where iterations do not end.
+    None where iterations do not end.
 
     Args:
         problem: the features.
@@ -159,7 +180,7 @@ def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: i
         following = dot([gradient], [preconditioned])
         direction = preconditioned + per_image(following / gamma.clamp_min(1e-37), direction) * direction
         gamma = following
-    return move
+    return None
 
 
 def count_unseen_numbers(forward: Forward, targets: Sequence[FeatureTarget], images: Tensor) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from attacks.analytic.graph.dense_least_squares import finish_densely
 from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages, invert_features
 from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.linearization import Forward
@@ -160,4 +161,5 @@ def search_pictures(
         start: where to begin, if not at gray.
     """
     settings = InversionSettings(seed=seed, seconds=search_seconds(shape))
-    return invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
+    found = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
+    return finish_densely(forward, single_forward, targets, found)
