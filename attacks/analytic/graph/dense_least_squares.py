@@ -34,9 +34,9 @@ EQUATIONS = 3.0
 """Equations for each number of a picture by which steps go."""
 MAX_STEPS, SETTLED, MAX_STEP = 4, 0.1 / 255, 16 / 255
 """Steps at most, the largest change of a number after which none follows, and the one with which it was not near."""
-CLOSED_BY, MOST_CLOSED, FARTHEST = 3.0, 1024, 0.5 / 255
-"""Times the noise by which activations that are closed in truth are closed, how many may have to be, and the farthest
-that a number may be moved for that."""
+CLOSED_BY, MOST_CLOSED, FARTHEST = 1e-5, 1024, 0.5 / 255
+"""Share of the root mean square of a target by which activations are closed for certain in float32, how many may have
+to be closed, and the farthest that a number may be moved for that."""
 MOVING = 1e-6
 """Share of the largest derivative below which an activation is moved by no picture."""
 AT_ONCE = 64
@@ -195,11 +195,11 @@ def _close_activations(problem: FeatureProblem, images: Tensor) -> Tensor | None
 
 
 def _open_by(problem: FeatureProblem, features: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each target by how much what goes into its closed ReLUs is above where they are surely closed."""
+    """Return for each target by how much what goes into its ReLUs is above where these are closed as they are in truth."""
     used = [place for place, target in enumerate(problem.targets) if target.weight]
     found = []
     for place, (feature, target) in enumerate(zip(features, problem.targets, strict=True)):
-        margin = CLOSED_BY * target.noise * target.value.norm()
+        margin = CLOSED_BY * target.value.square().mean().sqrt()
         closed = (target.value == 0) & (target.rectified and place in used[:-1])
         found.append(torch.where(closed, feature + margin, torch.zeros_like(feature)))
     return found

@@ -16,6 +16,7 @@ from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
     MIN_FEATURE_NOISE,
     SolvedPictures,
+    as_guide,
     as_target,
     feature_noise,
     paths_around_activations,
@@ -118,8 +119,9 @@ def _solve(
                 wanted, functions = [as_target(network, stem.target)], _features_of(network, [stem.target])
                 unseen = count_open_numbers(*functions, wanted, found, seed)
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
-    targets = _choose_targets(solver)
-    wanted, (forward, single_forward) = [as_target(network, t) for t in targets], _features_of(network, targets)
+    targets = sorted([*solver.guides, *_choose_targets(solver)], key=lambda target: target.ref.node)
+    wanted = [as_guide(t) if any(t is guide for guide in solver.guides) else as_target(network, t) for t in targets]
+    forward, single_forward = _features_of(network, targets)
     if any(len(one.value) != count for one in wanted):
         other = "what was solved for has another dimension in the place of the images', as of one image taken out"
         return NotApplicable(other, limit=True)

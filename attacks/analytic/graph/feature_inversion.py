@@ -25,8 +25,9 @@ early where its steps are slow: through a hundred layers the kinks are so near t
 Descent then goes on from there. The best is kept. A near image that comes back to the same residual is at the minimum
 that its features have, and is left alone.
 
-**Trained networks.** They hardly hear fine patterns, and see a picture through many kinks. So every other annealing is
-a smooth one, of the features nearest to the picture alone, as many as give three equations a pixel. From where it is
+**Trained networks.** They hardly hear fine patterns, and see a picture through many kinks. So the second annealing is
+a smooth one, of the features nearest to the picture alone, as many as give three equations a pixel; further ones are of
+the kind that went better. From where it is
 near enough steps go on with ReLUs whose kinks are rounded off, less and less (`softened_rectifiers`), and with as many
 products a step as directions need that features hardly tell.
 
@@ -179,14 +180,16 @@ def invert_features(
         search = _Search(problem, settings, first, time_limit.is_over)
     best = search.run()
     settled, cut_short = torch.zeros_like(best.converged), search.was_slow or time_limit.first_is_over()
-    for restart in range(settings.restarts + search.was_slow):
+    plan = _RestartPlan(cut_short)
+    for _ in range(settings.restarts + search.was_slow):
         waiting = ~best.converged & ~settled
         if time_limit.is_over() or not bool(waiting.any()):
             break
-        how = _Restart.number(restart - cut_short, draw_noise())
+        how = plan.next(draw_noise())
         again = _search_again(problem, settings, best, waiting, how, time_limit.is_over)
         if how.course is SMOOTH:
             again = _follow_softened(problem.select(waiting), settings, again, time_limit.is_over)
+        plan.note(how, again)
         settled[waiting] = _came_back(best, again, waiting, problem.noise)
         best = _better(best, again, waiting)
     return best
@@ -227,18 +230,34 @@ class _Restart:
     annealing_steps: int
     course: AnnealingCourse = WIDE
 
-    @classmethod
-    def number(cls, number: int, noise: Tensor) -> _Restart:
-        """Return the restart of a number: from where images are before the first, then wide and smooth annealing.
 
-        Each annealing is twice as long as the one before of its kind.
-        """
-        if number < 0:
-            return cls(noise, 0)
-        times, is_smooth = divmod(number, 2)
-        if is_smooth:
-            return cls(noise, SMOOTH_STEPS * 2**times, SMOOTH)
-        return cls(noise, ANNEALING_STEPS * 2**times)
+class _RestartPlan:
+    """Says how images are searched for again: by a wide annealing, a smooth one, and then as went better.
+
+    Each annealing is twice as long as the one before of its kind.
+    """
+
+    def __init__(self, cut_short: bool) -> None:
+        """Begin, where an image whose search was cut short first goes on from where it is."""
+        self._goes_on = cut_short
+        self._steps = {WIDE: ANNEALING_STEPS, SMOOTH: SMOOTH_STEPS}
+        self._reached: dict[AnnealingCourse, float] = {}
+
+    def next(self, noise: Tensor) -> _Restart:
+        """Return the next restart, with noise for it."""
+        if self._goes_on:
+            self._goes_on = False
+            return _Restart(noise, 0)
+        untried = [course for course in self._steps if course not in self._reached]
+        course = untried[0] if untried else min(self._reached, key=lambda tried: self._reached[tried])
+        steps = self._steps[course]
+        self._steps[course] = 2 * steps
+        return _Restart(noise, steps, course)
+
+    def note(self, restart: _Restart, found: InvertedImages) -> None:
+        """Note what a restart led to."""
+        if restart.annealing_steps:
+            self._reached[restart.course] = float(found.residual.median())
 
 
 def _search_again(

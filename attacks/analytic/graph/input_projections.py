@@ -65,18 +65,7 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
     n, _, height, width = layer.input_shape
     if height * width > MAX_POSITIONS:
         return None
-    weights = [1 / channel_sizes(known, known.layer.right_side()) for known in signals]
-    a, g = (
-        torch.cat([(side * w[:, None, None]).flatten(0, 1) for side, w in zip(sides, weights, strict=True)])
-        for sides in (
-            [known.layer.signal_matrix(known.masked()) for known in signals],
-            [known.layer.right_side() for known in signals],
-        )
-    )
-    taps = torch.cat(
-        [torch.full((len(w),), known.layer.weight[0, 0].numel()) for known, w in zip(signals, weights, strict=True)]
-    )
-    channel = torch.arange(len(taps)).repeat_interleave(taps).to(a.device)
+    a, g, channel = _weighed_equations(signals)
     norms = a.norm(dim=1)
     if not bool(norms.any()):
         return None
@@ -94,6 +83,53 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
     parts = [v @ part for v, part in zip(bases, z.split(ranks), strict=True)]  # (H W, K) of each image
     values = torch.stack(parts).mT.reshape(layer.input_shape)
     return SolvedProjection(values, torch.stack([v @ v.mT for v in bases]), sum(ranks), off)
+
+
+@dataclass(frozen=True)
+class HeardPart:
+    """What layers' gradients say of the input of one image, each direction as loud as they hear it.
+
+    Attributes:
+        values: (1, K, H, W), M x.
+        matrix: (1, H W, H W), M = V S V^T / max S with A = U S V^T: symmetric, of norm one.
+    """
+
+    values: Tensor
+    matrix: Tensor
+
+
+def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
+    """Return what gradients say of one image's input where they are too few to be checked, or None if of several.
+
+    Args:
+        signals: of the layers that take the input; of one group of channels.
+    """
+    n, _, height, width = signals[0].layer.input_shape
+    if n != 1 or height * width > MAX_POSITIONS:
+        return None
+    a, g, _ = _weighed_equations(signals)
+    if not bool(a.any()):
+        return None
+    u, s, v = torch.linalg.svd(a, full_matrices=False)
+    share = s / s[0]
+    values = v.mT @ (u.mT @ g / s[0])
+    return HeardPart(values.mT.reshape(signals[0].layer.input_shape), ((v.mT * share) @ v)[None])
+
+
+def _weighed_equations(signals: Sequence[KnownSignal]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return A (equations, n H W) and G (equations, K), weighed so that errors are alike, and each one's channel."""
+    weights = [1 / channel_sizes(known, known.layer.right_side()) for known in signals]
+    a, g = (
+        torch.cat([(side * w[:, None, None]).flatten(0, 1) for side, w in zip(sides, weights, strict=True)])
+        for sides in (
+            [known.layer.signal_matrix(known.masked()) for known in signals],
+            [known.layer.right_side() for known in signals],
+        )
+    )
+    taps = torch.cat(
+        [torch.full((len(w),), known.layer.weight[0, 0].numel()) for known, w in zip(signals, weights, strict=True)]
+    )
+    return a, g, torch.arange(len(taps)).repeat_interleave(taps).to(a.device)
 
 
 def _solve_without_outliers(a: Tensor, g: Tensor, channel: Tensor) -> tuple[Tensor, float] | None:

@@ -51,8 +51,8 @@ MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 """Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction that was not heard."""
-SURE = 5.0
-"""Standard errors that numbers may be off."""
+SURE = 3.0
+"""Times the largest distance from a whole level, in standard errors, that a number may be off."""
 MAX_ITERATIONS, LOOK_BACK = 300, 5
 """Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
 BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
@@ -70,7 +70,7 @@ def count_open_numbers(
     Args:
         forward: from pictures to features.
         single_forward: the same in single precision.
-        targets: the features, the lowest first.
+        targets: the features, the lowest first; those of weight zero do not count.
         found: the pictures.
         seed: of what moves them.
     """
@@ -89,7 +89,8 @@ def count_open_numbers(
         return few
     else:
         move, aside, most = NUDGE * draw, NUDGE * draw, MAX_MOVED / 255
-    lowest = [equations[0], *(replace(target, weight=0.0) for target in equations[1:])]
+    first = next(place for place, target in enumerate(equations) if target.weight)
+    lowest = [target if place == first else replace(target, weight=0.0) for place, target in enumerate(equations)]
     unheard = _unheard_part(FeatureProblem.of(forward, single_forward, lowest), found.images, move, seed)
     if unheard is not None and bool((unheard.abs() <= most).all()):
         return 0
@@ -114,6 +115,8 @@ def _count_equations(target: FeatureTarget) -> int:
 
     Of a part of features, so many numbers of each channel are compared as the part has dimensions.
     """
+    if not target.weight:
+        return 0
     if target.projection is not None:
         return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
     counts = torch.ones_like(target.value, dtype=torch.bool) if target.known is None else target.known

@@ -137,6 +137,11 @@ def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
     )
 
 
+def as_guide(target: SolvedTensor) -> FeatureTarget:
+    """Return what a search may go by on its way, and not at its end."""
+    return FeatureTarget(target.values, weight=0.0, projection=target.projection)
+
+
 def search_seconds(shape: Sequence[int]) -> float:
     """Return the CPU seconds that a search for pictures of this shape may take."""
     return max(MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS * math.prod(shape) / SMALL_PICTURE)

@@ -13,7 +13,7 @@ from attacks.analytic.graph.image_factors import (
     find_factors_by_shifts,
     find_image_factors,
 )
-from attacks.analytic.graph.input_projections import solve_projection
+from attacks.analytic.graph.input_projections import hear_part, solve_projection
 from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
@@ -103,6 +103,7 @@ class GraphSolver:
         known: values and signals.
         solved: the tensors solved for, the lowest last.
         projections: what is known of tensors that could not be solved for.
+        guides: what gradients say of such tensors with nothing to check it by.
         ends: why layers' inputs could not be solved for, by the layer's weight: facts about these layers.
         waiting: which signal was missing, of layers that were never asked for lack of one above.
         anchor: weight of the convolution whose shifts gave the first signals; empty before.
@@ -116,6 +117,7 @@ class GraphSolver:
     known: Propagation
     solved: list[SolvedTensor] = field(default_factory=list)
     projections: list[SolvedTensor] = field(default_factory=list)
+    guides: list[SolvedTensor] = field(default_factory=list)
     ends: dict[str, str] = field(default_factory=dict)
     waiting: dict[str, str] = field(default_factory=dict)
     anchor: str = ""
@@ -359,6 +361,7 @@ class GraphSolver:
         signals = [self.known.layer_signal(number) for number in users]
         found = solve_projection(signals) if signals else None
         if found is None or not found.misfit < MAX_MISFIT:
+            self._note_heard(ref, signals)
             return
         names = tuple(known.layer.name for known in signals)
         numbers = signals[0].layer.unknown_inputs
@@ -367,6 +370,14 @@ class GraphSolver:
         )
         values = found.values.reshape(self.network.graph.value(ref).shape)
         self.projections.append(SolvedTensor(ref, values, found.misfit, True, names, found.projection))
+
+    def _note_heard(self, ref: Ref, signals: list[KnownSignal]) -> None:
+        """Note what gradients say of what layers take, where that can not be checked: it guides a search."""
+        heard = hear_part(signals) if signals else None
+        if heard is not None:
+            names = tuple(known.layer.name for known in signals)
+            values = heard.values.reshape(self.network.graph.value(ref).shape)
+            self.guides.append(SolvedTensor(ref, values, 0.0, True, names, heard.matrix))
 
     def _is_precise(self) -> bool:
         """Return whether what was solved for last is so precise that zeros below it can be told from small numbers."""

@@ -10,6 +10,7 @@ from torch.nn import functional
 from attacks.analytic.graph import feature_inversion
 from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages, invert_features
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
+from attacks.analytic.graph.gradient_descent import SMOOTH, WIDE
 from fl.seeds import stream
 
 PIXELS = (3, 3, 8, 8)
@@ -251,3 +252,19 @@ def test_softened_relus_lead_on_where_steps_are_stuck_between_kinks() -> None:
     led = feature_inversion._follow_softened(problem, settings, stuck, lambda: False)
     assert float(led.residual) < 0.8 * float(stuck.residual)
     assert torch.equal(feature_inversion._follow_softened(problem, settings, led, lambda: True).images, led.images)
+
+
+def test_images_are_searched_for_again_as_went_better_before() -> None:
+    image = torch.rand(PIXELS, dtype=torch.float64, generator=stream(0, "pixels"))
+    plan = feature_inversion._RestartPlan(cut_short=True)
+    assert plan.next(image).annealing_steps == 0
+    reached = {WIDE: 0.5, SMOOTH: 0.1}
+    courses = []
+    for _ in range(4):
+        restart = plan.next(image)
+        courses.append((restart.course, restart.annealing_steps))
+        residual = torch.full((len(image),), reached[restart.course])
+        plan.note(restart, InvertedImages(image, residual, residual < 0, residual, 0))
+    shortest = feature_inversion.SMOOTH_STEPS
+    assert [course for course, _ in courses] == [WIDE, SMOOTH, SMOOTH, SMOOTH]
+    assert [steps for _, steps in courses[1:]] == [shortest, 2 * shortest, 4 * shortest]
