@@ -154,7 +154,7 @@ def count_if_too_few(rows: Sequence[Row], tests: int = 1) -> int:
 
 
 def image_line(row: Row, number: int) -> str:
-    """Describe one image in a line: how close it came, or why nothing tells, and what the attack says of that itself."""
+    """Describe one image in a line: how close it came, or why nothing tells, and what the attack says of it itself."""
     label = {True: ", label recovered", False: ", label missed", None: ""}[row.get("label_correct")]
     exact = ", exact to 8 bits" if row.get("exact8") else ""
     own = verification_words(row.get("verified"), row.get("fixed"))

@@ -195,7 +195,7 @@ def _close_activations(problem: FeatureProblem, images: Tensor) -> Tensor | None
 
 
 def _open_by(problem: FeatureProblem, features: Sequence[Tensor]) -> list[Tensor]:
-    """Return for each target by how much what goes into its ReLUs is above where these are closed as they are in truth."""
+    """Return for each target by how much what goes into ReLUs that are closed in truth is above where they are."""
     used = [place for place, target in enumerate(problem.targets) if target.weight]
     found = []
     for place, (feature, target) in enumerate(zip(features, problem.targets, strict=True)):

@@ -77,7 +77,8 @@ def test_near_images_are_brought_to_their_levels_and_far_ones_left_alone() -> No
     off = image + 1e-3 * torch.randn(SHAPE, generator=stream(1, "off levels"), dtype=torch.float64)
     near = finish_densely(features, features, [target], stopped_at(off, 2 * NOISE))
     assert float((near.images - image).abs().max()) < 0.1 / 255
-    assert bool(near.converged.all()) and float(near.residual) < 2 * NOISE
+    assert bool(near.converged.all())
+    assert float(near.residual) < 2 * NOISE
     far = finish_densely(features, features, [target], stopped_at(off, 100 * NOISE))
     assert torch.equal(far.images, off)
 
@@ -99,7 +100,8 @@ def test_a_number_that_only_an_activation_closed_in_truth_would_tell_has_no_erro
     second[:, -2:] = torch.tensor([0.0, 1.0])
     targets = [FeatureTarget(closed, rectified=True), FeatureTarget(second)]
     found = solve_densely(FeatureProblem.of(features, None, targets), image)
-    assert found is not None and not bool(found.errors.isfinite().all())
+    assert found is not None
+    assert not bool(found.errors.isfinite().all())
 
 
 def test_numbers_behind_ill_conditioned_features_count_as_told_where_their_errors_are_small(
