@@ -136,6 +136,10 @@ class SearchControl:
         return self.keep_best_on_interrupt
 
 
+OPERATIONS_A_SECOND = 2e10
+"""Of floating-point numbers in double precision, as many as a thread can do at most."""
+
+
 class StoppedError(Exception):
     """An attack that solves has to end now; its text says what stops it."""
 
@@ -163,6 +167,22 @@ def check_time_limit() -> None:
     control = _CONTROL.get()
     if control is not None and (reason := control.stop_reason()):
         raise StoppedError(reason)
+
+
+def check_time_for(operations: float) -> None:
+    """End the attack that solves now, if a step of so many operations can't be done in the time left.
+
+    Args:
+        operations: of floating-point numbers, in a call that nothing can end, for each of its threads.
+
+    Raises:
+        StoppedError: it has to end.
+    """
+    check_time_limit()
+    control = _CONTROL.get()
+    if control is not None and operations > OPERATIONS_A_SECOND * control.seconds_left:
+        control.cut_short_by = control.cut_short_by or TIME_LIMIT
+        raise StoppedError(TIME_LIMIT)
 
 
 class Pace:

@@ -154,7 +154,12 @@ def _arrays(result: Result) -> dict[str, Any]:
         return {}
     found = {name: value for name in TENSORS if (value := getattr(result, name)) is not None}
     found |= {f"{_PRIVATE}/{name}": dense(value) for name, value in result.private.items()}
-    return {name: value.detach().cpu().numpy() for name, value in found.items()}
+    return {name: _plain_array(value.detach().cpu()) for name, value in found.items()}
+
+
+def _plain_array(value: Tensor) -> Any:
+    """Return a tensor as an array, of bfloat16 in the next type that NumPy has."""
+    return (value.float() if value.dtype == torch.bfloat16 else value).numpy()
 
 
 def _result(told: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Result:

@@ -69,6 +69,14 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
     if not isinstance(model, nn.Module):
         hint = "; model.load_state_dict(...) takes the weights in" if isinstance(model, Mapping) else ""
         raise ValueError(f"expected model as an nn.Module, got {type(model).__name__}{hint}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            place = f" in {name!r}" if name else ""
+            raise ValueError(
+                f"expected a model that runs in Python, got TorchScript{place}, which takes no weights but its own: "
+                "give the nn.Module that was scripted or traced, with its weights "
+                "(module.load_state_dict(scripted.state_dict()))"
+            )
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
             raise ValueError(

@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from support import pictures, worlds
-from torch import Tensor
+from support.chains import initialized
+from torch import Tensor, nn
 
 import attacks
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, run_checked
@@ -24,10 +25,13 @@ from attacks.search_control import (
     SearchMonitor,
     SearchProgress,
     StoppedError,
+    check_time_for,
     check_time_limit,
     limited_by,
 )
+from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
 from fl.view import ServerView
 
 NOT_ATTACKED = "not attacked before the time limit"
@@ -352,3 +356,30 @@ def test_outside_of_a_limited_attack_nothing_is_checked() -> None:
     with limited_by(SearchControl(time_limit=0)), pytest.raises(StoppedError, match="the time limit"):
         check_time_limit()
     check_time_limit()
+
+
+def test_a_solve_that_can_not_be_done_in_the_time_left_is_not_begun() -> None:
+    check_time_for(math.inf)
+    with limited_by(SearchControl()):
+        check_time_for(1e30)
+    with limited_by(control := SearchControl(time_limit=600)):
+        check_time_for(1e9)
+        with pytest.raises(StoppedError, match="the time limit"):
+            check_time_for(1e15)
+    assert control.cut_short_by
+
+
+def test_large_equations_of_a_layer_are_not_begun_without_the_time_for_them() -> None:
+    """Of what is shuffled below a convolution all channels are solved for together."""
+    layers = (
+        nn.Conv2d(3, 16, 3, 1, 1),
+        nn.LeakyReLU(0.2),
+        nn.PixelShuffle(2),
+        nn.Conv2d(4, 12, 3, 1, 1),
+        nn.LeakyReLU(0.2),
+    )
+    model = initialized(nn.Sequential(*layers, nn.Flatten(), nn.Linear(12 * 24 * 24, 10))).float()
+    view, _ = from_batch(model, torch.rand(1, 3, 12, 12, generator=stream(0, "picture")), torch.tensor([1]))
+    (found,) = run_checked(attacks.build("rconv"), [view], [0], SearchControl(time_limit=0.5))
+    assert isinstance(found, NotApplicable)
+    assert found.cut_short

@@ -22,9 +22,14 @@ from torch.nn import functional
 
 from attacks.network.layer_chain import Stage
 from attacks.network.operation_recognition import MonotoneActivation
+from attacks.search_control import check_time_for
 
 SATURATION = 1e-12
 """Share of an activation's range within which a value is taken for its end."""
+
+
+SVD_COST, PIVOTED_COST = 4.0, 8.0
+"""Operations of a singular value decomposition, and of a least-squares solve with pivots, for each product of sides."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +148,7 @@ def solve_input(
     if not bool(rows.isfinite().all() and right.isfinite().all() and rows.any()):
         nothing = stage.zero_input(count)
         return SolvedInput(nothing, nothing.numel(), 0, 0, math.inf)
+    _check_time(SVD_COST * rows.numel() * max(rows.shape))
     left, sizes, directions = torch.linalg.svd(rows / rows.norm())
     right = right / rows.norm()
     determined = int((sizes > sizes[0] * cutoff).sum())
@@ -263,7 +269,8 @@ def _solve_together(
     The former channel by channel (C N P,), the latter image by image.
     """
     channels, positions = right.shape[1], shape[1:].numel()
-    images = small.shape[1] // positions
+    images, told_outputs = small.shape[1] // positions, 0 if outputs is None else int(outputs.known.sum())
+    _check_time(2.0 * (channels * len(small) + told_outputs) * (channels * small.shape[1]) ** 2)
     rows, sides = torch.block_diag(*[small] * channels), right.T.flatten()
     if outputs is not None:
         weights, offset = weight_rows(stage, shape)
@@ -308,6 +315,7 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
         return torch.linalg.solve_triangular(triangle, turned, upper=True), rows.shape[1], largest / smallest
     if not largest > cutoff * unit:
         return turned.new_zeros(rows.shape[1], right.shape[1]), 0, math.inf
+    _check_time(PIVOTED_COST * triangle.numel() * min(triangle.shape))
     found = torch.linalg.lstsq(triangle, turned, rcond=cutoff * max(1.0, unit / largest), driver="gelsy")
     return found.solution, int(found.rank), math.inf
 
@@ -315,11 +323,17 @@ def least_squares(rows: Tensor, right: Tensor, cutoff: float, unit: float = 0.0)
 def triangularize(rows: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     """Return at most n equations with the same least-squares solution: (min(m, n), n) and (min(m, n), c)."""
     unknowns = rows.shape[1]
+    _check_time(2.0 * rows.numel() * min(rows.shape))
     if rows.shape[0] <= unknowns:
         q, upper = torch.linalg.qr(rows)
         return upper, q.T @ right
     upper = torch.linalg.qr(torch.cat([rows, right], 1), mode="r").R[:unknowns]
     return upper[:, :unknowns].contiguous(), upper[:, unknowns:].contiguous()
+
+
+def _check_time(operations: float) -> None:
+    """End the attack where a solve of so many operations can't be done in the time left."""
+    check_time_for(operations / torch.get_num_threads())
 
 
 def _extreme_singular_values(upper: Tensor) -> tuple[float, float]:

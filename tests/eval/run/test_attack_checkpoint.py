@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -187,3 +187,10 @@ def test_a_stopped_attack_goes_on_where_it_was(tmp_path: Path, monkeypatch: pyte
     assert (a / "images.jsonl").read_bytes() == (b / "images.jsonl").read_bytes()
     assert sorted(p.name for p in (a / "cells").glob("*/*")) == sorted(p.name for p in (b / "cells").glob("*/*"))
     assert not list(a.rglob("found"))
+
+
+def test_pictures_in_bfloat16_are_kept_in_the_next_type_that_numpy_has(tmp_path: Path) -> None:
+    kept = AttackCheckpoint(tmp_path, views(1))
+    found = replace(whole(), inputs=torch.rand(2, 3, 4, 4, generator=torch.Generator().manual_seed(0)).bfloat16())
+    kept.save([0], [found])
+    assert torch.equal(kept.load()[0].inputs, found.inputs.float())

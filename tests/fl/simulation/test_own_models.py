@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -118,6 +119,16 @@ def test_arrays_are_refused_as_what_they_are() -> None:
         from_update(plain(), arrays, input_shape=SHAPE, num_classes=3)
     with pytest.raises(ValueError, match=r"expected inputs as a tensor, got ndarray; torch.from_numpy"):
         from_batch(plain(), image().numpy(), LABEL)
+
+
+def test_torchscript_is_refused_with_the_way_on() -> None:
+    """Attacks put other weights into a network, which TorchScript does not take."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch calls it deprecated
+        scripted = torch.jit.trace(plain().eval(), image())
+    for model, place in ((scripted, ""), (nn.Sequential(nn.Identity(), scripted), " in '1'")):
+        with pytest.raises(ValueError, match=f"got TorchScript{place}, which takes no weights but its own: give the"):
+            from_batch(model, image(), LABEL)
 
 
 @pytest.mark.parametrize(
