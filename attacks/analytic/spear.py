@@ -16,6 +16,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, attacks
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.observed_update import ObservedUpdate
+from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from fl.ranges import OpenShare, Range
 from fl.seeds import stream
 from fl.view import ServerView
@@ -31,6 +32,11 @@ MAX_REPLACEMENTS = 300
 """Directions, the sparsest first, that are tried in place of a chosen one."""
 MAX_VERIFIED_ERROR = 5e-3
 """Error that noise may put on an input, root mean square and relative to it, if it is to count as recovered."""
+
+CENTERED = (
+    "the update looks like one of centralized gradients: each row of the weights' sums to zero, so that its equations "
+    "are solved by pictures less their means, which are none; of one picture analytic reads what is left"
+)
 
 
 @attacks.register("spear")
@@ -90,6 +96,8 @@ class Spear(Attack):
             return NotApplicable(zeros, limit=True)
         if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:
             return NotApplicable(reason)
+        if kind_of_update_rule(view) == RuleKind.CENTRALIZED:
+            return NotApplicable(CENTERED, limit=True)
         factors = GradientFactors.of(layer, view.batch_size)
         if isinstance(factors, NotApplicable):
             return factors

@@ -52,6 +52,11 @@ class Scaffold(FedAvg):
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # what c_i learns from is the way that plain steps lead
 
+    deviation_reason: ClassVar[str] = (
+        "each step has c - c_i added, the control variates; where you have these, subtract lr * (c - c_i) for each "
+        "step from the update, and audit what is left as one of fedavg"
+    )
+
     option: Literal["I", "II"] = "II"
     server_lr: PositiveStep = 1.0
 

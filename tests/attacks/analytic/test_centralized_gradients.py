@@ -10,9 +10,11 @@ from torch.nn import functional
 from attacks.analytic.analytic import Analytic
 from attacks.analytic.centralized_gradients import centralized
 from attacks.analytic.rconv import RConv
+from attacks.analytic.spear import Spear
 from attacks.base import NotApplicable, Reconstruction, Remark
 from attacks.update.update_rule import RuleKind, guess_update_rule, kind_of_update_rule
 from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -61,6 +63,19 @@ def test_brightness_is_left_open_where_the_rest_contradicts_each() -> None:
 def test_attacks_that_go_layer_by_layer_say_that_they_do_not_apply() -> None:
     found = RConv()(view_of(perceptron()))
     assert isinstance(found, NotApplicable)
+    assert "centralized gradients" in found.reason
+
+
+def test_of_a_batch_no_pictures_less_their_means_are_handed_out() -> None:
+    model = perceptron()
+    images = torch.rand(3, *picture().shape[1:], generator=stream(1, "picture"))
+    functional.cross_entropy(model(images), torch.tensor([0, 1, 2])).backward()
+    update = {name: 0.1 * centralized(value.grad) for name, value in model.named_parameters()}
+    shape, how = tuple(images.shape[1:]), FedAvg(lr=0.1, steps=1, batch_size=None)
+    view = from_update(model, update, input_shape=shape, num_classes=10, batch_size=3, method=how)
+    found = Spear()(view)
+    assert isinstance(found, NotApplicable)
+    assert found.limit
     assert "centralized gradients" in found.reason
 
 
