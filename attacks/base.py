@@ -376,7 +376,7 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
         held = confirm(view, with_target(view, prefix.turn_back(result)))
-        return prefix.bound(result.inputs, held) if isinstance(held, Reconstruction) else held
+        return prefix.bound(view, result.inputs, held) if isinstance(held, Reconstruction) else held
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None

@@ -27,6 +27,7 @@ from attacks.network.network_parts import ReplayedNetwork
 from attacks.network.operation_recognition import has_trained_weight
 from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Ref
 from attacks.result import NotApplicable, Reconstruction, Remark
+from attacks.update.float_rounding import largest_rounding
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -47,8 +48,10 @@ DARKER, ADDED, SAME = (0.7, 0.9, 0.8), (0.1, 0.02, 0.15), 0.01
 """What channels are multiplied by, and what is added to them, and how little that may change of what is given."""
 SPARSE = 0.02
 """Share of bright pixels of the picture with the largest numbers that is thought of."""
-VALUE_ERROR, MAX_LEVELS_OPEN = 1e-5, 0.5
-"""By which v may be off where it was solved for in float32, and levels of 8 bits that this may move a pixel by."""
+VALUE_ERROR, ROUNDINGS, MAX_LEVELS_OPEN = 1e-5, 4.0, 0.5
+"""By which v may be off where it was solved for in float32; how many times the share of an update that is rounding it
+may be off by, where that is more (in trials on updates of four and of two bytes up to three times); and levels of 8
+bits that this may move a pixel by."""
 MAX_OPEN_SHARE = 0.02
 """Share of pixels that may be open so in a picture that is borne out."""
 BISECTIONS = 50
@@ -179,19 +182,21 @@ class PixelPrefix:
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})
 
-    def bound(self, values: Tensor, held: Reconstruction) -> Reconstruction:
+    def bound(self, view: ServerView, values: Tensor, held: Reconstruction) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels.
 
         Args:
+            view: of the whole network.
             values: v that was found.
             held: the result on the whole network.
         """
         if not held.verified:
             return held
         v = values.to(self.graph.image)
-        darkest, middle, brightest = (_invert(self, v + off) for off in (-VALUE_ERROR, 0.0, VALUE_ERROR))
+        error = max(VALUE_ERROR, ROUNDINGS * largest_rounding(view))
+        darkest, middle, brightest = (_invert(self, v + off) for off in (-error, 0.0, error))
         levels = 255 * torch.maximum(middle - darkest, brightest - middle)
         open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
         if open_share == 0:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
@@ -109,6 +109,26 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
             apart = torch.hypot(apart, _spacing(dense(start).double() - change, of_weights))
         found[name] = apart / math.sqrt(12)
     return found
+
+
+def largest_rounding(view: ServerView) -> float:
+    """Return the largest share of a tensor's update, by their root mean squares, that its having been rounded may be.
+
+    It is 1 where nothing but a word tells how the update was sent (`view.sent_as`), or tensors are of low rank.
+
+    Args:
+        view: the server's.
+    """
+    if view.sent_as or any(isinstance(value, LowRank) for value in (*view.update.values(), *view.shared.values())):
+        return 1.0
+    shares = [0.0]
+    for name, rounding in rounding_of_numbers(view).items():
+        change = dense(view.update[name]).double()
+        if (steps := grid_steps(change)) is not None:
+            rounding = torch.hypot(rounding, steps.to(rounding) / math.sqrt(12))
+        size = float(change.square().mean().sqrt())
+        shares += [float(rounding.square().mean().sqrt()) / size] if size > 0 else []
+    return max(shares)
 
 
 def _spacing(values: Tensor, kind: torch.dtype) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support.chains import initialized
@@ -11,7 +13,9 @@ from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
 from attacks.base import build
 from attacks.network.pixel_prefix import read_pixel_prefix
-from fl.capture import from_batch
+from attacks.update.float_rounding import largest_rounding
+from fl.capture import from_batch, from_update
+from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 
 
@@ -94,3 +98,37 @@ def test_what_folds_pixels_is_not() -> None:
     view, _ = from_batch(initialized(Bent(lambda x: (3 * x).sin())).float(), picture, torch.tensor([1]))
     assert read_pixel_prefix(view) is None
     assert isinstance(RConv()(view), NotApplicable)
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("lr", [0.1, 1e-3])
+def test_no_pixel_is_verified_that_the_updates_rounding_moves(kind, lr) -> None:
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 250 + 3).round() / 255
+    model = initialized(Bent(torch.square)).float()
+    grads = torch.autograd.grad(
+        nn.functional.cross_entropy(model(picture), torch.ones(1).long()), [*model.parameters()]
+    )
+    moved = zip(model.named_parameters(), grads, strict=True)
+    update = {name: (start - (start - lr * change)).to(kind).float().detach() for (name, start), change in moved}
+    view = from_update(model, update, input_shape=(3, 8, 8), method=FedAvg(lr=lr, steps=1, batch_size=None))
+    share = largest_rounding(view)
+    assert share > {torch.float32: 1e-7, torch.float16: 1e-4, torch.bfloat16: 1e-3}[kind]
+    prefix = read_pixel_prefix(view)
+    assert prefix is not None
+    values = prefix.values(picture)
+    off = (values + 2 * share).clamp(0, 1)  # as far off as solving by such an update leaves it
+    held = prefix.bound(view, off, Reconstruction(prefix.pictures(off), None, 0.0, (0.0,), verified=True))
+    worst = float((prefix.pictures(off) - picture).abs().max() * 255)
+    assert held.verified == (worst < 0.5 and kind is torch.float32 and lr == 0.1)
+    assert prefix.bound(replace(view, sent_as="int8"), values, held).verified is not True
+
+
+def test_an_even_grid_counts_as_rounding() -> None:
+    view, _ = from_batch(
+        initialized(Bent(torch.square)).float(),
+        torch.rand(1, 3, 8, 8, generator=stream(0, "picture")),
+        torch.tensor([1]),
+    )
+    step = {name: value.abs().max() / 127 for name, value in view.update.items()}
+    coarse = {name: (value / step[name]).round() * step[name] for name, value in view.update.items()}
+    assert largest_rounding(replace(view, update=coarse)) > 100 * largest_rounding(view)
