@@ -20,6 +20,7 @@ from attacks.network.kept_readings import readings_kept
 from attacks.network.pixel_prefix import read_pixel_prefix
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
+from attacks.update.float_rounding import largest_rounding
 from attacks.verification.comparison import can_replay
 from attacks.verification.confirmation import confirm
 from fl.aggregated_view import as_single_client
@@ -376,7 +377,9 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
         held = confirm(view, with_target(view, prefix.turn_back(result)))
-        return prefix.bound(view, result.inputs, held) if isinstance(held, Reconstruction) else held
+        if not isinstance(held, Reconstruction) or not held.verified:
+            return held
+        return prefix.bound(result.inputs, held, largest_rounding(view))
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None

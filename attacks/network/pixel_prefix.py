@@ -27,7 +27,6 @@ from attacks.network.network_parts import ReplayedNetwork
 from attacks.network.operation_recognition import has_trained_weight
 from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Ref
 from attacks.result import NotApplicable, Reconstruction, Remark
-from attacks.update.float_rounding import largest_rounding
 from fl.seeds import stream
 from fl.view import ServerView
 
@@ -182,20 +181,20 @@ class PixelPrefix:
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})
 
-    def bound(self, view: ServerView, values: Tensor, held: Reconstruction) -> Reconstruction:
+    def bound(self, values: Tensor, held: Reconstruction, rounding: float) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels.
 
         Args:
-            view: of the whole network.
             values: v that was found.
             held: the result on the whole network.
+            rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
         """
         if not held.verified:
             return held
         v = values.to(self.graph.image)
-        error = max(VALUE_ERROR, ROUNDINGS * largest_rounding(view))
+        error = max(VALUE_ERROR, ROUNDINGS * rounding)
         darkest, middle, brightest = (_invert(self, v + off) for off in (-error, 0.0, error))
         levels = 255 * torch.maximum(middle - darkest, brightest - middle)
         open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
