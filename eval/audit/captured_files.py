@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
@@ -158,7 +158,9 @@ def pair_by_words(given: Mapping[str, object]) -> tuple[Part | None, Part] | Non
     """Return the values of a mapping of two as weights before and after, by what they are called; None of another."""
     halves = {_before_or_after(str(name)): value for name, value in given.items()}
     one_each = len(given) == 2 and halves.keys() == {"before", "after"}
-    if not one_each or any(isinstance(value, Tensor | np.ndarray) and value.ndim != 1 for value in halves.values()):
+    arrays = {name: value for name, value in given.items() if isinstance(value, Tensor | np.ndarray)}
+    vectors = all(value.ndim == 1 and re.fullmatch(r"[A-Za-z]+", str(name)) for name, value in arrays.items())
+    if not one_each or not vectors or len({value.shape for value in arrays.values()}) > 1:
         return None
     return halves["before"], halves["after"]  # type: ignore[return-value]
 
@@ -224,18 +226,27 @@ def _as_pair(found: object) -> dict[str, object] | None:
         halves = {name: value for name, value in inner.items() if _before_or_after(name) in {"before", "after"}}
         if len(halves) == 2 or (len(inner) == 2 and not _state_word(inner)):
             return halves if len(halves) == 2 else inner
-    return _by_prefix(found) if found and _tensors(found) else None
+    return _by_prefix(found)
 
 
 def _by_prefix(found: dict[object, object]) -> dict[str, object] | None:
-    """Return two states whose names all begin with one of two words, such as `before/fc.weight`; None of others."""
+    """Return two states whose names begin with one of two words, such as `before/fc.weight`; None of others.
+
+    Numbers and texts may stand beside, and tensors of one number, such as a step size.
+    """
     inner: dict[str, dict[str, object]] = {}
     for name, value in found.items():
-        word, _, rest = re.sub(r"[/.:]", "\0", str(name), count=1).partition("\0")
-        inner.setdefault(word, {})[rest] = value
+        word, joint, rest = re.sub(r"([/.:]|_(?=.*[/.:]))", "\0", str(name), count=1).partition("\0")
+        if _before_or_after(word) in {"before", "after"} and joint:
+            inner.setdefault(word, {})[rest] = value
+        elif not isinstance(value, int | float | str | None) and not (isinstance(value, Tensor) and value.numel() == 1):
+            return None
     if len(inner) != 2 or {_before_or_after(word) for word in inner} != {"before", "after"}:
         return None
-    return {word: part for word, part in inner.items()}
+    first, last = inner.values()
+    if not first.keys() & last.keys():  # a model's own parts may be called so
+        return None
+    return {word: part for word, part in inner.items()} if _tensors(first) and _tensors(last) else None
 
 
 def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
@@ -396,5 +407,5 @@ def _before_or_after(name: str) -> str:
     return name
 
 
-def _tensors(found: dict[object, object]) -> bool:
+def _tensors(found: Mapping[Any, object]) -> bool:
     return all(isinstance(value, Tensor) for value in found.values())

@@ -38,6 +38,8 @@ def find_merged_adapter(view: ServerView) -> str:
     ranks = [_rank(value, ROUNDING_MARGIN * relative_rounding(view, name)) for name, value in moved.items()]
     if any(rank > LOW_SHARE * min(len(v), v[0].numel()) for rank, v in zip(ranks, moved.values(), strict=True)):
         return ""
+    if any(int(value.flatten(1).any(1).sum()) <= rank for rank, value in zip(ranks, moved.values(), strict=True)):
+        return ""  # a few rows that were sent have that rank, too
     names = f"{', '.join(list(moved)[:3])}{f' and {len(moved) - 3} more' if len(moved) > 3 else ''}"
     return (
         f"only matrices moved ({names}), by a rank of {max(ranks)} at most, and no bias or scale beside them: adapters "

@@ -318,12 +318,21 @@ def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[st
     """Return a model's names by those with one prefix, which stand beside others of a larger one (Lightning's)."""
     wanted = {name for name, value in model.named_parameters() if value.requires_grad}
     known = set(model.state_dict())
+    found: dict[str, dict[str, str]] = {}
     for prefix in dict.fromkeys(
         name[: -len(last)] for last in list(wanted)[:1] for name in names if name.endswith(last)
     ):
         own = {name: name.removeprefix(prefix) for name in names if name.startswith(prefix)}
         own = {name: mine for name, mine in own.items() if mine in known}
         if wanted <= set(own.values()):
+            found[prefix] = own
+    if len(found) > 1 and "" not in found:
+        raise ValueError(
+            f"expected the model's tensors once, got them under {' and under '.join(map(repr, found))}: give those "
+            "alone that were trained"
+        )
+    for prefix, own in found.items():
+        if not prefix or len(found) == 1:
             left = sorted(set(names) - own.keys())
             if lost := find_lost_scale(left, own.keys()):
                 raise ValueError(

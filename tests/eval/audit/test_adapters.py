@@ -116,3 +116,16 @@ def test_merged_weights_for_a_model_with_its_adapter_are_refused() -> None:
         ValueError, match=r"got those of the model without .* can't be told; give the adapter's tensors"
     ):
         with_model_names(load_pair(state, state), wrapped)
+
+
+def test_rows_that_were_sent_alone_are_no_merged_adapter() -> None:
+    model = plain()
+    loss = nn.functional.cross_entropy(model(picture()), torch.tensor([1]))
+    found = torch.autograd.grad(loss, list(model.parameters()))
+    grads = dict(zip(dict(model.named_parameters()), found, strict=True))
+    name = next(name for name, value in grads.items() if value.ndim == 2)
+    row = int(grads[name].abs().sum(1).argmax())
+    update = {n: torch.zeros_like(value) for n, value in grads.items()}
+    update[name][row] = grads[name][row]
+    said = hyperleak.audit(model, update=update, input_shape=tuple(picture().shape[1:]), attacks=["analytic"]).mismatch
+    assert "adapters" not in said

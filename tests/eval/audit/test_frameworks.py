@@ -171,3 +171,30 @@ def test_an_optimizer_that_nobody_stated_leaves_the_audit_undecided(tmp_path, op
         assert found.open_questions({})
         assert found.open_questions({"psnr": 60})
         assert found.mismatch
+
+
+@pytest.mark.parametrize("joint", ["/", ".", "_"])
+def test_weights_before_and_after_may_have_numbers_beside(tmp_path, joint):
+    model, data = network(), batch()
+    halves = {"before": dict(model.state_dict()), "after": after(model, data)}
+    arrays = {f"{word}{joint}{name}": v.numpy() for word, half in halves.items() for name, v in half.items()}
+    np.savez(tmp_path / "u.npz", **arrays, lr=np.float64(0.1), framework=np.array("flower"))
+    torch.save({**{name: torch.tensor(v) for name, v in arrays.items()}, "round": 3}, tmp_path / "u.pt")
+    for file in ("u.npz", "u.pt"):
+        assert not subject(model, tmp_path / file, data).mismatched
+
+
+def test_tensors_under_two_names_are_not_chosen_among(tmp_path):
+    model, update = network(), change(network(), batch())
+    both = {f"{word}.{name}": value for word in ("student", "teacher") for name, value in update.items()}
+    torch.save(both, tmp_path / "u.pt")
+    with pytest.raises(ValueError, match=r"the model's tensors once, got them under 'student\.' and under 'teacher\.'"):
+        with_model_names(load_update(tmp_path / "u.pt"), model)
+    torch.save({**update, **both}, tmp_path / "u.pt")  # the model's own names go before others
+    assert not subject(model, tmp_path / "u.pt", batch()).mismatched
+
+
+def test_parts_of_a_model_may_be_called_global_and_local(tmp_path):
+    given = {"global_pool.weight": torch.ones(2), "local_conv.bias": torch.ones(3)}
+    torch.save(given, tmp_path / "u.pt")
+    assert load_update(tmp_path / "u.pt").update.keys() == given.keys()
