@@ -8,7 +8,6 @@ from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torchvision.models.resnet import BasicBlock
 
 from fl.models import models
 from fl.models.building_blocks.adapters import AdapterNetwork, Affine, ConvAdapter, backbone_parameters
@@ -70,6 +69,8 @@ class ResNetAdapter(AdapterNetwork):
         return layers | {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
 
     def _stage(self, before: int, channels: int, stride: int) -> nn.Sequential:
+        from torchvision.models.resnet import BasicBlock  # takes as long to import as torch itself
+
         shortcut = None
         if stride != 1:
             shortcut = nn.Sequential(nn.Conv2d(before, channels, 1, stride, bias=False), Affine(channels))

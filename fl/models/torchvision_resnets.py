@@ -7,11 +7,11 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
-from torchvision.models import resnet18, resnet34, resnet50
 
 from fl.models import Network, models
 from fl.models.building_blocks.initialization import initialize
@@ -33,7 +33,7 @@ class TorchvisionResNet(Network):
             convolution of stride 2 and 3x3 max pooling, which leaves 1x1 of a 32x32 image.
     """
 
-    architecture: ClassVar[Callable[..., nn.Module]]
+    architecture: ClassVar[str]
 
     input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     stem: Literal["small", "imagenet"] = "small"
@@ -44,7 +44,8 @@ class TorchvisionResNet(Network):
 
     def body(self) -> nn.Sequential:
         """Return features (B, F): one for each channel of the last stage."""
-        layers = OrderedDict(type(self).architecture(norm_layer=self.normalization()).named_children())
+        made = import_module("torchvision.models")  # here, as it takes as long to import as torch itself
+        layers = OrderedDict(getattr(made, self.architecture)(norm_layer=self.normalization()).named_children())
         del layers["fc"]
         if self.stem == "small":
             layers["conv1"] = nn.Conv2d(self.input_shape[0], 64, 3, padding=1, bias=False)
@@ -91,7 +92,7 @@ class ResNet18(BasicBlockResNet):
     With the 3x3 stem of CIFAR's ResNets, as here by default, federated experiments on small color images often have it.
     """
 
-    architecture: ClassVar = staticmethod(resnet18)
+    architecture: ClassVar = "resnet18"
 
 
 @models.register("resnet34")
@@ -99,7 +100,7 @@ class ResNet18(BasicBlockResNet):
 class ResNet34(BasicBlockResNet):
     """torchvision's ResNet-34: on color images 21,276,992 parameters and a head, 512 features."""
 
-    architecture: ClassVar = staticmethod(resnet34)
+    architecture: ClassVar = "resnet34"
 
 
 @models.register("resnet50")
@@ -112,4 +113,4 @@ class ResNet50(TorchvisionResNet):
     default; with ImageNet's it has 23,508,032 parameters and a head.
     """
 
-    architecture: ClassVar = staticmethod(resnet50)
+    architecture: ClassVar = "resnet50"

@@ -6,10 +6,12 @@ import sys
 SCRIPT = """
 import sys
 import eval.run.execute
+from fl.models import models
 from eval.report.charts import style
 from eval.report.charts.render import render_svg
 from eval.report.charts.specs import Heatmap
 import eval.report.writer
+assert "resnet50" in models.names()
 loaded = sys.modules.keys() & {"torchvision", "scipy.stats", "matplotlib"}
 assert not loaded, loaded
 render_svg(Heatmap([[1.0]], 0.0, 1.0), style.NARROW)
