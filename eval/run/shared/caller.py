@@ -16,7 +16,7 @@ from eval.io.errors import RUN_ERRORS
 from eval.run.cache_keys import source_digest
 from eval.run.executors import Executor, Future, open_executor
 from eval.run.executors.choice import ExecutorChoice, visible_gpus
-from eval.run.members import HEARTBEAT_SECONDS, SHARED, WORKER, Member
+from eval.run.members import CALLER, HEARTBEAT_SECONDS, SHARED, WORKER, Member
 from eval.run.plan import Plan
 from eval.run.run_directory import RunDir
 from eval.run.run_options import Failure, Options, Progress, silent
@@ -82,7 +82,7 @@ def with_executor(shared: _SharedWork, choice: ExecutorChoice, count: int, place
     finally:
         shared.dismiss()
         executor.close()
-        shared.logs.repeat()
+        shared.repeat_logs()
 
 
 @dataclass
@@ -189,7 +189,7 @@ class _SharedWork:
         """Take in what workers have told, done and noted."""
         states = self.caller.members.states()
         self.reader.read(states)
-        self.logs.repeat()
+        self.repeat_logs()
         self.failures.update(notes.failures(self.folder.path))
         done = sum(self.folder.finished(cell) for _, cell in self.plan.cells())
         if done != self.finished:
@@ -199,6 +199,11 @@ class _SharedWork:
             self.parts_done, self.replaced = parts, 0
         at_work = sum(state.is_alive and state.kind == WORKER for state in states)
         self.pace.tell(self.folder.about_run, at_work)
+
+    def repeat_logs(self) -> None:
+        """Log what workers have logged, but for those of another caller that is there: it does so itself."""
+        others = (one for one in self.caller.members.states() if one.kind == CALLER and one.is_alive)
+        self.logs.repeat({_own_part(one.name) for one in others if one.name != self.caller.name})
 
     def dismiss(self) -> None:
         """Have all workers of this caller leave, and wait until they have."""
@@ -234,7 +239,7 @@ class _SharedWork:
 
     def _start(self, executor: Executor, job: Mapping[str, Any], number: int, gpus: Sequence[str]) -> _Slot:
         self.started += 1
-        worker = f"{self.engine}-{self.started:02d}-{self.caller.name.rpartition('-')[2]}"
+        worker = f"{self.engine}-{self.started:02d}-{_own_part(self.caller.name)}"
         gpu = gpus[number % len(gpus)] if gpus else None
         return _Slot(number, worker, executor.submit(run_worker, {**job, "worker": worker, "gpu": gpu}))
 
@@ -267,6 +272,11 @@ class _SharedWork:
             variables=caller_variables(),
         )
         return job.plain()
+
+
+def _own_part(caller: str) -> str:
+    """Return what tells a caller from others, and is in the names of its workers."""
+    return caller.rpartition("-")[2]
 
 
 def _imported_files(experiment: Experiment) -> list[str]:

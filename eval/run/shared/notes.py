@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 
@@ -89,8 +90,12 @@ class LogReader:
         self._folder = folder
         self._read: dict[str, int] = {}
 
-    def repeat(self) -> None:
-        """Log what is new under the names that it was logged by, with the worker's."""
+    def repeat(self, told_elsewhere: Collection[str] = ()) -> None:
+        """Log what is new under the names that it was logged by, with the worker's.
+
+        Args:
+            told_elsewhere: parts of names of workers whose words another caller of the same run repeats.
+        """
         for path in _files(self._folder, LOGS):
             try:
                 with path.open("rb") as file:
@@ -100,6 +105,8 @@ class LogReader:
                 continue
             whole = text[: text.rfind(b"\n") + 1]
             self._read[path.name] = self._read.get(path.name, 0) + len(whole)
+            if not set(path.name.split("-")).isdisjoint(told_elsewhere):
+                continue
             for line in whole.splitlines():
                 self._log(path.name, line)
 

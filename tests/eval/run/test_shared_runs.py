@@ -1,5 +1,6 @@
 """Several workers on one run: the same bytes, no cell twice, and none lost with a worker that dies."""
 
+import json
 import math
 import shutil
 import sys
@@ -29,7 +30,7 @@ from eval.run.members import CALLER, SHARED, Member, Members
 from eval.run.plan import prepare
 from eval.run.run_directory import RunDir
 from eval.run.run_options import Options
-from eval.run.shared import caller, portions
+from eval.run.shared import caller, notes, portions
 from eval.run.shared.caller import WorkersError
 from eval.run.shared.job import DEATH, REFUSAL, WorkerJob
 from eval.run.shared.worker import SharedRun, is_dismissed
@@ -175,6 +176,29 @@ def test_two_callers_share_a_run(grid, alone, tmp_path, monkeypatch):
         one.join()
     assert [outcome.failures for outcome in outcomes] == [[], []]
     assert whole(tmp_path) == alone
+
+
+def test_what_workers_of_another_caller_log_is_left_to_it(tmp_path, caplog):
+    logs = tmp_path / SHARED / notes.LOGS
+    logs.mkdir(parents=True)
+    for name in ("local-01-mine-a", "local-01-other-b"):
+        (logs / name).write_text(json.dumps({"level": 20, "name": "x", "message": "training: 1 s"}) + "\n")
+    reader = notes.LogReader(tmp_path)
+    with caplog.at_level("INFO"):
+        reader.repeat({"other"})
+        reader.repeat()  # the other has left, and has said all of this
+    assert caplog.messages == ["local-01-mine-a: training: 1 s"]
+
+
+def test_a_caller_knows_the_workers_of_others_by_their_names(tmp_path, monkeypatch):
+    with RunDir(tmp_path).shared() as first, RunDir(tmp_path).shared() as second:
+        shared = caller._SharedWork.__new__(caller._SharedWork)
+        shared.caller, told = first, []
+        shared.logs = SimpleNamespace(repeat=told.append)
+        shared.repeat_logs()
+        second.leave()
+        shared.repeat_logs()
+    assert told == [{second.name.rpartition("-")[2]}, set()]
 
 
 def test_a_cell_that_fails_is_tried_once_and_stops_no_other(tmp_path, monkeypatch):
