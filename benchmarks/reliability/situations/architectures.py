@@ -42,6 +42,19 @@ class Reused(nn.Module):
         return logits
 
 
+class Before(nn.Module):
+    """A convolution behind what a function makes of pixels."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.layer, self.head = function, nn.Conv2d(3, 30, 3, padding=1), nn.Linear(30 * 1024, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (B, K)."""
+        logits: Tensor = self.head(F.leaky_relu(self.layer(self.function(x)), 0.2).flatten(1))
+        return logits
+
+
 class Scaled(nn.Module):
     """A network that normalizes by arithmetic of its own."""
 

@@ -144,6 +144,8 @@ def _of_libraries() -> Iterator[Situation]:
     yield _network("timm's ViT", lambda: timm.models.VisionTransformer(**vit), EXACT, ("april",))
     yield _network("a ViT of one's own, mean over tokens", own.ViT, EXACT, ("april",))
 
+    yield _network("torchvision's ViT, its head drawn", _torchvision_vit, EXACT, ("april",))
+
     def squeezed() -> nn.Module:
         return torchvision.models.squeezenet1_1(num_classes=CLASSES).eval()
 
@@ -176,6 +178,14 @@ def styles() -> Iterator[Situation]:
     yield one("torch.nn.utils.weight_norm", with_norm(utils.weight_norm), CLOSER, both)
     yield one("spectral_norm as a parametrization", with_norm(utils.parametrizations.spectral_norm), CLOSER, both)
     yield one("weight_norm as a parametrization", with_norm(utils.parametrizations.weight_norm), CLOSER, both)
+
+    script = Right(kind="refused", words=("got TorchScript", "the nn.Module that was scripted or traced"))
+    yield one("TorchScript", lambda: torch.jit.script(own.Reused()), script)
+    shifted = Right(kind="warned", words=("a number added to all pixels",), why="named, and true once it is fitted")
+    yield one("each picture less its mean", lambda: own.Before(_less_mean), shifted, ("rconv",))
+    yield one("pixels to the power of 2.2", lambda: own.Before(_gamma), EXACT, ("rconv",))
+    fold = Right(kind="hidden")
+    yield one("softmax over all pixels", lambda: own.Before(_softmax), fold, ("rconv", BRIEF))
 
     def frozen() -> nn.Module:
         model = own.Reused()
@@ -272,6 +282,25 @@ def _inputs(table: Tensor, ids: Tensor) -> Iterator[Situation]:
     read = Right(kind="found", figure="tokens_recall")
     yield _task("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
     yield _task("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+
+
+def _less_mean(x: Tensor) -> Tensor:
+    return x - x.mean((1, 2, 3), keepdim=True)
+
+
+def _gamma(x: Tensor) -> Tensor:
+    return x**2.2
+
+
+def _softmax(x: Tensor) -> Tensor:
+    return x.flatten(1).softmax(1).view_as(x)
+
+
+def _torchvision_vit() -> nn.Module:
+    """Return a small vision transformer, whose classifier torchvision begins at zero, as after a first round."""
+    model = torchvision.models.VisionTransformer(32, 8, 2, 3, 48, 96, num_classes=CLASSES)
+    nn.init.normal_(model.heads.head.weight, std=0.02)
+    return model
 
 
 def _waves() -> Tensor:
