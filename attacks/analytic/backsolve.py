@@ -17,10 +17,11 @@ from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
-from attacks.labels.assignment import assign_labels, count_labels
+from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.network.recurrent import recurrent_obstacle
+from attacks.update.classifier_update import classifier_names
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
@@ -140,6 +141,8 @@ class Backsolve(Attack):
         labels, note = solved.labels, ""
         if labels is None:
             labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
+        if labels is None and len(images) > 1:  # pictures that were not found have their features all the same
+            labels = self._labels_by_features(view, gradient, solved)
         shown = bool((found.residual <= MAX_MISSED).any())
         missed = (
             f"of {len(images)} pictures {int((found.residual > MAX_MISSED).sum())} were not found, only their features"
@@ -155,6 +158,13 @@ class Backsolve(Attack):
             note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
             remarks=frozenset({Remark.PARTLY_TOLD} if solved.unseen > MAX_OPEN_SHARE * images.numel() else ()),
         )
+
+    @staticmethod
+    def _labels_by_features(view: ServerView, gradient: Mapping[str, object], solved: SolvedPictures) -> Tensor | None:
+        """Return the labels that the classifier's gradient tells by what was solved for at its input."""
+        weight = classifier_names(view, view.update)[0]
+        known = None if weight is None else solved.linear.get(weight)
+        return None if known is None else assign_labels_by_features(view, gradient, *known)
 
     def _is_explained(self, found: InvertedImages, images: Tensor, snapped: bool) -> bool:
         """Return whether the features are missed by no more than their noise, or all pixels came out at whole levels.

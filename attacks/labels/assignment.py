@@ -40,9 +40,28 @@ def assign_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor)
         images: found in one order or another, in [0, 1] (N, C, H, W).
     """
     read = read_classifier(view, gradient, images) if _takes_classes(view) else None
-    if read is None:
+    return None if read is None else _labels_of(view, *read)
+
+
+def assign_labels_by_features(
+    view: ServerView, gradient: Mapping[str, Any], features: Tensor, outputs: Tensor
+) -> Tensor | None:
+    """Return the labels (N,) int64 as `assign_labels` does, of images whose features are known rather than themselves.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        features: what the classifier is given for each image (N, d).
+        outputs: its outputs for them (N, K).
+    """
+    weight = classifier_names(view, view.update)[0]
+    if not _takes_classes(view) or weight is None or weight not in gradient:
         return None
-    columns, outputs = read
+    return _labels_of(view, _columns(gradient[weight], features), outputs)
+
+
+def _labels_of(view: ServerView, columns: Tensor, outputs: Tensor) -> Tensor | None:
+    """Return the labels (N,) that outputs and what images left in the classifier tell, or None where they do not."""
     if view.task.loss.is_cross_entropy:
         labels = columns.argmin(1)
         wanted = torch.softmax(outputs, -1) - nn.functional.one_hot(labels, columns.shape[1])
@@ -141,8 +160,12 @@ def read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tenso
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):
         return None
     features, outputs = seen
-    columns = dense(gradient[weight]).to(features) @ torch.linalg.pinv(features)
-    return columns.mT, outputs
+    return _columns(gradient[weight], features), outputs
+
+
+def _columns(gradient: Any, features: Tensor) -> Tensor:
+    """Return what each image left in a classifier's gradient over its features (N, K)."""
+    return (dense(gradient).to(features) @ torch.linalg.pinv(features)).mT
 
 
 def order_matters(view: ServerView) -> bool:

@@ -23,7 +23,7 @@ from attacks.analytic.graph.picture_search import (
     search_pictures,
 )
 from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
-from attacks.analytic.graph.propagation import Propagation
+from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
@@ -127,7 +127,21 @@ def _solve(
         return NotApplicable(other, limit=True)
     found = search_pictures(forward, single_forward, wanted, (count, *shape), seed)
     unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
-    return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen)
+    return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen, linear=_linear_layers(solver))
+
+
+def _linear_layers(solver: GraphSolver) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return what goes into each linear layer and comes out of it, by the name of its weight, where that is known."""
+    network, found = solver.network, dict[str, tuple[Tensor, Tensor]]()
+    for number, layer in network.layers.items():
+        (before, *_) = network.flows_into(number)
+        try:
+            taken, made = solver.known.value(before), solver.known.value(Ref(number))
+        except UnknownError:
+            continue
+        if taken.ndim == made.ndim == 2:
+            found[layer.name] = taken, made
+    return found
 
 
 def _lowest(solver: GraphSolver) -> SolvedTensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -36,6 +36,8 @@ class SolvedPictures:
         end: where the equations end, and why.
         unseen: numbers of the pictures that move none of the features, so that they may be any.
         labels: of the pictures, where counting equal ones told them.
+        linear: what goes into each linear layer by the name of its weight (N, d), and what comes out (N, K), as far
+            as these follow from what was solved for.
     """
 
     found: InvertedImages
@@ -43,6 +45,7 @@ class SolvedPictures:
     end: str
     unseen: int
     labels: Tensor | None = None
+    linear: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def repeat(self, counts: Tensor) -> SolvedPictures:
         """Return each picture as often as it is there.
@@ -61,7 +64,7 @@ class SolvedPictures:
             steps=self.found.steps[at],
         )
         lowest = replace(self.lowest, values=self.lowest.values[at])
-        return replace(self, found=found, lowest=lowest, labels=label.repeat_interleave(times))
+        return replace(self, found=found, lowest=lowest, linear={}, labels=label.repeat_interleave(times))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.nn import functional
 
 import attacks
 from attacks.analytic.backsolve import Backsolve
+from attacks.analytic.graph import evaluation_mode
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction, Result
 from attacks.search_control import SearchControl
@@ -237,6 +239,25 @@ def test_repeated_labels_are_no_trouble() -> None:
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert min(decibels(found.inputs, images)) > 80
+
+
+def test_labels_are_told_by_features_where_pictures_were_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, labels = pictures(3)
+    model = victim()
+    search = evaluation_mode.search_pictures
+
+    def lose_one(*arguments: Any) -> InvertedImages:
+        found = search(*arguments)
+        lost = torch.arange(3) == 1
+        wrong = torch.where(lost[:, None, None, None], 1 - found.images, found.images)
+        return replace(found, images=wrong, residual=torch.where(lost, 1.0, found.residual), converged=~lost)
+
+    monkeypatch.setattr(evaluation_mode, "search_pictures", lose_one)
+    found = attacks.build("backsolve")(from_batch(model, images, labels)[0])
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
+    assert found.labels is not None
+    assert sorted(found.labels.tolist()) == sorted(labels.tolist())
 
 
 def test_differences_of_float32_weights_are_taken() -> None:
