@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
-from attacks.network.pixel_prefix import read_pixel_prefix
+from attacks.network.pixel_prefix import doubt_bends, read_pixel_prefix
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.float_rounding import largest_rounding
@@ -377,7 +377,7 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
         held = confirm(view, with_target(view, prefix.turn_back(result)))
-        if not isinstance(held, Reconstruction) or not held.verified:
+        if not isinstance(held, Reconstruction):
             return held
         return prefix.bound(result.inputs, held, largest_rounding(view))
     asked, shown = above, None
@@ -387,7 +387,9 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     if asked is None:
         return prefix.turn_back(confirm(view, with_target(view, result)), shown)
     own = result if above is not None else replace(result, inputs=prefix.values(result.inputs), seen=None)
-    return prefix.turn_back(confirm(asked, with_target(asked, own)), shown)
+    held = prefix.turn_back(confirm(asked, with_target(asked, own)), shown)
+    further = read_pixel_prefix(asked)
+    return doubt_bends(held) if further is not None and further.kind == "bent" else held
 
 
 def _note_unexpected_labels(view: ServerView, result: Result) -> Result:

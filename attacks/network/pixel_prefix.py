@@ -184,14 +184,14 @@ class PixelPrefix:
     def bound(self, values: Tensor, held: Reconstruction, rounding: float) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
-        It is not borne out, either, where that holds of more than a few pixels.
+        It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
 
         Args:
             values: v that was found.
             held: the result on the whole network.
             rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
         """
-        if not held.verified:
+        if not (held.verified or held.approximate):
             return held
         v = values.to(self.graph.image)
         error = max(VALUE_ERROR, ROUNDINGS * rounding)
@@ -206,7 +206,21 @@ class PixelPrefix:
         )
         note = "; ".join(filter(None, (held.note, said)))
         remarks = held.remarks if told else held.remarks | {Remark.PARTLY_TOLD}
-        return replace(held, verified=False, approximate=told, note=note, remarks=remarks)
+        verified = False if held.verified else held.verified
+        return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
+
+
+def doubt_bends(held: Reconstruction) -> Reconstruction:
+    """Return pictures told up to a scale, not borne out where the network bends their pixels after taking that off.
+
+    How much a bend tells of a pixel hangs on the pixel itself, which is not known.
+    """
+    if not (held.verified or held.approximate):
+        return held
+    said = "the network bends pixels after that, which may hardly tell some of them"
+    note, remarks = "; ".join(filter(None, (held.note, said))), held.remarks | {Remark.PARTLY_TOLD}
+    verified = False if held.verified else held.verified
+    return replace(held, verified=verified, approximate=False, note=note, remarks=remarks)
 
 
 def read_pixel_prefix(view: ServerView) -> PixelPrefix | None:

@@ -7,7 +7,8 @@ once. With J the Jacobian of the m residuals r by the n numbers of a picture,
     A = J^T J,    d = -A^-1 J^T r,    sigma_i^2 = s^2 (A^-1)_ii,    s^2 = |r|^2 / (m - n),
 
 d is Gauss and Newton's step and sigma_i the standard error of number i, where errors of the features are alike and
-independent. They need not be, so who asks for sigma should hold against it what else is known of the errors.
+independent. s is not taken to be less than the features' stated noise. Errors need not be alike, so who asks for sigma
+should hold against it what else is known of them.
 
 Features that a ReLU closed are no equations: they bound what goes into it to one side. A search ends next to such a
 bound, or just beyond, where what lies above the ReLU would be told by an activation that is closed in truth. So J is
@@ -111,7 +112,8 @@ def solve_densely(problem: FeatureProblem, images: Tensor) -> DenseSolution | No
             if beside is None:
                 break
             spread = torch.cholesky_inverse(factor).diagonal().clamp_min(0).sqrt().reshape(images.shape)
-            return DenseSolution(images, float(residuals.norm()) / freedom**0.5 * spread)
+            noise = problem.noise * problem.size / len(residuals) ** 0.5
+            return DenseSolution(images, max(float(residuals.norm()) / freedom**0.5, noise) * spread)
     return DenseSolution(images, torch.full_like(images, float("inf")))
 
 

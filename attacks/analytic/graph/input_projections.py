@@ -99,14 +99,15 @@ class HeardPart:
 
 
 def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
-    """Return what gradients say of one image's input where they are too few to be checked, or None if of several.
+    """Return what gradients say of one image's input where they are too few to be checked; None of several or a vector.
 
     Args:
         signals: of the layers that take the input; of one group of channels.
     """
     n, _, height, width = signals[0].layer.input_shape
-    if n != 1 or height * width > MAX_POSITIONS:
+    if n != 1 or not 1 < height * width <= MAX_POSITIONS:
         return None
+    check_time_limit()
     a, g, _ = _weighed_equations(signals)
     if not bool(a.any()):
         return None

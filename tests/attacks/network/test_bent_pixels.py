@@ -14,7 +14,7 @@ from attacks.analytic.rconv import RConv
 from attacks.base import build
 from attacks.network.pixel_prefix import read_pixel_prefix
 from attacks.update.float_rounding import largest_rounding
-from fl.capture import from_batch, from_update
+from fl.capture import ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 
@@ -121,6 +121,31 @@ def test_no_pixel_is_verified_that_the_updates_rounding_moves(kind, lr) -> None:
     worst = float((prefix.pictures(off) - picture).abs().max() * 255)
     assert held.verified == (worst < 0.5 and kind is torch.float32 and lr == 0.1)
     assert largest_rounding(replace(view, sent_as="int8")) == 1
+
+
+def smooth_picture(seed: int) -> torch.Tensor:
+    """A picture of 8 by 8 pixels at whole levels."""
+    coarse = torch.rand(1, 3, 2, 2, generator=stream(seed, "picture"))
+    return (255 * nn.functional.interpolate(coarse, size=8, mode="bicubic").clamp(0, 1)).round() / 255
+
+
+@pytest.mark.parametrize(
+    ("bend", "attack", "lr"),
+    [
+        (lambda x: torch.sigmoid(50 * (x - 0.5)), "rconv", 1e-3),
+        (lambda x: x**8, "rconv", 1e-3),
+        (lambda x: (x - x.mean((1, 2, 3), keepdim=True)) ** 3, "backsolve", 1.0),
+    ],
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pixels_that_a_flat_function_hardly_tells_are_not_borne_out(bend, attack: str, lr: float, seed: int) -> None:
+    picture, model = smooth_picture(seed), initialized(Bent(bend)).float()
+    method = FedAvg(lr=lr, steps=1, batch_size=None)
+    view, _ = from_batch(model, picture, torch.tensor([1]), options=ClientSettings(method=method))
+    found = build(attack)(view)
+    if isinstance(found, Reconstruction):
+        assert not found.verified
+        assert not found.approximate
 
 
 def test_an_even_grid_counts_as_rounding() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -45,7 +46,7 @@ def stopped_at(images: Tensor, residual: float) -> InvertedImages:
 
 def test_steps_and_errors_are_those_of_least_squares() -> None:
     image, target, matrix = linear(1e-4)
-    problem = FeatureProblem.of(by(matrix), None, [target])
+    problem = FeatureProblem.of(by(matrix), None, [replace(target, noise=1e-9)])
     found = solve_densely(problem, image + 0.01)
     assert found is not None
     wanted = torch.linalg.lstsq(matrix, target.value.mT).solution.mT
@@ -53,6 +54,16 @@ def test_steps_and_errors_are_those_of_least_squares() -> None:
     variance = (target.value - wanted @ matrix.mT).square().sum() / (EQUATIONS - 48)
     errors = (variance * torch.linalg.inv(matrix.mT @ matrix).diagonal()).sqrt()
     assert torch.allclose(found.errors.flatten(), errors, rtol=1e-3)
+
+
+def test_errors_are_not_less_than_by_the_stated_noise() -> None:
+    image, target, matrix = linear(1e-2)
+    errors = []
+    for noise in (NOISE, 10 * NOISE):
+        found = solve_densely(FeatureProblem.of(by(matrix), None, [replace(target, noise=noise)]), image)
+        assert found is not None
+        errors.append(found.errors)
+    assert torch.allclose(errors[1], 10 * errors[0], rtol=0.3)
 
 
 def test_products_in_single_precision_lead_to_the_same_image() -> None:

@@ -17,7 +17,7 @@ from attacks.analytic.graph.input_projections import hear_part, solve_projection
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.open_numbers import count_open_numbers
-from fl.capture import from_batch
+from fl.capture import CapturedUpdateSettings, from_batch, from_update
 from fl.seeds import stream
 
 ONE = (1, 1), (0, 0), (1, 1)
@@ -110,6 +110,28 @@ def test_what_gradients_say_is_said_of_the_input_as_loud_as_they_hear_it() -> No
     values = torch.linalg.eigvalsh(heard.matrix[0])
     assert int((values > 1e-9).sum()) == 5
     assert abs(float(values[-1]) - 1) < 1e-9
+
+
+def test_of_a_vector_gradients_say_nothing_that_guides_a_search() -> None:
+    given, signal = torch.ones(1, 8, 1, 1, dtype=torch.float64), torch.ones(1, 4, 1, 1, dtype=torch.float64)
+    weight = torch.ones(4, 8, 1, 1, dtype=torch.float64)
+    layer = LayerEquations("weight", weight, weight, *ONE, 1, given.shape, signal.shape)
+    assert hear_part([KnownSignal(layer, signal)]) is None
+
+
+def test_a_network_of_linear_layers_is_refused_or_solved_where_its_update_is_coarse() -> None:
+    image = torch.randint(256, (1, 3, 8, 8), generator=stream(0, "picture")) / 255
+    for seed in range(3):
+        with torch.random.fork_rng():
+            torch.random.default_generator.manual_seed(seed)
+            model = nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+        loss = functional.cross_entropy(model(image), torch.tensor([seed]))
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        steps = [gradient.abs().max() / 127 for gradient in gradients]
+        coarse = [(g / step).round() * step for g, step in zip(gradients, steps, strict=True)]
+        update = dict(zip((name for name, _ in model.named_parameters()), coarse, strict=True))
+        view = from_update(model, update, input_shape=(3, 8, 8), options=CapturedUpdateSettings(kind="gradient"))
+        assert attacks.build("backsolve")(view) is not None
 
 
 def test_what_gradients_say_of_several_images_is_not_told_apart() -> None:
