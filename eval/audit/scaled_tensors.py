@@ -22,6 +22,8 @@ BESIDE = re.compile(
 )
 """What stands behind a tensor's name in those of what it takes to tell its numbers."""
 REMEDY = "write the tensor out as plain numbers first"
+COUNTER = "num_batches_tracked"
+"""End of the name of a count, which no scale of all tensors is of."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,17 @@ def write_out_scaled(tensors: Mapping[str, object], wanted: str) -> tuple[dict[s
     common = _common_scale(tensors)
     for name, value in tensors.items():
         scale, zero = (_beside(tensors, name, words) for words in (SCALES, ZEROS))
-        scale = common if scale is None else scale
+        if scale is None and not name.endswith(COUNTER):
+            scale = common
         if not isinstance(value, Tensor) or value.dtype not in INTEGERS | BYTES or scale is None:
             continue
         if not _is_scale_of(tensors[scale]):
             continue
         factor = _spread(tensors[scale], value)
         if factor is None:
-            raise ValueError(f"{wanted}, got {scale!r} that is no scale of {name!r}, {tuple(value.shape)}: {REMEDY}")
+            shape = tuple(torch.as_tensor(tensors[scale]).shape)
+            shapes = f"{name!r}, {tuple(value.shape)}, {scale!r}, {shape}, stands"
+            raise ValueError(f"{wanted}, got nothing that tells for which numbers of {shapes}: {REMEDY}")
         start = 0 if zero is None else _as_zero_point(tensors[zero], value)
         if start is None:
             raise ValueError(
@@ -170,7 +175,8 @@ def _blocks(sizes: Sequence[int], counts: Sequence[int]) -> list[int] | None:
     """
     fits = [_block_sizes(size, count) for size, count in zip(sizes, counts, strict=True)]
     several = [found for found in fits if len(found) > 1]
-    shared = set.intersection(*several) if several else set()
+    cut = [found for found, size, count in zip(fits, sizes, counts, strict=True) if count not in {1, size}]
+    shared = set.intersection(*cut) or set.intersection(*several) if several else set()
     chosen = [found if len(found) < 2 else shared for found in fits]
     return [next(iter(found)) for found in chosen] if all(len(found) == 1 for found in chosen) else None
 

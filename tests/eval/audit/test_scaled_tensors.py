@@ -73,8 +73,18 @@ def test_blocks_share_a_scale():
     assert found[127, 127] == 1
     assert found[128, 128] == 5
     assert found[191, 299] == 6
-    with pytest.raises(ValueError, match=r"'w_scale' that is no scale of 'w', \(300, 2\)"):  # blocks of 100 or 128
+    whole = as_state({"w": torch.ones(192, 256, dtype=torch.float8_e4m3fn), "w_scale": scale[:, :2]}, "update")
+    assert whole.update["w"][[0, 127, 128], [0, 128, 128]].tolist() == [1, 2, 5]  # 96 would do for 192, not for 256
+    told = r"nothing that tells for which numbers of 'w', \(300, 2\), 'w_scale', \(3, 1\), stands"
+    with pytest.raises(ValueError, match=told):  # blocks of 100 or 128
         as_state({"w": torch.ones(300, 2, dtype=torch.int8), "w_scale": torch.ones(3, 1)}, "update")
+
+
+def test_a_scale_of_all_tensors_is_not_that_of_counts():
+    counted = {"n.num_batches_tracked": torch.tensor(3), "w": torch.ones(2, dtype=torch.int8), "scale": 0.5}
+    found = as_state(counted, "update").update
+    assert found["n.num_batches_tracked"] == 3
+    assert found["w"].tolist() == [0.5, 0.5]
 
 
 def test_a_zero_point_is_a_whole_number_that_the_integers_can_have():
