@@ -12,8 +12,8 @@ from eval.run.executors import LostError, import_package, in_words
 from eval.run.executors.options import check_options, parameters
 from eval.run.executors.reach import check_address
 
-NO_ADDRESS = {"include_dashboard": False}
-"""Of a cluster of this machine."""
+NO_ADDRESS = {"address": "local", "include_dashboard": False}
+"""Of a cluster of its own on this machine: without an address Ray joins what runs here, or looks for what did."""
 
 
 class RayExecutor:
