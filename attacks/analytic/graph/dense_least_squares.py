@@ -189,8 +189,9 @@ def _close_activations(problem: FeatureProblem, images: Tensor) -> Tensor | None
         moving = rows.norm(dim=1) > MOVING * rows.norm(dim=1).max()
         if not bool(moving.any()):  # activations that no image opens
             return beside
-        least = torch.linalg.lstsq(rows[moving], 2 * excess[moving, None], driver="gelsd").solution
-        beside = beside - least.reshape(images.shape)
+        system = rows[moving].cpu(), 2 * excess[moving, None].cpu()  # CUDA lacks the driver
+        least = torch.linalg.lstsq(*system, driver="gelsd").solution
+        beside = beside - least.to(images).reshape(images.shape)
         if not bool(((beside - images).abs() <= FARTHEST).all()):
             return None
     return None
