@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+
+import torch
 
 from attacks.analytic.compressed_layer import Reading, is_on_grid
 from attacks.base import NotApplicable, Reconstruction, Remark, Result
@@ -16,7 +19,7 @@ from eval.audit.update_sanity import missing_share
 from eval.federations.exposures import layers_of_one_direction
 from eval.federations.other_facts import FIRST_ATTACK, SEVERAL_STEPS
 from eval.federations.stated_facts import unknown_facts
-from fl.tensors import LowRank
+from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
 NOT_AS_STATED = (
@@ -59,6 +62,23 @@ ONE_DIRECTION = (
     "confirms it, as where biases did not come back"
 )
 """Likewise where a layer's weights alone give away its input."""
+FEW_ROWS = (
+    "nobody can say what it shows: {} of the {} rows of {!r} came back changed, and of one example each row is what "
+    "that layer was given, up to a factor; nothing confirms it"
+)
+"""Likewise where rows were sent alone, which are of one direction whatever the layer was given."""
+SEVERAL_STEPS_ON_ONE = (
+    "nobody can say what it shows: all but {:.1g} of the update of {!r} has one direction, which what that layer was "
+    "given of the one example in each of {} steps decides, and nothing confirms how near it comes"
+)
+"""Likewise where steps were taken on one example that no attack follows back to the first."""
+BIASES_ALONE = (
+    "nobody can say what it shows: biases alone came back, whose {} numbers are as many as those of the one example "
+    "({}) or more; they may be solved for by a search: audit the recorded file by hyperleak audit update"
+)
+"""Likewise where no weight came back, from which attacks of a screening begin."""
+FEW_BIASES = "biases alone came back: {} numbers, and an example has {}"
+"""What is said where biases came back alone that are too few to tell an example."""
 TRAINING_UNKNOWN = (
     "nobody can say what it shows: it is that of one example, and how the client trained is not known; say {}"
 )
@@ -101,6 +121,12 @@ def unread_form(view: ServerView) -> str:
     return f"{share:.0%} of its numbers were left out here and there" if share else ""
 
 
+def unread_parts(view: ServerView) -> str:
+    """Return which parts of an update came back alone that the attacks of a screening do not read; "" for none."""
+    moved = _biases_alone(view)
+    return FEW_BIASES.format(moved, math.prod(view.task.input_shape)) if moved else ""
+
+
 def _doubt_of_form(view: ServerView, reading: Reading) -> str:
     """Return that an update of one example is of a form that the attacks of a screening do not read."""
     if isinstance(reading, NotApplicable):
@@ -117,6 +143,8 @@ def _doubt_of_facts(facts: TrainingFacts, view: ServerView, inputs_matter: bool)
         return more
     if inputs_matter and length in {1, None} and view.batch_size == 1 and (name := _one_direction(view)):
         return ONE_DIRECTION.format(name)
+    if stated == 1 and inputs_matter and (few := _doubt_of_parts(view, length)):
+        return few
     if stated == 1 and length in {1, None} and not view.threat.knows_optimizer:
         return TRAINING_UNKNOWN.format(unknown_facts(facts))
     return ""
@@ -144,6 +172,28 @@ def _one_direction(view: ServerView) -> str:
         if matrix.moved.ndim == 2 and rows > MOST_ALIKE_ROWS and count_examples(alone) == 1:
             return matrix.name
     return ""
+
+
+def _doubt_of_parts(view: ServerView, length: int | None) -> str:
+    """Return that the update of one example tells what a layer was given, nearly or as far as it was sent."""
+    numbers = math.prod(view.task.input_shape)
+    if (moved := _biases_alone(view)) >= numbers:
+        return BIASES_ALONE.format(moved, numbers)
+    for matrix in (one for one in update_matrices(view) if one.moved.ndim == 2):
+        height, rows = len(matrix.moved), int(matrix.moved.any(1).sum())
+        if rows <= MOST_ALIKE_ROWS < height and length == 1 and view.threat.knows_optimizer:
+            return FEW_ROWS.format(rows, height, matrix.name)
+        if rows > MOST_ALIKE_ROWS and length not in {1, None}:
+            sizes = torch.linalg.svdvals(matrix.part().moved)
+            left = float(sizes[1:].norm() / sizes.norm())
+            return SEVERAL_STEPS_ON_ONE.format(left, matrix.name, length) if left <= MAX_NEARLY else ""
+    return ""
+
+
+def _biases_alone(view: ServerView) -> int:
+    """Return how many numbers of biases moved where no other did; 0 where another did, or none."""
+    moved = [dense(value) for value in view.update.values() if bool(dense(value).any())]
+    return sum(int((value != 0).sum()) for value in moved) if all(value.ndim == 1 for value in moved) else 0
 
 
 def _doubt_of_results(found: Mapping[str, Result], view: ServerView) -> str:

@@ -24,7 +24,7 @@ from eval.audit.captured_update import of_update
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names, without_wrappers
 from eval.audit.user_model import Subject
-from eval.federations.doubts import find_doubt, unread_form
+from eval.federations.doubts import find_doubt, unread_form, unread_parts
 from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.exposures import (
     AS_COMPRESSED,
@@ -255,7 +255,8 @@ class Screener:
         results = {**found.guessed, **found.as_stated}
         tried = {} if reading is None else {AS_COMPRESSED: say_reading(reading)}
         tried |= {name: _outcome(result) for name, result in results.items()}
-        judged = self._judge(found.shown, undone, doubt, "" if leaks or undone or doubt else unread_form(view))
+        unread = "" if leaks or undone or doubt else unread_form(view) or unread_parts(view)
+        judged = self._judge(found.shown, undone, doubt, unread)
         return replace(judged, tried=tried, notes=notes, seconds=time.monotonic() - began)
 
     def _try_attacks(

@@ -97,3 +97,47 @@ def test_numbers_that_rounding_took_are_not_said_to_be_left_out() -> None:
     assert 0.2 < float(zeros) < 0.95
     found = screener(model, seconds=2)(update)
     assert "analytic, as compressed" not in found.tried
+
+
+def test_a_row_alone_gives_away_what_its_layer_was_given() -> None:
+    model = support.network()
+    update = support.recorded(model)
+    sent = update.before["4.weight"].clone()
+    row = int(update.difference()["4.weight"].norm(dim=1).argmax())
+    sent[row] = update.after["4.weight"][row]
+    found = screener(model, seconds=0.5)(replace(update, after={**update.before, "4.weight": sent}))
+    assert found.verdict == "not decided"
+    assert "1 of the 24 rows of '4.weight' came back changed" in found.reason
+
+
+@pytest.mark.parametrize("steps", [2, 20])
+def test_steps_on_one_example_leave_its_direction(steps: int) -> None:
+    model = support.network()
+    alone = support.recorded(model, 1, replace(support.PLAIN, steps=steps))
+    found = screener(model, seconds=0.5, allowed="labels")(alone)
+    assert found.verdict == "not decided"
+    assert "has one direction" in found.reason or "is that of one input" in found.reason
+    several = support.recorded(model, 8, replace(support.PLAIN, steps=steps))
+    assert screener(model, seconds=0.5)(several).verdict == "not shown to leak"
+
+
+def test_biases_alone_are_held_against_what_an_example_has() -> None:
+    """Attacks of a screening begin at weights; of a table of few columns biases alone may tell a row."""
+    model = support.dense_network()
+    update = support.recorded(model)
+    biases = {name: value for name, value in update.after.items() if name.endswith("bias")}
+    found = screener(model, seconds=0.5)(replace(update, after=biases))
+    assert (found.verdict, "biases alone came back" in found.reason) == ("not shown to leak", True)
+    table = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 10))
+    trained = copy.deepcopy(table)
+    nn.functional.cross_entropy(trained(torch.full((1, 4), 0.5)), torch.tensor([3])).backward()
+    torch.optim.SGD(trained.parameters(), lr=0.1).step()
+    before, after = ({name: value.clone() for name, value in one.state_dict().items()} for one in (table, trained))
+    row = RecordedUpdate(
+        before=before,
+        after={**before, "0.bias": after["0.bias"], "2.bias": after["2.bias"]},
+        training=support.PLAIN,
+        origin={},
+    )
+    found = Screener(model=lambda: table, input_shape=(4,), seconds=0.5)(row)
+    assert (found.verdict, "biases alone came back" in found.reason) == ("not decided", True)
