@@ -120,8 +120,9 @@ class Client:
         return {**self.method.draw(batch, self.task, generator), **{DEFENSE_DRAWS + name: x for name, x in own.items()}}
 
     def network(self, params: Tensors, buffers: dict[str, Tensor]) -> Network:
-        """Return the client's network with the weights that `params` stand for."""
-        return Network(self.fixed_statistics_model, self.method.parametrization.network(params, self.task), buffers)
+        """Return the client's network with the weights that `params` stand for; what it writes into buffers is lost."""
+        weights = self.method.parametrization.network(params, self.task)
+        return Network(self.fixed_statistics_model, weights, buffers, writes=False)
 
 
 def _normalize_separately(norm: nn.modules.batchnorm._BatchNorm, inputs: Tensor) -> Tensor:
@@ -323,7 +324,7 @@ def local_update(
     training = training or LocalTraining()
     method = client.method
     params = lifted = method.parametrization.lift({**start.shared, **start.private})
-    buffers = {k: v.clone() for k, v in start.buffers.items()} if training.track_statistics else start.buffers
+    buffers = {k: v.clone() for k, v in start.buffers.items()}  # spectral norm writes to its own, tracked or not
     course = _Course(client, buffers, training)
     base = Step(client.task, lifted, start.received, start.memory, {}, start.round)
     count = 0

@@ -13,11 +13,20 @@ from fl.types import frozen
 
 @dataclass(frozen=True)
 class Network:
-    """A module with explicit weights, all but the frozen ones: `network(inputs)` returns its logits."""
+    """A module with explicit weights, all but the frozen ones: `network(inputs)` returns its logits.
+
+    Attributes:
+        model: the module.
+        weights: by name.
+        buffers: likewise.
+        writes: whether what modules write into buffers when they run stays there, as spectral norm's vectors do in
+            training mode; else every call begins with them as they were given.
+    """
 
     model: nn.Module
     weights: dict[str, Tensor]
     buffers: dict[str, Tensor]
+    writes: bool = True
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         """Return logits (B, K), or whatever the module returns.
@@ -25,14 +34,15 @@ class Network:
         Raises:
             RuntimeError: names the tensors that are missing, or that the module does not have.
         """
+        buffers = self.buffers if self.writes else {name: value.clone() for name, value in self.buffers.items()}
         layout = _LAYOUTS.get(self.model)
-        given = None if layout is None else layout.complete(self.model, {**self.weights, **self.buffers})
+        given = None if layout is None else layout.complete(self.model, {**self.weights, **buffers})
         if given is None:
             layout = _LAYOUTS[self.model] = _Layout.of(self.model)
-            given = layout.complete(self.model, {**self.weights, **self.buffers})
+            given = layout.complete(self.model, {**self.weights, **buffers})
         if given is not None:
             return functional_call(self.model, given, inputs, tie_weights=False)
-        given = {**frozen(self.model), **self.weights, **self.buffers}
+        given = {**frozen(self.model), **self.weights, **buffers}
         return functional_call(self.model, given, inputs, strict=True)
 
 

@@ -14,6 +14,7 @@ from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.recovery import single_label
+from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
@@ -222,8 +223,11 @@ class Analytic(Attack):
         """Return as many images as were fed, where none of their labels fits and they make the update otherwise.
 
         Neurons that see one image alone agree on it. What flows back into the outputs is then taken from the update, so
-        that this is a claim to be held against the loss, and no proof.
+        that this is a claim to be held against the loss, and no proof. Where the layer is the classifier it is not even
+        that: whatever spans the rows of its gradient makes it.
         """
+        if layer.parameter_names[0] == classifier_names(layer.view, layer.view.update)[0]:
+            return None
         strongest = layer.bias_update.abs().argsort(descending=True)[:MOST_COMPARED]
         inputs = layer.update[strongest] / layer.bias_update[strongest, None]
         inputs = inputs[inputs.isfinite().all(1)]

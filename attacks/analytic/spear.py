@@ -35,7 +35,8 @@ MAX_VERIFIED_ERROR = 5e-3
 
 CENTERED = (
     "the update looks like one of centralized gradients: each row of the weights' sums to zero, so that its equations "
-    "are solved by pictures less their means, which are none; of one picture analytic reads what is left"
+    "are solved by pictures less their means, which are none; no attack here takes those of several examples: audit a "
+    "step without that, or of one example, of which analytic reads what is left"
 )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
 from attacks.update.label_gradients import batches_of_targets
 from fl.aggregated_view import as_single_client
@@ -156,7 +157,7 @@ def read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tenso
     weight = classifier_names(view, view.update)[0]
     if weight is None or weight not in gradient:
         return None
-    seen = _features(view, weight.rpartition(".")[0], images)
+    seen = _features(view, weight, images)
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):
         return None
     features, outputs = seen
@@ -181,7 +182,7 @@ def order_matters(view: ServerView) -> bool:
     return any(len(batch) and set(batch.tolist()) != set(range(view.batch_size or 0)) for batch in batches)
 
 
-def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Tensor] | None:
+def _features(view: ServerView, weight: str, images: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return what the classifier is given for each image (N, d), and the logits (N, K); None if that can't be told.
 
     In double precision on the CPU, as some devices have none.
@@ -191,16 +192,13 @@ def _features(view: ServerView, layer: str, images: Tensor) -> tuple[Tensor, Ten
     if any(name not in known for name, _ in model.named_parameters()):
         return None
     weights = {name: dense(known[name]).to(p) for name, p in model.named_parameters()}
-    buffers = {n: v.to("cpu", torch.float64 if v.is_floating_point() else v.dtype) for n, v in view.buffers.items()}
-    given: list[Tensor] = []
-    handle = model.get_submodule(layer).register_forward_hook(lambda _, args, __: given.append(args[0]))
+    kinds = {n: torch.float64 if v.is_floating_point() else v.dtype for n, v in view.buffers.items()}
+    buffers = {n: v.to("cpu", kinds[n], copy=True) for n, v in view.buffers.items()}
     try:
-        with torch.no_grad():
+        with inputs_of_linear(model, weight) as given, torch.no_grad():
             outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
     except PrecisionError:
         return None
-    finally:
-        handle.remove()
     if len(given) != 1 or given[0].ndim != 2 or len(given[0]) != len(images):
         return None
     return given[0], outputs

@@ -31,14 +31,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
-from torch.func import functional_call
+from torch import Tensor
 
 from attacks.labels.counts import map_counts
+from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
+from fl.network import Network
 from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
 from fl.tensors import add, dense
@@ -134,7 +135,7 @@ class ClassifierGradient:
         weight = dense(update[weight_name]).double() / whole
         start = dense(view.shared[weight_name]).double()
         marks = torch.linspace(0, 1, len(steps.shares) + 1, dtype=torch.float64)[:-1].tolist()
-        noise = _noise_features(view, weight_name.removesuffix(".weight"), marks)
+        noise = _noise_features(view, weight_name, marks)
         if bias_name is not None:
             bias = dense(update[bias_name]).double() / whole
             offset = dense(view.shared[bias_name]).double()
@@ -298,26 +299,20 @@ def _clients_count_alike(view: ServerView, name: str, whole: float) -> bool:
     return True
 
 
-def _noise_features(view: ServerView, layer: str, marks: list[float]) -> Tensor | None:
-    """Return what the classifier `layer` is given for images of noise (T, M, d); None where weights are unknown.
+def _noise_features(view: ServerView, weight: str, marks: list[float]) -> Tensor | None:
+    """Return what the classifier of this `weight` is given for images of noise (T, M, d); None if that can't be told.
 
     `marks` are shares in [0, 1) of the way from the weights sent to those returned, one for each of T points.
     """
     if view.private:
         return None
     model = deep_copy(view.client.fixed_statistics_model)
-    seen: list[Tensor] = []
-
-    def note(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        seen.append(args[0])
-
-    model.get_submodule(layer).register_forward_pre_hook(note)
     images = torch.rand(NOISE_IMAGES, *view.task.input_shape, generator=stream(0, "labels"))
     images = images.to(device=view.device, dtype=view.dtype)
     moved = {name: value for name, value in view.update.items() if name in view.shared}
-    for mark in marks:
-        now = {**view.shared, **{name: add(view.shared[name], value, -mark) for name, value in moved.items()}}
-        state = {**view.client.network(now, {}).weights, **view.client.task.buffers, **view.buffers}
-        with torch.no_grad():
-            functional_call(model, state, (images,))
+    with inputs_of_linear(model, weight) as seen, torch.no_grad():
+        for mark in marks:
+            now = {**view.shared, **{name: add(view.shared[name], value, -mark) for name, value in moved.items()}}
+            weights = view.client.network(now, {}).weights
+            Network(model, weights, {**view.client.task.buffers, **view.buffers}, writes=False)(images)
     return torch.stack(seen).double() if len(seen) == len(marks) and seen[0].ndim == 2 else None

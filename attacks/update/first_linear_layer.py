@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from attacks.network.kept_readings import kept_reading
 from attacks.network.linear_layers import PixelOrigin, VectorLayer, VectorLayers, operation_outputs, vector_layers
@@ -476,14 +475,15 @@ class _NetworkProbe:
         images, seen = self.images, dict[str, Tensor]()
 
         def note(name: str) -> Callable[..., None]:
-            def hook(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-                if args[0].ndim == 2 and len(args[0]) == PROBE_IMAGES and name not in seen:
-                    seen[name] = args[0].detach()
+            def hook(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
+                value = (*args, *named.values())[0]
+                if value.ndim == 2 and len(value) == PROBE_IMAGES and name not in seen:
+                    seen[name] = value.detach()
 
             return hook
 
         linear = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
-        handles = [module.register_forward_hook(note(name)) for name, module in linear]
+        handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in linear]
         with torch.no_grad():
             self.run(images)
         for handle in handles:
@@ -492,12 +492,15 @@ class _NetworkProbe:
 
     def run(self, images: Tensor) -> Any:
         """Return what the network returns."""
-        return functional_call(self.model, {**self.weights, **self.buffers}, (images,))
+        return self._network(self.weights)(images)
+
+    def _network(self, weights: dict[str, Tensor]) -> Network:
+        return Network(self.model, weights, self.buffers, writes=False)
 
     def outputs(self, images: Tensor) -> Tensor:
         """Return what the loss is given (N, ...)."""
         with torch.no_grad():
-            return Network(self.model, self.weights, self.buffers)(images)
+            return self._network(self.weights)(images)
 
     def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
@@ -516,7 +519,7 @@ class _NetworkProbe:
             raise RuntimeError(f"what {layer.name!r} returns hangs on the image")
         own, weights = self._with_biases(layer, len(outputs))
         with torch.enable_grad():
-            result = functional_call(self.model, {**weights, **self.buffers}, (self.images,))
+            result = self._network(weights)(self.images)
             if not torch.allclose(result, self.run(self.images)):
                 raise RuntimeError(f"the bias of {layer.name!r} is not added to one vector per image")
             draw = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
@@ -545,11 +548,11 @@ class _NetworkProbe:
         if layer not in self._module_inputs:
             own, weights = self._with_biases(self._vector_layers[layer], count)
             with torch.enable_grad():
-                loss = view.method.loss(Network(self.model, weights, self.buffers), batch, step)
+                loss = view.method.loss(self._network(weights), batch, step)
                 (grad,) = torch.autograd.grad(loss, own)
             return grad * count
         with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
-            loss = view.method.loss(Network(self.model, self.weights, self.buffers), batch, step)
+            loss = view.method.loss(self._network(self.weights), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
 

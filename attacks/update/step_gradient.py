@@ -12,8 +12,12 @@ from fl.tensors import Tensors
 from fl.view import ServerView
 
 CENTRALIZED = (
-    "the update looks like one of centralized gradients: each row of the weights' sums to zero, so that the equations "
-    "of single layers do not hold; analytic reads what a first linear layer is given"
+    "the update looks like one of centralized gradients: each filter's and each row's mean was taken off, and with it "
+    "an equation of each, so that inputs do not follow from single layers"
+)
+OF_ONE_CENTRALIZED = "; analytic reads what a first linear layer is given, less its mean"
+OF_SEVERAL_CENTRALIZED = (
+    "; no attack here takes those of several examples: audit a step without that, or of one example"
 )
 
 
@@ -30,8 +34,6 @@ def single_step_obstacle(view: ServerView, *, batches: bool = False) -> str | No
         return "the network's weights are generated: peel it first"
     if overrides(view.defense, "wrap_model"):
         return f"the defense {view.defense.name} puts layers of its own into the network"
-    if not view.task.head:
-        return "the network has no classifier to cut off"
     steps = [step for steps in training_phases(view)[1] or () for step in steps]
     if len(steps) != 1:
         several = "it takes one local step: where several are short, `first-step` works out the first"
@@ -54,6 +56,7 @@ def exact_step_gradient(view: ServerView, *, batches: bool = False) -> Tensors |
     if not view.client.defense.preserves_norm_ratios():
         return NotApplicable(f"the defense {view.defense.name} leaves no ratio of a weight's to a bias's update")
     if kind_of_update_rule(view) == RuleKind.CENTRALIZED:
-        return NotApplicable(CENTRALIZED, limit=True)
+        way = OF_ONE_CENTRALIZED if view.batch_size == 1 else OF_SEVERAL_CENTRALIZED
+        return NotApplicable(CENTRALIZED + way, limit=True)
     observed = ObservedUpdate(view)
     return observed.gradient if (reason := observed.altered()) is None else NotApplicable(reason)

@@ -124,6 +124,8 @@ def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | N
     reason = single_step_obstacle(view)
     if reason is not None:
         return NotApplicable(reason)
+    if not view.task.head:
+        return NotApplicable(NO_CLASSIFIER, limit=True)
     found = _find_layer(view, layer)
     if found is None:
         return NotApplicable(f"{layer!r} has {NOT_SENT}" if layer else NO_LAYER)
@@ -153,6 +155,7 @@ def _cut_below_classifier(view: ServerView, layer: str | None) -> ServerView | N
     return _truncated_view(view, method, gradient, signal, features)
 
 
+NO_CLASSIFIER = "the network has no linear classifier to cut off: name what stands for it (head)"
 NO_LAYER = "no linear layer with a bias outside the classifier is in the update"
 NOT_SENT = "no weight and bias of the network in the update"
 IS_MODULE = -1

@@ -64,6 +64,7 @@ def test_attacks_that_go_layer_by_layer_say_that_they_do_not_apply() -> None:
     found = RConv()(view_of(perceptron()))
     assert isinstance(found, NotApplicable)
     assert "centralized gradients" in found.reason
+    assert "analytic reads what a first linear layer is given, less its mean" in found.reason
 
 
 def test_of_a_batch_no_pictures_less_their_means_are_handed_out() -> None:
@@ -77,6 +78,7 @@ def test_of_a_batch_no_pictures_less_their_means_are_handed_out() -> None:
     assert isinstance(found, NotApplicable)
     assert found.limit
     assert "centralized gradients" in found.reason
+    assert "no attack here takes those of several examples" in found.reason
 
 
 def test_rows_that_sum_to_zero_for_what_they_are_given_are_no_centralized_gradients() -> None:
