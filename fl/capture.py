@@ -21,7 +21,7 @@ from fl.inputs.form import InputForm, InputHook, Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS
-from fl.losses.function import build_loss, known_loss
+from fl.losses.function import FunctionError, build_loss, function_errors_named, known_loss
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import (
@@ -194,8 +194,8 @@ def from_batch(
             They are those of `ClientSettings`.
 
     Raises:
-        ValueError: images, labels or model do not fit each other (says which), the defense takes several clients, or
-            options and settings are both given.
+        ValueError: images, labels or model do not fit each other (says which), the defense takes several clients, the
+            step on the images fails or is not finite, or options and settings are both given.
         TypeError: there is no such setting; says what is close.
     """
     chosen = options_or_settings(ClientSettings, options, settings)
@@ -216,7 +216,19 @@ def from_batch(
     client = chosen.client(chosen.task(own, form, shape))
     check_training(client, packed, default=chosen.method is None)
     batch = Batch(packed, labels)
-    return Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
+    several = "; a loss that compares examples takes several (batch_size)" if len(batch) == 1 else ""
+    try:
+        with function_errors_named():
+            view, truth = Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
+    except FunctionError as error:
+        raise ValueError(f"{error}, in the client's own step on {len(batch)} example(s){several}") from error
+    if bad := [name for name, value in view.update.items() if not bool(dense(value).isfinite().all())]:
+        raise ValueError(
+            f"expected a step that can be taken on these {len(batch)} example(s), got numbers that are not finite in "
+            f"{abbreviate_list([repr(name) for name in bad])}: what the model returns of them, the loss or its "
+            f"gradient is not finite{several}"
+        )
+    return view, truth
 
 
 def _with_inputs(model: nn.Module, form: InputForm, packed: Tensor) -> Tensor:

@@ -63,11 +63,13 @@ class Loss:
         """
         if targets.is_complex() or targets.dtype == torch.bool:
             raise ValueError(f"expected real numbers as targets of {self.name}, got {targets.dtype}")
+        whole = targets.ndim == 1 and not targets.is_floating_point()
         targets = targets if targets.is_floating_point() else targets.float()
         if targets.shape[1:] != output_shape and targets.shape[1:].numel() != output_shape.numel():
+            hint = "; for classes give loss=cross-entropy, or one-hot targets" if whole else ""
             raise ValueError(
                 f"expected a target of shape {tuple(output_shape)} for each example, as the model's outputs, got "
-                f"{tuple(targets.shape[1:])}"
+                f"{tuple(targets.shape[1:])}{hint}"
             )
         if not bool(targets.isfinite().all()):
             raise ValueError("expected finite targets, got NaN or infinity")

@@ -81,7 +81,16 @@ def _conversion_hint(targets: Tensor, classes: int) -> str:
         if bool((targets.amax(1) == 1).all()):
             return "; of one-hot labels take .argmax(1)"
         return "; probabilities of classes need a loss of their own: a function of the outputs and the targets"
+    if targets.ndim == 2 and targets.shape[1] == classes > 1 and not targets.is_complex():
+        if bool(((targets == 0) | (targets == 1)).all()):
+            return "; for several labels of an example, each a yes or no, give loss='bce'"
+        return "; for a number of each output give loss='mse', for chances of several labels loss='bce'"
     flat = ".flatten()" if targets.ndim == 2 and targets.shape[1] == 1 else ""
     if (targets.ndim != 1 and not flat) or targets.is_complex():
         return ""
-    return f"; take {flat}{'' if targets.dtype == torch.int64 else '.long()'} of them"
+    if targets.is_floating_point() and not bool((targets == targets.round()).all()):
+        return (
+            f"; for numbers give loss='mse', for chances of a yes or no loss='bce', each with {classes} of an example"
+        )
+    numbers = ", or, if they are no classes, give loss='bce' or 'mse'" if targets.is_floating_point() else ""
+    return f"; take {flat}{'' if targets.dtype == torch.int64 else '.long()'} of them{numbers}"

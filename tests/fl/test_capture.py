@@ -508,3 +508,25 @@ def test_a_model_that_runs_forward_alone_is_refused_by_what_its_backward_pass_ra
 def test_one_picture_without_a_dimension_of_the_batch_is_refused_with_how_to_add_it(model) -> None:
     with pytest.raises(ValueError, match=r"expected labels int64 \(3,\), got .*: inputs\[None\]"):
         from_batch(model, torch.rand(3, 6, 6), torch.tensor([1]))
+
+
+def pairs(outputs: Tensor, labels: Tensor) -> Tensor:
+    """A contrastive loss: of each example of the first half against those of the second."""
+    first, second = outputs.chunk(2)
+    return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+
+def spread(outputs: Tensor, labels: Tensor) -> Tensor:
+    centered = outputs - outputs.mean(0)
+    return (centered / centered.norm()).square().sum()
+
+
+def test_a_loss_that_compares_examples_is_refused_of_one(model, batch):
+    images, labels = batch
+    with pytest.raises(
+        ValueError, match=r"raised ValueError: not enough values.* on 1 example.*takes several .batch_s"
+    ):
+        from_batch(model, images[:1], labels[:1], loss=pairs)
+    with pytest.raises(ValueError, match=r"numbers that are not finite in '0\.weight'.*takes several .batch_size"):
+        from_batch(model, images[:1], labels[:1], loss=spread)
+    assert from_batch(model, images, labels, loss=pairs)[0].batch_size == len(images)

@@ -243,8 +243,17 @@ def test_a_function_of_probabilities_and_one_that_refuses_some_targets_are_no_mi
         (torch.eye(3)[[0, 2]], r"float32 \(2, 3\); of one-hot labels take \.argmax\(1\)"),
         (torch.full((2, 4), 0.25), r"float32 \(2, 4\)$"),
         (torch.full((2, 3), 1 / 3).double(), r"probabilities of classes need a loss of their own"),
+        (torch.tensor([0.0, 2.0]), r"of them, or, if they are no classes, give loss='bce' or 'mse'"),
+        (torch.tensor([0.3, 2.0]), r"for numbers give loss='mse', for chances of a yes or no loss='bce'"),
+        (torch.tensor([[1, 0, 1], [0, 0, 0]]), r"for several labels of an example, each a yes or no, give loss='bce'"),
+        (torch.tensor([[1.0, 0, 0.5], [0, 0, 0]]), r"for a number of each output give loss='mse'"),
     ],
 )
 def test_labels_of_another_form_are_refused_with_what_makes_them_classes(labels: Tensor, said: str) -> None:
     with pytest.raises(ValueError, match=rf"expected labels int64 \(2,\), got .*{said}"):
         CrossEntropy().prepare(labels, torch.Size([3]))
+
+
+def test_classes_under_a_loss_of_numbers_are_refused_with_what_they_are_for() -> None:
+    with pytest.raises(ValueError, match="for classes give loss=cross-entropy, or one-hot targets"):
+        build_loss("bce").prepare(torch.tensor([0, 2]), torch.Size([3]))
