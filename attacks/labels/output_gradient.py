@@ -41,6 +41,11 @@ MAX_SHARE = 0.5
 MAX_MISFIT = 0.02
 """Of their targets, which smoothing makes equal, relative to them."""
 
+MAX_DOUBT = 0.05
+"""Share of softmax that the other classes may have of what a network is certain of."""
+MAX_ROUNDED, ROUNDED_SPACINGS = 3e-5, 4.0
+"""By how much the other classes' gradients are off softmax, relative to it, and the own class's in spacings after 1."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OutputGradient(Method):
@@ -180,6 +185,36 @@ def read_smoothing(view: ServerView, images: Tensor) -> Smoothing | None:
     labels = dict.fromkeys([*likely, int(gradient.argmax())])
     found = [one for label in labels if (one := _smoothing_of_label(gradient, shares, label)) is not None]
     return found[0] if len(found) == 1 else None
+
+
+def read_rounded_label(view: ServerView, images: Tensor) -> int | None:
+    """Return the class of cross entropy whose own gradient, softmax - 1, is a multiple of the outputs' type's spacing.
+
+    Of an image that a network is certain of it is rounded to few digits or to zero, and all other classes are told.
+
+    Args:
+        view: the server's, of one step on one image.
+        images: the image (1, C, H, W).
+
+    Returns:
+        The class; None where the other classes' gradients are not their softmax, or are too few to tell.
+    """
+    name = classifier_names(view, view.update)[1]
+    if not view.task.loss.is_cross_entropy or name is None:
+        return None
+    gradient = dense(ObservedUpdate(view).change[name]).double()
+    shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
+    if len(gradient) - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
+        return None
+    label = int(gradient.argmin())
+    others = torch.arange(len(gradient), device=gradient.device) != label
+    made, seen = shares[others], gradient[others]
+    size = float(made @ seen) / float(made @ made) if bool(made.any()) else 0.0
+    if not size > 0 or bool(((seen - size * made).abs() > MAX_ROUNDED * size * made).any()):
+        return None
+    left = float(made.sum())
+    own = abs(float(gradient[label]) / size + left)
+    return label if left <= MAX_DOUBT and own <= ROUNDED_SPACINGS * torch.finfo(view.dtype).eps else None
 
 
 def _smoothing_of_label(gradient: Tensor, shares: Tensor, label: int) -> Smoothing | None:

@@ -19,6 +19,7 @@ from attacks.update.update_comparison import (
 )
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, comparison
 from attacks.verification.words import (
+    BEYOND_ROUNDING,
     BORNE_OUT_AS_ROUNDED,
     INPUTS_HIDDEN,
     MEAN_OF_PICTURES,
@@ -76,7 +77,10 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
             return _as_mixture(result, MEAN_OF_UNLIKE if averaged else UNLIKE_HIDDEN)
     if not reason:
         reason = MORE_THAN_ROUNDING
-        guess = next((one for one in missed if asked.check.is_explained(*one) is not False), None)
+        answers = [(one, asked.check.is_explained(*one)) for one in missed]
+        guess = next((one for one, answer in answers if answer is not False), None)
+        if not any(answer for _, answer in answers):  # brighter ones leave no more, either
+            return replace(result.with_note(BEYOND_ROUNDING), verified=None, fixed=None)
         if guess is not None and _may_be_mixture(asked.check, *guess, pictured=pictured):
             return _as_mixture(result, UNLIKE_NEARLY_HIDDEN)
     note = "; ".join(filter(None, (result.note, reason)))

@@ -43,6 +43,10 @@ MORE_THAN_ROUNDING = (
     "borne out, but not confirmed to a quarter of a level: one step of SGD on it makes the update but for more "
     "than rounding, as of pictures nearly alike stated as one (then it is their mean), or of noise"
 )
+BEYOND_ROUNDING = (
+    "not confirmed: to the rounding of the update other pictures make it as well, and what it tells beyond that is of "
+    "another"
+)
 MEAN_OF_PICTURES = (
     "borne out, but not confirmed to a quarter of a level: its pixels lie between levels of 8 bits as those of a mean "
     "of two to four pictures do, which were stated as one"
@@ -88,6 +92,9 @@ RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step
 ANY_LOSS = (
     "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "
     "known: the label is not told"
+)
+AS_ROUNDED = (
+    "the network is so certain of its class that rounding left few digits of what flows back into that output, or none"
 )
 SMOOTHED = "its targets are those of cross entropy with label smoothing"
 STATISTICS_CONTRADICTED = (

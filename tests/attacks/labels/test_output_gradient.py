@@ -133,3 +133,38 @@ def test_what_flows_back_is_not_taken_where_the_update_hides_it() -> None:
         assert view_of_any_loss(seen(network(), softer, stated=stated)) is None
     scaled = nn.Sequential(network(), nn.Softplus())  # behind the bias: what flows into it is no gradient of outputs
     assert view_of_any_loss(seen(scaled, softer)) is None
+
+
+@pytest.mark.parametrize("hidden", [0, 24])
+@pytest.mark.parametrize("sure", [15.5, 20.0])
+def test_the_class_that_a_network_is_certain_of_is_told_where_its_own_gradient_is_rounded(
+    hidden: int, sure: float
+) -> None:
+    """Softmax - 1 is a multiple of the spacing of numbers below 1: of few digits, or zero."""
+    model = network(hidden=hidden, biases=0.0)
+    model[-1].bias.data[LABEL] = sure
+    functional.cross_entropy(model(picture()), torch.tensor([LABEL])).backward()
+    gradient = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    view = from_update(model, gradient, input_shape=SHAPE, kind="gradient", method=PLAIN)
+    found = build("analytic")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified
+    assert found.labels is not None
+    assert found.labels.tolist() == [LABEL]
+    assert "so certain of its class that rounding left few digits" in found.note
+    gradient["1.bias" if not hidden else "3.bias"] = gradient["1.bias" if not hidden else "3.bias"].roll(1)
+    other = build("analytic")(from_update(model, gradient, input_shape=SHAPE, kind="gradient", method=PLAIN))
+    assert isinstance(other, Reconstruction)
+    assert not other.verified
+
+
+@pytest.mark.parametrize("sure", [40.0, 50.0])
+def test_what_moves_by_no_more_than_rounding_bears_no_picture_out(sure: float) -> None:
+    """A bias that starts at zero keeps digits that no weight does: the black picture makes the weights' zero update."""
+    model = network(hidden=0, biases=0.0)
+    model[-1].bias.data.zero_()
+    model[-1].bias.data[LABEL] = sure
+    found = build("analytic")(seen(model, functional.cross_entropy))
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
+    assert not found.approximate
