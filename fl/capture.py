@@ -45,6 +45,7 @@ from fl.simulation.capture_checks import (
     floating_weight,
     layout_hint,
     protect_inputs,
+    rebind_forward,
     refuse_secure_aggregation,
     tensor_conversion_hint,
     untie_parameters,
@@ -458,7 +459,9 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     check_model(model, given)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
-    return copy_model(model)
+    own = copy_model(model)
+    rebind_forward(own)
+    return own
 
 
 def _per_channel(what: str, values: Sequence[float], least: float) -> tuple[float, ...]:

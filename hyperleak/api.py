@@ -365,6 +365,25 @@ def audit(
         return report_in_python(_audit(subject, _examples(images, labels), update, truth, chosen))
 
 
+def _model_hint(subject: object) -> str:
+    """Return how what somebody gave for a model becomes one."""
+    if isinstance(subject, Mapping):
+        return "; a captured update goes as update=, beside the model"
+    if isinstance(subject, type) and issubclass(subject, nn.Module):
+        return f"; that is the class: give an object of it, {subject.__name__}(...)"
+    if type(subject).__name__ == "ExportedProgram":
+        return (
+            "; give the nn.Module that was exported, or program.module() where its batch size was exported as dynamic"
+        )
+    if type(subject).__name__ == "ModelProto":
+        return (
+            "; ONNX holds no nn.Module: convert it (onnx2torch.convert, say), or give the module it was exported from"
+        )
+    return (
+        "; a function goes into the forward of an nn.Module, whose parameters are trained" if callable(subject) else ""
+    )
+
+
 def _audit(
     subject: nn.Module | ServerView,
     known: Examples | None,
@@ -381,7 +400,7 @@ def _audit(
         batch_size = subject.batch_size or 1
     else:
         if not isinstance(subject, nn.Module):
-            hint = "; a captured update goes as update=, beside the model" if isinstance(subject, Mapping) else ""
+            hint = _model_hint(subject)
             raise TypeError(f"expected a model (nn.Module) or a server's view, got {type(subject).__name__}{hint}")
         if truth is not None:
             raise ValueError("truth goes with a view; give a model's images and labels")

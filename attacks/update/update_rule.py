@@ -8,6 +8,7 @@ proportion to the weights (LARS, LAMB), sums of zero in every row (centralized g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -34,6 +35,8 @@ LOOSE_SIZE_TOLERANCE, SIZE_TOLERANCE = 5e-2, 1e-3
 a little), and that count as one."""
 NEGLIGIBLE_SIZE, MIN_SHARE_OF_LARGE, MIN_SHARE_OF_ALL = 0.1, 0.9, 0.1
 """Share of the largest size below which entries do not count; shares of the others, and of all, that must be of it."""
+MOST_COMPARED_ROWS = 64
+"""Rows at the largest size, at most, of which it is asked whether they are the same."""
 BOUND_TOLERANCE, MIN_BOUNDED_ROWS, MIN_EQUAL_TENSORS = 1e-4, 4, 3
 """How near to each other rows' or tensors' sizes are that were cut to one, and how many of them are no chance."""
 PAIR_TOLERANCE = 1e-6
@@ -265,11 +268,20 @@ def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
 def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
     """Count the rows of a matrix in which the largest size of all is reached.
 
-    A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own.
+    A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own. Rows that
+    are the same count as one: what mixes tokens whose mean is taken gets one signal for all of them.
     """
-    sizes = tensor.update.abs().flatten(1).amax(1)
+    rows = tensor.update.abs().flatten(1)
+    sizes = rows.amax(1)
     off = tensor.grain / float(sizes.max())
-    return int((sizes >= (1 - max(BOUND_TOLERANCE, off)) * sizes.max()).sum()) if off <= SIZE_TOLERANCE else 0
+    if off > SIZE_TOLERANCE:
+        return 0
+    near = max(BOUND_TOLERANCE, off)
+    bounded = rows[sizes >= (1 - near) * sizes.max()]
+    first = bounded[:MOST_COMPARED_ROWS]
+    alike = torch.cdist(first, first, p=math.inf) <= 2 * near * sizes.max()
+    again = int(alike.tril(-1).any(1).sum())
+    return len(bounded) - again if again < len(first) - 1 else 1
 
 
 def _sees_clipping_by_tensor(tensors: Sequence[_TensorUpdate]) -> str:

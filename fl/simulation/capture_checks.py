@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from types import FunctionType
 
 import numpy as np
 import torch
@@ -46,6 +48,10 @@ def check_settings(method: object, defense: object, threat: object) -> None:
             raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
 
 
+QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
+"""Where PyTorch has layers of integers."""
+
+
 def unwrap_model(model: nn.Module) -> nn.Module:
     """Return the network itself, out of `DataParallel`, `DistributedDataParallel` and what `torch.compile` returns."""
     while isinstance(model, nn.Module):
@@ -58,6 +64,30 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         else:
             break
     return model
+
+
+def rebind_forward(model: nn.Module) -> None:
+    """Let each module of a copied network run the forward of its class where `torch.compile` took the original's.
+
+    A function in the place of a forward is no part of what is copied, and goes on using what it was made for.
+
+    Args:
+        model: a copy, which is changed.
+
+    Raises:
+        ValueError: a module with parameters has another function as its forward; names it.
+    """
+    for name, module in model.named_modules():
+        forward = vars(module).get("forward")
+        compiled = getattr(forward, "_torchdynamo_orig_callable", None)
+        if compiled is not None and getattr(inspect.unwrap(compiled), "__func__", None) is type(module).forward:
+            del module.forward
+        elif isinstance(forward, FunctionType) and any(True for _ in module.parameters()):
+            place = repr(name) if name else "the model"
+            raise ValueError(
+                f"expected a model whose forward uses its own parameters, got a function as that of {place}, which a "
+                "copy would share with the original: define it in the class, or bind it by types.MethodType"
+            )
 
 
 def check_model(model: object, given: Collection[str] = ()) -> None:
@@ -77,6 +107,11 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
                 "give the nn.Module that was scripted or traced, with its weights "
                 "(module.load_state_dict(scripted.state_dict()))"
             )
+        if type(module).__module__.startswith(QUANTIZED):
+            raise ValueError(
+                f"expected a model of floating-point weights, got {type(module).__name__} in {name!r}, whose integers "
+                "nobody trains: give the model before it was converted"
+            )
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if is_lazy(value):
             raise ValueError(
@@ -88,6 +123,12 @@ def check_model(model: object, given: Collection[str] = ()) -> None:
             raise ValueError(
                 f"expected trained parameters of real numbers, got {name!r} in {value.dtype}: keep it as "
                 "torch.view_as_real(weight) and compute with torch.view_as_complex(...), or freeze it"
+            )
+        if value.is_inference() or value.is_meta:
+            kind = "made under torch.inference_mode()" if value.is_inference() else "on the device meta"
+            raise ValueError(
+                f"expected a model whose parameters can be trained, got {name!r}, {kind}: build it elsewhere and load "
+                "its weights there (load_state_dict)"
             )
         if name not in given and not value.isfinite().all():
             bad = int((~value.isfinite()).sum())
@@ -189,18 +230,28 @@ def _check_derivative(model: nn.Module, inputs: Tensor) -> None:
     """Run a network forward and backward.
 
     Raises:
-        ValueError: it runs forward alone.
+        ValueError: it runs forward alone, or without its own parameters.
     """
     with torch.enable_grad():
         returned: Tensor = model(inputs)
-        if not returned.requires_grad:
-            return
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not parameters:
+            return
+        if not returned.requires_grad:
+            raise ValueError(
+                "expected a model that can be trained, but what it returns has no gradient: its forward runs under "
+                "torch.no_grad() or torch.inference_mode(), or goes by .detach(), .data or NumPy"
+            )
         try:
-            torch.autograd.grad(returned.sum(), parameters, allow_unused=True)
+            slopes = torch.autograd.grad(returned.sum(), parameters, allow_unused=True)
         except (RuntimeError, NotImplementedError) as error:
             said = " ".join(str(error).split())
             raise ValueError(f"expected a model that can be trained, but its backward pass raises: {said}") from error
+        if all(slope is None for slope in slopes):
+            raise ValueError(
+                "expected a model whose forward uses its own parameters, but none of a copy's gets a gradient: it may "
+                "use those of another object, or detach what they make"
+            )
 
 
 def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> None:

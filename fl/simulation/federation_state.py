@@ -11,6 +11,7 @@ import torch
 from fl.aggregated_view import AggregationGroups
 from fl.client import Client
 from fl.method import Download, ServerState
+from fl.models.building_blocks.model_checks import FORWARD_ERRORS
 from fl.runtime.module_copies import deep_copy
 from fl.seeds import derive_seed, stream
 from fl.simulation.accuracy import Predictor, adapt, predictor, predictor_accuracy
@@ -53,14 +54,14 @@ def n_sampled(client_fraction: float, participants: int) -> int:
 def accepts_channels_last(client: Client, like: torch.Tensor) -> bool:
     """Return whether the client's network runs on images with channels innermost.
 
-    One that flattens by `view` does not.
+    One that flattens by `view` does not, nor one that was exported for a batch of one.
     """
     model = deep_copy(client.task.model).eval()
     some = torch.zeros(2, *client.task.input_shape, dtype=like.dtype, device=like.device)
     try:
         with torch.no_grad():
             model(some.to(memory_format=torch.channels_last))
-    except RuntimeError:
+    except FORWARD_ERRORS:
         return False
     return True
 

@@ -107,7 +107,7 @@ def find_head(model: nn.Module, head: str | None, num_classes: int, *, strict: b
 
     Args:
         model: the network.
-        head: the prefix; None takes the last `nn.Linear`.
+        head: the prefix; None takes the last `nn.Linear`, or the only one of so many outputs.
         num_classes: its outputs.
         strict: whether it has to be a linear layer of so many outputs; else the last layer with parameters is taken.
     """
@@ -119,19 +119,35 @@ def find_head(model: nn.Module, head: str | None, num_classes: int, *, strict: b
             )
         return head
     linear = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    if strict and not linear:
-        raise ValueError(
-            "expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.' (--head)"
-        )
     if not strict:
         return _last_layer(model)
+    if not linear:
+        return _last_matrix(model, num_classes)
     name, last = linear[-1]
+    fitting = [one for one in linear if one[1].out_features == num_classes]
+    if last.out_features != num_classes and len(fitting) == 1:  # defined before a layer that it comes after
+        name, last = fitting[0]
     if last.out_features != num_classes:
         raise ValueError(
             f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
             "give head='the.classifier.' (--head)"
         )
     return f"{name}." if name else ""
+
+
+def _last_matrix(model: nn.Module, num_classes: int) -> str:
+    """Return the prefix of the last matrix of so many rows, where a network has no `nn.Linear`, as one of `torch.fx`.
+
+    Raises:
+        ValueError: it has no such matrix.
+    """
+    fitting = [name for name, value in model.named_parameters() if value.ndim == 2 and len(value) == num_classes]
+    if not fitting:
+        raise ValueError(
+            "expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.' (--head)"
+        )
+    owner, dot, own = fitting[-1].rpartition(".")
+    return f"{owner}{dot}" if owner else own
 
 
 def _last_layer(model: nn.Module) -> str:

@@ -208,3 +208,27 @@ def test_biases_whose_outputs_are_added_are_not_taken_for_clipped() -> None:
     assert torch.allclose(dense(one), dense(other), rtol=1e-4)
     assert float(dense(one).norm()) == pytest.approx(max(lengths), rel=1e-4)
     assert guess_update_rule(view) == ""
+
+
+class MixingTokens(nn.Module):
+    """Mixes tokens of which the mean is taken, so that one signal flows back into all rows of what mixes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = nn.Linear(16, 12), nn.Linear(16, 16), nn.Linear(12, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.embed(x.flatten(1).view(-1, 16, 16))
+        tokens = tokens + self.mix(functional.gelu(tokens).mT).mT
+        logits: Tensor = self.head(tokens.mean(1))
+        return logits
+
+
+def test_rows_that_are_the_same_are_not_taken_for_clipped() -> None:
+    model = chains.initialized(MixingTokens()).float()
+    with torch.no_grad():
+        model.mix.weight.mul_(3)
+    view, _ = from_batch(model, torch.rand(1, 1, 16, 16, generator=stream(0, "tokens")), torch.tensor([3]))
+    moved = dense(view.update["mix.weight"])
+    torch.testing.assert_close(moved, moved[:1].expand_as(moved), atol=1e-6, rtol=0)
+    assert kind_of_update_rule(view) is None
