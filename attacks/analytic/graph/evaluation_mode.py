@@ -24,6 +24,7 @@ from attacks.analytic.graph.picture_search import (
 )
 from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
 from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.analytic.graph.smooth_search import are_few, nearest_features, search_smooth_pictures
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
@@ -119,13 +120,17 @@ def _solve(
                 wanted, functions = [as_target(network, stem.target)], _features_of(network, [stem.target])
                 unseen = count_open_numbers(*functions, wanted, found, seed)
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
-    targets = sorted([*solver.guides, *_choose_targets(solver)], key=lambda target: target.ref.node)
+    chosen = _choose_targets(solver)
+    nearest = nearest_features(network, chosen)
+    too_few = are_few([as_target(network, target) for target in nearest], (count, *shape))
+    targets = sorted([*solver.guides, *(nearest if too_few else chosen)], key=lambda target: target.ref.node)
     wanted = [as_guide(t) if any(t is guide for guide in solver.guides) else as_target(network, t) for t in targets]
     forward, single_forward = _features_of(network, targets)
     if any(len(one.value) != count for one in wanted):
         other = "what was solved for has another dimension in the place of the images', as of one image taken out"
         return NotApplicable(other, limit=True)
-    found = search_pictures(forward, single_forward, wanted, (count, *shape), seed)
+    search = search_smooth_pictures if too_few else search_pictures
+    found = search(forward, single_forward, wanted, (count, *shape), seed)
     unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
     return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen, linear=_linear_layers(solver))
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, SILENT_CHANNEL, KnownSignal, channel_sizes
 from attacks.search_control import check_time_limit
 
-MAX_POSITIONS = 2048
-"""Numbers of one input channel of one image, at most: a basis of as many is found."""
+MAX_POSITIONS, MAX_HEARD_POSITIONS = 2048, 4096
+"""Numbers of one input channel of one image, at most, of which a basis is found, and between which a matrix is made."""
 NO_DIRECTION = 1e-7
 """Share of the largest singular value below which equations do not hear a direction but by rounding."""
 CONSISTENT = 1e-5
@@ -105,7 +105,7 @@ def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
         signals: of the layers that take the input; of one group of channels.
     """
     n, _, height, width = signals[0].layer.input_shape
-    if n != 1 or not 1 < height * width <= MAX_POSITIONS:
+    if n != 1 or not 1 < height * width <= MAX_HEARD_POSITIONS:
         return None
     check_time_limit()
     a, g, _ = _weighed_equations(signals)

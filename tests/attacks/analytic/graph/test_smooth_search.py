@@ -1,0 +1,66 @@
+"""Features that are fewer than a picture's numbers lead to a smooth picture that meets them."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from attacks.analytic.graph.feature_inversion import InversionSettings, invert_features
+from attacks.analytic.graph.feature_residuals import FeatureTarget
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.smooth_search import are_few, nearest_features, search_smooth_pictures
+from attacks.analytic.graph.solver import SolvedTensor
+from attacks.network.operation_trace import Ref
+from fl.seeds import stream
+from tests.attacks.analytic.graph.test_output_equations import World
+
+
+def picture() -> Tensor:
+    """A smooth picture (1, 3, 16, 16) with an edge."""
+    across = torch.linspace(0.2, 0.8, 16, dtype=torch.float64)
+    gray = across[None, :] * across[:, None] + 0.3 * (across > 0.5)[None, :]
+    return gray.clamp(0, 1).expand(1, 3, 16, 16).contiguous()
+
+
+def test_few_features_of_a_smooth_picture_lead_near_it() -> None:
+    weight = torch.randn(24, 3, 4, 4, generator=stream(0, "filters"), dtype=torch.float64)
+
+    def forward(images: Tensor) -> list[Tensor]:
+        return [functional.conv2d(images, weight.to(images), stride=4)]  # half as many features as numbers
+
+    given = picture()
+    targets = [FeatureTarget(forward(given)[0])]
+    assert are_few(targets, given.shape)
+    found = search_smooth_pictures(forward, forward, targets, given.shape, 0)
+    assert not bool(found.converged.any())
+    plain = invert_features(
+        forward, targets, given.shape, settings=InversionSettings(restarts=0, roughness=0.0), single_forward=forward
+    )
+    off, plain_off = (float((images - given).square().mean()) for images in (found.images, plain.images))
+    assert off < 1e-3  # 30 dB
+    assert off < plain_off / 10
+
+
+def test_all_features_count_alike() -> None:
+    """What has no weight at the end of other searches goes along here."""
+    values = picture()
+
+    def forward(images: Tensor) -> list[Tensor]:
+        return [images[..., ::2], images[..., 1::2]]
+
+    first, second = forward(values)
+    targets = [FeatureTarget(first), FeatureTarget(second, weight=0.0)]
+    assert are_few(targets, values.shape)
+    found = search_smooth_pictures(forward, forward, targets, values.shape, 0)
+    assert float((found.images - values).abs().max()) < 0.02
+
+
+def solved(network: NetworkGraph, number: int) -> SolvedTensor:
+    return SolvedTensor(Ref(number), network.graph.value(Ref(number)), 0.0, True, ())
+
+
+def test_features_that_follow_from_others_are_left_out() -> None:
+    network = World(1).network
+    stem, inner, top = (solved(network, number) for number in sorted(network.activations))
+    assert nearest_features(network, [inner, top]) == [inner, top]  # a shortcut leads past the first
+    assert nearest_features(network, [stem, inner, top]) == [stem]
+    assert nearest_features(network, [top]) == [top]
