@@ -76,7 +76,10 @@ def load_user_model(target: str) -> UserModel:
     if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
         model, inputs, labels = made
         return UserModel(require_weights(model, target), check_examples(target, inputs, labels))
-    raise ValueError(f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}")
+    called = f"; the class is to be called: return {made.__name__}(...)" if isinstance(made, type) else ""
+    raise ValueError(
+        f"expected {target} to return a model or (model, images, labels), got {type(made).__name__}{called}"
+    )
 
 
 def take_first(data: Examples | Batch, count: int, source: str, option: str = "--count") -> Examples:

@@ -36,6 +36,8 @@ OUR_FOLDER = Path(__file__).resolve().parents[2]
 """Where these packages lie."""
 REMOTE_CALL = re.compile(r'File "(.+)", line (\d+)')
 """A call in the traceback of another process, which comes as text."""
+WEIGHT_FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".onnx", ".npz", ".h5")
+"""How the names of files end that hold weights."""
 TARGET_FORMAT = "expected module:function such as my_model:build"
 
 
@@ -47,11 +49,27 @@ def split_target(target: str) -> tuple[str, str]:
     """
     module, colon, function = target.partition(":")
     if not colon or not module or not function:
-        raise ValueError(f"{TARGET_FORMAT}, got {target!r}")
-    if module.endswith(".py") and not module.startswith("/"):
+        raise ValueError(f"{TARGET_FORMAT}, got {target!r}{_target_hint(module)}")
+    if module.endswith(".py") and module.startswith("/"):
+        meant = f"give the file by --import {module} and name '{Path(module).stem}:{function}'"
+        raise ValueError(f"{TARGET_FORMAT}, got {target!r}; {meant}")
+    if module.endswith(".py"):
         meant = module.removesuffix(".py").removeprefix("./").replace("/", ".")
         raise ValueError(f"{TARGET_FORMAT}, got {target!r}; did you mean '{meant}:{function}'?")
+    if "(" in function:
+        call = f"it is called without arguments: write a function that returns {function}"
+        raise ValueError(f"{TARGET_FORMAT}, got {target!r}; {call}")
     return module, function
+
+
+def _target_hint(words: str) -> str:
+    """Return what is missing of what names no function of a module."""
+    if words.endswith(WEIGHT_FILES):
+        return "; a file of weights is no network: name a function that builds it and loads them"
+    module, dot, function = words.rpartition(".")
+    if words.endswith(".py"):
+        return "; name the function in it as well"
+    return f"; did you mean '{module}:{function}'?" if dot and module and function else ""
 
 
 def find_callable(target: str, *, seed: int | None = None) -> Callable[..., object]:
@@ -90,7 +108,8 @@ def import_user_module(name: str) -> ModuleType:
             raise ValueError(f"{name} needs {error.name}, which is not installed") from error
         where = f"{Path.cwd()} or among those installed"
         raise ValueError(f"no module {name!r} in {where}; give its file by --import FOLDER/{name}.py") from error
-    except IMPORT_ERRORS as error:
+    except (*IMPORT_ERRORS, SystemExit) as error:
+        _leave_on_signal(error)
         raise ValueError(_raised_message(error, name, name)) from error
 
 
@@ -113,7 +132,8 @@ def call_user_function(
     try:
         with global_generator(seed):
             return function(**given)
-    except IMPORT_ERRORS as error:
+    except (*IMPORT_ERRORS, SystemExit) as error:
+        _leave_on_signal(error)
         raise ValueError(_raised_message(error, name, target, tuple(given), tuple(offers))) from error
 
 
@@ -170,6 +190,13 @@ def error_line(error: BaseException, name: str) -> int | None:
     return next((frame.lineno for frame in reversed(frames) if Path(frame.filename).name == stem), None)
 
 
+def _leave_on_signal(error: BaseException) -> None:
+    """Raise what a handler of ours raised while the user's code ran, as a signal came."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    if isinstance(error, SystemExit) and _is_ours(Path(last).resolve()):
+        raise error
+
+
 def _parameter_names(function: Callable[..., object]) -> set[str]:
     """Return the names of the parameters that can be given by name; none where Python can't tell."""
     try:
@@ -180,12 +207,14 @@ def _parameter_names(function: Callable[..., object]) -> set[str]:
 
 
 def _raised_message(
-    error: Exception, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()
+    error: BaseException, name: str, what: str, given: tuple[str, ...] = (), offers: tuple[str, ...] = ()
 ) -> str:
     """Return in words what the user's module `name` raised, and in which line of it."""
     number = error_line(error, name)
     called = f"with {', '.join(given)}" if given else "without arguments"
     if offers and not given:
         called += f", or with {' and '.join(offers)} where it takes them"
-    where = f" (line {number})" if number else f"; it is called {called}" * isinstance(error, TypeError)
+    where = f" (line {number})" if number else ""
+    if not number and isinstance(error, TypeError):
+        where = f"; it is called {called}" + ("" if offers else ": name a function of your own that gives them")
     return f"{what} raised {type(error).__name__}: {error}{where}"
