@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils import checkpoint
 
 from fl.network import Network
+from fl.seeds import stream
 
 
 class Twice(nn.Module):
@@ -45,3 +47,41 @@ def test_what_is_missing_is_named() -> None:
     weights = {name: value.detach() for name, value in model.named_parameters() if not name.startswith("second")}
     with pytest.raises(RuntimeError, match="second"):
         Network(model, weights, dict(model.named_buffers()))(torch.rand(2, 3))
+
+
+class Checkpointed(nn.Module):
+    """Drops what its first layers compute, to compute it anew in the backward pass."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.first = nn.Linear(6, 8)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint.checkpoint(self.body, self.first(x), use_reentrant=self.reentrant)
+        logits: Tensor = self.head(hidden)
+        return logits
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_compute_with_the_weights_that_were_given(reentrant: bool) -> None:
+    model = Checkpointed(reentrant)
+    own = {name: value.detach().clone() for name, value in model.named_parameters()}
+    x = torch.rand(2, 6, generator=stream(0, "checkpoint"))
+
+    def slopes(of: nn.Module) -> dict[str, Tensor]:
+        given = {name: (3 * value).requires_grad_() for name, value in own.items()}
+        found = Network(of, given, {})(x).square().sum()
+        return dict(zip(given, torch.autograd.grad(found, list(given.values())), strict=True))
+
+    class Plain(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.head(self.body(self.first(x)))
+            return logits
+
+    plain = slopes(Plain(reentrant))
+    for name, value in slopes(model).items():
+        torch.testing.assert_close(value, plain[name])
+    assert checkpoint.CheckpointFunction.__module__ == checkpoint.__name__
