@@ -76,6 +76,14 @@ def _vmap_obstacle(view: ServerView) -> str | None:
     images = torch.rand(2, 2, *view.task.input_shape, generator=stream(0, "stacked")).to(view.device, view.dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
+            functional_call(model, state, (images[0],))
+        except RUN_ERRORS as error:
+            said = " ".join(str(error).split())
+            return (
+                f"it computes with all of a network's numbers in one type ({view.dtype}), in which this one does not "
+                f"run: {said}; have forward take the type of its weights (x.to(self.layer.weight.dtype))"
+            )
+        try:
             vmap(lambda batch: functional_call(model, state, (batch,)))(images)
         except AUTOGRAD_ERRORS as error:
             said = " ".join(str(error).split())

@@ -251,7 +251,10 @@ def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: 
             if signal is None:
                 return None
             flows = stages[-1].arrange("bias", signal)
-        end = (values if stages[-1].end_reason else _network_output(pieces, values)) * flows
+        end = values if stages[-1].end_reason else _network_output(pieces, values)
+        if end.numel() != flows.numel():
+            return f"the network is no plain chain of layers: it returns something else than {stages[-1].name}"
+        end = end * flows.reshape(end.shape)  # which may be arranged otherwise behind the last layer
         found = torch.autograd.grad(end.sum(), [s.layer.get_parameter(kind) for s, kind in mine], allow_unused=True)
     for (stage, kind), got in zip(mine, found, strict=True):
         expected = right[stage.parameter_name(kind)]

@@ -395,5 +395,7 @@ def function_errors_named() -> Iterator[None]:
 def _checked(value: object, name: str) -> Tensor:
     if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
         got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(f"expected the loss {name} to return one number, a floating-point tensor (), got {got}")
+        each = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
+        hint = "; return the mean over the batch (reduction='mean')" if each else ""
+        raise ValueError(f"expected the loss {name} to return one number, a floating-point tensor (), got {got}{hint}")
     return value

@@ -442,8 +442,8 @@ class GraphSolver:
     def _undo_arrangement(self, ref: Ref, values: Tensor) -> tuple[Ref, Tensor] | None:
         """Return the tensor of which an operation that only arranges numbers made this one, and its values, or None."""
         flows = self.network.flows_into(ref.node) if ref.node >= 0 and self.network.is_affine(ref.node) else []
-        if len(flows) != 1 or len(self.network.consumers[flows[0]]) != 1 or flows[0].node == IMAGE:
-            return None
+        if len(flows) != 1 or len(self.network.consumers[flows[0]]) != 1 or flows[0].node == IMAGE or ref.output:
+            return None  # a further output, as of split, is a part
         before = self.network.pull_back(ref.node, values, flows[0])
         again = self.network.run(ref.node, {flows[0]: before})
         same = before.numel() == values.numel() and torch.equal(again, values)

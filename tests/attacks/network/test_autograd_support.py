@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from attacks.base import NotApplicable, build
 from attacks.network.autograd_support import flat_obstacle
 from fl.capture import from_batch
 from fl.view import ServerView
@@ -31,3 +32,22 @@ def test_a_network_is_flat_where_it_rounds_and_not_where_only_its_weights_are_ze
     nn.init.zeros_(head.bias)
     assert flat_obstacle(seen_of(nn.Sequential(nn.Flatten(), head))) is None
     assert "rounding, thresholds" in str(flat_obstacle(seen_of(Rounded())))
+
+
+class InTwoTypes(nn.Module):
+    """Computes its first layer in double precision and its classifier in single."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(12, 8).double(), nn.Linear(8, 3)
+
+    def forward(self, images: Tensor) -> Tensor:
+        logits: Tensor = self.head(torch.relu(self.first(images.flatten(1).double())).float())
+        return logits
+
+
+def test_a_network_in_two_types_is_refused_for_that() -> None:
+    found = build("analytic")(seen_of(InTwoTypes()))
+    assert isinstance(found, NotApplicable)
+    assert "a network's numbers in one type" in found.reason
+    assert "x.to(self.layer.weight.dtype)" in found.reason

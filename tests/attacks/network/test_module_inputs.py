@@ -130,3 +130,37 @@ def test_rows_that_span_a_classifier_alone_are_not_called_examples() -> None:
     how = FedAvg(lr=0.1, steps=1, batch_size=None)
     found = attacks.build("analytic")(from_update(model, update, input_shape=(30,), batch_size=2, method=how))
     assert isinstance(found, NotApplicable)
+
+
+class Arranged(nn.Module):
+    """Returns a picture of what its last layer returns, as an autoencoder does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(64, 24), nn.Linear(24, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(self.outer(torch.tanh(self.inner(x.flatten(1))))).view_as(x)
+
+
+class OfTwo(nn.Module):
+    """Takes a picture and a row, and returns logits among other things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.told, self.head = nn.Conv2d(1, 16, 3), nn.Linear(5, 12), nn.Linear(16 * 36 + 12, 10)
+
+    def forward(self, image: Tensor, row: Tensor) -> dict[str, Tensor]:
+        both = [torch.relu(self.seen(image)).flatten(1), torch.relu(self.told(row))]
+        return {"logits": self.head(torch.cat(both, 1))}
+
+
+def test_outputs_that_are_arranged_and_several_inputs_are_followed() -> None:
+    view, _ = from_batch(initialized(Arranged()), images(1).double(), images(1).double(), loss="mse")
+    found = attacks.build("cascade")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    torch.testing.assert_close(found.inputs, images(1).to(found.inputs), atol=1e-4, rtol=0)
+    rows = torch.rand(1, 5, generator=stream(0, "rows"), dtype=torch.float64)
+    view, _ = from_batch(initialized(OfTwo()), {"image": images(1).double(), "row": rows}, LABELS[:1])
+    assert isinstance(attacks.build("cascade")(view), Reconstruction)

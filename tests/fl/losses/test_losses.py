@@ -257,3 +257,8 @@ def test_labels_of_another_form_are_refused_with_what_makes_them_classes(labels:
 def test_classes_under_a_loss_of_numbers_are_refused_with_what_they_are_for() -> None:
     with pytest.raises(ValueError, match="for classes give loss=cross-entropy, or one-hot targets"):
         build_loss("bce").prepare(torch.tensor([0, 2]), torch.Size([3]))
+
+
+def test_a_loss_of_each_example_is_refused_with_what_to_return() -> None:
+    with pytest.raises(ValueError, match=r"return one number.*return the mean over the batch .reduction='mean'"):
+        build_loss(torch.nn.CrossEntropyLoss(reduction="none"))(torch.zeros(2, 3), torch.tensor([0, 1]))
