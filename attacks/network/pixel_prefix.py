@@ -14,6 +14,7 @@ An attack is run on the network above with v in the place of pixels, moved into 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -53,6 +54,9 @@ may be off by, where that is more (in trials on updates of four and of two bytes
 bits that this may move a pixel by."""
 MAX_OPEN_SHARE = 0.02
 """Share of pixels that may be open so in a picture that is borne out."""
+LEVEL_TOLERANCE, MIN_AT_LEVELS, DEVIATIONS = 0.2, 20, 5.0
+"""How near to whole levels of 8 bits all pixels lie that are at such levels; how many they are at least, for chance to be
+out of the question; and how many standard deviations of v, which the distances tell then, v may be off by."""
 BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
@@ -185,6 +189,8 @@ class PixelPrefix:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
+        How large the error is follows from the rounding of the update, by its worst tensor. Pictures at levels of 8 bits
+        tell it better: by how far their pixels are from these.
 
         Args:
             values: v that was found.
@@ -194,7 +200,7 @@ class PixelPrefix:
         if not (held.verified or held.approximate):
             return held
         v = values.to(self.graph.image)
-        error = max(VALUE_ERROR, ROUNDINGS * rounding)
+        error = min(max(VALUE_ERROR, ROUNDINGS * rounding), self._error_at_levels(v))
         darkest, middle, brightest = (_invert(self, v + off) for off in (-error, 0.0, error))
         levels = 255 * torch.maximum(middle - darkest, brightest - middle)
         open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
@@ -208,6 +214,21 @@ class PixelPrefix:
         remarks = held.remarks if told else held.remarks | {Remark.PARTLY_TOLD}
         verified = False if held.verified else held.verified
         return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
+
+
+    def _error_at_levels(self, values: Tensor) -> float:
+        """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at such levels.
+
+        Pixels that are black or white are left out: what is beyond is shown as these, whatever it was.
+        """
+        shown = 255 * _invert(self, values)
+        whole = shown.round()
+        inside = (shown > LEVEL_TOLERANCE) & (shown < 255 - LEVEL_TOLERANCE)
+        near = (shown - whole).abs()[inside] < LEVEL_TOLERANCE
+        if len(near) < MIN_AT_LEVELS or not bool(near.all()):
+            return math.inf
+        off = (self.values(whole / 255) - values)[inside]
+        return DEVIATIONS * float(off.square().mean().sqrt())
 
 
 def doubt_bends(held: Reconstruction) -> Reconstruction:

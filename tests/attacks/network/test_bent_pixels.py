@@ -123,6 +123,26 @@ def test_no_pixel_is_verified_that_the_updates_rounding_moves(kind, lr) -> None:
     assert largest_rounding(replace(view, sent_as="int8")) == 1
 
 
+@pytest.mark.parametrize(("attack", "lr"), [("analytic", 1e-3), ("rconv", 1e-2)])
+def test_pixels_at_whole_levels_tell_that_the_updates_rounding_moves_none(attack: str, lr: float) -> None:
+    """The worst tensor's rounding would move dark pixels by levels, and it is not the one that they are read off."""
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 250 + 3).round() / 255
+    flat = nn.Sequential(Bending(lambda x: x**2.2), nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = initialized(Bent(lambda x: x**2.2) if attack == "rconv" else flat).float()
+    method = FedAvg(lr=lr, steps=1, batch_size=None)
+    view, _ = from_batch(model, picture, torch.tensor([1]), options=ClientSettings(method=method))
+    result = build(attack)(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified
+    assert "may be off" not in result.note
+    torch.testing.assert_close(result.inputs, picture, atol=0.25 / 255, rtol=0)
+    prefix = read_pixel_prefix(view)
+    assert prefix is not None
+    between = prefix.values(picture + 0.3 / 255)  # which tell nothing of how far off they are
+    held = replace(result, inputs=prefix.pictures(between))
+    assert not prefix.bound(between, held, largest_rounding(view)).verified
+
+
 def smooth_picture(seed: int) -> torch.Tensor:
     """A picture of 8 by 8 pixels at whole levels."""
     coarse = torch.rand(1, 3, 2, 2, generator=stream(seed, "picture"))
