@@ -8,7 +8,9 @@ little: to first order, by least squares of what the features say of the move,
 
 with r the residuals at the pictures, and J their Jacobian there. Iterations begin at zero and never leave what J hears.
 So d comes out as the move only where J hears all of it, and where the pictures are the best there are. They end at the
-level of the features' noise: what is heard less than that counts as open. Features that a ReLU closed are no equations:
+level of the features' noise: what is heard less than that counts as open. What is heard may still be told to no better
+than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to the residuals. By how much d
+then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number. Features that a ReLU closed are no equations:
 they bound what goes into it to one side. A search ends next to such a bound, where all above the ReLU has another J to
 either side. So the lowest features alone are asked.
 
@@ -52,7 +54,10 @@ MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction that was not heard."""
 SURE = 3.0
-"""Times the largest distance from a whole level, in standard errors, that a number may be off."""
+"""Times the largest distance from a whole level, in standard errors, that a number may be off; and standard deviations of
+drawn errors likewise."""
+ERROR_DRAWS = 4
+"""Errors of the features that are drawn to tell what they do to each number."""
 MAX_ITERATIONS, LOOK_BACK = 300, 5
 """Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
 BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
@@ -91,9 +96,12 @@ def count_open_numbers(
         move, aside, most = NUDGE * draw, NUDGE * draw, MAX_MOVED / 255
     first = next(place for place, target in enumerate(equations) if target.weight)
     lowest = [target if place == first else replace(target, weight=0.0) for place, target in enumerate(equations)]
-    unheard = _unheard_part(FeatureProblem.of(forward, single_forward, lowest), found.images, move, seed)
+    lowest_problem = FeatureProblem.of(forward, single_forward, lowest)
+    unheard = _unheard_part(lowest_problem, found.images, move, seed)
     if unheard is not None and bool((unheard.abs() <= most).all()):
-        return 0
+        unsure = _count_unsure(lowest_problem, found.images, move, unheard, seed)
+        told = not unsure or (at_levels and _are_told_to_half_a_level(lowest_problem, found.images))
+        return 0 if told else unsure
     if unheard is None:
         if at_levels and _are_told_to_half_a_level(FeatureProblem.of(forward, single_forward, targets), found.images):
             return 0
@@ -143,7 +151,40 @@ def _are_told_to_half_a_level(problem: FeatureProblem, images: Tensor) -> bool:
     return True
 
 
-def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: int) -> Tensor | None:
+def _count_unsure(problem: FeatureProblem, images: Tensor, move: Tensor, unheard: Tensor, seed: int) -> int:
+    """Return how many numbers may be at another level by errors of the features, as drawn ones put them off.
+
+    Args:
+        problem: the features.
+        images: (B, C, H, W), which are moved.
+        move: shaped like them.
+        unheard: what is left of it without errors.
+        seed: of the errors.
+    """
+    squares = torch.zeros_like(images)
+    for number in range(ERROR_DRAWS):
+        left = _unheard_part(problem, images, move, seed, _draw_errors(problem, images, seed, number))
+        if left is None:
+            return images.numel()
+        squares += (left - unheard).square() / ERROR_DRAWS
+    return int((SURE * squares.sqrt() > MAX_MOVED_AT_LEVELS / 255).sum())
+
+
+def _draw_errors(problem: FeatureProblem, images: Tensor, seed: int, number: int) -> list[Tensor]:
+    """Return random errors of each target's residuals, as large as is stated or, where that is more, as these are."""
+    drawn, missed = [], problem.evaluate(images)
+    for place, (target, own) in enumerate(zip(problem.targets, missed, strict=True)):
+        error = torch.randn(own.shape, generator=stream(seed, "errors", number, place), dtype=torch.float64).to(own)
+        error = error if target.known is None else error * target.known
+        size = own.reshape(len(own), -1).norm(dim=1).clamp_min(target.weight * target.noise)
+        long = error.reshape(len(own), -1).norm(dim=1).clamp_min(1e-37)
+        drawn.append(per_image(size / long, error) * error)
+    return drawn
+
+
+def _unheard_part(
+    problem: FeatureProblem, images: Tensor, move: Tensor, seed: int, errors: Sequence[Tensor] = ()
+) -> Tensor | None:
     """Return what is left of a move of the images without what the features say of it, to first order.
 
     None where iterations do not end.
@@ -153,6 +194,7 @@ def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: i
         images: (B, C, H, W), which are moved.
         move: shaped like them.
         seed: of the preconditioner's probes.
+        errors: that are added to the residuals.
     """
     single, wanted, count = problem.to(problem.work_type), move.to(problem.work_type), len(images)
     jacobian = ResidualJacobian(single, single.linearize(images.to(problem.work_type)))
@@ -162,6 +204,8 @@ def _unheard_part(problem: FeatureProblem, images: Tensor, move: Tensor, seed: i
         return torch.stack([(a * b).reshape(count, -1).sum(1) for a, b in zip(one, other, strict=True)]).sum(0)
 
     missed = [values.to(problem.work_type) for values in problem.evaluate(images)]
+    if errors:
+        missed = [values + error.to(values) for values, error in zip(missed, errors, strict=True)]
     rest = tuple(m + p for m, p in zip(missed, jacobian.push(wanted), strict=True))
     gradient = jacobian.pull(rest)
     direction = preconditioned = curvature.divide(gradient)

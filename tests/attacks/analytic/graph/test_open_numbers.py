@@ -120,6 +120,27 @@ def test_pixels_that_noise_leaves_open_count_as_open(share: float) -> None:
     assert count or float((found.images - image).abs().max()) < 0.5 / 255
 
 
+@pytest.mark.parametrize(("share", "seed"), [(1e-3, 3), (1e-3, 5), (1e-2, 3), (1e-2, 5)])
+def test_a_pixel_that_the_stated_noise_puts_at_another_level_counts_as_open(share: float, seed: int) -> None:
+    """Rounding the best picture to levels hides from its residuals how far noise has moved the pixel."""
+    draw = torch.Generator().manual_seed(seed)
+    image = torch.randint(256, (1, 3, 4, 4), generator=draw).double() / 255
+    matrix = torch.randn(60, 48, generator=draw, dtype=torch.float64)
+    matrix[:, 0] *= share
+
+    def features(images: Tensor) -> list[Tensor]:
+        return [images.flatten(1) @ matrix.mT]
+
+    (exact,) = features(image)
+    error = torch.randn(exact.shape, generator=draw, dtype=torch.float64)
+    target = FeatureTarget(exact + 3e-6 * exact.norm() / error.norm() * error, noise=3e-6)
+    best = torch.linalg.lstsq(matrix, target.value.mT).solution.mT.view_as(image)
+    found = as_found((255 * best).round() / 255)
+    wrong = float((found.images - image).abs().max()) > 0.5 / 255
+    assert wrong == (share == 1e-3)
+    assert bool(count_open_numbers(features, features, [target], found, seed)) == wrong
+
+
 def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it() -> None:
     image, target, features = weakly_told(slice(5, 6), 1e-5)
     other = image.clone()
