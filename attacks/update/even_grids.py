@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -69,13 +69,14 @@ def _are_enough(flat: Tensor, levels: int) -> bool:
     return repeated or (len(flat) >= MIN_ENTRIES and levels >= MIN_LEVELS)
 
 
-def grid_steps(values: Tensor) -> Tensor | None:
+def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
     """Return the step of the grid that a tensor lies on, or one for each of its rows (m, 1, ...); None of no grid.
 
     Of rows that are all 0 it is 0.
 
     Args:
         values: as of `grid_step`.
+        of_one_row: whether rows that are multiples of one count, too (`were_rows_rounded`).
     """
     if step := grid_step(values):
         return torch.tensor(step, dtype=torch.float64)
@@ -83,13 +84,37 @@ def grid_steps(values: Tensor) -> Tensor | None:
         return None
     rows, steps = values.detach().flatten(1).double(), []
     longest = rows[int(rows.abs().amax(1).argmax())]
-    if not (step := _row_step(longest)) or is_of_one_row(values.detach(), step):
+    if not (step := _row_step(longest)) or (not of_one_row and is_of_one_row(values.detach(), step)):
         return None
     for row in rows:
         steps.append(_row_step(row) if bool(row.any()) else 0.0)
         if not steps[-1] and bool(row.any()):
             return None
     return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
+
+
+def were_rows_rounded(tensors: Iterable[Tensor]) -> bool:
+    """Return whether matrices of an update that are multiples of one row are so for having been rounded row by row.
+
+    The gradient of a layer is of one row where it was given one example, and pixels lie on a grid by themselves. Those
+    of other layers do not: so it takes a tensor on another grid, or layers with two numbers of inputs.
+
+    Args:
+        tensors: of the update; those of fewer than `MIN_ENTRIES` numbers do not count.
+    """
+    widths = set[int]()
+    for value in tensors:
+        if value.ndim < 2 or value.numel() < MIN_ENTRIES or not value.is_floating_point():
+            continue
+        if grid_steps(value) is not None:
+            return True
+        rows = value.detach().flatten(1)
+        longest = rows[int(rows.abs().amax(1).argmax())]
+        there = longest[longest != 0]
+        several = len(there) >= MIN_FEW and len(torch.unique(there)) > MIN_STEPS
+        if several and grid_steps(value, of_one_row=True) is not None:
+            widths.add(rows.shape[1])
+    return len(widths) > 1
 
 
 def _row_step(row: Tensor) -> float:
@@ -147,14 +172,15 @@ def is_of_one_row(values: Tensor, step: float) -> bool:
     return bool(((rows - along[:, None] * longest).abs() < OFF_ROW * step).all())
 
 
-def bits_of_grid(values: Tensor, start: Tensor | None = None) -> int:
+def bits_of_grid(values: Tensor, start: Tensor | None = None, *, of_one_row: bool = False) -> int:
     """Return in how many bits numbers on an even grid can be sent; 0 where they lie on none.
 
     Args:
         values: of an update.
         start: the weights before: a difference of them lies on the grid of their last places, which counts as none.
+        of_one_row: as of `grid_steps`.
     """
-    steps = grid_steps(values)
+    steps = grid_steps(values, of_one_row=of_one_row)
     if steps is None or (
         start is not None
         and float(steps.max()) <= OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())

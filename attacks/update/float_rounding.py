@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, were_rows_rounded
 from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
@@ -47,7 +47,9 @@ def coarse_form(view: ServerView) -> str:
     kind = next((kind for kind in (of_update, of_weights) if kind.itemsize < view.dtype.itemsize), None)
     if kind is not None:
         return str(kind).removeprefix("torch.")
-    bits = [bits_of_grid(value, start) for value, start in _large(view)]
+    large = _large(view)
+    by_rows = were_rows_rounded(value for value, _ in large)
+    bits = [bits_of_grid(value, start, of_one_row=by_rows) for value, start in large]
     return f"{max(bits)} bits a number" if bits and all(bits) else ""
 
 
@@ -121,10 +123,10 @@ def largest_rounding(view: ServerView) -> float:
     """
     if view.sent_as or any(isinstance(value, LowRank) for value in (*view.update.values(), *view.shared.values())):
         return 1.0
-    shares = [0.0]
+    shares, by_rows = [0.0], were_rows_rounded(map(dense, view.update.values()))
     for name, rounding in rounding_of_numbers(view).items():
         change = dense(view.update[name]).double()
-        if (steps := grid_steps(change)) is not None:
+        if (steps := grid_steps(change, of_one_row=by_rows)) is not None:
             rounding = torch.hypot(rounding, steps.to(rounding) / math.sqrt(12))
         size = float(change.square().mean().sqrt())
         shares += [float(rounding.square().mean().sqrt()) / size] if size > 0 else []

@@ -9,7 +9,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, step_beside
+from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, step_beside, were_rows_rounded
 
 DIGITS = {
     torch.float16: "about 3 digits",
@@ -52,11 +52,13 @@ def _bounds(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return how far numbers of tensors may be off, of those that are coarse."""
     found = {name: _half_spacing(value) for name, value in state.items() if value.dtype in DIGITS}
     plain = {n: v for n, v in state.items() if n not in found and v.is_floating_point() and bool(v.isfinite().all())}
-    steps = {name: step for name, value in plain.items() if (step := grid_steps(value)) is not None}
+    rows = were_rows_rounded(plain.values())
+    known = {name: grid_steps(value, of_one_row=rows) for name, value in plain.items()}
+    steps = {name: step for name, step in known.items() if step is not None}
     larger = dict[Tensor, float]()
     for name, step in steps.items():
-        rows = zip(plain[name], step.flatten().tolist(), strict=True) if step.ndim else [(plain[name], float(step))]
-        larger |= dict([(row, own) for row, own in rows if own][:MOST_ROWS])
+        parts = zip(plain[name], step.flatten().tolist(), strict=True) if step.ndim else [(plain[name], float(step))]
+        larger |= dict([(row, own) for row, own in parts if own][:MOST_ROWS])
     for name, value in plain.items():
         step = _step_of_few(value, larger) if name not in steps and value.numel() < MIN_ENTRIES else steps.get(name)
         if step is not None and bool(step.any()):
@@ -76,6 +78,23 @@ def _step_of_few(value: Tensor, larger: Mapping[Tensor, float]) -> Tensor | None
     return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (value.ndim - 1))
 
 
+def grid_bounds(
+    update: Mapping[str, Tensor], start: Mapping[str, Tensor], known: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return how far numbers may be off in a difference of weights that was sent in few bits before it was taken off.
+
+    Args:
+        update: by name.
+        start: the weights before.
+        known: tensors whose rounding is known already.
+    """
+    found = _bounds({name: value for name, value in update.items() if name not in known})
+    large = {name: update[name] for name in found if update[name].numel() >= MIN_ENTRIES}
+    rows = were_rows_rounded(large.values())
+    sent = {name for name, value in large.items() if bits_of_grid(value, start.get(name), of_one_row=rows)}
+    return {name: bound for name, bound in found.items() if sent and (name in sent or name not in large)}
+
+
 def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> list[str]:
     """Return which tensors lie on an even grid, as of numbers that were sent in few bits; nothing where none do.
 
@@ -85,8 +104,9 @@ def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor], known: 
         known: tensors of which it is known already in what they were sent.
     """
     told = {name for name, value in update.items() if name in known or value.dtype in DIGITS}
-    plain = {name: value for name, value in update.items() if name not in told and value.is_floating_point()}
-    bits = {name: bits_of_grid(value, start.get(name)) for name, value in plain.items() if bool(value.isfinite().all())}
+    plain = {n: v for n, v in update.items() if n not in told and v.is_floating_point() and bool(v.isfinite().all())}
+    rows = were_rows_rounded(plain.values())
+    bits = {name: bits_of_grid(value, start.get(name), of_one_row=rows) for name, value in plain.items()}
     found = {name: count for name, count in bits.items() if count}
     if not found:
         return []

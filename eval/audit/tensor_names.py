@@ -10,7 +10,7 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate, Unpaired
-from eval.audit.coarse_numbers import coarse_note, grid_note, rounding_bounds, share_note
+from eval.audit.coarse_numbers import coarse_note, grid_bounds, grid_note, rounding_bounds, share_note
 from eval.audit.recorded_update import subtract
 from eval.audit.scaled_tensors import REMEDY, find_lost_scale
 from eval.audit.tensor_files import packed_hint
@@ -74,6 +74,10 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     elif not before:
         notes += [*coarse_note(update, "update"), *grid_note(update, model.state_dict(), rounding)]
         rounding = rounding_bounds(update, update, known=[rounding])
+    if captured.weights or before:
+        start = before or dict(model.state_dict())
+        notes += grid_note(update, start, rounding)
+        rounding |= grid_bounds(update, start, rounding)
     whole = set(update)
     update = untie_parameters(model, update)
     if tied := sorted(whole - set(update)):

@@ -8,7 +8,8 @@ from support.chains import initialized
 from torch import Tensor, nn
 
 import attacks
-from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside
+import hyperleak
+from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -119,3 +120,37 @@ def test_pixels_times_one_number_are_no_few_bits(outputs: int) -> None:
     assert grid_step(change.flatten()) > 0
     several = torch.outer(torch.randn(20, generator=stream(2, "pixels")), pixels)
     assert grid_step(rounded(several, 8)) > 0
+
+
+def by_rows(values: Tensor, bits: int) -> Tensor:
+    steps = values.abs().amax(1, keepdim=True).clamp_min(1e-12) / (2 ** (bits - 1) - 1)
+    return (values / steps).round() * steps
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_of_one_image_that_were_rounded_each_by_its_own_scale_are_told_by_a_second_layer(bits: int) -> None:
+    """Of one layer they may be pixels of 8 bits, and are no sign."""
+    pixels = (255 * torch.rand(64, generator=stream(2, "grid"))).round() / 255
+    first, second = torch.outer(numbers(24), pixels), torch.outer(numbers(5), numbers(24).relu())
+    assert not were_rows_rounded([first, second])
+    assert not were_rows_rounded([by_rows(first, bits)])
+    assert not were_rows_rounded([first, torch.outer(numbers(5), torch.eye(24)[3])])
+    assert were_rows_rounded([by_rows(first, bits), by_rows(second, bits)])
+    assert grid_steps(by_rows(second, bits)) is None
+    assert grid_steps(by_rows(second, bits), of_one_row=True) is not None
+
+
+def test_an_image_sent_with_a_scale_for_each_row_is_no_contradiction() -> None:
+    model = initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))).float()
+    image, label = torch.rand(1, 1, 8, 8, generator=stream(0, "image")), torch.tensor([3])
+    gradient = torch.autograd.grad(nn.functional.cross_entropy(model(image), label), [*model.parameters()])
+    pairs = zip(model.named_parameters(), gradient, strict=True)
+    update = {name: by_rows(0.1 * g, 4) if g.ndim > 1 else 0.1 * g for (name, _), g in pairs}
+    before = {name: value.detach() for name, value in model.named_parameters()}
+    method = {"name": "fedavg", "lr": 0.1, "steps": 1}
+    after = {name: before[name] - value for name, value in update.items()}
+    for sent in (update, (before, after), (None, after)):
+        found = hyperleak.audit(model, image, label, update=sent, attacks="analytic", method=method)
+        assert not found.mismatch
+        assert any("on an even grid, as sent in" in note for note in found.notes)
+        assert found.findings[0].rows[0]["psnr"] > 18
