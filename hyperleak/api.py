@@ -138,6 +138,7 @@ class RunSettings(TypedDict, total=False):
     executor: str | Mapping[str, Any] | None
 
 
+@errors_in_python()
 def run(
     experiment: str | Path | Mapping[str, Any] | Experiment,
     out: str | Path | None = None,
@@ -502,7 +503,7 @@ def _captured(update: Captured) -> CapturedUpdate:
     if (
         isinstance(update, tuple)
         and len(update) == 2
-        and not all(isinstance(one, Tensor | np.ndarray) for one in update)
+        and not all(isinstance(one, Tensor | np.ndarray) for one in update)  # which may be arrays of one update
     ):
         before, after = update
         return captured_files.load_pair(before, after)  # type: ignore[arg-type]
@@ -510,9 +511,7 @@ def _captured(update: Captured) -> CapturedUpdate:
         return captured_files.load_update(Path(update))
     if isinstance(update, nn.Module):
         raise TypeError("update: expected a change of weights, got a model; give (before, after)")
-    if isinstance(update, Tensor | np.ndarray) and update.ndim == 1:
-        update = [update]  # all numbers one after the other
-    if not isinstance(update, Mapping | list | tuple):
+    if not isinstance(update, Mapping | list | tuple | Tensor | np.ndarray):
         kind = type(update).__name__
         hint = "; dict(...) makes tensors by name of named parameters, list(...) a list" if kind == "generator" else ""
         raise TypeError(f"update: expected a file, tensors by name, or (before, after), got {kind}{hint}")

@@ -215,7 +215,6 @@ class PixelPrefix:
         verified = False if held.verified else held.verified
         return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
 
-
     def _error_at_levels(self, values: Tensor) -> float:
         """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at such levels.
 

@@ -15,11 +15,16 @@ from eval.audit.checkpoint_folders import describe_part
 from eval.audit.coarse_numbers import coarse_note, rounding_bounds
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from eval.audit.scaled_tensors import find_lost_scale, write_out_scaled
-from eval.audit.tensor_files import MAX_DEPTH, packed_hint, read_tensor_file, with_plain_tensors
+from eval.audit.tensor_files import MAX_DEPTH, is_vector, packed_hint, read_tensor_file, with_plain_tensors
 
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
 AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
 """Words by which people call the weights before and after local training."""
+CHANGE_WORDS = {
+    *("update", "updates", "delta", "deltas", "diff", "difference", "change", "changes"),
+    *("gradient", "gradients", "grad", "grads"),
+}
+"""Words of a name that is of no weights, whatever else is in it: a local update, say."""
 STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
 """What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
 PARAMETER_WORDS = {
@@ -33,6 +38,14 @@ PAIR_HINT = (
     "save the update, weights before - after, by itself, or both as {'before': ..., 'after': ...}, or give two files "
     "by --before and --after"
 )
+HALF_HINTS = {
+    "before": "weights before training are no update; give those after beside them, as {'before': ..., 'after': ...}",
+    "after": (
+        "weights after training are no update; give those before beside them, as {'before': ..., 'after': ...}, or "
+        "this alone as --after FILE where they were your model's own"
+    ),
+}
+"""What to give where weights before, or after, are there alone."""
 Part = str | Path | nn.Module | Mapping[str, object] | Sequence[object] | Tensor | np.ndarray
 """What a caller in Python may give as weights: a file, a model, a state dictionary, arrays without names, a vector."""
 
@@ -159,7 +172,7 @@ def pair_by_words(given: Mapping[str, object]) -> tuple[Part | None, Part] | Non
     halves = {_before_or_after(str(name)): value for name, value in given.items()}
     one_each = len(given) == 2 and halves.keys() == {"before", "after"}
     arrays = {name: value for name, value in given.items() if isinstance(value, Tensor | np.ndarray)}
-    vectors = all(value.ndim == 1 and re.fullmatch(r"[A-Za-z]+", str(name)) for name, value in arrays.items())
+    vectors = all(is_vector(value) and re.fullmatch(r"[A-Za-z]+", str(name)) for name, value in arrays.items())
     if not one_each or not vectors or len({value.shape for value in arrays.values()}) > 1:
         return None
     return halves["before"], halves["after"]  # type: ignore[return-value]
@@ -251,7 +264,11 @@ def _by_prefix(found: dict[object, object]) -> dict[str, object] | None:
 
 def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     """Return the tensors of one state, out of what a trainer puts around them."""
-    if isinstance(found, Tensor) and found.ndim == 1:
+    if isinstance(found, Tensor):
+        if not is_vector(found):
+            raise ValueError(
+                f"{wanted}, or one vector of all numbers, got one array {tuple(found.shape)}: a list of one is [array]"
+            )
         found = [found]
     if isinstance(found, list | tuple):
         return _from_answer(found, wanted) or _from_list(found, wanted)
@@ -270,6 +287,7 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
         ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
         return _from_list([named[name] for name in ordered], wanted)
+    _refuse_half(named, wanted)
     inner = {name: value for name, value in named.items() if _is_state(value)}
     chosen = _state_word(inner) or (next(iter(inner)) if len(inner) == 1 else "")
     if chosen and (chosen in STATE_WORDS or not any(isinstance(value, Tensor) for value in named.values())):
@@ -345,7 +363,8 @@ def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:
     """Return arrays without names, called by their places."""
     for place, value in enumerate(found):
         if not isinstance(value, Tensor):
-            raise ValueError(f"{wanted}, got a list with a {type(value).__name__} at place {place}: give arrays alone")
+            remedy = PAIR_HINT if len(found) == 2 and all(map(_is_state, found)) else "give arrays alone"
+            raise ValueError(f"{wanted}, got a list with a {type(value).__name__} at place {place}: {remedy}")
     if not found:
         raise ValueError(f"{wanted}, got none")
     return CapturedUpdate({str(i): value for i, value in enumerate(found) if isinstance(value, Tensor)}, nameless=True)
@@ -368,7 +387,10 @@ def _difference(
     before, after = halves["before"].update, halves["after"].update
     called, where = f"{words['before']} and {words['after']}", f" in {file}" if file else ""
     places = halves["before"].nameless, halves["after"].nameless
-    if before.keys() != after.keys() or places[0] != places[1]:
+    other_order = all(places) and any(
+        value.shape != after[name].shape for name, value in before.items() if name in after
+    )
+    if before.keys() != after.keys() or places[0] != places[1] or other_order:
         return CapturedUpdate({}, unpaired=Unpaired(halves, words, file, said))
     for name, value in before.items():
         if value.shape != after[name].shape:
@@ -383,6 +405,26 @@ def _difference(
     sent_as = halves["before"].sent_as or halves["after"].sent_as
     found = CapturedUpdate(update, notes=(*notes, *coarse), before=before, nameless=all(places))
     return replace(found, rounding=rounding, sent_as=sent_as)
+
+
+def half_hint(name: str) -> str:
+    """Return what to give where there is nothing but weights that are called by `name`; empty of another name."""
+    return HALF_HINTS.get(_before_or_after(name), "")
+
+
+def _refuse_half(named: Mapping[str, object], wanted: str) -> None:
+    """Refuse weights before or after training where the others are not there.
+
+    Args:
+        named: what stands in a dictionary, by name.
+        wanted: the beginning of an error.
+    """
+    states = {name: value for name, value in named.items() if _is_state(value)}
+    if len(states) != 1 or any(isinstance(value, Tensor) and value.numel() > 1 for value in named.values()):
+        return
+    (name,) = states
+    if hint := half_hint(name):
+        raise ValueError(f"{wanted}, got {name!r} alone: {hint}")
 
 
 def _state_word(inner: Mapping[str, object]) -> str:
@@ -401,6 +443,8 @@ def _is_state(value: object) -> bool:
 def _before_or_after(name: str) -> str:
     """Return whether a dictionary is called the weights before or after training, in whatever words."""
     words = set(re.split(r"[^a-z]+", name.lower()))
+    if words & CHANGE_WORDS:
+        return name
     for half, known in (("before", BEFORE_WORDS), ("after", AFTER_WORDS)):
         if words & known:
             return half

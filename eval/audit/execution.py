@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, TemporaryFile
 
 from attacks.base import Attack
 from attacks.result import Remark
@@ -114,8 +114,25 @@ def audit_updates(
     with TemporaryDirectory() as temporary:
         folder = RunDir(Path(temporary) / "audit" if out is None else out)
         check_folder(folder, plan)
+        make_folder(out)
         execution = Execution(options=options, keep_outputs=out is not None, early_stop=early_stop)
         return run_audit(plan, folder, execution)
+
+
+def make_folder(path: Path | None) -> None:
+    """Make the folder for pictures, so that no attack runs for nothing.
+
+    Raises:
+        ValueError: it is a file, or can't be made or written.
+    """
+    if path is None:
+        return
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
 
 
 def check_folder(folder: RunDir, plan: Plan) -> None:

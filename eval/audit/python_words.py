@@ -14,6 +14,7 @@ OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w.-]*[\w/-])")
 PHRASES: tuple[tuple[str, str], ...] = (
     (r"\. On the command line: .*", ""),
     (r"this file as --after FILE, --before FILE beside it", "update=(before, after)"),
+    (r"this alone as --after FILE where", "(None, weights) where"),
     (r"two files by --before and --after", "two files or states as update=(before, after)"),
     (r"say --clients N \(clients=N of hyperleak\.audit\)", "say clients=N"),
     (r"hyperleak audit --method, ", ""),
@@ -59,7 +60,7 @@ def errors_in_python() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        if type(error) is ValueError and len(error.args) == 1 and isinstance(error.args[0], str):
+        if len(error.args) == 1 and isinstance(error.args[0], str):
             error.args = (in_python(error.args[0]),)
         raise
 

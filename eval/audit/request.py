@@ -7,7 +7,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 from torch import nn
@@ -484,22 +483,6 @@ def check_limits(**given: float | None) -> dict[str, float]:
         if name == "ssim" and limit is not None and not -1 <= limit <= 1:
             raise ValueError(f"expected --max-ssim in [-1, 1], got {limit:g}")
     return {name: limit for name, limit in given.items() if limit is not None}
-
-
-def make_folder(path: Path | None) -> None:
-    """Make the folder for pictures, so that no attack runs for nothing.
-
-    Raises:
-        ValueError: it is a file, or can't be made or written.
-    """
-    if path is None:
-        return
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise ValueError(f"expected --out as a folder to write to, got {path}: {error.strerror}") from error
 
 
 def _count(number: int, noun: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import zipfile
 from collections.abc import Collection, Mapping
@@ -177,13 +178,18 @@ def _read_vector(path: Path, wanted: str) -> Tensor:
         value = np.load(path, allow_pickle=False)
     except (OSError, ValueError) as error:
         raise ValueError(f"{wanted}, got an .npy file that holds no plain array: {error}; {PICKLE_HINT}") from error
-    if not isinstance(value, np.ndarray) or value.ndim != 1 or value.dtype.kind not in "biuf":
+    if not isinstance(value, np.ndarray) or not is_vector(value) or value.dtype.kind not in "biuf":
         got = f"{value.dtype} {value.shape}" if isinstance(value, np.ndarray) else "several (.npz)"
         raise ValueError(
             f"{wanted}, or one vector of all numbers, got one array (.npy), {got}: write all arrays, "
             "numpy.savez('update.npz', *arrays)"
         )
     return to_tensor(value)
+
+
+def is_vector(value: Tensor | NDArray[Any]) -> bool:
+    """Return whether all numbers are in one row: in one dimension, with or without others of length 1."""
+    return value.ndim > 0 and math.prod(value.shape) == max(value.shape)
 
 
 def _array(value: NDArray[Any], name: str, wanted: str) -> Tensor | str:

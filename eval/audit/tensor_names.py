@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
-from eval.audit.captured_files import CapturedUpdate, Unpaired
+from eval.audit.captured_files import CapturedUpdate, Unpaired, half_hint
 from eval.audit.coarse_numbers import coarse_note, grid_bounds, grid_note, rounding_bounds, share_note
 from eval.audit.recorded_update import subtract
 from eval.audit.scaled_tensors import REMEDY, find_lost_scale
@@ -343,6 +343,9 @@ def _match_among_others(names: Sequence[str], model: nn.Module) -> tuple[dict[st
                     f"expected {lost[0]!r} in plain numbers, got {lost[1]!r} beside it, without which its numbers are "
                     f"no update: {REMEDY}"
                 )
-            cut = f"names lose {prefix}; " if prefix else ""
-            return own, [f"{cut}{', '.join(left)} of the file: not the model's, left out"]
+            if not left and not prefix.endswith(".") and (hint := half_hint(prefix)):  # a dot may be a model's own
+                raise ValueError(f"expected an update, got tensors under {prefix!r} alone: {hint}")
+            said = [f"names lose {prefix}"] if prefix else []
+            said += [f"{', '.join(left)} of the file: not the model's, left out"] if left else []
+            return own, ["; ".join(said)] if said else []
     return None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate
+from eval.audit.tensor_files import is_vector
 from fl.simulation.capture_checks import layout_hint
 
 CLEARLY_NEARER = 0.5
@@ -29,26 +30,30 @@ def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
     state = {name: value.shape for name, value in model.state_dict().items()}
     trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
     vector = next(iter(captured.update.values()), None)
-    if not captured.nameless or len(captured.update) != 1 or vector is None or vector.ndim != 1 or len(trained) < 2:
+    alone = captured.nameless and len(captured.update) == 1 and len(trained) > 1
+    if not alone or vector is None or not is_vector(vector):
         return captured
+    numbers = vector.numel()
     layouts = {"the model's trained parameters": trained, "model.state_dict()": state}
     sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
-    whole = next((what for what, size in sizes.items() if size == len(vector)), None)
+    whole = next((what for what, size in sizes.items() if size == numbers), None)
     if whole is None:
         if any(shape == vector.shape for shape in trained.values()):
             return captured  # it may be that one alone
         counts = " or ".join(dict.fromkeys(f"{size}" for size in sizes.values()))
         raise ValueError(
             f"expected a vector of all numbers to have {counts}, as the model's trained parameters or all of its "
-            f"state_dict() have, got {len(vector)}: the model may be another than the client's; or save tensors by name"
+            f"state_dict() have, got {numbers}: the model may be another than the client's; or save tensors by name"
         )
     shapes = list(layouts[whole].values())
 
     def split(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        parts = (part for value in values.values() for part in value.split([shape.numel() for shape in shapes]))
+        parts = (
+            part for value in values.values() for part in value.flatten().split([shape.numel() for shape in shapes])
+        )
         return {str(place): part.view(shape) for place, (part, shape) in enumerate(zip(parts, shapes, strict=False))}
 
-    note = f"a vector of {len(vector)} numbers: those of {whole} one after the other, row by row"
+    note = f"a vector of {numbers} numbers: those of {whole} one after the other, row by row"
     notes = (*captured.notes, note)
     parts: dict[str, Any] = {what: split(getattr(captured, what)) for what in ("update", "before", "rounding")}
     return replace(captured, **parts, notes=notes)
@@ -161,6 +166,11 @@ def _misfit_words(
 ) -> str:
     """Say why arrays without names can't be matched."""
     remedy = "save them by name: dict(zip(names, arrays))"
+    if len(arrays) == 2 and arrays[0].shape == arrays[1].shape:
+        return (
+            f"expected the arrays of one update, got two of one shape, {tuple(arrays[0].shape)}: if they are weights "
+            "before and after, give them as {'before': ..., 'after': ...}, which says so"
+        )
     if rows:
         begins = " or ".join(row[0] for row in rows[:3])
         return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"

@@ -463,8 +463,7 @@ def _exit_on_interrupt() -> Iterator[None]:
 
 def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
     from attacks.search_control import SearchControl
-    from eval.audit.execution import Execution, check_folder, run_audit
-    from eval.audit.request import make_folder
+    from eval.audit.execution import Execution, check_folder, make_folder, run_audit
     from eval.run.resources import choose_workers
     from eval.run.run_directory import RunDir
     from eval.run.runner import Options
