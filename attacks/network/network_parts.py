@@ -140,6 +140,8 @@ class ReplayedNetwork(nn.Module):
 
     takes_centered: bool = False
     """Whether what it is given may have a mean of zero in each example, whatever it is of."""
+    moves_levels: bool = False
+    """Whether numbers that are given of pictures at levels of 8 bits are not at such levels."""
 
     def __init__(self, model: nn.Module, run: Replay, names: Collection[str] | None = None) -> None:
         super().__init__()

@@ -55,8 +55,8 @@ bits that this may move a pixel by."""
 MAX_OPEN_SHARE = 0.02
 """Share of pixels that may be open so in a picture that is borne out."""
 LEVEL_TOLERANCE, MIN_AT_LEVELS, DEVIATIONS = 0.2, 20, 5.0
-"""How near to whole levels of 8 bits all pixels lie that are at such levels; how many they are at least, for chance to be
-out of the question; and how many standard deviations of v, which the distances tell then, v may be off by."""
+"""How near to whole levels of 8 bits all pixels lie that are at such levels; how many they are at least, for chance to
+be out of the question; and how many standard deviations of v, which the distances tell then, v may be off by."""
 BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
@@ -146,6 +146,7 @@ class PixelPrefix:
 
         assert model is not None
         network = ReplayedNetwork(model, run)
+        network.moves_levels = True
         network.takes_centered = self.kind == "scaled" and self.scale != "brightness"
         task = replace(view.task, model=network, mean=(), std=())
         update = {name: value for name, value in view.update.items() if name not in trained}
@@ -189,8 +190,8 @@ class PixelPrefix:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
-        How large the error is follows from the rounding of the update, by its worst tensor. Pictures at levels of 8 bits
-        tell it better: by how far their pixels are from these.
+        How large the error is follows from the rounding of the update, by its worst tensor. Pictures at levels of 8
+        bits tell it better: by how far their pixels are from these.
 
         Args:
             values: v that was found.
@@ -216,7 +217,7 @@ class PixelPrefix:
         return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
 
     def _error_at_levels(self, values: Tensor) -> float:
-        """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at such levels.
+        """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at levels.
 
         Pixels that are black or white are left out: what is beyond is shown as these, whatever it was.
         """

@@ -55,17 +55,18 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
     if asked is None:
         return result
     pictured = result.inputs is not None and view.task.inputs.is_image
+    levels = pictured and not getattr(view.task.model, "moves_levels", False)
     reason, missed = "", []
     known = None if targets is None or result.inputs is None else [(result.inputs, targets)]
     for inputs, labels in known or asked.guesses:
-        whole = at_levels(inputs) if pictured else None
+        whole = at_levels(inputs) if levels else None
         near = [inputs] if whole is None else [inputs, whole]
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
             missed.append((inputs, labels))
             continue
         if len(inputs) > 1 and targets is None and not asked.check.tells_every_picture(inputs, labels):
             return replace(result.with_note(SOME_UNTOLD), verified=None, fixed=None)
-        averaged = pictured and are_between_levels(inputs)
+        averaged = levels and are_between_levels(inputs)
         result = _with_labels(asked.check, view, result, inputs, labels)
         if whole is not None and not is_on_coarse_grid(whole):
             return result

@@ -387,10 +387,8 @@ def _difference(
     before, after = halves["before"].update, halves["after"].update
     called, where = f"{words['before']} and {words['after']}", f" in {file}" if file else ""
     places = halves["before"].nameless, halves["after"].nameless
-    other_order = all(places) and any(
-        value.shape != after[name].shape for name, value in before.items() if name in after
-    )
-    if before.keys() != after.keys() or places[0] != places[1] or other_order:
+    alike = before.keys() == after.keys() and places[0] == places[1]
+    if not alike or (all(places) and any(value.shape != after[name].shape for name, value in before.items())):
         return CapturedUpdate({}, unpaired=Unpaired(halves, words, file, said))
     for name, value in before.items():
         if value.shape != after[name].shape:

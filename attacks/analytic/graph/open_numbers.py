@@ -10,9 +10,10 @@ with r the residuals at the pictures, and J their Jacobian there. Iterations beg
 So d comes out as the move only where J hears all of it, and where the pictures are the best there are. They end at the
 level of the features' noise: what is heard less than that counts as open. What is heard may still be told to no better
 than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to the residuals. By how much d
-then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number. Features that a ReLU closed are no equations:
-they bound what goes into it to one side. A search ends next to such a bound, where all above the ReLU has another J to
-either side. So the lowest features alone are asked.
+then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number.
+
+Features that a ReLU closed are no equations: they bound what goes into it to one side. A search ends next to such a
+bound, where all above the ReLU has another J to either side. So the lowest features alone are asked.
 
 Where iterations do not end, the standard errors of `dense_least_squares` decide for small pictures at whole levels.
 
@@ -54,8 +55,8 @@ MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction that was not heard."""
 SURE = 3.0
-"""Times the largest distance from a whole level, in standard errors, that a number may be off; and standard deviations of
-drawn errors likewise."""
+"""Times the largest distance from a whole level, in standard errors, that a number may be off; and standard deviations
+of drawn errors likewise."""
 ERROR_DRAWS = 4
 """Errors of the features that are drawn to tell what they do to each number."""
 MAX_ITERATIONS, LOOK_BACK = 300, 5

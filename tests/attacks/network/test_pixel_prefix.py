@@ -70,6 +70,7 @@ TAKEN_OFF = {
 SHIFTED = {
     "less its mean": (lambda x: x - x.mean((1, 2, 3), keepdim=True), Remark.SCALE_TAKEN_OFF),
     "less its channels' means": (lambda x: x - x.mean((2, 3), keepdim=True), Remark.SCALES_TAKEN_OFF),
+    "less its least": (lambda x: x - x.amin((1, 2, 3), keepdim=True), Remark.SCALE_TAKEN_OFF),
     "less its channels' least": (lambda x: x - x.amin((2, 3), keepdim=True), Remark.SCALES_TAKEN_OFF),
     "log softmax": (lambda x: x.flatten(1).log_softmax(1).view_as(x), Remark.SCALE_TAKEN_OFF),
 }
@@ -109,6 +110,7 @@ def test_the_picture_comes_back_up_to_a_number_that_is_added(shift, remark: Rema
     assert (result.verified, result.fixed, result.approximate) == (None, None, True)
     assert remark in result.remarks
     assert "a number added to" in result.note
+    assert "as those of a mean of" not in result.note
     (row,) = score(result, truth, task=view.task)
     assert row["psnr_scaled"] > 60
 

@@ -25,9 +25,7 @@ def test_two_vectors_are_no_list_of_arrays(tmp_path):
     torch.save(pair, tmp_path / "pair.pt")
     arrays = pair[0].numpy(), pair[1].numpy()
     for given in (pair, list(pair), arrays, (pair[0][None], pair[1][None]), tmp_path / "pair.pt"):
-        with pytest.raises(
-            ValueError, match=r"got two of one shape, .*give them as \{'before': \.\.\., 'after': \.\.\.\}"
-        ):
+        with pytest.raises(ValueError, match=r"got two of one shape, .*give them as \{'before': .*\}"):
             audit(given)
     found = with_model_names(load_pair(*pair), model)
     assert all(torch.allclose(found.update[n], v, atol=1e-6) for n, v in change(model, batch()).items())
@@ -69,9 +67,7 @@ def test_weights_alone_are_no_update(tmp_path, word):
     torch.save({word: state}, tmp_path / "one.pt")
     np.savez(tmp_path / "one.npz", **{f"{word}/{name}": value.numpy() for name, value in state.items()})
     for given in ({word: state}, {word: list(state.values())}, tmp_path / "one.pt", tmp_path / "one.npz"):
-        with pytest.raises(
-            ValueError, match=r"(before|after) training are no update; give those (before|after) beside"
-        ):
+        with pytest.raises(ValueError, match=r"training are no update; give those (before|after) beside"):
             audit(given)
 
 

@@ -131,8 +131,8 @@ def test_pickle_is_refused_with_the_way_on(tmp_path):
     for name in ("u.pkl", "u.pt"):
         with pytest.raises(ValueError, match=r"numpy.savez\('update.npz', \*arrays\) for a list of arrays"):
             load_update(tmp_path / name)
-    np.save(tmp_path / "u.npy", np.ones((3, 1)))
-    with pytest.raises(ValueError, match=r"got one array \(.npy\), float64 \(3, 1\): write all arrays"):
+    np.save(tmp_path / "u.npy", np.ones((3, 2)))
+    with pytest.raises(ValueError, match=r"got one array \(.npy\), float64 \(3, 2\): write all arrays"):
         load_update(tmp_path / "u.npy")
     np.save(tmp_path / "u.npy", np.array(["weights"]))
     with pytest.raises(ValueError, match=r"or one vector of all numbers"):

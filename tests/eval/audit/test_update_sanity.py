@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import hyperleak
 from defenses.noise import Noise
 from defenses.prune import Prune
 from eval.audit.capture_plan import describe_contradiction
@@ -176,6 +177,23 @@ def test_an_update_of_which_some_numbers_are_sent_is_named(images):
         }
         again = from_update(model, sent, input_shape=SHAPE, batch_size=images, method=how["method"])
         assert "missing" not in find_inconsistency(again)
+
+
+def test_sparsified_with_error_feedback_is_said_to_be_explained_by_no_statement() -> None:
+    """A client adds what earlier rounds left out, so that what it sends is no pruned step on its images."""
+    model, pruned, left = network(), Prune(ratio=0.6), {}
+    how = FedAvg(steps=1, batch_size=None)
+    for number in range(2):
+        inputs, labels = torch.rand(1, *SHAPE, generator=stream(number, "feedback")), torch.tensor([number])
+        step = from_batch(model, inputs, labels, method=how)[0].update
+        whole = {name: value + left.get(name, 0) for name, value in step.items()}
+        sent = pruned.transform_update(whole, None)
+        left = {name: value - sent[name] for name, value in whole.items()}
+        said = find_inconsistency(from_update(model, sent, input_shape=SHAPE, method=how))
+        assert "with error feedback, where a client adds what earlier rounds left out, no statement explains" in said
+        given = Batch(inputs, labels)
+        stated = hyperleak.audit(model, given, update=sent, attacks="analytic", method=how, defense=pruned)
+        assert bool(stated.mismatch) == (number > 0)
 
 
 def test_zeros_of_a_convolutional_networks_gradient_are_no_sparsification() -> None:
