@@ -257,7 +257,8 @@ class Analytic(Attack):
             loss = layer.view.task.loss.name
             return NotApplicable(
                 f"no neuron is active for one image alone, whatever its label under the loss as stated ({loss}); state "
-                "the one that was trained with, its smoothing and weights of classes"
+                "the one that was trained with, its smoothing and weights of classes. A step of another size than "
+                "stated looks so, too: a sum over examples or clients, say, in place of their mean"
             )
         return Reconstruction(
             inputs=layer.pixels(torch.stack([x for _, x, _ in kept])),

@@ -25,6 +25,8 @@ OWN_SPACINGS = 4.0
 """Last places of the largest weight, up to which a step is one of the weights' own."""
 SAMPLE = 4 * MAX_STEPS
 """Numbers that are looked at first: those of a grid repeat among them."""
+FREE, MIN_TOLD = 2, 6
+"""Numbers beside its largest that a short row has on some grid by chance, and those of all rows beyond, to tell one."""
 MIN_FEW = 8
 """Numbers of a small tensor, or a row, from which on a grid through all of them is no chance, whatever its step."""
 
@@ -83,6 +85,8 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
     if values.ndim < 2 or values.shape[0] < 2 or values[0].numel() < MIN_FEW or values.numel() < MIN_ENTRIES:
         return None
     rows, steps = values.detach().flatten(1).double(), []
+    if rows.shape[1] < MIN_ENTRIES and not _are_rows_enough(rows):
+        return None
     longest = rows[int(rows.abs().amax(1).argmax())]
     if not (step := _row_step(longest)) or (not of_one_row and is_of_one_row(values.detach(), step)):
         return None
@@ -91,6 +95,16 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
         if not steps[-1] and bool(row.any()):
             return None
     return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
+
+
+def _are_rows_enough(rows: Tensor) -> bool:
+    """Return whether short rows have enough numbers for their even spacing to be no chance.
+
+    One or two beside a row's largest lie on some grid, as of rows of which others were clipped, or are 0.
+    """
+    sizes = rows.abs()
+    beside = ((rows != 0) & (sizes < (1 - OFF_ROW / FEW_STEPS) * sizes.amax(1, keepdim=True))).sum(1)
+    return int((beside - FREE).clamp(min=0).sum()) >= MIN_TOLD
 
 
 def were_rows_rounded(tensors: Iterable[Tensor]) -> bool:
@@ -161,15 +175,16 @@ def step_beside(values: Tensor, larger: Mapping[Tensor, float]) -> float:
 def is_of_one_row(values: Tensor, step: float) -> bool:
     """Return whether all rows of a matrix are multiples of one, as no rounding leaves them.
 
-    The gradient of a layer with one output, or two classes, is that: pixels of 8 bits times one number.
+    The gradient of a layer with one output, or two classes, is that: pixels of 8 bits times one number. Zeros count for
+    nothing, as of numbers that were not sent.
     """
     if values.ndim < 2:
         return False
     rows = values.flatten(1).double()
-    sizes = rows.square().sum(1)
-    longest = rows[int(sizes.argmax())]
-    along = rows @ longest / sizes.max()
-    return bool(((rows - along[:, None] * longest).abs() < OFF_ROW * step).all())
+    longest = rows[int(rows.square().sum(1).argmax())]
+    there = (rows != 0) & (longest != 0)
+    along = (rows @ longest) / (there * longest.square()).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
+    return bool((((rows - along[:, None] * longest).abs() < OFF_ROW * step) | ~there).all())
 
 
 def bits_of_grid(values: Tensor, start: Tensor | None = None, *, of_one_row: bool = False) -> int:

@@ -43,6 +43,8 @@ def coarse_form(view: ServerView) -> str:
     """
     if view.sent_as:
         return view.sent_as
+    if view.dtype.itemsize < 4:
+        return str(view.dtype).removeprefix("torch.")
     of_update, of_weights = sent_types(view)
     kind = next((kind for kind in (of_update, of_weights) if kind.itemsize < view.dtype.itemsize), None)
     if kind is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor, nn
 
 from eval.audit.checkpoint_folders import describe_part
-from eval.audit.coarse_numbers import coarse_note, rounding_bounds
+from eval.audit.coarse_numbers import coarse_note, coarse_type, rounding_bounds
 from eval.audit.recorded_update import FACTS, TrainingFacts, read_facts, subtract
 from eval.audit.scaled_tensors import find_lost_scale, write_out_scaled
 from eval.audit.tensor_files import MAX_DEPTH, is_vector, packed_hint, read_tensor_file, with_plain_tensors
@@ -284,6 +284,8 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
             f"{wanted}, got the state of an optimizer, whose averages of gradients are no update: give the model's "
             "weights before and after"
         )
+    if len(named) <= 3 and "values" in named and (hint := packed_hint(list(named))):
+        raise ValueError(f"{wanted}, got {', '.join(named)}: {hint}")
     if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
         ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
         return _from_list([named[name] for name in ordered], wanted)
@@ -306,11 +308,12 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
             raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
     if not tensors:
         raise ValueError(f"{wanted}, got none")
+    plain_tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     return CapturedUpdate(
-        {name: value for name, value in tensors.items() if isinstance(value, Tensor)},
+        plain_tensors,
         notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled.notes),
         rounding=scaled.rounding,
-        sent_as=scaled.sent_as,
+        sent_as=scaled.sent_as or coarse_type(plain_tensors),
     )
 
 
@@ -367,7 +370,8 @@ def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:
             raise ValueError(f"{wanted}, got a list with a {type(value).__name__} at place {place}: {remedy}")
     if not found:
         raise ValueError(f"{wanted}, got none")
-    return CapturedUpdate({str(i): value for i, value in enumerate(found) if isinstance(value, Tensor)}, nameless=True)
+    places = {str(i): value for i, value in enumerate(found) if isinstance(value, Tensor)}
+    return CapturedUpdate(places, nameless=True, sent_as=coarse_type(places))
 
 
 def _difference(

@@ -23,6 +23,8 @@ DIGITS = {
 """What numbers of such types hold."""
 MOST_ROWS = 8
 """Rows of a tensor, with grids of their own, by which small tensors beside it are read."""
+SMALL_SHARE = 0.01
+"""Share of float16's numbers that lie below its range, from which on they look like those of another type."""
 LARGE_SHARE = 0.1
 """Share of an update's length from which on what rounding may be of it is said."""
 
@@ -58,11 +60,11 @@ def _bounds(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     larger = dict[Tensor, float]()
     for name, step in steps.items():
         parts = zip(plain[name], step.flatten().tolist(), strict=True) if step.ndim else [(plain[name], float(step))]
-        larger |= dict([(row, own) for row, own in parts if own][:MOST_ROWS])
+        larger |= dict([(row, one) for row, one in parts if one][:MOST_ROWS])
     for name, value in plain.items():
-        step = _step_of_few(value, larger) if name not in steps and value.numel() < MIN_ENTRIES else steps.get(name)
-        if step is not None and bool(step.any()):
-            found[name] = step.to(value.device).expand(value.shape)
+        few = name not in steps and value.numel() < MIN_ENTRIES
+        if (own := _step_of_few(value, larger) if few else steps.get(name)) is not None and bool(own.any()):
+            found[name] = own.to(value.device).expand(value.shape)
     return found
 
 
@@ -126,6 +128,20 @@ def rounding_share(update: Mapping[str, Tensor], bounds: Mapping[str, Tensor]) -
     noise = sum(float(bound.square().sum()) / 3 for bound in bounds.values())
     size = sum(float(value.double().square().sum()) for value in update.values() if value.is_floating_point())
     return math.sqrt(noise / size) if size else 0.0
+
+
+def coarse_type(tensors: Mapping[str, Tensor]) -> str:
+    """Return the type that all of an update's numbers were sent in, where they do not show it themselves; else nothing.
+
+    Numbers of one byte, and those of float16 that lie below its range, look like those of bfloat16.
+    """
+    kinds = {value.dtype for value in tensors.values() if value.is_floating_point()}
+    if len(kinds) != 1 or not kinds <= DIGITS.keys():
+        return ""
+    (kind,) = kinds
+    sizes = torch.cat([value.flatten().abs().float() for value in tensors.values() if value.is_floating_point()])
+    small = ((sizes > 0) & (sizes < torch.finfo(kind).tiny)).double().mean() > SMALL_SHARE * (sizes > 0).double().mean()
+    return str(kind).removeprefix("torch.") if kind.itemsize == 1 or (kind is torch.float16 and bool(small)) else ""
 
 
 def coarse_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:

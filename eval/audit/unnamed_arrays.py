@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate
-from eval.audit.tensor_files import is_vector
+from eval.audit.tensor_files import is_vector, packed_hint
 from fl.simulation.capture_checks import layout_hint
 
 CLEARLY_NEARER = 0.5
@@ -106,6 +106,11 @@ def _fits(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> bool:
     return len(shapes) == len(arrays) and _first_misfit(arrays, shapes) is None
 
 
+def _fits_twice(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> bool:
+    half = len(shapes)
+    return len(arrays) == 2 * half and all(_fits(part, shapes) for part in (arrays[:half], arrays[half:]))
+
+
 def _shapes(names: Collection[str], known: Mapping[str, torch.Size]) -> dict[str, torch.Size]:
     return {name: known[name] for name in names}
 
@@ -167,6 +172,8 @@ def _misfit_words(
     """Say why arrays without names can't be matched."""
     remedy = "save them by name: dict(zip(names, arrays))"
     if len(arrays) == 2 and arrays[0].shape == arrays[1].shape:
+        if any(not array.is_floating_point() for array in arrays):
+            return f"expected the arrays of one update, got two, one of integers: {packed_hint(['indices', 'values'])}"
         return (
             f"expected the arrays of one update, got two of one shape, {tuple(arrays[0].shape)}: if they are weights "
             "before and after, give them as {'before': ..., 'after': ...}, which says so"
@@ -174,6 +181,12 @@ def _misfit_words(
     if rows:
         begins = " or ".join(row[0] for row in rows[:3])
         return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"
+    if twice := next((what for what, shapes in kinds.items() if _fits_twice(arrays, shapes)), ""):
+        return (
+            f"expected the arrays of {twice}, got twice as many: weights beside others of the same shapes, "
+            "such as SCAFFOLD's control variates, or those before beside those after; give one half alone, or both as "
+            "{'before': ..., 'after': ...}"
+        )
     same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
     if not same:
         counts = " or ".join(f"{len(shapes)} of {what}" for what, shapes in kinds.items())

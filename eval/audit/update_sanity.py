@@ -141,7 +141,7 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
         return (
             "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
             f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, the optimizer "
-            "(Adam and its kind leave such sums, in later steps too), and --method"
+            "(Adam and its kind leave such sums, in later steps too; so do noise and masks), and --method"
         )
     least = SIGN_THRESHOLD * float(bias.abs().max()) + rounding
     negative, positive = int((bias < -least).sum()), int((bias > least).sum())
@@ -155,5 +155,5 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
         )
     return (
         f"the update is not of {images} image(s): {seen} at most; check --batch-size, --method and the loss, or state "
-        "noise (--defense)"
+        "noise (--defense). A mean of several clients, or momentum of earlier rounds, looks so, too"
     )

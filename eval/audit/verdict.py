@@ -20,6 +20,7 @@ from eval.report.result_groups import (
     RECOVERED_BELOW,
     ResultGroup,
     exceeds_baseline,
+    has_failed,
     is_seen_enough,
     leaks_alone,
     private_tensor_recoveries,
@@ -161,6 +162,7 @@ def image_line(row: Row, number: int) -> str:
     if row.get("row_accuracy") is not None:
         exact = f", {100 * row['row_accuracy']:.0f} % of its columns right"
     shown = f"PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB)" if row.get("psnr") is not None else ""
+    shown = f"none came back, which counts as {shown}" if shown and has_failed(row) else shown
     words = f"image {number}: {shown or _why_unscored(row)}{label}{exact}"
     if row.get("psnr_seen") is not None:
         shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"

@@ -42,7 +42,13 @@ def add_self_check_columns(result: Reconstruction, rows: Sequence[Row]) -> list[
         common["given_up"] = result.given_up
     if result.cut_short:
         common["cut_short"] = result.cut_short
-    return [{**row, **common, **_fixed(result, row)} for row in rows]
+    own = [{**row, **common, **_fixed(result, row)} for row in rows]
+    return [{**row, "verified": None} if row["verified"] and _is_lacking(row) else row for row in own]
+
+
+def _is_lacking(row: Row) -> bool:
+    """Return whether no picture came back for an image, though for others: none of it can be confirmed."""
+    return bool(row.get("candidates") and row.get("failure"))
 
 
 def remarks_of(row: Row) -> frozenset[Remark]:

@@ -109,7 +109,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "contradicted", note, remarks)
     if first.get("approximate") and first.get("candidates"):
         return Outcome(attack, update, "borne out", note, remarks)
-    return Outcome(attack, update, _kind(first.get("verified"), pictured=bool(first.get("candidates"))))
+    told = next((row["verified"] for row in rows if row.get("verified") is not None), None)
+    return Outcome(attack, update, _kind(told, pictured=bool(first.get("candidates"))))
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> OutcomeKind:
