@@ -22,6 +22,7 @@ from eval.audit.examples import Examples, check_examples
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
 from eval.audit.python_words import errors_in_python, report_in_python
+from eval.audit.stated_training import with_open_step_size
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import config_catalog, default_differences, plugins, yaml_config
@@ -312,6 +313,13 @@ class AuditOptions:
             return (self.attacks,) if self.attacks else ()
         return self.attacks or ()
 
+    @property
+    def stated_method(self) -> Mapping[str, Any] | None:
+        """The settings of the method that somebody stated, all of them of an object; None without a method."""
+        if isinstance(self.method, Method):
+            return methods.spec(self.method)
+        return {"name": self.method} if isinstance(self.method, str) else self.method
+
     def client(self) -> ClientSettings:
         """Return how the client behind the updates trains."""
         return ClientSettings(
@@ -483,17 +491,16 @@ def _subjects(
     if facts is not None:
         client = client if client.method is not None else replace(client, method=facts.method(model))
         batch_size = facts.examples if batch_size == 1 and facts.examples is not None else batch_size
-    if chosen.method is None and facts is not None:
-        captured = replace(captured, scale_unknown=facts.scale_unknown)
+    client, captured, assumed = with_open_step_size(client, with_model_names(captured, model), chosen.stated_method)
     subject = captured_update.of_update(
         model,
-        with_model_names(captured, model),
+        captured,
         client,
         input_shape=shape,
         batch_size=batch_size,
         given=known,
     )
-    return [subject], subject.view.method
+    return [replace(subject, notes=(*subject.notes, *assumed))], subject.view.method
 
 
 def _captured(update: Captured) -> CapturedUpdate:

@@ -168,7 +168,7 @@ def step_beside(values: Tensor, larger: Mapping[Tensor, float]) -> float:
     spans = [max(1, round(float(other.max() - other.min()) / step)) for other, step in larger.items()]
     known = [*larger.values(), *(size / count for count in counts), *((high - low) / count for count in spans)]
     if len(flat) >= MIN_FEW:
-        known += [size / count for count in range(MIN_STEPS, max(counts) + 1)]
+        known += [size / count for count in range(MIN_STEPS, min(max(counts), MAX_STEPS) + 1)]
     return _first_fit(flat, known)
 
 

@@ -260,8 +260,9 @@ def _sees_clipping_by_value(tensors: Sequence[_TensorUpdate]) -> str:
         return ""
     where = tensors[rows.index(max(rows))].name
     return (
-        f"clipping by value: {max(rows)} rows of {where} have entries of the same largest size; no method here clips "
-        "so, and only rows that stay below it are a gradient's"
+        f"clipping by value: {max(rows)} rows of {where} have entries of the same largest size, which several steps "
+        "of an adaptive optimizer (Adam, say) leave as well; no method here clips so, and only rows that stay below it "
+        "are a gradient's"
     )
 
 

@@ -304,7 +304,8 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
-            remedy = packed or _odd_inside(value) or (PAIR_HINT if isinstance(value, dict | list) else "leave it out")
+            hint = _states_hint(tensors) or PAIR_HINT if isinstance(value, dict) else _list_hint(value)
+            remedy = packed or _odd_inside(value) or hint
             raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
     if not tensors:
         raise ValueError(f"{wanted}, got none")
@@ -315,6 +316,21 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
         rounding=scaled.rounding,
         sent_as=scaled.sent_as or coarse_type(plain_tensors),
     )
+
+
+def _states_hint(found: Mapping[str, object]) -> str:
+    """Say which one of several states is to be given, of clients or rounds; nothing where there are others."""
+    if len(found) < 2 or not all(_is_state(value) for value in found.values()):
+        return ""
+    names = ", ".join(list(found)[:3])
+    return f"of several updates ({names}) give one, or their mean with --clients {len(found)}; else {PAIR_HINT}"
+
+
+def _list_hint(value: object) -> str:
+    """Say what to give in place of something that is no tensor, where that holds numbers."""
+    if not isinstance(value, list | tuple):
+        return "leave it out"
+    return PAIR_HINT if _is_state(value) else "of numbers in Python's lists make tensors, torch.tensor(value)"
 
 
 def _odd_inside(value: object) -> str:
@@ -366,7 +382,11 @@ def _from_list(found: Sequence[object], wanted: str) -> CapturedUpdate:
     """Return arrays without names, called by their places."""
     for place, value in enumerate(found):
         if not isinstance(value, Tensor):
-            remedy = PAIR_HINT if len(found) == 2 and all(map(_is_state, found)) else "give arrays alone"
+            remedy = "give arrays alone"
+            if all(map(_is_state, found)):
+                remedy = PAIR_HINT if len(found) == 2 else "of several updates give one, or their mean with --clients"
+            elif isinstance(value, bytes):
+                remedy = "of Flower's Parameters give flwr.common.parameters_to_ndarrays(parameters)"
             raise ValueError(f"{wanted}, got a list with a {type(value).__name__} at place {place}: {remedy}")
     if not found:
         raise ValueError(f"{wanted}, got none")

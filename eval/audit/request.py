@@ -13,15 +13,14 @@ from torch import nn
 
 import attacks
 from attacks.base import Attack
-from attacks.update.adaptive_first_step import read_step_size
 from defenses import defenses
 from eval.audit import attack_selection, captured_files, captured_update
 from eval.audit import user_model as subjects
 from eval.audit.capture_plan import CaptureRequest, plan_updates
 from eval.audit.examples import Examples
 from eval.audit.image_sources import build_dataset, is_settings, load_images
-from eval.audit.recorded_update import TrainingFacts
 from eval.audit.source_place import SourcePlace, place_of, place_of_target
+from eval.audit.stated_training import with_open_step_size
 from eval.audit.tensor_names import with_model_names
 from eval.audit.user_model import Subject
 from eval.experiment import serialization
@@ -32,8 +31,7 @@ from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.inputs.form import Inputs
-from fl.method import Method, methods
-from fl.methods.fedavg import FedAvg
+from fl.method import methods
 from fl.privacy.private_method import PrivateMethod
 from fl.settings import SettingError
 
@@ -329,9 +327,8 @@ class AuditRequest:
             client = client if client.method is not None else replace(client, method=training.method(model))
             size = training.examples if size == 1 and training.examples is not None else size
         captured = with_model_names(captured, model)
-        client, assumed = _with_read_step_size(client, captured, self.method)
-        if _leaves_step_size_open(client.method, self.method, captured.training):
-            captured = replace(captured, scale_unknown=True)
+        stated = yaml12.parse_settings(self.method) if self.method else None
+        client, captured, assumed = with_open_step_size(client, captured, stated)
         subject = captured_update.of_update(
             model,
             captured,
@@ -341,7 +338,7 @@ class AuditRequest:
             given=data,
             source="" if self.input_shape or data is None else source,
         )
-        return [subject], (*(assumed or _assumed_notes(self.method)), *_truth_notes(subject, source))
+        return [subject], (*assumed, *_truth_notes(subject, source))
 
     def _captured(self) -> captured_files.CapturedUpdate:
         """Return what the files hold."""
@@ -417,50 +414,6 @@ def _truth_notes(subject: Subject, source: str) -> list[str]:
     used = len(subject.truth.inputs)
     fewer = f"scored against the first {used} of {subject.n_given} images in {source} (--batch-size {used})"
     return [fewer] * (used < subject.n_given) + [UNCHECKED_NOTE] * (subject.error is None)
-
-
-def _leaves_step_size_open(how: Method | None, stated: str | None, training: TrainingFacts | None) -> bool:
-    """Return whether it is one step of plain SGD whose size nobody stated: the update then is known up to a factor.
-
-    Args:
-        how: the client trains.
-        stated: what was said of that.
-        training: what the file says of it, which counts where nothing else is stated.
-    """
-    if stated is None:
-        return training is not None and training.scale_unknown
-    plain = type(how) is FedAvg and (how.optimizer, how.steps, how.weight_decay) == ("sgd", 1, 0)
-    return plain and "lr" not in yaml12.parse_settings(stated)
-
-
-def _with_read_step_size(
-    client: ClientSettings, captured: captured_files.CapturedUpdate, method: str | None
-) -> tuple[ClientSettings, list[str]]:
-    """Return the client with the step size that the first step of an adaptive optimizer shows, where none was stated.
-
-    It is said in a note; there is none where nothing was read.
-    """
-    how = client.method
-    if method is None or not isinstance(how, FedAvg) or how.optimizer == "sgd" or how.steps != 1:
-        return client, []
-    if "lr" in yaml12.parse_settings(method) or how.weight_decay:
-        return client, []
-    lr = read_step_size(captured.update, how.optimizer)
-    if not 0 < lr < math.inf:
-        return client, []
-    note = f"lr: {lr:g} was read off the update, whose largest step it is"
-    return replace(client, method=replace(how, lr=lr)), [note]
-
-
-def _assumed_notes(method: str | None) -> list[str]:
-    """Return what of local training was not stated, and so is a default."""
-    given = yaml12.parse_settings(method) if method else {"lr": None, "steps": None}
-    known = methods.spec(methods.build(given)) if method else {}
-    open_size = _leaves_step_size_open(methods.build(given) if method else None, method, None)
-    assumed = [f"lr: {known['lr']:g}"] if "lr" in known and "lr" not in given and not open_size else []
-    if known.get("epochs") is not None and "epochs" not in given:
-        assumed.append(f"epochs: {known['epochs']} in batches of at most {known.get('batch_size')}")
-    return [f"not stated by --method, so the method's defaults count: {', '.join(assumed)}"] if assumed else []
 
 
 def _named_by_option(error: SettingError) -> str:

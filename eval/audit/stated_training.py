@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
-from fl.method import Method
+from attacks.update.adaptive_first_step import read_step_size
+from eval.audit.captured_files import CapturedUpdate
+from eval.audit.recorded_update import TrainingFacts
+from fl.capture import ClientSettings
+from fl.method import Method, methods
 from fl.methods.fedavg import FedAvg
 
 
@@ -43,3 +50,67 @@ def say_what_it_rests_on(facts: Mapping[str, float | str | None]) -> str:
 
 def _say_fact(value: float | str | None) -> str:
     return "not known" if value is None else value if isinstance(value, str) else f"{value:g}"
+
+
+def with_open_step_size(
+    client: ClientSettings, captured: CapturedUpdate, stated: Mapping[str, Any] | None
+) -> tuple[ClientSettings, CapturedUpdate, list[str]]:
+    """Return client and update as far as the step size is known, with notes on what was read or assumed.
+
+    Args:
+        client: how it trains.
+        captured: the update, in the model's names.
+        stated: the settings of the client's method as somebody stated them; None where nobody did.
+    """
+    client, notes = _with_read_step_size(client, captured, stated)
+    if _leaves_step_size_open(client.method, stated, captured.training):
+        captured = replace(captured, scale_unknown=True)
+    return client, captured, notes or _assumed_notes(stated)
+
+
+def _leaves_step_size_open(
+    how: Method | None, stated: Mapping[str, Any] | None, training: TrainingFacts | None
+) -> bool:
+    """Return whether it is one step of plain SGD whose size nobody stated: the update then is known up to a factor.
+
+    Args:
+        how: the client trains.
+        stated: what was said of that.
+        training: what the file says of it, which counts where nothing else is stated.
+    """
+    if stated is None:
+        return training is not None and training.scale_unknown
+    plain = type(how) is FedAvg and (how.optimizer, how.steps, how.weight_decay) == ("sgd", 1, 0)
+    return plain and "lr" not in stated
+
+
+def _with_read_step_size(
+    client: ClientSettings, captured: CapturedUpdate, stated: Mapping[str, Any] | None
+) -> tuple[ClientSettings, list[str]]:
+    """Return the client with the step size that the first step of an adaptive optimizer shows, where none was stated.
+
+    It is said in a note; there is none where nothing was read.
+    """
+    how = client.method
+    if stated is None or not isinstance(how, FedAvg) or how.optimizer == "sgd" or how.steps != 1:
+        return client, []
+    if "lr" in stated or how.weight_decay:
+        return client, []
+    lr = read_step_size(captured.update, how.optimizer)
+    if not 0 < lr < math.inf:
+        return client, []
+    note = f"lr: {lr:g} was read off the update, whose largest step it is"
+    return replace(client, method=replace(how, lr=lr)), [note]
+
+
+def _assumed_notes(stated: Mapping[str, Any] | None) -> list[str]:
+    """Return what of local training was not stated, and so is a default."""
+    if stated is None:
+        return []
+    how = methods.build(dict(stated))
+    known = methods.spec(how)
+    open_size = _leaves_step_size_open(how, stated, None)
+    assumed = [f"lr: {known['lr']:g}"] if "lr" in known and "lr" not in stated and not open_size else []
+    if known.get("epochs") is not None and "epochs" not in stated:
+        assumed.append(f"epochs: {known['epochs']} in batches of at most {known.get('batch_size')}")
+    return [f"not stated by --method, so the method's defaults count: {', '.join(assumed)}"] if assumed else []

@@ -64,6 +64,7 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
             "save model.state_dict() before torch.nn.utils.prune.remove, or the difference of the masked weights alone"
         )
     update = {own[name]: value for name, value in captured.update.items() if name in own}
+    _refuse_other_names(update, model)
     before = {own[name]: value for name, value in captured.before.items() if name in own}
     notes = [*captured.notes, *said]
     rounding = {own[name]: value for name, value in captured.rounding.items() if name in own}
@@ -228,6 +229,24 @@ def _match_names(names: Sequence[str], model: nn.Module) -> tuple[dict[str, str]
     if pruned := _match_pruned(names, known):
         return pruned
     return _match_adapters(names, known) or _match_among_others(names, model) or (same, [])
+
+
+def _refuse_other_names(update: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Refuse tensors of none of the model's names that have its shapes in its order, with how to give them."""
+    state = {name: value.shape for name, value in model.state_dict().items()}
+    trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
+    shapes = [value.shape for value in update.values()]
+    if (
+        len(update) > 1
+        and not state.keys() & update.keys()
+        and shapes in (list(state.values()), list(trained.values()))
+    ):
+        first = ", ".join(list(trained)[:2])
+        raise ValueError(
+            f"expected the model's names ({first}, ...), got others ({', '.join(list(update)[:2])}, ...) of tensors "
+            "that have its shapes in its order: if they are the same, give them without names, as "
+            "list(update.values()), or by the model's, dict(zip(names, update.values()))"
+        )
 
 
 def _refuse_merged(names: Sequence[str], known: Collection[str]) -> None:

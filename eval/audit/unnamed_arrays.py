@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.tensor_files import is_vector, packed_hint
@@ -22,7 +23,7 @@ def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
     """Return arrays without names in place of one vector of all their numbers; anything else as it is.
 
     It is of the trained parameters one after the other, row by row, as `torch.nn.utils.parameters_to_vector` has them,
-    or else of the whole `state_dict()`.
+    or else of the whole `state_dict()`, with or without its counts or batch normalization.
 
     Raises:
         ValueError: it has another number of numbers; says how many there are.
@@ -34,13 +35,14 @@ def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
     if not alone or vector is None or not is_vector(vector):
         return captured
     numbers = vector.numel()
-    layouts = {"the model's trained parameters": trained, "model.state_dict()": state}
+    smaller = _parts(model)
+    layouts = {"the model's trained parameters": trained, "model.state_dict()": state, **smaller}
     sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
     whole = next((what for what, size in sizes.items() if size == numbers), None)
     if whole is None:
         if any(shape == vector.shape for shape in trained.values()):
             return captured  # it may be that one alone
-        counts = " or ".join(dict.fromkeys(f"{size}" for size in sizes.values()))
+        counts = " or ".join(dict.fromkeys(f"{size}" for what, size in sizes.items() if what not in smaller))
         raise ValueError(
             f"expected a vector of all numbers to have {counts}, as the model's trained parameters or all of its "
             f"state_dict() have, got {numbers}: the model may be another than the client's; or save tensors by name"
@@ -66,8 +68,9 @@ def match_places(
 ) -> tuple[dict[str, str], list[str]]:
     """Return the model's names by places in a list of arrays, and what to say of it.
 
-    The list is of the whole `state_dict()`, of the trained parameters, or, where only one place fits, of a row of
-    these. Where shapes do not fit in the model's order, they may in that of sorted names, safetensors' own.
+    The list is of the whole `state_dict()`, with or without its counts or batch normalization, of the trained
+    parameters, or, where only one place fits, of a row of these. Where shapes do not fit in the model's order, they may
+    in that of sorted names, safetensors' own.
 
     Args:
         captured: with the list.
@@ -81,7 +84,8 @@ def match_places(
     state = {name: value.shape for name, value in model.state_dict().items()}
     trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
     arrays = list(captured.update.values())
-    kinds = {"model.state_dict()": state, "the model's trained parameters": trained}
+    whole = {"model.state_dict()": state, "the model's trained parameters": trained}
+    kinds = whole | _parts(model)
     usual = {what: list(shapes) for what, shapes in kinds.items() if _fits(arrays, shapes)}
     by_name = {
         f"the names of {what}, sorted{how}": order
@@ -99,7 +103,24 @@ def match_places(
         return _by_place(captured, row), [
             f"{len(arrays)} arrays without names: only {', '.join(row)} have their shapes, in this order"
         ]
-    raise ValueError(_misfit_words(arrays, kinds, rows))
+    raise ValueError(_misfit_words(arrays, whole, rows))
+
+
+def _parts(model: nn.Module) -> dict[str, dict[str, torch.Size]]:
+    """Return the shapes of parts of a state that are sent for the whole: without counts, or without batch norm."""
+    state, norms = model.state_dict(), set[str]()
+    for name, module in model.named_modules():
+        if isinstance(module, _NormBase):
+            norms |= {f"{name}.{own}".lstrip(".") for own in module.state_dict()}
+    kept = {
+        "model.state_dict() without its counts": {n for n, value in state.items() if value.is_floating_point()},
+        "model.state_dict() without batch normalization": set(state) - norms,
+    }
+    return {
+        what: {name: value.shape for name, value in state.items() if name in names}
+        for what, names in kept.items()
+        if 0 < len(names) < len(state)
+    }
 
 
 def _fits(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
@@ -372,4 +373,6 @@ def layout_hint(wanted: Sequence[int], got: Sequence[int]) -> str:
         return f"it is turned ({kept} matrices as (in, out)): transpose it"
     if len(wanted) == 4 and tuple(got) == (*wanted[2:], wanted[1], wanted[0]):
         return f"{kept} kernels as (height, width, in, out): permute(3, 2, 0, 1)"
+    if len(wanted) != len(got) and math.prod(wanted) == math.prod(got):
+        return f"it has as many numbers in another shape: reshape it to {tuple(wanted)}"
     return ""

@@ -125,7 +125,7 @@ def test_one_dictionary_inside_another_is_the_update(tmp_path):
         ),
         ({"w": torch.ones(1), "lr": {1, 2}}, "got a set under 'lr': leave it out"),
         ([torch.ones(1), 3], "got a list with a int at place 1: give arrays alone"),
-        (torch.ones(2, 2), "a dictionary, got Tensor"),
+        (torch.ones(2, 2), "one vector of all numbers, got one array"),
         ({}, "got none"),
     ],
 )

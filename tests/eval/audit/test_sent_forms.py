@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import hyperleak
+from eval.audit.captured_files import as_state
+from eval.audit.tensor_names import with_model_names
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 
@@ -101,3 +103,64 @@ def test_a_sum_over_clients_is_no_matter_of_the_loss_alone():
     each = [step(model, inputs[i : i + 1], labels[i : i + 1]) for i in range(3)]
     (found,) = audit({name: sum(one[name] for one in each) for name in each[0]}, clients=3).findings
     assert "a sum over examples or clients, say, in place of their mean" in found.refused
+
+
+def test_a_step_size_that_python_is_not_told_is_open_as_on_the_command_line():
+    model, given = perceptron(), images()
+    update = {name: 0.3 * value for name, value in step(model, *given).items()}
+    found = audit(update, given, method={"name": "fedavg", "steps": 1})
+    assert not found.mismatch
+    assert audit(update, given, method={"name": "fedavg", "steps": 1, "lr": 0.1}).mismatch
+    assert audit(update, given, method=FedAvg(steps=1, lr=0.1, batch_size=None)).mismatch
+    trained = copy.deepcopy(model)
+    nn.functional.cross_entropy(trained(given[0]), given[1]).backward()
+    torch.optim.Adam(trained.parameters(), lr=0.003).step()
+    adam = {name: value - trained.state_dict()[name] for name, value in model.state_dict().items()}
+    found = audit(adam, given, method={"name": "fedavg", "optimizer": "adam", "steps": 1}, attacks="adaptive-step")
+    assert not found.mismatch
+    assert "lr: 0.003 was read off the update, whose largest step it is" in found.notes
+    found = audit(adam, given, method={"name": "fedavg"})
+    assert any(note.startswith("not stated by method, so the method's defaults count") for note in found.notes)
+
+
+def normed() -> nn.Module:
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Sigmoid(), nn.Flatten(), nn.Linear(144, 5)]
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize("left_out", ["num_batches_tracked", "1."])
+@pytest.mark.parametrize("vector", [False, True])
+def test_lists_without_counts_or_batch_norm_are_taken(left_out, vector):
+    model, (inputs, labels) = normed(), images(2)
+    update = step(model, inputs, labels)
+    sent = {name: value for name, value in update.items() if left_out not in name}
+    arrays = torch.cat([value.flatten() for value in sent.values()]) if vector else list(sent.values())
+    found = with_model_names(as_state(arrays, "update"), model)
+    told = {**found.update, **found.buffers}
+    assert told.keys() == sent.keys()
+    assert all(torch.equal(told[name], value) for name, value in sent.items())
+    assert "without" in " ".join(found.notes)
+
+
+def test_tensors_by_other_names_in_the_models_order_are_told_how_to_come():
+    update = step(perceptron(), *images())
+    named = {name.replace("1.", "fc1.").replace("3.", "fc2."): value for name, value in update.items()}
+    with pytest.raises(ValueError, match=r"give them without names, as list\(update.values\(\)\)"):
+        audit(named)
+    rows = {name: value.flatten() for name, value in update.items()}
+    with pytest.raises(ValueError, match=r"as many numbers in another shape: reshape it to \(24, 64\)"):
+        audit(rows)
+
+
+def test_several_updates_and_pythons_numbers_are_named():
+    update = step(perceptron(), *images())
+    with pytest.raises(
+        ValueError, match=r"of several updates \(client_0, client_1\) give one, or their mean with clients=2"
+    ):
+        audit({"client_0": update, "client_1": update})
+    with pytest.raises(ValueError, match="of several updates give one, or their mean with clients"):
+        audit([update, update, update])
+    with pytest.raises(ValueError, match=r"make tensors, torch.tensor\(value\)"):
+        audit({name: value.tolist() for name, value in update.items()})
+    with pytest.raises(ValueError, match="parameters_to_ndarrays"):
+        audit([value.numpy().tobytes() for value in update.values()])
