@@ -353,7 +353,10 @@ def _output_shape(
 ) -> torch.Size:
     """Return the shape of what the model returns of one example, and let it return that alone."""
     count = known.batch_size if _check_positive(known.batch_size) else 1
-    gray = torch.full((count, *form.shape), 0.5).to(floating_weight(model))
+    try:
+        gray = torch.full((count, *form.shape), 0.5).to(floating_weight(model))
+    except RuntimeError as error:  # out of memory
+        raise ValueError(f"expected as many images (--batch-size) as memory holds, got {count}") from error
     try:
         shape = prepare_outputs(model, gray, known.built_loss, known.output)
     except ValueError as error:

@@ -9,6 +9,7 @@ from torch import nn
 import hyperleak
 from eval.audit.captured_files import as_state
 from eval.audit.tensor_names import with_model_names
+from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 
@@ -95,7 +96,14 @@ def test_a_model_in_bfloat16_rules_nothing_out_that_rounding_may_leave():
     (found,) = audit(update, (inputs, labels), model=model, method=FedAvg(lr=0.5, steps=1, batch_size=None)).findings
     assert found.rows[0]["psnr"] > 40
     assert found.verified is None
-    assert "bfloat16" in " ".join(found.notes)
+    assert not any(row.get("approximate") for row in found.rows)  # darker pictures leave no more
+    assert "what was sent in bfloat16" in " ".join(found.notes)
+
+
+def test_more_images_than_memory_holds_are_an_error_that_says_so():
+    update = step(perceptron(), *images())
+    with pytest.raises(ValueError, match="expected as many images"):
+        from_update(perceptron(), update, input_shape=(1, 8, 8), batch_size=10**12)
 
 
 def test_a_sum_over_clients_is_no_matter_of_the_loss_alone():
