@@ -70,9 +70,21 @@ def prepare_outputs(
             f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}"
         )
     loss.check_outputs(found)
-    if found is not output:
+    if found is not output or _returns_parts_in_training(model, inputs):
         model.register_forward_hook(hook)
     return found.shape[1:]
+
+
+def _returns_parts_in_training(model: nn.Module, inputs: Tensor) -> bool:
+    """Return whether a model in training mode returns more than a tensor, as GoogLeNet does with its further heads."""
+    if not model.training:
+        return False
+    probe = copy.deepcopy(model)
+    with torch.no_grad(), preserve_global_rng(inputs.device):
+        try:
+            return not isinstance(probe(inputs), Tensor)
+        except FORWARD_ERRORS:  # why it does not run is said where it has to
+            return False
 
 
 def count_logits(model: nn.Module, inputs: Tensor, num_classes: int | None) -> int:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attacks.base import NotApplicable, build
+from attacks.base import NotApplicable, Reconstruction, build
 from attacks.network.autograd_support import flat_obstacle
 from fl.capture import from_batch
 from fl.view import ServerView
@@ -51,3 +51,9 @@ def test_a_network_in_two_types_is_refused_for_that() -> None:
     assert isinstance(found, NotApplicable)
     assert "a network's numbers in one type" in found.reason
     assert "x.to(self.layer.weight.dtype)" in found.reason
+
+
+def test_a_batch_of_a_network_in_two_types_is_searched_without_its_labels() -> None:
+    pictures = torch.rand((2, 3, 2, 2), generator=torch.Generator().manual_seed(2))
+    view, _ = from_batch(InTwoTypes(), pictures, torch.tensor([1, 2]))
+    assert isinstance(build({"name": "ig", "iterations": 2})(view), Reconstruction)

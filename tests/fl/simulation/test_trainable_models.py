@@ -145,3 +145,17 @@ def test_a_classifier_is_found_that_is_not_defined_last() -> None:
 def test_what_is_no_model_is_answered_with_how_it_becomes_one(given: object, said: str) -> None:
     with pytest.raises(TypeError, match=said):
         hyperleak.audit(given, image(), LABEL)  # type: ignore[call-overload]
+
+
+class WithFurtherHead(Wrapped):
+    """Returns a tensor in evaluation mode, and more in training mode, as GoogLeNet and Inception do."""
+
+    def forward(self, x: Tensor) -> Tensor | dict[str, Tensor]:
+        logits: Tensor = self.body(x)
+        return {"logits": logits, "further": 2 * logits} if self.training else logits
+
+
+def test_what_a_model_returns_in_training_mode_alone_is_taken_apart() -> None:
+    found = attacks.build("analytic")(from_batch(WithFurtherHead().train(), image(), LABEL)[0])
+    assert isinstance(found, Reconstruction)
+    assert found.verified
