@@ -24,7 +24,12 @@ from attacks.analytic.graph.picture_search import (
 )
 from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
 from attacks.analytic.graph.propagation import Propagation, UnknownError
-from attacks.analytic.graph.smooth_search import are_few, nearest_features, search_smooth_pictures
+from attacks.analytic.graph.smooth_search import (
+    MAX_MISSING,
+    count_missing_numbers,
+    nearest_features,
+    search_smooth_pictures,
+)
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.result import NotApplicable
@@ -122,7 +127,8 @@ def _solve(
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     chosen = _choose_targets(solver)
     nearest = nearest_features(network, chosen)
-    too_few = are_few([as_target(network, target) for target in nearest], (count, *shape))
+    missing = count_missing_numbers([as_target(network, target) for target in nearest], shape)
+    too_few = missing > MAX_MISSING * math.prod(shape)
     targets = sorted([*solver.guides, *(nearest if too_few else chosen)], key=lambda target: target.ref.node)
     wanted = [as_guide(t) if any(t is guide for guide in solver.guides) else as_target(network, t) for t in targets]
     forward, single_forward = _features_of(network, targets)
@@ -132,6 +138,7 @@ def _solve(
     search = search_smooth_pictures if too_few else search_pictures
     found = search(forward, single_forward, wanted, (count, *shape), seed)
     unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
+    unseen = max(unseen, count * missing) if too_few else unseen
     return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen, linear=_linear_layers(solver))
 
 

@@ -33,9 +33,9 @@ from fl.seeds import stream
 
 STEPS = 1600
 """Steps of the annealing."""
-FEW_NUMBERS = 0.75
-"""Features for one number of a picture below which they are few. Zeros of a ReLU's output count as none, though they
-bound what goes into it."""
+MAX_MISSING = 0.25
+"""Share of a picture's numbers by which features may be fewer, or other pictures are taken to meet them: zeros of a
+ReLU's output count as none, though they bound what goes into it."""
 
 
 def nearest_features(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> list[SolvedTensor]:
@@ -62,14 +62,14 @@ def nearest_features(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> 
     return [target for target in targets if target.ref in reached]
 
 
-def are_few(targets: Sequence[FeatureTarget], shape: Sequence[int]) -> bool:
-    """Return whether features that do not follow from each other are fewer than the numbers of a picture.
+def count_missing_numbers(targets: Sequence[FeatureTarget], shape: Sequence[int]) -> int:
+    """Return by how many features that do not follow from each other are fewer than the numbers of a picture.
 
     Args:
         targets: the features.
-        shape: (B, C, H, W) of the pictures.
+        shape: (C, H, W) of a picture.
     """
-    return sum(target.equations for target in targets if target.weight) < FEW_NUMBERS * math.prod(shape[1:])
+    return max(0, math.prod(shape) - round(sum(target.equations for target in targets if target.weight)))
 
 
 def search_smooth_pictures(

@@ -1,5 +1,7 @@
 """Features that are fewer than a picture's numbers lead to a smooth picture that meets them."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -7,7 +9,7 @@ from torch.nn import functional
 from attacks.analytic.graph.feature_inversion import InversionSettings, invert_features
 from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.smooth_search import are_few, nearest_features, search_smooth_pictures
+from attacks.analytic.graph.smooth_search import count_missing_numbers, nearest_features, search_smooth_pictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.network.operation_trace import Ref
 from fl.seeds import stream
@@ -29,7 +31,7 @@ def test_few_features_of_a_smooth_picture_lead_near_it() -> None:
 
     given = picture()
     targets = [FeatureTarget(forward(given)[0])]
-    assert are_few(targets, given.shape)
+    assert count_missing_numbers(targets, (3, 16, 16)) == 384
     found = search_smooth_pictures(forward, forward, targets, given.shape, 0)
     assert not bool(found.converged.any())
     plain = invert_features(
@@ -49,7 +51,8 @@ def test_all_features_count_alike() -> None:
 
     first, second = forward(values)
     targets = [FeatureTarget(first), FeatureTarget(second, weight=0.0)]
-    assert are_few(targets, values.shape)
+    assert count_missing_numbers(targets, (3, 16, 16)) == 384
+    assert count_missing_numbers([replace(target, weight=1.0) for target in targets], (3, 16, 16)) == 0
     found = search_smooth_pictures(forward, forward, targets, values.shape, 0)
     assert float((found.images - values).abs().max()) < 0.02
 
