@@ -4,9 +4,9 @@ import copy
 from collections import OrderedDict
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fl.runtime.module_copies import deep_copy
+from fl.runtime.module_copies import copy_model, deep_copy
 
 
 class Holder(nn.Module):
@@ -37,3 +37,42 @@ def test_a_copy_shares_nothing_and_ties_what_was_tied() -> None:
         assert not model.again._forward_hooks
         assert all(torch.equal(x, y) for x, y in zip(made.parameters(), model.parameters(), strict=True))
         assert not {x.data_ptr() for x in made.parameters()} & {x.data_ptr() for x in model.parameters()}
+
+
+class Keeping(nn.Module):
+    """Keeps what it computed, for a part that reads it and for its owner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last, self.history, self.by_name = nn.Linear(2, 2), None, [], {"none": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = self.layer(x)
+        self.history.append(self.last)
+        self.by_name["last"] = self.last
+        self.new = self.last
+        return self.last
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = Keeping()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.body(x)
+        out: Tensor = self.body.last + self.body.history[-1]
+        return out
+
+
+def test_a_copy_forgets_what_it_computed_and_can_be_copied_again() -> None:
+    ran = Reading()
+    ran(torch.ones(1, 2))
+    assert len(copy_model(ran).body.history) == 1
+    made = copy_model(Reading())
+    for model in (made, copy.deepcopy(made)):
+        for _ in range(2):
+            assert model(torch.ones(1, 2)).requires_grad
+        again = deep_copy(model)
+        assert (again.body.last, again.body.history, again.body.by_name) == (None, [], {"none": 0})
+        assert not hasattr(again.body, "new")
