@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from attacks.update.float_rounding import coarse_form
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import training_phases
 from attacks.update.update_matrices import UpdateMatrix, update_matrices, vector_parts
@@ -82,7 +83,7 @@ def with_decay_read_off(view: ServerView) -> tuple[ServerView, str]:
     if stated is None or not (reading.contradicts(stated) or partly):
         return view, ""
     found = _decay_of_share(view, reading)
-    if found is None:
+    if found is None or (found == 0 < method.weight_decay and coarse_form(view)):  # which rounds small numbers to 0
         return view, ""
     sized = view.threat.knows_optimizer and not view.scale_unknown
     name = f"weight decay of {found:g}" if sized else f"weight decay by {reading.share:.3g} of the weights"

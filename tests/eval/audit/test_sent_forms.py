@@ -172,3 +172,25 @@ def test_several_updates_and_pythons_numbers_are_named():
         audit({name: value.tolist() for name, value in update.items()})
     with pytest.raises(ValueError, match="parameters_to_ndarrays"):
         audit([value.numpy().tobytes() for value in update.values()])
+
+
+def test_decay_that_few_bits_hide_is_not_taken_for_none():
+    layers = [nn.Conv2d(1, 8, 3, padding=1), nn.LeakyReLU(), nn.Flatten(), nn.Linear(512, 16), nn.LeakyReLU()]
+    model, (inputs, labels) = nn.Sequential(*layers, nn.Linear(16, 5)), images(3)
+    generator = stream(1, "forms")
+    with torch.no_grad():
+        for value in model.parameters():
+            value.normal_(0, 0.3 if value.ndim < 2 else value[0].numel() ** -0.5, generator=generator)
+    trained = copy.deepcopy(model)
+    rule = torch.optim.SGD(trained.parameters(), lr=0.05, weight_decay=0.01)
+    for _ in range(5):
+        rule.zero_grad()
+        nn.functional.cross_entropy(trained(inputs), labels).backward()
+        rule.step()
+    whole = {name: value - trained.state_dict()[name] for name, value in model.state_dict().items()}
+    scales = {name: value.abs().max() / 127 for name, value in whole.items()}
+    sent = {name: (value / scales[name]).round() * scales[name] for name, value in whole.items()}
+    method = {"name": "fedavg", "lr": 0.05, "steps": 5, "weight_decay": 0.01}
+    found = audit(sent, (inputs, labels), model, batch_size=3, method=method)
+    assert not any("no weight decay shows" in note for note in found.notes)
+    assert not found.mismatch
