@@ -59,6 +59,8 @@ SURE = 3.0
 of drawn errors likewise."""
 ERROR_DRAWS = 4
 """Errors of the features that are drawn to tell what they do to each number."""
+CLEAR = 300.0
+"""Times what the first ones do to any number that is still no other level, where no further ones are drawn."""
 MAX_ITERATIONS, LOOK_BACK = 300, 5
 """Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
 BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
@@ -167,7 +169,10 @@ def _count_unsure(problem: FeatureProblem, images: Tensor, move: Tensor, unheard
         left = _unheard_part(problem, images, move, seed, _draw_errors(problem, images, seed, number))
         if left is None:
             return images.numel()
-        squares += (left - unheard).square() / ERROR_DRAWS
+        off = (left - unheard).abs()
+        if CLEAR * float(off.max()) <= MAX_MOVED_AT_LEVELS / 255:  # a number's first error is seldom so small by chance
+            return 0
+        squares += off.square() / ERROR_DRAWS
     return int((SURE * squares.sqrt() > MAX_MOVED_AT_LEVELS / 255).sum())
 
 

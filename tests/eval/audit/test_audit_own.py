@@ -255,7 +255,10 @@ def test_images_of_a_function_are_brought_to_its_model_s_floating_type(mine):
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        ("needing", "required positional argument: 'width'; it is called without arguments\n"),
+        (
+            "needing",
+            "required positional argument: 'width'; it is called without arguments: name a function of your own",
+        ),
         ("raising", "raised Odd: of my own (line "),
         ("lacking", "raised ModuleNotFoundError: No module named 'no_such_module' (line "),
         ("meta", "a model with weights, got one on the meta device"),
