@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 M = TypeVar("M", bound=nn.Module)
-TORCH_LAYERS = "torch.nn."
-"""Where layers are defined that keep nothing of a call."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes of every module, in which it keeps nothing of a call."""
+COLLECTIONS = (list, dict, set, deque)
+CODE = (type, FunctionType, MethodType, ModuleType, partial)
+SIMPLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
+"""Types of values that hold no tensors."""
+MAX_DEPTH = 4
+"""Collections and objects in each other, at most, in which what was computed is looked for."""
 
 
 def deep_copy(model: M) -> M:
@@ -30,26 +41,27 @@ def copy_model(model: nn.Module) -> nn.Module:
     """Return a copy of a network that can be copied again, whatever it has computed.
 
     `torch.nn.utils.weight_norm` and `spectral_norm` compute a layer's weight anew before every call and keep it in the
-    layer, and modules of a user's own may keep features or attention. What autograd computed can't be copied, so the
-    copy's layers forget it after each call.
+    layer, and others may keep features or attention, in attributes or in objects there. What autograd computed can't be
+    copied, so the copy's layers forget it after each call.
 
     Args:
         model: any; never changed.
     """
+    finder = _ComputedFinder()
     computed = {
         id(value): value.detach().clone()
         for module in model.modules()
-        for kept in vars(module).values()
-        for value in _tensors_in(kept)
+        for name, kept in vars(module).items()
+        if name not in OF_EVERY_MODULE
+        for value in _tensors_in(kept, finder)
     }
     result = copy.deepcopy(model, {**_copies_of_empty(model), **computed})
     for module in result.modules():
         kept = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
         if kept:
             module.register_forward_hook(_restore_hook(kept))
-    own = {name: part for name, part in result.named_modules() if not type(part).__module__.startswith(TORCH_LAYERS)}
-    if own:  # at the end of all, as a module may read what another keeps
-        result.register_forward_hook(_forget_hook({name: _plain_attributes(part) for name, part in own.items()}))
+    held = {name: _Kept.of(part) for name, part in result.named_modules()}
+    result.register_forward_hook(_forget_hook(held))  # at the end of all, as a module may read what another keeps
     return result
 
 
@@ -63,48 +75,99 @@ def _copies_of_empty(model: nn.Module) -> dict[int, Any]:
     }
 
 
-def _plain_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return what a module's class keeps in it, by name, of lists and dictionaries a copy."""
-    kept = {name: value for name, value in vars(module).items() if not name.startswith("_") and name != "training"}
-    return {name: copy.copy(value) if isinstance(value, list | dict) else value for name, value in kept.items()}
+@dataclass(frozen=True)
+class _Kept:
+    """What an object held, a module or another that one keeps: its attributes, of collections copies.
+
+    Attributes:
+        holder: the object.
+        attributes: by name.
+    """
+
+    holder: object
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, holder: object, depth: int = MAX_DEPTH) -> _Kept:
+        """Return what an object holds, and what objects in its attributes do, `depth` of them one in another."""
+        own = {name: value for name, value in vars(holder).items() if name not in OF_EVERY_MODULE}
+        return cls(holder, {name: cls._snapshot(value, depth) for name, value in own.items()})
+
+    @classmethod
+    def _snapshot(cls, value: Any, depth: int) -> Any:
+        if isinstance(value, COLLECTIONS):
+            return copy.copy(value)
+        return cls.of(value, depth - 1) if depth and _is_holder(value) else value
+
+    def restore(self, holder: object, finder: _ComputedFinder) -> None:
+        """Put back what the object held, in place of each attribute that holds what autograd computed."""
+        now = vars(holder)
+        for name in [n for n, value in now.items() if n not in OF_EVERY_MODULE and finder.finds_in(value)]:
+            before = self.attributes.get(name)
+            if name not in self.attributes:
+                del now[name]
+            elif not isinstance(before, _Kept):
+                now[name] = copy.copy(before) if isinstance(before, COLLECTIONS) else before
+            elif _is_holder(now[name]):
+                before.restore(now[name], finder)
+            else:
+                now[name] = before.holder
 
 
-def _forget_hook(kept: dict[str, dict[str, Any]]) -> Callable[[nn.Module, Any, Any], None]:
+class _ComputedFinder:
+    """Tells whether a value is a tensor that autograd computed, or holds one; it looks at each object once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}
+
+    def finds_in(self, value: Any, depth: int = MAX_DEPTH) -> bool:
+        """Return whether autograd computed a tensor, or one in a collection or an object, `depth` in each other."""
+        if isinstance(value, Tensor):
+            return value.grad_fn is not None or is_functorch_wrapped_tensor(value)
+        if type(value) in SIMPLE or not depth:
+            return False
+        if id(value) not in self._known:
+            self._known[id(value)] = False  # until it is known, as it may hold itself
+            self._known[id(value)] = any(self.finds_in(one, depth - 1) for one in _held_by(value))
+        return self._known[id(value)]
+
+
+def _forget_hook(kept: dict[str, _Kept]) -> Callable[[nn.Module, Any, Any], None]:
     """Return a hook that takes what autograd computed out of the parts of a network, which held something else before.
 
     It is that of any copy of the network: parts go by their names.
     """
 
     def forget(network: nn.Module, _args: Any, _output: Any) -> None:
-        parts = dict(network.named_modules())
-        for part, before in kept.items():
-            now: dict[str, Any] = parts[part].__dict__ if part in parts else {}
-            for name in [name for name, value in now.items() if not name.startswith("_") and _is_computed(value)]:
-                if name in before:
-                    value = before[name]
-                    now[name] = copy.copy(value) if isinstance(value, list | dict) else value
-                else:
-                    del now[name]
+        finder = _ComputedFinder()
+        for name, part in network.named_modules():
+            if name in kept:
+                kept[name].restore(part, finder)
 
     return forget
 
 
-def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield a tensor itself, or those in a list or dictionary that autograd computed."""
+def _held_by(value: Any) -> Iterable[Any]:
+    """Return what a collection or an object holds; nothing of anything else."""
+    if isinstance(value, dict):
+        return list(value.values())
+    if isinstance(value, (*COLLECTIONS, tuple)):
+        return value
+    return list(vars(value).values()) if _is_holder(value) else ()
+
+
+def _is_holder(value: Any) -> bool:
+    """Return whether a value is an object with attributes of its own, and neither code nor a part of a network."""
+    return hasattr(value, "__dict__") and not isinstance(value, (nn.Module, Tensor, *COLLECTIONS, *CODE))
+
+
+def _tensors_in(value: Any, finder: _ComputedFinder) -> Iterator[Tensor]:
+    """Yield a tensor itself, or those in a collection or an object that autograd computed."""
     if isinstance(value, Tensor):
         yield value
-    elif type(value) in (list, tuple, dict) and _is_computed(value):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(one)
-
-
-def _is_computed(value: Any) -> bool:
-    """Return whether autograd computed a tensor, or one in a list or dictionary."""
-    if isinstance(value, Tensor):
-        return value.grad_fn is not None
-    if isinstance(value, dict):
-        return any(map(_is_computed, value.values()))
-    return isinstance(value, list | tuple) and any(map(_is_computed, value))
+    elif finder.finds_in(value):
+        for one in _held_by(value):
+            yield from _tensors_in(one, finder)
 
 
 def _restore_hook(kept: dict[str, Tensor]) -> Callable[[nn.Module, Any, Any], None]:

@@ -1,10 +1,14 @@
 """A fast copy is what `copy.deepcopy` gives."""
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, deque
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.func import functional_call, jvp, vmap
 
 from fl.runtime.module_copies import copy_model, deep_copy
 
@@ -76,3 +80,41 @@ def test_a_copy_forgets_what_it_computed_and_can_be_copied_again() -> None:
         again = deep_copy(model)
         assert (again.body.last, again.body.history, again.body.by_name) == (None, [], {"none": 0})
         assert not hasattr(again.body, "new")
+
+
+class KeepingElsewhere(nn.Module):
+    """Keeps what it computed under a private name, in objects, and in a layer of another's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.box, self.turned = nn.Linear(2, 2), SimpleNamespace(count=3), SimpleNamespace()
+        self.recent = deque[Tensor](maxlen=2)
+        self.layer.register_forward_hook(lambda layer, _, output: setattr(layer, "kept", output))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x)
+        self._features, self.box.features, self.turned = out, {"last": (out,)}, out
+        self.law = Normal(out, 1.0, validate_args=False)
+        self.recent.append(out)
+        return out
+
+
+def test_a_copy_forgets_what_it_keeps_under_private_names_in_objects_and_in_layers() -> None:
+    ran = KeepingElsewhere()
+    ran(torch.ones(1, 2))
+    assert torch.equal(copy_model(ran)._features, ran._features)
+    made = copy_model(KeepingElsewhere())
+    for model in (made, deep_copy(made)):
+        assert model(torch.ones(1, 2)).requires_grad
+        again = deep_copy(model)
+        assert (vars(again.box), again.turned, again.recent) == ({"count": 3}, SimpleNamespace(), deque())
+        assert not {"_features", "law", "kept"} & {*vars(again), *vars(again.layer)}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch's own use of it
+def test_a_copy_forgets_what_it_computed_under_vmap_and_jvp() -> None:
+    weights, x = dict(Keeping().named_parameters()), torch.ones(2, 1, 2)
+    for run in (vmap, lambda function: lambda x: jvp(function, (x[0],), (x[1],))):
+        model = copy_model(Keeping())
+        run(lambda x, model=model: functional_call(model, weights, (x,)))(x)
+        assert deep_copy(model).last is None
