@@ -270,7 +270,8 @@ def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
     """Count the rows of a matrix in which the largest size of all is reached.
 
     A gradient may reach it at several pixels of one row, which see the same; rows are of sizes of their own. Rows that
-    are the same count as one: what mixes tokens whose mean is taken gets one signal for all of them.
+    are the same count as one: what mixes tokens whose mean is taken gets one signal for all of them. Those of which
+    every entry is that size are the same by clipping.
     """
     rows = tensor.update.abs().flatten(1)
     sizes = rows.amax(1)
@@ -280,7 +281,8 @@ def _count_rows_at_bound(tensor: _TensorUpdate) -> int:
     near = max(BOUND_TOLERANCE, off)
     bounded = rows[sizes >= (1 - near) * sizes.max()]
     first = bounded[:MOST_COMPARED_ROWS]
-    alike = torch.cdist(first, first, p=math.inf) <= 2 * near * sizes.max()
+    cut = (first >= (1 - near) * sizes.max()).all(1) & (first.shape[1] > 1)
+    alike = (torch.cdist(first, first, p=math.inf) <= 2 * near * sizes.max()) & ~cut
     again = int(alike.tril(-1).any(1).sum())
     return len(bounded) - again if again < len(first) - 1 else 1
 

@@ -232,3 +232,15 @@ def test_rows_that_are_the_same_are_not_taken_for_clipped() -> None:
     moved = dense(view.update["mix.weight"])
     torch.testing.assert_close(moved, moved[:1].expand_as(moved), atol=1e-6, rtol=0)
     assert kind_of_update_rule(view) is None
+
+
+def test_rows_that_were_clipped_in_every_entry_are_not_taken_for_the_same() -> None:
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 4), nn.Sigmoid(), nn.Linear(4, 4))).float()
+    x = torch.rand(1, 1, 8, 8, generator=stream(0, "clipped"))
+    loss = functional.cross_entropy(model(x), torch.tensor([1]))
+    grads = dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    bound = float(grads["3.weight"].abs().amin(1).sort().values[1])
+    sent = {name: value.clamp(-bound, bound) for name, value in grads.items()}
+    assert int((sent["3.weight"].abs() == bound).all(1).sum()) == 3
+    view = from_update(model, sent, input_shape=(1, 8, 8), num_classes=4)
+    assert kind_of_update_rule(view) is RuleKind.CLIPPED_BY_VALUE
