@@ -20,6 +20,8 @@ from eval.audit.tensor_files import MAX_DEPTH, is_vector, packed_hint, read_tens
 BEFORE_WORDS = {"before", "start", "initial", "old", "global", "received", "sent", "pre"}
 AFTER_WORDS = {"after", "end", "final", "new", "local", "returned", "trained", "post"}
 """Words by which people call the weights before and after local training."""
+PASSED_ON_WORDS = {"received", "returned", "sent"}
+"""Those among them that alone may be of an update as well."""
 CHANGE_WORDS = {
     *("update", "updates", "delta", "deltas", "diff", "difference", "change", "changes"),
     *("gradient", "gradients", "grad", "grads"),
@@ -431,7 +433,8 @@ def _difference(
 
 def half_hint(name: str) -> str:
     """Return what to give where there is nothing but weights that are called by `name`; empty of another name."""
-    return HALF_HINTS.get(_before_or_after(name), "")
+    words = set(re.split(r"[^a-z]+", name.lower()))
+    return "" if words & PASSED_ON_WORDS else HALF_HINTS.get(_before_or_after(name), "")
 
 
 def _refuse_half(named: Mapping[str, object], wanted: str) -> None:

@@ -71,7 +71,7 @@ def test_weights_alone_are_no_update(tmp_path, word):
             audit(given)
 
 
-@pytest.mark.parametrize("word", ["local_update", "final_gradient", "update", "sent.delta"])
+@pytest.mark.parametrize("word", ["local_update", "final_gradient", "update", "sent.delta", "sent", "received"])
 def test_a_change_by_whatever_name_is_one(word):
     update = change(network(), batch())
     found = with_model_names(as_state({word: update}, "update"), network())
