@@ -42,6 +42,7 @@ from fl.view import ServerView
 UNTRAINED_BIASES = (
     "the bias {} did not move, though its weight did: it is not trained, or not sent, and nothing says what flows back"
 )
+LEFT_OUT = "not confirmed: numbers of {} that the defense left out count as zero, and may tell of pixels"
 MAX_UNKNOWNS = 12_288
 """Numbers of a batch's inputs of one convolution that are solved for: their covariance has so many rows."""
 MAX_UNEXPLAINED = 1e-3
@@ -572,6 +573,14 @@ class _InversionState:
     def reconstruction(self) -> Reconstruction:
         """Return the picture, once the first stage is undone."""
         view, image = self.view, self.stages[0].undo_input_maps(self.values)
+        names = [self.stages[0].parameter_name(kind) for kind in ("weight", "bias")]
+        if (
+            not self.top
+            and not self.notes
+            and view.threat.knows_defense
+            and not ObservedUpdate(view).is_complete(*names)
+        ):
+            self.notes.append(LEFT_OUT.format(self.stages[0].name))
         if not bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all()):
             self.verified, self.fixed = False, None
             self.notes.append("the picture came out beyond [0, 1] and was cut off there")

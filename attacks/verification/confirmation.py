@@ -35,6 +35,7 @@ from attacks.verification.explanation import (
     leaves_targets_unasked,
     tells_brightness,
 )
+from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.words import (
@@ -150,6 +151,7 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction):
         return result
+    result = hold_to_sent_numbers(view, result)
     if not (result.verified or (unstated and result.fixed is not None)):
         return note_if_borne_out(view, result)
     answer = explains_update(view, result)

@@ -88,6 +88,14 @@ UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
     "update"
 )
+LEFT_OUT = (
+    "not confirmed: one step on it does not make the numbers that the defense let through, which tell more than those "
+    "that it was read from"
+)
+LEFT_OUT_NEARLY = (
+    "borne out, but not confirmed to a quarter of a level: one step on it makes the numbers that the defense let "
+    "through but for more than rounding"
+)
 RULE_DOUBTED = "not confirmed: nothing in the update tells whether it was a step as stated, and it looks like"
 ANY_LOSS = (
     "the gradient of the outputs was taken from the update, since no target of the loss as stated makes it, or none is "

@@ -1,0 +1,117 @@
+"""Holds what was found to the numbers that a known defense let through, where it left others out.
+
+An attack that solves layer by layer takes a number that was left out for zero, and the equations of a single layer may
+hold for a picture that is wrong where all that tells of a pixel was left out. What was let through depends on the whole
+picture, and one step on it must make just that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.result import Reconstruction
+from attacks.update.observed_update import ObservedUpdate
+from attacks.update.update_comparison import UpdateComparison, at_levels
+from attacks.verification.comparison import can_replay
+from attacks.verification.possible_labels import taken_labels
+from attacks.verification.words import LEFT_OUT, LEFT_OUT_NEARLY
+from fl.defense import Defense, overrides
+from fl.seeds import stream
+from fl.tensors import Tensors, dense
+from fl.view import ServerView
+
+SAME_SHARE = 1e-4
+"""How far a defense's surrogate may be from a prediction where numbers were sent, relative to it, to leave it alone."""
+
+
+@dataclass(frozen=True)
+class SentComparison(UpdateComparison):
+    """The comparison of an update with what images make, in the numbers that a known defense let through.
+
+    Attributes:
+        defended: the view as it is; `view` is that of a client without a defense.
+        sent: 1 where a number was let through, 0 elsewhere, by tensor.
+    """
+
+    defended: ServerView | None = None
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @cached_property
+    def observed(self) -> dict[str, Tensor]:
+        """The update without decay, in double precision and in a unit of its own."""
+        update = ObservedUpdate(self.defended or self.view)
+        return self._masked({name: value / self._unit for name, value in update.in_double(self.view.update).items()})
+
+    def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return self._masked(super()._predicted_update(images, labels))
+
+    def _predict_in_double(
+        self, images: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return self._masked(super()._predict_in_double(images, labels, weights))
+
+    def _masked(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value * self.sent[name] for name, value in values.items()}
+
+
+def hold_to_sent_numbers(view: ServerView, result: Reconstruction) -> Reconstruction:
+    """Return a result, not verified where one step on it does not make what a known defense let through.
+
+    Where nothing was left out, or such a step can't be taken, it is returned as it is.
+
+    Args:
+        view: that was attacked.
+        result: of an attack on it.
+    """
+    if not result.verified or result.inputs is None or len(result.inputs) != view.batch_size:
+        return result
+    check = _comparison(view)
+    if check is None:
+        return result
+    images = result.inputs
+    whole = at_levels(images) if view.task.inputs.is_image else None
+    near = [images] if whole is None else [images, whole]
+    guesses = list(taken_labels(check.view, result, images))
+    if any(check.is_explained_to_rounding(one, labels) for labels in guesses for one in near):
+        return result
+    if any(check.is_explained(images, labels) for labels in guesses):
+        note = "; ".join(filter(None, (result.note, LEFT_OUT_NEARLY)))
+        return replace(result, verified=None, fixed=None, note=note, approximate=True)
+    return replace(result.with_note(LEFT_OUT), verified=False, fixed=None)
+
+
+def _comparison(view: ServerView) -> SentComparison | None:
+    """Return the comparison with what was let through; None where nothing was left out or it can't be taken."""
+    defense, update = view.client.defense, ObservedUpdate(view)
+    if not view.threat.knows_defense or update.is_complete(*view.update) or update.altered() is not None:
+        return None
+    each_gradient = [part for part in defense.members() if overrides(part, "gradient")]
+    own_gradient = any(not overrides(part, "search_gradient") for part in each_gradient)
+    changed = own_gradient or any(overrides(defense, hook) for hook in ("transform_batch", "wrap_model"))
+    if changed or any(defense.noise_std(view.update).values()) or not _leaves_rest_alone(view):
+        return None
+    bare = replace(view, defense=Defense())
+    if view.private or not can_replay(bare):
+        return None
+    sent = {name: update.transmitted(name).double() for name in view.update}
+    return SentComparison(bare, update.relative_rounding, True, defended=view, sent=sent)
+
+
+def _leaves_rest_alone(view: ServerView) -> bool:
+    """Return whether a known defense changes no number that it lets through but by one factor for all."""
+    draw = stream(0, "left out")
+    probe: Tensors = {n: torch.randn(dense(v).shape, generator=draw).to(dense(v)) for n, v in view.update.items()}
+    passed = view.client.defense.surrogate(probe, view.update)
+    if passed.keys() != probe.keys():
+        return False
+    sent = {name: ObservedUpdate(view).transmitted(name) for name in probe}
+    before = torch.cat([dense(probe[name])[which].double() for name, which in sent.items()])
+    after = torch.cat([dense(passed[name])[which].double() for name, which in sent.items()])
+    size = float(before.square().sum())
+    factor = float(before @ after) / size if size else 0.0
+    return factor > 0 and float((after - factor * before).norm()) <= SAME_SHARE * float(after.norm())

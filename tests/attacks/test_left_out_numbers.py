@@ -1,0 +1,64 @@
+"""What attacks confirm of an update of which a known defense left numbers out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import chains
+from torch import Tensor, nn
+
+from attacks.base import Reconstruction, build
+from attacks.verification.confirmation import confirm
+from defenses import defenses
+from fl.capture import from_batch
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.view import ServerView
+
+ONE_STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
+
+
+def pictures(count: int) -> Tensor:
+    """Pictures at levels of 8 bits, a third of whose pixels are nearly black: most that tells of these is left out."""
+    rough = torch.rand(count, 1, 8, 8, generator=stream(0, "left out", "rough"))
+    dark = torch.rand(count, 1, 8, 8, generator=stream(0, "left out", "dark")) < 0.3
+    return (torch.where(dark, rough * 0.03, rough) * 255).round() / 255
+
+
+def mlp() -> nn.Sequential:
+    return chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))).float()
+
+
+def pruned(images: Tensor, *names: dict[str, object]) -> ServerView:
+    labels = torch.tensor([3, 7])[: len(images)]
+    defense = defenses.build({"name": "chain", "parts": list(names)})
+    return from_batch(mlp(), images, labels, defense=defense, method=ONE_STEP)[0]
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_picture_is_held_to_all_that_was_let_through(*, clipped: bool) -> None:
+    image = pictures(1)
+    clip: list[dict[str, object]] = [{"name": "clip", "max_norm": 0.01}] if clipped else []
+    view = pruned(image, *clip, {"name": "prune", "ratio": 0.5})
+    told = view.update["1.weight"].any(0).view(1, 1, 8, 8)
+    assert not bool(told.all()), "expected pixels of which nothing is sent in the first layer"
+    wrong = image + ~told * 4 / 255
+    right = confirm(view, Reconstruction(inputs=image, labels=torch.tensor([3]), verified=True))
+    assert isinstance(right, Reconstruction)
+    assert right.verified
+    other = confirm(view, Reconstruction(inputs=wrong, labels=torch.tensor([3]), verified=True))
+    assert isinstance(other, Reconstruction)
+    assert not other.verified
+    assert "let through" in other.note
+
+
+def test_pictures_of_a_batch_are_verified_only_where_they_are_right() -> None:
+    images, verified = pictures(2), []
+    for ratio in (0.3, 0.5, 0.6):
+        found = build("spear")(pruned(images, {"name": "prune", "ratio": ratio}), seed=0)
+        if isinstance(found, Reconstruction) and found.inputs is not None:
+            off = max(float((images - each).abs().amax((1, 2, 3)).min()) for each in found.inputs)
+            verified.append(bool(found.verified))
+            assert not found.verified or off < 0.5 / 255
+    assert any(verified)
+    assert not all(verified)
