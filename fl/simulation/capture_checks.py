@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from types import FunctionType
+from types import FunctionType, ModuleType
 
 import numpy as np
 import torch
@@ -76,19 +76,26 @@ def rebind_forward(model: nn.Module) -> None:
         model: a copy, which is changed.
 
     Raises:
-        ValueError: a module with parameters has another function as its forward; names it.
+        ValueError: a module with parameters has a function as its forward that may use other objects; names it.
     """
     for name, module in model.named_modules():
         forward = vars(module).get("forward")
         compiled = getattr(forward, "_torchdynamo_orig_callable", None)
         if compiled is not None and getattr(inspect.unwrap(compiled), "__func__", None) is type(module).forward:
             del module.forward
-        elif isinstance(forward, FunctionType) and any(True for _ in module.parameters()):
+        elif isinstance(forward, FunctionType) and _may_use_objects(forward) and any(True for _ in module.parameters()):
             place = repr(name) if name else "the model"
             raise ValueError(
                 f"expected a model whose forward uses its own parameters, got a function as that of {place}, which a "
                 "copy would share with the original: define it in the class, or bind it by types.MethodType"
             )
+
+
+def _may_use_objects(function: FunctionType) -> bool:
+    """Return whether a function may use objects that it is not given: it names others than Python's modules."""
+    names = inspect.getclosurevars(function)
+    known = [*names.nonlocals.values(), *names.globals.values(), *(function.__defaults__ or ())]
+    return not all(isinstance(value, ModuleType) for value in known)
 
 
 def check_model(model: object, given: Collection[str] = ()) -> None:

@@ -108,11 +108,17 @@ def compiled_forward() -> nn.Module:
     return model
 
 
+def with_a_part_switched_off() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), *dense())
+    model[0].forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
 def exported() -> nn.Module:
     return torch.export.export(dense(), (image(),)).module()
 
 
-@pytest.mark.parametrize("build", [of_a_method, compiled_forward, exported])
+@pytest.mark.parametrize("build", [of_a_method, compiled_forward, with_a_part_switched_off, exported])
 def test_what_computes_with_its_own_parameters_is_attacked(build: Callable[[], nn.Module]) -> None:
     found = attacks.build("analytic")(from_batch(build(), image(), LABEL)[0])
     assert isinstance(found, Reconstruction)
