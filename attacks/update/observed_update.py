@@ -152,7 +152,10 @@ class ObservedUpdate:
             return NotApplicable(reason)
         if is_sign_compressed(view):
             return NotApplicable(SIGNS_ONLY)
-        groups = {n: g for n, g in phase.assign(view.shared).items() if g.lr != 0 and n in view.update}
+        assigned = {n: g for n, g in phase.assign(view.shared).items() if n in view.update}
+        groups = {n: g for n, g in assigned.items() if g.lr != 0}
+        if assigned and not groups:
+            return NotApplicable("the step size is 0: no image moves what is sent")
         moved = {n: value for n, value in self.change.items() if n in groups}
         if view.rounded:
             moved = {n: _zero_below_rounding(value, view.shared[n]) for n, value in moved.items()}

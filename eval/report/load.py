@@ -29,6 +29,8 @@ from fl.runtime.safe_paths import join_inside
 CONFIG, ROWS, ROUNDS, RUN, ENVIRONMENT = "config.yaml", "images.jsonl", "rounds.jsonl", "run.json", "env.json"
 PRIVACY = "privacy.jsonl"
 KEY_COLUMNS, INTEGER_COLUMNS = ("method", "defense", "attack", "round", "seed"), ("round", "seed")
+SEEDS = -(2**63), 2**64
+"""Between which seeds lie, the upper end excluded (`fl.ranges.Seed`)."""
 MAX_READS, WAIT_SECONDS = 20, 0.1
 """How often, and after how many seconds, files are read again that a run puts in place in the meantime."""
 MAX_NAME_LENGTH = 200
@@ -242,7 +244,8 @@ def _check(row: Row, keys: Iterable[str], where: str) -> None:
     for key in keys:
         value = row[key]
         if key in INTEGER_COLUMNS:
-            if type(value) is not int or not 0 <= value < 2**63:
+            low, high = SEEDS if key == "seed" else (0, 2**63)
+            if type(value) is not int or not low <= value < high:
                 raise ValueError(f"{where}: expected {key} as a whole number, got {shorten(repr(value), 100)}")
         elif not isinstance(value, str) or not (value == NOT_ATTACKED or LABEL.fullmatch(value)):
             raise ValueError(f"{where}: expected {key} of {LABEL_WORDS}, got {shorten(repr(value), 100)}")

@@ -167,8 +167,12 @@ def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[
     if clients < 1:
         raise ValueError(f"expected at least 1 client, got {clients}")
     largest = count // clients
-    if largest < 1 or (size is not None and not 1 <= size <= largest):
-        raise ValueError(f"expected 1 to {largest} images for each of {clients} clients, got {size or count}")
+    if largest < 1:
+        raise ValueError(
+            f"expected an image for each of {clients} clients, got {count}: take fewer clients or more images"
+        )
+    if size is not None and not 1 <= size <= largest:
+        raise ValueError(f"expected 1 to {largest} images for each of {clients} clients, got {size}")
     shuffled = torch.randperm(count, generator=stream(seed, "iid"))
     parts = shuffled[: size * clients].chunk(clients) if size is not None else shuffled.tensor_split(clients)
     return tuple(part.sort(stable=True).values for part in parts)

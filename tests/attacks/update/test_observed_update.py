@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from attacks import NotApplicable
+from attacks.base import build
 from attacks.update.observed_update import ObservedUpdate
 from defenses.clip import Clip
 from defenses.nvflare_percentile import NVFlarePercentile
@@ -179,3 +180,11 @@ def test_rounding_grows_with_the_weights_that_an_update_is_a_difference_of():
         assert small[name] == pytest.approx(0.25 * eps)
         ratio = float(dense(view.shared[name]).norm() / dense(value).norm())
         assert found[name] == pytest.approx(0.25 * eps * (1 + ratio))
+
+
+def test_step_of_size_zero_is_named_as_the_reason() -> None:
+    view = seen(1, lr=0.0)
+    for name in ("cascade", "backsolve", "rgap"):
+        found = build(name)(view, seed=0)
+        assert isinstance(found, NotApplicable)
+        assert "step size is 0" in found.reason, name

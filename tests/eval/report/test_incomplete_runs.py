@@ -56,6 +56,13 @@ def test_each_point_has_the_accuracy_of_its_own_round(tmp_path):
     assert grid(content, "Accuracy").rows[0][2].startswith("60.0\N{NO-BREAK SPACE}% [")
 
 
+@pytest.mark.parametrize("seed", [-(2**63), -1, 2**64 - 1])
+def test_report_takes_every_seed_that_a_config_may_have(tmp_path, seed):
+    run = FakeRun().train("fedavg", [0.1, 0.6], seed=seed).attack("fedavg", "ig", [20.0, 22.0], seed=seed)
+    content = build_report(run.write(tmp_path / "out"))
+    assert grid(content, "How close the pictures are").rows[0][4].startswith("21.0")
+
+
 def test_rounds_without_an_accuracy_are_no_points(tmp_path):
     run = FakeRun().attack("fedavg", "ig", [20.0, 22.0], round=5, accuracy=None, accuracy_last=0.6)
     content = build_report(run.write(tmp_path / "out"))
