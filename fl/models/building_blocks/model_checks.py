@@ -150,6 +150,8 @@ def find_head(model: nn.Module, head: str | None, num_classes: int, *, strict: b
 def _last_matrix(model: nn.Module, num_classes: int) -> str:
     """Return the prefix of the last matrix of so many rows, where a network has no `nn.Linear`, as one of `torch.fx`.
 
+    It is that of the module that has the matrix, or the matrix's own name where the module has others.
+
     Raises:
         ValueError: it has no such matrix.
     """
@@ -158,8 +160,10 @@ def _last_matrix(model: nn.Module, num_classes: int) -> str:
         raise ValueError(
             "expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.' (--head)"
         )
-    owner, dot, own = fitting[-1].rpartition(".")
-    return f"{owner}{dot}" if owner else own
+    owner, dot, _ = fitting[-1].rpartition(".")
+    mine = model.get_submodule(owner).parameters()
+    alone = sum(value.ndim > 1 for value in mine) == 1
+    return f"{owner}{dot}" if owner and alone else fitting[-1]
 
 
 def _last_layer(model: nn.Module) -> str:

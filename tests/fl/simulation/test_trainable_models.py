@@ -13,6 +13,7 @@ import attacks
 import hyperleak
 from attacks.base import Reconstruction
 from fl.capture import from_batch
+from fl.methods.fedper import FedPer
 from fl.models.building_blocks.initialization import initialize
 from fl.models.building_blocks.model_checks import find_head
 from fl.seeds import stream
@@ -165,3 +166,22 @@ def test_what_a_model_returns_in_training_mode_alone_is_taken_apart() -> None:
     found = attacks.build("analytic")(from_batch(WithFurtherHead().train(), image(), LABEL)[0])
     assert isinstance(found, Reconstruction)
     assert found.verified
+
+
+class WithBareMatrices(nn.Module):
+    """Has the matrices of its layers as its own parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Parameter(torch.rand(8, 64, generator=stream(2, "trainable")) - 0.5)
+        self.last = nn.Parameter(torch.rand(5, 8, generator=stream(3, "trainable")) - 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.flatten(1) @ self.inner.T).sigmoid() @ self.last.T
+
+
+def test_a_classifier_beside_other_matrices_of_a_module_is_not_the_whole_module() -> None:
+    """Where the classifier stays with a client, the others are sent."""
+    model = nn.Sequential(WithBareMatrices())
+    assert find_head(model, None, 5) == "0.last"
+    assert set(from_batch(model, image(), LABEL, method=FedPer())[0].update) == {"0.inner"}
