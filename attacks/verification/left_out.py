@@ -7,6 +7,7 @@ picture, and one step on it must make just that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attacks.result import Reconstruction
+from attacks.update.float_rounding import rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_comparison import UpdateComparison, at_levels
 from attacks.verification.comparison import can_replay
@@ -25,6 +27,8 @@ from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
 
+FEW_SPACINGS = 4.0
+"""Spacings of its type up to which a number may be no more than rounding."""
 SAME_SHARE = 1e-4
 """How far a defense's surrogate may be from a prediction where numbers were sent, relative to it, to leave it alone."""
 
@@ -98,7 +102,10 @@ def _comparison(view: ServerView) -> SentComparison | None:
     bare = replace(view, defense=Defense())
     if view.private or not can_replay(bare):
         return None
-    sent = {name: update.transmitted(name).double() for name in view.update}
+    # weights that did not move may come back a last digit off: that is nothing that was let through
+    spacings = {name: math.sqrt(12) * deviation for name, deviation in rounding_of_numbers(view).items()}
+    heard = {n: dense(v).double().abs() > FEW_SPACINGS * spacings[n] for n, v in view.update.items()}
+    sent = {name: (update.transmitted(name) & heard[name]).double() for name in view.update}
     return SentComparison(bare, update.relative_rounding, True, defended=view, sent=sent)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from support import chains
@@ -13,6 +15,7 @@ from defenses import defenses
 from fl.capture import from_batch
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.tensors import dense
 from fl.view import ServerView
 
 ONE_STEP = FedAvg(lr=0.1, steps=1, batch_size=None)
@@ -62,3 +65,16 @@ def test_pictures_of_a_batch_are_verified_only_where_they_are_right() -> None:
             assert not found.verified or off < 0.5 / 255
     assert any(verified)
     assert not all(verified)
+
+
+def test_last_digits_of_weights_that_did_not_move_are_no_numbers_that_were_let_through() -> None:
+    image, label = pictures(1), torch.tensor([3])
+    view = pruned(image, {"name": "soteria"}, {"name": "prune", "ratio": 0.3})
+    start, moved = dense(view.shared["3.weight"]), dense(view.update["3.weight"])
+    still = (moved == 0) & (torch.arange(moved.numel()).view_as(moved) % 3 == 0)
+    digit = start.abs() * torch.finfo(start.dtype).eps
+    view = replace(view, update={**view.update, "3.weight": moved + still * digit}, rounded=True)
+    assert bool((dense(view.update["3.weight"]) != moved).any())
+    found = confirm(view, Reconstruction(inputs=image, labels=label, verified=True))
+    assert isinstance(found, Reconstruction)
+    assert found.verified
