@@ -21,6 +21,9 @@ from fl.types import Batch, Task
 
 OFFSET = 0.1
 """Added to a unit of the representation before dividing by it, as in the authors' code (reconstruct_image.py)."""
+UNSENT = 1e-3
+"""Share of the largest number of the weight's update up to which a column counts as left out: weights that did not move
+come back a last digit off, and where decay was taken off nothing is left but its rounding."""
 UNITS_PER_CHUNK = 64
 """Units whose derivatives are taken at once."""
 
@@ -146,7 +149,8 @@ class PrunedColumns(Defense):
         seen, mine = observed[name], predicted[name]
         if isinstance(seen, LowRank) or isinstance(mine, LowRank):
             return predicted
-        return {**predicted, name: mine * (seen != 0).any(0)}
+        sizes = seen.abs().amax(0)
+        return {**predicted, name: mine * (sizes > UNSENT * sizes.amax())}
 
     def _is_layer_weight(self, name: str, update: Tensors) -> bool:
         """Return whether a tensor of the update is that weight, as far as its name and shape tell."""

@@ -90,9 +90,17 @@ class ObservedUpdate:
 
     def transmitted(self, name: str) -> Tensor:
         """Return where a known defense let an entry of a tensor through (bool): only there is a zero an observation."""
+        passed: Tensors = {name: self._passed(name)}
+        return dense(without_unsent_gradient(self.view.client.defense, passed, self.change)[name]) != 0
+
+    def _passed(self, name: str) -> Tensor:
+        """Return what a known defense of updates lets through; one of gradients lets decay pass."""
         seen = dense(self.view.update[name])
         probe: Tensors = {name: torch.where(seen != 0, seen, seen.abs().max())}
-        return dense(self.view.client.defense.transmit_known_part(probe, self.view.update)[name]) != 0
+        for part in self.view.client.defense.members():
+            if not overrides(part, "search_gradient"):
+                probe = part.transmit_known_part(probe, self.view.update)
+        return dense(probe[name])
 
     def altered(self, *names: str) -> str | None:
         """Say which of the tensors a known defense has cut to a limit or else altered; None of none.
@@ -106,7 +114,7 @@ class ObservedUpdate:
         if not overrides(defense, "surrogate") or self.view.parts:
             return None
         for name in names or tuple(self.view.update):
-            wrong = (dense(self.view.update[name]) != 0) & ~self.transmitted(name)
+            wrong = (dense(self.view.update[name]) != 0) & (self._passed(name) == 0)
             if bool(wrong.any()):
                 count = f"{int(wrong.sum())} of {wrong.numel()} numbers of {name!r}"
                 return f"the defense {defense.name} has cut or altered {count}: they are not the gradient's"
@@ -229,6 +237,20 @@ class ObservedUpdate:
         with torch.no_grad():
             predicted = self.without_decay(predict(view, Candidate(gray, labels)))
         return not is_update_sign_flipped(view, predicted, count)
+
+
+def without_unsent_gradient(defense: Defense, predicted: Tensors, change: Tensors) -> Tensors:
+    """Return a prediction without what a defense takes off gradients, which shows once decay is taken off.
+
+    Args:
+        defense: that the attacker knows.
+        predicted: by name, without decay.
+        change: the observed update without decay.
+    """
+    for part in defense.members():
+        if overrides(part, "search_gradient"):
+            predicted = part.surrogate(predicted, change)
+    return predicted
 
 
 def _zero_below_rounding(change: Value, start: Value) -> Value:

@@ -78,3 +78,20 @@ def test_last_digits_of_weights_that_did_not_move_are_no_numbers_that_were_let_t
     found = confirm(view, Reconstruction(inputs=image, labels=label, verified=True))
     assert isinstance(found, Reconstruction)
     assert found.verified
+
+
+@pytest.mark.parametrize("decay", [0.0, 5e-4])
+def test_columns_that_soteria_left_out_are_known_beside_weight_decay(decay: float) -> None:
+    image, label = pictures(1), torch.tensor([3])
+    method = FedAvg(lr=0.1, steps=1, batch_size=None, weight_decay=decay)
+    soteria = defenses.build("soteria")
+    linear = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(64, 10))).float()
+    view = from_batch(linear, image, label, defense=soteria, method=method)[0]
+    for name in ("analytic", "cascade", "backsolve"):
+        found = build(name)(view, seed=0)
+        assert isinstance(found, Reconstruction)
+        assert not found.verified, "half of the pixels were left out"
+    view = from_batch(mlp(), image, label, defense=soteria, method=method)[0]
+    found = build({"name": "ig", "iterations": 100, "objective": "l2", "tv_weight": 0})(view, seed=0)
+    assert isinstance(found, Reconstruction)
+    assert found.objective < 0.1, "a column that was left out counts as compared"

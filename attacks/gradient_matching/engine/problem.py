@@ -15,7 +15,7 @@ from attacks.gradient_matching.engine.objectives import OBJECTIVES, l2, normaliz
 from attacks.gradient_matching.engine.regularizers import Regularizer, total_variation
 from attacks.gradient_matching.engine.search_space import PIXEL_SPACE, SearchSpace
 from attacks.labels.recovery import recover_labels
-from attacks.update.observed_update import ObservedUpdate
+from attacks.update.observed_update import ObservedUpdate, without_unsent_gradient
 from fl.aggregated_view import sequential_order
 from fl.client import Client
 from fl.defense import overrides
@@ -282,6 +282,8 @@ class MatchingProblem:
         if self.uses_surrogate:
             predicted = view.defense.surrogate(predicted, view.update)
         predicted = _weigh_tensors(self.update.without_decay(predicted, view), constants["weights"])
+        if self.uses_surrogate:
+            predicted = without_unsent_gradient(view.defense, predicted, constants["observed"])
         if view.scale_unknown:
             predicted = scale_tensors(predicted, _best_factor(constants["observed"], predicted) * constants["size"])
         value = OBJECTIVES[self.objective](predicted, constants["observed"], constants["size"])
