@@ -9,8 +9,9 @@ from dataclasses import replace
 
 from eval.audit.findings import AttackFinding, AuditReport
 
-OPTION = re.compile(r"(?<![^\s(])--([a-z]+(?:-[a-z]+)*)(?![\w.-]*[\w/-])")
-"""An option by itself: not in the middle of a name of a file or a layer, nor the beginning of one."""
+OPTION = re.compile(r"(?<![^\s(])(?<!ray start )--([a-z]+(?:-[a-z]+)*)(?![\w.-]*[\w/-])")
+"""An option by itself: not in the middle of a name of a file or a layer, nor the beginning of one, nor another
+program's."""
 PHRASES: tuple[tuple[str, str], ...] = (
     (r"\. On the command line: .*", ""),
     (r"this file as --after FILE, --before FILE beside it", "update=(before, after)"),
