@@ -58,8 +58,10 @@ def copy_model(model: nn.Module) -> nn.Module:
     result = copy.deepcopy(model, {**_copies_of_empty(model), **computed})
     for module in result.modules():
         kept = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
-        if kept:
+        if kept and not isinstance(module, torch.jit.ScriptModule):
             module.register_forward_hook(_restore_hook(kept))
+    if isinstance(result, torch.jit.ScriptModule):  # which takes no hooks, and is refused by name later
+        return result
     held = {name: _Kept.of(part) for name, part in result.named_modules()}
     result.register_forward_hook(_forget_hook(held))  # at the end of all, as a module may read what another keeps
     return result

@@ -24,7 +24,9 @@ def situations() -> Iterator[Situation]:
     """Yield all of them."""
     yield _situation("a folder of Transformers, weights that came back", _folder, "read out of the folder")
     yield _situation("a checkpoint in two files and their list", _parts)
-    yield _situation("a list of arrays before, tensors by name after", _list_and_names, "in the order of the other's")
+    yield _situation(
+        "a list of arrays before, tensors by name after", _list_and_names, "in the order of model.state_dict()"
+    )
     yield _situation("what Flower's fit returns: arrays, a number and metrics", _answer, "taken out of a list of 3")
     yield _situation("arrays of the other byte order", _big_endian)
     yield _situation("integers of 8 bits with a scale each", _scaled_integers, "integers, written out", kind="closer")

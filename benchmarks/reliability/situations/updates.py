@@ -436,7 +436,7 @@ def defended() -> Iterator[Situation]:
     yield situation(
         "secure aggregation, of one client's own model",
         {"name": "secagg", "group_size": 2},
-        Right(kind="refused", words=("hyperleak audit --method",)),
+        Right(kind="refused", words=("simulate a federation",)),
         both,
         count=2,
     )

@@ -118,3 +118,11 @@ def test_a_copy_forgets_what_it_computed_under_vmap_and_jvp() -> None:
         model = copy_model(Keeping())
         run(lambda x, model=model: functional_call(model, weights, (x,)))(x)
         assert deep_copy(model).last is None
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_networks_in_torchscript_are_copied_as_they_are_so_that_they_can_be_refused_by_name() -> None:
+    x = torch.ones(1, 2)
+    script = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    for model in (script, nn.Sequential(script, nn.Linear(2, 2))):
+        assert torch.equal(copy_model(model)(x), model(x))
