@@ -174,13 +174,10 @@ def read_smoothing(view: ServerView, images: Tensor) -> Smoothing | None:
     Returns:
         The smoothing; None where targets are others, classes too few to tell, or several labels fit.
     """
-    name = classifier_names(view, view.update)[1]
-    if not view.task.loss.is_cross_entropy or name is None:
+    told = _gradient_and_softmax(view, images)
+    if told is None:
         return None
-    gradient = dense(ObservedUpdate(view).change[name]).double()
-    shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
-    if len(gradient) - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
-        return None
+    gradient, shares = told
     likely = gradient.argsort()[:MAX_TRIED_LABELS].tolist()  # an overconfident network's own label comes last
     labels = dict.fromkeys([*likely, int(gradient.argmax())])
     found = [one for label in labels if (one := _smoothing_of_label(gradient, shares, label)) is not None]
@@ -199,13 +196,10 @@ def read_rounded_label(view: ServerView, images: Tensor) -> int | None:
     Returns:
         The class; None where the other classes' gradients are not their softmax, or are too few to tell.
     """
-    name = classifier_names(view, view.update)[1]
-    if not view.task.loss.is_cross_entropy or name is None:
+    told = _gradient_and_softmax(view, images)
+    if told is None:
         return None
-    gradient = dense(ObservedUpdate(view).change[name]).double()
-    shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
-    if len(gradient) - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape:
-        return None
+    gradient, shares = told
     label = int(gradient.argmin())
     others = torch.arange(len(gradient), device=gradient.device) != label
     made, seen = shares[others], gradient[others]
@@ -215,6 +209,19 @@ def read_rounded_label(view: ServerView, images: Tensor) -> int | None:
     left = float(made.sum())
     own = abs(float(gradient[label]) / size + left)
     return label if left <= MAX_DOUBT and own <= ROUNDED_SPACINGS * torch.finfo(view.dtype).eps else None
+
+
+def _gradient_and_softmax(view: ServerView, images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return cross entropy's gradient of the outputs (K,), up to a factor, and their softmax (K,) at an image.
+
+    None under another loss, without a bias that tells the gradient, or of classes too few to tell a label.
+    """
+    name = classifier_names(view, view.update)[1]
+    if not view.task.loss.is_cross_entropy or name is None:
+        return None
+    gradient = dense(ObservedUpdate(view).change[name]).double()
+    shares = outputs_of(view, images.to(view.device, view.dtype))[0].double().softmax(0)
+    return None if len(gradient) - 1 < MIN_OTHER_CLASSES or gradient.shape != shares.shape else (gradient, shares)
 
 
 def _smoothing_of_label(gradient: Tensor, shares: Tensor, label: int) -> Smoothing | None:
