@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FunctionType, MethodType, ModuleType
@@ -59,11 +59,11 @@ def copy_model(model: nn.Module) -> nn.Module:
     for module in result.modules():
         kept = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
         if kept and not isinstance(module, torch.jit.ScriptModule):
-            module.register_forward_hook(_restore_hook(kept))
+            module.register_forward_hook(partial(_restore, kept))
     if isinstance(result, torch.jit.ScriptModule):  # which takes no hooks, and is refused by name later
         return result
     held = {name: _Kept.of(part) for name, part in result.named_modules()}
-    result.register_forward_hook(_forget_hook(held))  # at the end of all, as a module may read what another keeps
+    result.register_forward_hook(partial(_forget, held))  # at the end of all, as a module may read what another keeps
     return result
 
 
@@ -134,19 +134,15 @@ class _ComputedFinder:
         return self._known[id(value)]
 
 
-def _forget_hook(kept: dict[str, _Kept]) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that takes what autograd computed out of the parts of a network, which held something else before.
+def _forget(kept: dict[str, _Kept], network: nn.Module, _args: Any, _output: Any) -> None:
+    """Take what autograd computed out of the parts of a network, which held something else before.
 
-    It is that of any copy of the network: parts go by their names.
+    A hook with its first argument given is a partial function of this module, so that other processes can be sent it.
     """
-
-    def forget(network: nn.Module, _args: Any, _output: Any) -> None:
-        finder = _ComputedFinder()
-        for name, part in network.named_modules():
-            if name in kept:
-                kept[name].restore(part, finder)
-
-    return forget
+    finder = _ComputedFinder()
+    for name, part in network.named_modules():
+        if name in kept:
+            kept[name].restore(part, finder)
 
 
 def _held_by(value: Any) -> Iterable[Any]:
@@ -172,12 +168,8 @@ def _tensors_in(value: Any, finder: _ComputedFinder) -> Iterator[Tensor]:
             yield from _tensors_in(one, finder)
 
 
-def _restore_hook(kept: dict[str, Tensor]) -> Callable[[nn.Module, Any, Any], None]:
-    """Return a hook that puts tensors back that the call computed."""
-
-    def restore(module: nn.Module, _args: Any, _output: Any) -> None:
-        for name, value in kept.items():
-            if vars(module).get(name) is not value:
-                vars(module)[name] = value
-
-    return restore
+def _restore(kept: dict[str, Tensor], module: nn.Module, _args: Any, _output: Any) -> None:
+    """Put tensors back that the call computed."""
+    for name, value in kept.items():
+        if vars(module).get(name) is not value:
+            vars(module)[name] = value

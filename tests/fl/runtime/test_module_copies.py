@@ -1,6 +1,7 @@
 """A fast copy is what `copy.deepcopy` gives."""
 
 import copy
+import warnings
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal
 from torch.func import functional_call, jvp, vmap
 
+from fl.runtime.interprocess_packing import pack, unpack, unportable_reason
 from fl.runtime.module_copies import copy_model, deep_copy
 
 
@@ -126,3 +128,15 @@ def test_networks_in_torchscript_are_copied_as_they_are_so_that_they_can_be_refu
     script = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
     for model in (script, nn.Sequential(script, nn.Linear(2, 2))):
         assert torch.equal(copy_model(model)(x), model(x))
+
+
+def test_copies_can_be_sent_to_other_processes_and_forget_there() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the old `weight_norm` keeps what it computed in the layer
+        normed = nn.utils.weight_norm(nn.Linear(2, 2))
+    for model in (Reading(), nn.Sequential(normed)):
+        made = copy_model(model)
+        assert unportable_reason(made) == ""
+        sent = unpack(pack(made))
+        assert torch.equal(sent(torch.ones(1, 2)), made(torch.ones(1, 2)))
+        deep_copy(sent)  # fails where it still holds what it computed
