@@ -85,10 +85,10 @@ class Cascade(Attack):
     All is solved in float64 where the view lies, but for what sorts out a batch or a few loose pixels.
 
     `private` holds, under `residual/layer`, what the input found leaves of the layer's gradient and of its outputs.
-    Every search is bounded (docs/design/exact.md says by what), and `note` names the layers whose equations it did not
-    satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them is
-    the end: its input is returned under `features/layer`, image by image, and no picture. So is, beside a picture, the
-    input of the lowest layer above it down to which equations are satisfied and determine all.
+    Every search is bounded (docs/design/cascade.md says by what), and `note` names the layers whose equations it did
+    not satisfy, and says where the picture left [0, 1]. Of a batch, a layer above the pixels that is left far from them
+    is the end: its input is returned under `features/layer`, image by image, and no picture. So is, beside a picture,
+    the input of the lowest layer above it down to which equations are satisfied and determine all.
 
     A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
     `attacks.analytic.backsolve` first, and what it verifies is returned. So is an update in which a layer of the chain
