@@ -10,8 +10,8 @@ from attacks.base import NotApplicable, Reconstruction, Remark
 from attacks.labels.recovery import single_label
 from attacks.update.first_linear_layer import LinearLayer
 from attacks.update.float_rounding import relative_rounding
-from attacks.update.update_comparison import BELOW_BOUND
 from attacks.update.update_rule import clipping_bound
+from attacks.verification.clipped_comparison import BELOW_BOUND
 from attacks.verification.explanation import explains_clipped
 from fl.tensors import Tensors
 

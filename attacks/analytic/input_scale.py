@@ -29,18 +29,14 @@ from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.network.pixel_layers import PixelLayer, PixelNetwork, pixel_layers
 from attacks.search_control import StoppedError, check_time_limit
 from attacks.update.float_rounding import relative_rounding
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from attacks.update.unmoved_tensors import without_unmoved
-from attacks.update.update_comparison import (
-    ERROR_FACTOR,
-    MAX_PIXEL_ERROR,
-    MAX_TRIED_LABELS,
-    UNLIKE_DISTANCE,
-    UpdateComparison,
-)
 from attacks.verification.comparison import can_replay
+from attacks.verification.error_bounds import ERROR_FACTOR, MAX_PIXEL_ERROR
 from attacks.verification.explanation import explains_update
+from attacks.verification.update_comparison import UNLIKE_DISTANCE, UpdateComparison
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense

@@ -14,13 +14,13 @@ from torch import Tensor
 from attacks.labels.assignment import read_classifier
 from attacks.labels.targets import is_one_direction, outputs_of
 from attacks.update.classifier_update import classifier_names, classifier_tensors
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import (
     adaptive_optimizer_obstacle,
     deviation_from_loss_gradient,
     training_phases,
 )
-from attacks.update.update_comparison import MAX_TRIED_LABELS
 from fl.defense import Defense, UnknownDefense
 from fl.losses.cross_entropy import CrossEntropy
 from fl.method import Method, Step

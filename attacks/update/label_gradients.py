@@ -14,6 +14,8 @@ from fl.view import ServerView
 
 LAST = 2
 """Parameters that count as the last ones: of a linear layer with a bias, all."""
+MAX_TRIED_LABELS = 100
+"""Labels that are tried where none was found, at most."""
 
 
 def batches_of_targets(loss: Loss, outputs: Tensor, targets: Tensor) -> Iterator[Tensor]:

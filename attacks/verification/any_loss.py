@@ -10,9 +10,9 @@ from torch import Tensor
 from attacks.labels.output_gradient import Smoothing, read_rounded_label, read_smoothing, view_of_any_loss
 from attacks.result import Reconstruction, Remark
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_comparison import UpdateComparison
 from attacks.verification.comparison import comparison
 from attacks.verification.rounding import hold_to_rounding, tells_labels
+from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import ANY_LOSS, AS_ROUNDED, SMOOTHED
 from fl.view import ServerView
 

@@ -12,8 +12,10 @@ from attacks.result import NotApplicable, Reconstruction
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import training_phases
-from attacks.update.update_comparison import MAX_PIXEL_ERROR, UpdateComparison
+from attacks.verification.error_bounds import MAX_PIXEL_ERROR
+from attacks.verification.label_comparison import labels_of_inputs
 from attacks.verification.possible_labels import taken_labels
+from attacks.verification.update_comparison import UpdateComparison
 from fl.defense import Defense
 from fl.method import Method
 from fl.parametrization import Parametrization
@@ -89,7 +91,7 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> Question | 
         return Question(check, ((inputs, labels) for labels in taken_labels(*given, inputs, above)))
     if not view.task.loss.takes_classes:
         return None
-    return Question(check, [(inputs, check.labels_of(inputs, layer.parameter_names[0]))])
+    return Question(check, [(inputs, labels_of_inputs(check, inputs, layer.parameter_names[0]))])
 
 
 def most_favorable(answers: Iterable[bool | None]) -> bool | None:

@@ -22,7 +22,6 @@ from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.float_rounding import coarse_form
 from attacks.update.unmoved_tensors import without_unmoved
-from attacks.update.update_comparison import UpdateComparison
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification.any_loss import confirm_under_any_loss
 from attacks.verification.comparison import comparison, most_favorable
@@ -38,6 +37,7 @@ from attacks.verification.explanation import (
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
+from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     CONTRADICTED,
     FEWER_GIVEN,

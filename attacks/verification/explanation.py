@@ -14,19 +14,15 @@ from attacks.labels.output_gradient import view_of_several_under_any_loss
 from attacks.labels.recovery import single_label
 from attacks.result import NotApplicable, Reconstruction
 from attacks.update.first_linear_layer import first_linear
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.returned_buffers import predict_buffers
-from attacks.update.update_comparison import (
-    BLUR_DRAWS,
-    COMPUTED_SPACINGS,
-    ERROR_FACTOR,
-    MAX_PIXEL_ERROR,
-    MAX_TRIED_LABELS,
-    UpdateComparison,
-)
 from attacks.update.update_rule import guess_update_rule
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
+from attacks.verification.clipped_comparison import is_explained_clipped
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, can_replay, comparison, most_favorable
+from attacks.verification.error_bounds import BLUR_DRAWS, COMPUTED_SPACINGS, ERROR_FACTOR, MAX_PIXEL_ERROR
+from attacks.verification.update_comparison import UpdateComparison
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
@@ -96,7 +92,7 @@ def explains_clipped(view: ServerView, features: Tensor, bound: float) -> bool:
     result = Reconstruction(inputs=None, labels=labels, objective=0.0, private=private, verified=True)
     asked = comparison(view, result)
     guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
-    return asked is not None and any(asked.check.is_explained_clipped(*guess, bound) for guess in guesses)
+    return asked is not None and any(is_explained_clipped(asked.check, *guess, bound) for guess in guesses)
 
 
 def explains_size(view: ServerView, result: Reconstruction) -> bool | None:

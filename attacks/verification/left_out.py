@@ -18,9 +18,11 @@ from torch import Tensor
 from attacks.result import Reconstruction
 from attacks.update.float_rounding import rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_comparison import UpdateComparison, at_levels
 from attacks.verification.comparison import can_replay
+from attacks.verification.pixel_levels import at_levels
 from attacks.verification.possible_labels import taken_labels
+from attacks.verification.step_prediction import StepPredictor
+from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import LEFT_OUT, LEFT_OUT_NEARLY
 from fl.defense import Defense, overrides
 from fl.seeds import stream
@@ -31,6 +33,27 @@ FEW_SPACINGS = 4.0
 """Spacings of its type up to which a number may be no more than rounding."""
 SAME_SHARE = 1e-4
 """How far a defense's surrogate may be from a prediction where numbers were sent, relative to it, to leave it alone."""
+
+
+@dataclass(frozen=True)
+class SentPredictor(StepPredictor):
+    """The prediction of the numbers of an update that a known defense let through.
+
+    Attributes:
+        sent: 1 where a number was let through, 0 elsewhere, by tensor.
+    """
+
+    sent: Mapping[str, Tensor]
+
+    def predict(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Return what one step on images makes, in the client's precision."""
+        return _masked(super().predict(images, labels), self.sent)
+
+    def predict_in_double(
+        self, images: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """Return what one step on images makes, computed in double precision."""
+        return _masked(super().predict_in_double(images, labels, weights), self.sent)
 
 
 @dataclass(frozen=True)
@@ -49,18 +72,13 @@ class SentComparison(UpdateComparison):
     def observed(self) -> dict[str, Tensor]:
         """The update without decay, in double precision and in a unit of its own."""
         update = ObservedUpdate(self.defended or self.view)
-        return self._masked({name: value / self._unit for name, value in update.in_double(self.view.update).items()})
+        whole = {name: value / self.unit for name, value in update.in_double(self.view.update).items()}
+        return _masked(whole, self.sent)
 
-    def _predicted_update(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        return self._masked(super()._predicted_update(images, labels))
-
-    def _predict_in_double(
-        self, images: Tensor, labels: Tensor, weights: dict[str, Tensor] | None = None
-    ) -> dict[str, Tensor]:
-        return self._masked(super()._predict_in_double(images, labels, weights))
-
-    def _masked(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value * self.sent[name] for name, value in values.items()}
+    @cached_property
+    def predictor(self) -> SentPredictor:
+        """The predictor of what one step on images makes, in the same numbers."""
+        return SentPredictor(self.view, self.sent)
 
 
 def hold_to_sent_numbers(view: ServerView, result: Reconstruction) -> Reconstruction:
@@ -122,3 +140,7 @@ def _leaves_rest_alone(view: ServerView) -> bool:
     size = float(before.square().sum())
     factor = float(before @ after) / size if size else 0.0
     return factor > 0 and float((after - factor * before).norm()) <= SAME_SHARE * float(after.norm())
+
+
+def _masked(values: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value * sent[name] for name, value in values.items()}

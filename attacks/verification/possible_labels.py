@@ -10,8 +10,8 @@ from torch import Tensor
 from attacks.labels.assignment import assign_labels
 from attacks.labels.targets import FAR_TARGET, fitted_signal, output_signal, outputs_of
 from attacks.result import Reconstruction
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.training_phases import training_phases
-from attacks.update.update_comparison import MAX_TRIED_LABELS
 from fl.losses.function import OwnLoss
 from fl.view import ServerView
 

@@ -9,15 +9,10 @@ from torch import Tensor
 
 from attacks.result import Reconstruction, Remark
 from attacks.update.unmoved_tensors import without_unmoved
-from attacks.update.update_comparison import (
-    PAIR_DISTANCE,
-    UNLIKE_DISTANCE,
-    UpdateComparison,
-    are_between_levels,
-    at_levels,
-    is_on_coarse_grid,
-)
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, comparison
+from attacks.verification.label_comparison import tells_every_picture, tells_other_labels
+from attacks.verification.pixel_levels import are_between_levels, at_levels, is_on_coarse_grid
+from attacks.verification.update_comparison import PAIR_DISTANCE, UNLIKE_DISTANCE, UpdateComparison
 from attacks.verification.words import (
     BEYOND_ROUNDING,
     BORNE_OUT_AS_ROUNDED,
@@ -64,7 +59,7 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
         if not any(asked.check.is_explained_to_rounding(one, labels) for one in near):
             missed.append((inputs, labels))
             continue
-        if len(inputs) > 1 and targets is None and not asked.check.tells_every_picture(inputs, labels):
+        if len(inputs) > 1 and targets is None and not tells_every_picture(asked.check, inputs, labels):
             return replace(result.with_note(SOME_UNTOLD), verified=None, fixed=None)
         averaged = levels and are_between_levels(inputs)
         result = _with_labels(asked.check, view, result, inputs, labels)
@@ -122,7 +117,7 @@ def _with_labels(
     if not view.method.uses_labels or not loss.has_exact_targets or (loss.takes_classes and labels.ndim != 1):
         return result
     result = replace(result, labels=labels.to(view.device))
-    if loss.takes_classes and not check.tells_other_labels(inputs, labels):
+    if loss.takes_classes and not tells_other_labels(check, inputs, labels):
         return result if view.labels is not None else replace(result.with_note(OTHER_LABELS), labels=None)
     if not tells_labels(view):
         return result

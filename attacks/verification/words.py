@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attacks.update.update_comparison import MAX_TRIED_LABELS
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 
 STILL = "tensors that did not move count as not trained: {}"
 CONTRADICTED = (

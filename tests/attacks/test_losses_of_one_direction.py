@@ -29,8 +29,8 @@ from torch.nn import functional
 
 from attacks.base import Reconstruction, Remark, build
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_comparison import UpdateComparison
 from attacks.verification.confirmation import confirm
+from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import MEAN_OF_UNLIKE, UNLIKE_HIDDEN, UNLIKE_HIDDEN_BY, UNLIKE_NEARLY_HIDDEN
 from fl.losses.function import build_loss, known_loss
 from fl.seeds import stream

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, Remark, build
-from attacks.update.update_comparison import MAX_PIXEL_ERROR
 from attacks.verification.confirmation import confirm
+from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from attacks.verification.words import MORE_THAN_ROUNDING, PAIRS_HIDDEN, UNLIKE_HIDDEN
 from fl.capture import CapturedUpdateSettings, from_update
 from fl.methods.fedavg import FedAvg

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, Result, build
-from attacks.update.update_comparison import MAX_TRIED_LABELS
+from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification.confirmation import confirm
 from benchmarks.reliability import confirmed

@@ -43,7 +43,7 @@ from attacks.result import NotApplicable, Reconstruction
 from attacks.search_control import check_time_limit
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.update_comparison import MAX_PIXEL_ERROR
+from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from fl.view import ServerView
 
 MAX_PIXELS = 4_096

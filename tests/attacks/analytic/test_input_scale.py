@@ -16,7 +16,7 @@ from torch.nn import functional
 from attacks.base import NotApplicable, Reconstruction, build
 from attacks.network.pixel_layers import PixelNetwork
 from attacks.search_control import TIME_LIMIT, StoppedError
-from attacks.update.update_comparison import MAX_PIXEL_ERROR
+from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from eval.federations.exposures import proved_exposures
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
