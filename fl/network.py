@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils import checkpoint
 
+from fl.runtime.gradient_checkpoints import without_checkpoints
 from fl.types import frozen
 
 
@@ -44,48 +41,11 @@ class Network:
         if given is None:
             layout = _LAYOUTS[self.model] = _Layout.of(self.model)
             given = layout.complete(self.model, {**self.weights, **buffers})
-        with _without_checkpoints():
+        with without_checkpoints():
             if given is not None:
                 return functional_call(self.model, given, inputs, tie_weights=False)
             given = {**frozen(self.model), **self.weights, **buffers}
             return functional_call(self.model, given, inputs, strict=True)
-
-
-@contextmanager
-def _without_checkpoints() -> Iterator[None]:
-    """Keep what gradient checkpoints would drop and compute anew in the backward pass, which changes no number.
-
-    By then a module has its own tensors again, and what it computed would be of those.
-    """
-    try:
-        for name, value in _KEPT.items():
-            setattr(checkpoint, name, value)
-        yield
-    finally:
-        for name, value in _CHECKPOINTS.items():
-            setattr(checkpoint, name, value)
-
-
-@dataclass(frozen=True)
-class _KeptFunction:
-    """Stands for the reentrant checkpoint, which trains nothing where none of its inputs has a gradient.
-
-    Attributes:
-        own: torch's.
-    """
-
-    own: Any
-
-    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Return what the function returns."""
-        if any(isinstance(value, Tensor) and value.requires_grad for value in args):
-            return function(*args)
-        return self.own.apply(function, preserve, *args)
-
-
-_CHECKPOINTS = {name: getattr(checkpoint, name) for name in ("_checkpoint_hook", "CheckpointFunction")}
-"""What torch's two kinds of checkpoints go by."""
-_KEPT = {"_checkpoint_hook": nullcontext, "CheckpointFunction": _KeptFunction(checkpoint.CheckpointFunction)}
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,3 +87,70 @@ def test_checkpoints_compute_with_the_weights_that_were_given(reentrant: bool) -
     for name, value in slopes(model).items():
         torch.testing.assert_close(value, plain[name])
     assert checkpoint.CheckpointFunction.__module__ == checkpoint.__name__
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_thread_keeps_its_checkpoints_off_while_another_leaves(reentrant: bool) -> None:
+    """The first thread is between two layers when the second begins, and the second still is when the first ends."""
+    first_inside, second_inside, first_left = (threading.Event() for _ in range(3))
+    x, failed = torch.rand(2, 6, generator=stream(0, "checkpoint")), []
+
+    class Waiting(Checkpointed):
+        inside, wait = first_inside, second_inside
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.inside.set()
+            assert self.wait.wait(60)
+            return super().forward(x)
+
+    class WaitingLonger(Waiting):
+        inside, wait = second_inside, first_left
+
+    def slopes(model: nn.Module, left: threading.Event) -> None:
+        try:
+            given = {n: (3 * v.detach()).requires_grad_() for n, v in model.named_parameters()}
+            logits = Network(model, given, {})(x)
+            left.set()
+            plain = given["head.weight"] @ model_body(given, x).T + given["head.bias"][:, None]
+            each = [torch.autograd.grad(out.square().sum(), list(given.values())) for out in (logits, plain.T)]
+            for one, other in zip(*each, strict=True):
+                torch.testing.assert_close(one, other)
+        except (AssertionError, RuntimeError) as error:  # which a thread does not raise in the test
+            failed.append(error)
+        finally:
+            left.set()
+
+    def model_body(given: dict[str, Tensor], x: Tensor) -> Tensor:
+        hidden = nn.functional.linear(x, given["first.weight"], given["first.bias"])
+        for number in (0, 2):
+            hidden = nn.functional.linear(hidden, given[f"body.{number}.weight"], given[f"body.{number}.bias"]).tanh()
+        return hidden
+
+    own = {name: getattr(checkpoint, name) for name in ("_checkpoint_hook", "CheckpointFunction")}
+    threads = [threading.Thread(target=slopes, args=(Waiting(reentrant), first_left))]
+    threads.append(threading.Thread(target=slopes, args=(WaitingLonger(reentrant), threading.Event())))
+    for thread in threads:
+        thread.start()
+        assert first_inside.wait(60)
+    for thread in threads:
+        thread.join(60)
+    assert not failed
+    assert own == {name: getattr(checkpoint, name) for name in own}
+
+
+def test_checkpoints_of_other_threads_stay() -> None:
+    computed = []
+
+    class Beside(Checkpointed):
+        def forward(self, x: Tensor) -> Tensor:
+            other = Checkpointed(False)
+            other.body.register_forward_pre_hook(lambda *_: computed.append(1))
+            thread = threading.Thread(target=lambda: other(x).sum().backward())
+            thread.start()
+            thread.join(60)
+            return super().forward(x)
+
+    model = Beside(False)
+    Network(model, dict(model.named_parameters()), {})(torch.rand(2, 6, generator=stream(0, "checkpoint")))
+    assert len(computed) == 2  # and once more in its backward pass
+    assert checkpoint._checkpoint_hook.__module__ == checkpoint.__name__
