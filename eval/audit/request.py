@@ -200,7 +200,25 @@ class AuditRequest:
             ValueError: settings that don't fit each other; says which.
             FileNotFoundError: a data set or a file is not there; says how to get it.
         """
+        self._check_readable()
         return self._method_plan() if self.source == "method" else self._capture_plan()
+
+    def _check_readable(self) -> None:
+        """Check that what options give as settings is YAML.
+
+        Raises:
+            ValueError: it is not; says which option's.
+        """
+        given = [("--method", self.method), ("--defense", self.defense), *(("--attack", each) for each in self.attack)]
+        if self.source == "method":
+            given += [("--dataset", self.dataset), ("--model", self.model)]
+        given += [("--images", self.images)] if is_settings(self.images or "") else []
+        given += [("--loss", self.loss)] if self.loss.startswith("{") else []
+        for option, text in given:
+            try:
+                yaml12.parse(text or "")
+            except ValueError as error:
+                raise ValueError(f"{option}: {error}") from error
 
     def check_plan(self, plan: Plan, *, limited: bool, workers: int) -> None:
         """Check that what is asked of the plan can be had.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -33,6 +33,7 @@ from eval.commands.terminal import (
     print_json,
     print_line,
     print_message,
+    prints_aside,
     seconds_of,
     shareable_command,
     show_progress,
@@ -471,7 +472,7 @@ def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
     screen = console(as_json=True)  # on stderr: stdout is for what was found
     control = SearchControl(time_limit=outcome.time_limit)
     with ExitStack() as stack:
-        stack.enter_context(redirect_stdout(sys.stderr))  # what a model of the user's own prints is nothing found
+        stack.enter_context(prints_aside())  # what a model of the user's own prints is nothing found
         folder = RunDir(outcome.out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
         with exit_on_errors(USAGE):
             plan = request.plan()

@@ -17,6 +17,7 @@ from eval.commands.terminal import (
     print_json,
     print_message,
     print_rows,
+    prints_aside,
     table_cell,
 )
 
@@ -82,7 +83,8 @@ def import_modules(words: Sequence[str]) -> None:
     if words:
         from eval.experiment.plugins import import_plugins
 
-        import_plugins(words)
+        with prints_aside():
+            import_plugins(words)
 
 
 def summaries(kinds: Sequence[str]) -> dict[str, dict[str, str]]:

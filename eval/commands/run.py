@@ -30,6 +30,7 @@ from eval.commands.terminal import (
     print_json,
     print_line,
     print_message,
+    prints_aside,
     seconds_of,
     shareable_command,
     show_progress,
@@ -128,7 +129,7 @@ def run(
     screen, notes = console(as_json=json), list[str]()
     overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
     overrides += ["score.download=false"] if offline else []
-    with exit_on_errors(USAGE):
+    with exit_on_errors(USAGE), prints_aside(json):
         control = _time_limit(minutes)
         selection = {"imports": import_ or (), "without": without or (), "only": only or ()}
         experiment = _load_experiment(config, path, overrides, selection, notes)
@@ -159,7 +160,8 @@ def run(
             _note(unlike_defaults, notes)
         for words in notes:
             log.info(words)
-        outcome = _run_plan(plan, folder, options, screen)
+        with prints_aside(json):
+            outcome = _run_plan(plan, folder, options, screen)
     _print_results(screen, folder, outcome, json=json)
     if outcome.failures:
         raise typer.Exit(FAILURE)
@@ -178,7 +180,10 @@ def _executor_choice(
         key, equals, value = text.partition("=")
         if not equals or not key:
             raise ValueError(f"--executor-option: expected KEY=VALUE such as partition=gpu, got {text!r}")
-        own[key.strip()] = yaml12.parse(value)
+        try:
+            own[key.strip()] = yaml12.parse(value)
+        except ValueError as error:
+            raise ValueError(f"--executor-option {key.strip()}: {error}") from error
     return choose_executor(name, yaml_config.executor_section(path), own, workers)
 
 

@@ -7,9 +7,10 @@ import logging
 import math
 import re
 import shlex
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +104,13 @@ def print_json(value: Any) -> None:
     """Print plain data as JSON on stdout."""
     told = json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False)
     typer.echo(_UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], told))
+
+
+@contextmanager
+def prints_aside(as_json: bool = True) -> Iterator[None]:
+    """Send what models and modules of the user's own print to stderr, where stdout is for JSON."""
+    with redirect_stdout(sys.stderr if as_json else sys.stdout):
+        yield
 
 
 def print_message(words: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -49,7 +50,8 @@ def use_worker_threads() -> Iterator[None]:
 class Workers:
     """A pool of processes of few threads each (see `worker_thread_count`); they start when there is work.
 
-    Several threads may use it.
+    Several threads may use it. What they print goes to stderr, where this process's stdout is stderr when they are
+    made (`contextlib.redirect_stdout`): there stdout is for what a command has found.
 
     Args:
         number: of processes.
@@ -62,7 +64,7 @@ class Workers:
         spawn = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         tf32 = not torch.cuda.is_available() or torch.backends.cudnn.allow_tf32
         self._told, self._end = spawn.Pipe(duplex=False)
-        settings = (self._told, tf32, begin, given)
+        settings = (self._told, tf32, sys.stdout is sys.stderr, begin, given)
         self._pool = ProcessPoolExecutor(number, spawn, initializer=_initialize_worker, initargs=settings)
         self._tasks, self._children, self._lock = set[Future[Any]](), set[BaseProcess](), threading.Lock()
 
@@ -127,7 +129,11 @@ def _block_interrupts() -> Iterator[None]:
 
 
 # ---- in a worker -----------------------------------------------------------------------------------------------------
-def _initialize_worker(told: Connection, tf32: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]) -> None:
+def _initialize_worker(
+    told: Connection, tf32: bool, aside: bool, begin: Callable[..., None] | None, given: tuple[Any, ...]
+) -> None:
+    if aside:
+        print_on_stderr()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says what a key pressed at it means
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     threading.Thread(target=_exit_with_parent, args=(told,), daemon=True).start()
@@ -136,6 +142,13 @@ def _initialize_worker(told: Connection, tf32: bool, begin: Callable[..., None] 
         torch.backends.cudnn.allow_tf32 = False
     if begin is not None:
         begin(*given)
+
+
+def print_on_stderr() -> None:
+    """Send what this process prints to stderr, also what libraries print beside Python."""
+    with suppress(OSError):  # where one of the two is closed
+        os.dup2(2, 1)
+    sys.stdout = sys.stderr
 
 
 def _exit_with_parent(told: Connection) -> None:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -400,7 +400,8 @@ def main() -> int:
     job = WorkerJob(**json.loads(sys.stdin.readline()))
     threading.Thread(target=leave_with_parent, daemon=True).start()
     try:
-        return CODES[work(job)]
+        with redirect_stdout(sys.stderr):  # stdout is for what there is to say
+            return CODES[work(job)]
     except RefusedError as error:
         sys.stdout.write(" ".join(str(error).split()))
         return CODES[REFUSAL]

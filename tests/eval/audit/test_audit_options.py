@@ -178,3 +178,22 @@ def test_a_model_that_no_other_process_can_import_is_attacked_in_this_one(mine, 
     result = audit(f"{mine}:local", "--attack", "{name: ig, iterations: 60, stack: 1}", "--workers", 2)
     assert result.exit_code in {0, terminal.UNDECIDED}, result.output
     assert "attacks run in one process: the model can't be sent to another" in result.output
+
+
+@pytest.mark.parametrize("option", ["--method", "--dataset", "--attack", "--defense", "--model", "--images", "--loss"])
+def test_settings_that_are_no_yaml_are_named_by_their_option(mine, option):
+    source = "model" if option in {"--images", "--loss"} else "method"
+    given = dict(zip(SOURCES["method"][::2], SOURCES["method"][1::2], strict=True)) if source == "method" else {}
+    given[option] = "{name: fedavg, steps: [1}"
+    target = (SOURCES["model"][0].replace("MINE", mine),) if source == "model" else ()
+    result = audit(*target, *(word for pair in given.items() for word in pair), "--device", "cpu")
+    assert result.exit_code == terminal.USAGE, result.output
+    assert f"error: {option}: line 1: expected ',' or ']'" in result.output
+
+
+def test_options_of_executors_that_are_no_yaml_are_named(tmp_path):
+    (tmp_path / "config.yaml").write_text("method: fedavg\ntask: {dataset: faces, model: lenet-zhu}\n")
+    words = ("run", str(tmp_path / "config.yaml"), "--executor", "slurm", "--executor-option", "gpus=[1}")
+    result = CliRunner().invoke(cli.app, [*words, "--workers", "1"])
+    assert result.exit_code == terminal.USAGE, result.output
+    assert "--executor-option gpus: line 1: expected ',' or ']'" in result.output

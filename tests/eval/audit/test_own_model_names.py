@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -68,3 +71,29 @@ def test_what_a_model_prints_is_no_part_of_what_was_found(mine: str) -> None:
     assert json.loads(found.stdout)["findings"]
     assert "built" in found.stderr
     assert "ran" in found.stderr
+
+
+def test_what_worker_processes_print_goes_to_stderr_where_stdout_is_for_findings(tmp_path: Path) -> None:
+    script = """
+import os, sys
+from contextlib import redirect_stdout
+from fl.runtime.workers import Workers
+
+def chatty():
+    print("printed", flush=True)
+    os.write(1, b"written")
+
+if __name__ == "__main__":
+    with redirect_stdout(sys.stderr):
+        workers = Workers(1)
+        workers.result(workers.submit(chatty))
+        workers.close()
+    print("found")
+"""
+    path = tmp_path / "chatty_workers.py"
+    path.write_text(script)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    found = subprocess.run([sys.executable, path], capture_output=True, text=True, check=True, env=env)
+    assert found.stdout == "found\n"
+    assert "printed" in found.stderr
+    assert "written" in found.stderr
