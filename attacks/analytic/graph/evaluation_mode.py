@@ -25,8 +25,9 @@ from attacks.analytic.graph.picture_search import (
 from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.smooth_search import (
-    MAX_MISSING,
+    are_too_few,
     count_missing_numbers,
+    count_moving_numbers,
     nearest_features,
     search_smooth_pictures,
 )
@@ -127,8 +128,9 @@ def _solve(
             return SolvedPictures(found, stem.target, stem.explain_end(), unseen)
     chosen = _choose_targets(solver)
     nearest = nearest_features(network, chosen)
-    missing = count_missing_numbers([as_target(network, target) for target in nearest], shape)
-    too_few = missing > MAX_MISSING * math.prod(shape)
+    moving = count_moving_numbers(_features_of(network, nearest)[1], shape, nearest[0].values.device, seed)
+    missing = count_missing_numbers([as_target(network, target) for target in nearest], moving)
+    too_few = are_too_few(missing, moving)
     targets = sorted([*solver.guides, *(nearest if too_few else chosen)], key=lambda target: target.ref.node)
     wanted = [as_guide(t) if any(t is guide for guide in solver.guides) else as_target(network, t) for t in targets]
     forward, single_forward = _features_of(network, targets)
@@ -138,7 +140,7 @@ def _solve(
     search = search_smooth_pictures if too_few else search_pictures
     found = search(forward, single_forward, wanted, (count, *shape), seed)
     unseen = count_open_numbers(forward, single_forward, wanted, found, seed)
-    unseen = max(unseen, count * missing) if too_few else unseen
+    unseen = max(unseen, count * (missing + math.prod(shape) - moving)) if too_few else unseen
     return SolvedPictures(found, _lowest(solver), _explain_end(solver), unseen, linear=_linear_layers(solver))
 
 

@@ -593,7 +593,8 @@ class _State:
             direction = preconditioned + spread(following / gamma.clamp_min(1e-37), direction) * direction
             gamma = following
             self.search.iterations += 1
-            if k + 1 >= MIN_INNER and float(((k + 1) * gain < 0.5 * fall).double().mean()) >= 0.5:
+            ends = float(((k + 1) * gain < 0.5 * fall).double().mean()) >= 0.5
+            if k + 1 >= MIN_INNER and (ends or self.search.late()):  # of a large picture a product takes long
                 break
         return found * spread(scale, found)
 

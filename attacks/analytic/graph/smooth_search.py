@@ -13,7 +13,6 @@ another known tensor (`nearest_features`). What gradients say of the first layer
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,9 +32,10 @@ from fl.seeds import stream
 
 STEPS = 1600
 """Steps of the annealing."""
-MAX_MISSING = 0.25
-"""Share of a picture's numbers by which features may be fewer, or other pictures are taken to meet them: zeros of a
-ReLU's output count as none, though they bound what goes into it."""
+MAX_MISSING = 0.1
+"""Share of the numbers that move features by which these may be fewer, or other pictures are taken to meet them. Zeros
+of a ReLU's output count as none: they bound what goes into it, and beside the client's picture these bounds hold as
+well."""
 
 
 def nearest_features(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> list[SolvedTensor]:
@@ -62,14 +62,41 @@ def nearest_features(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> 
     return [target for target in targets if target.ref in reached]
 
 
-def count_missing_numbers(targets: Sequence[FeatureTarget], shape: Sequence[int]) -> int:
-    """Return by how many features that do not follow from each other are fewer than the numbers of a picture.
+def count_moving_numbers(forward: Forward, shape: Sequence[int], device: torch.device, seed: int) -> int:
+    """Return how many numbers of a picture move its features: a stride may pass over pixels, say.
+
+    Args:
+        forward: from pictures to features, in single precision.
+        shape: (C, H, W) of a picture.
+        device: where it is computed.
+        seed: of the picture that is asked, and of the sum of features whose gradient tells.
+    """
+    generator = stream(seed, "moving numbers")
+    image = torch.rand((1, *shape), generator=generator).to(device).requires_grad_()
+    with torch.enable_grad():
+        drawn = [(v * torch.randn(v.shape, generator=generator).to(v)).sum() for v in forward(image)]
+        (slopes,) = torch.autograd.grad(torch.stack(drawn).sum(), image)
+    return int((slopes != 0).sum())
+
+
+def count_missing_numbers(targets: Sequence[FeatureTarget], moving: int) -> int:
+    """Return by how many features that do not follow from each other are fewer than the numbers that move them.
 
     Args:
         targets: the features.
-        shape: (C, H, W) of a picture.
+        moving: numbers of a picture that move features.
     """
-    return max(0, math.prod(shape) - round(sum(target.equations for target in targets if target.weight)))
+    return max(0, moving - round(sum(target.equations for target in targets if target.weight)))
+
+
+def are_too_few(missing: int, moving: int) -> bool:
+    """Return whether features are so few that other pictures meet them as well.
+
+    Args:
+        missing: as `count_missing_numbers` returns it.
+        moving: numbers of a picture that move features.
+    """
+    return missing > MAX_MISSING * moving
 
 
 def search_smooth_pictures(

@@ -8,7 +8,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.analytic.graph import feature_inversion
-from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages, invert_features
+from attacks.analytic.graph.feature_inversion import (
+    MIN_INNER,
+    InversionSettings,
+    InvertedImages,
+    _Search,
+    invert_features,
+)
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
 from attacks.analytic.graph.gradient_descent import SMOOTH, WIDE
 from fl.seeds import stream
@@ -174,6 +180,17 @@ def test_no_search_begins_after_the_seconds_are_over() -> None:
     result = invert_features(lambda z: [layers(z)], [target], PIXELS, settings=settings)
     assert int(result.steps.max()) == 0
     assert not bool(result.converged.any())
+
+
+def test_a_step_ends_early_once_the_seconds_are_over() -> None:
+    layers, images = network(), pictures()
+    problem = FeatureProblem.of(lambda z: [layers(z)], None, [FeatureTarget(layers(images), noise=1e-8)])
+    asked = iter([False])
+    search = _Search(
+        problem, InversionSettings(), torch.full(PIXELS, 0.5, dtype=torch.float64), lambda: next(asked, True)
+    )
+    found = search.run()
+    assert (int(found.steps.max()), found.iterations) == (1, MIN_INNER)
 
 
 def test_features_that_point_away_from_a_target_of_unknown_scale_are_turned() -> None:

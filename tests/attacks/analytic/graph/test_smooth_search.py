@@ -9,7 +9,13 @@ from torch.nn import functional
 from attacks.analytic.graph.feature_inversion import InversionSettings, invert_features
 from attacks.analytic.graph.feature_residuals import FeatureTarget
 from attacks.analytic.graph.network_graph import NetworkGraph
-from attacks.analytic.graph.smooth_search import count_missing_numbers, nearest_features, search_smooth_pictures
+from attacks.analytic.graph.smooth_search import (
+    are_too_few,
+    count_missing_numbers,
+    count_moving_numbers,
+    nearest_features,
+    search_smooth_pictures,
+)
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.network.operation_trace import Ref
 from fl.seeds import stream
@@ -31,7 +37,7 @@ def test_few_features_of_a_smooth_picture_lead_near_it() -> None:
 
     given = picture()
     targets = [FeatureTarget(forward(given)[0])]
-    assert count_missing_numbers(targets, (3, 16, 16)) == 384
+    assert count_missing_numbers(targets, 768) == 384
     found = search_smooth_pictures(forward, forward, targets, given.shape, 0)
     assert not bool(found.converged.any())
     plain = invert_features(
@@ -51,10 +57,28 @@ def test_all_features_count_alike() -> None:
 
     first, second = forward(values)
     targets = [FeatureTarget(first), FeatureTarget(second, weight=0.0)]
-    assert count_missing_numbers(targets, (3, 16, 16)) == 384
-    assert count_missing_numbers([replace(target, weight=1.0) for target in targets], (3, 16, 16)) == 0
+    assert count_missing_numbers(targets, 768) == 384
+    assert count_missing_numbers([replace(target, weight=1.0) for target in targets], 768) == 0
     found = search_smooth_pictures(forward, forward, targets, values.shape, 0)
     assert float((found.images - values).abs().max()) < 0.02
+
+
+def test_features_are_too_few_where_they_leave_more_than_a_tenth_open() -> None:
+    """Zeros of a ReLU count as none, however many bounds they are."""
+    for count, too_few in ((680, True), (700, False), (768, False)):
+        value = torch.zeros(1, 2000)
+        value[0, :count] = 1.0
+        missing = count_missing_numbers([FeatureTarget(value, rectified=True)], 768)
+        assert are_too_few(missing, 768) == too_few
+
+
+def test_pixels_that_a_stride_passes_over_move_no_features() -> None:
+    weight = torch.randn(8, 3, 1, 1, generator=stream(0, "filters"))
+
+    def forward(images: Tensor) -> list[Tensor]:
+        return [functional.conv2d(images, weight, stride=2)]
+
+    assert count_moving_numbers(forward, (3, 16, 16), torch.device("cpu"), 0) == 3 * 8 * 8
 
 
 def solved(network: NetworkGraph, number: int) -> SolvedTensor:
