@@ -64,7 +64,7 @@ class ResNetAdapter(AdapterNetwork):
         for stage in range(1, self.stages + 1):
             layers[f"layer{stage}"] = self._stage(channels, self.width * 2 ** (stage - 1), 1 if stage == 1 else 2)
             channels = self.width * 2 ** (stage - 1)
-            if self.train == "adapters":
+            if self.has_adapters:
                 layers[f"adapter{stage}"] = ConvAdapter(channels)
         return layers | {"pool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
 

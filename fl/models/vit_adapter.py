@@ -72,7 +72,7 @@ class ViTAdapter(AdapterNetwork):
         )
         for block in network.blocks:
             block.attn.fused_attn = False  # the fused kernel has no second derivative, which attacks take
-            if self.train == "adapters":
+            if self.has_adapters:
                 adapter = Bottleneck(self.width, self.reduction)
                 block.mlp = nn.Sequential(OrderedDict([("mlp", block.mlp), ("adapter", adapter)]))
         return OrderedDict(vit=network)

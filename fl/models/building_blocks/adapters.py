@@ -108,7 +108,8 @@ class AdapterNetwork(Network):
     Attributes:
         image_size: the network resizes its input to so many pixels; None leaves it. Not given in the paper.
         train: "adapters" freezes the backbone and trains adapters and head, "head" trains the head of a network without
-            adapters, "all" that whole network (the columns of HyperFL's Table 2).
+            adapters, "all" that whole network (the columns of HyperFL's Table 2). "fixed-adapters" trains the head of
+            a network whose adapters stay as they were drawn: that is what the authors' code for the ResNet does.
         weights: of the backbone: "random", "imagenet" (downloaded), or a file (`fl.models.building_blocks.pretrained`).
     """
 
@@ -117,7 +118,7 @@ class AdapterNetwork(Network):
 
     input_shape: tuple[Width, Width, Width] = (3, 32, 32)
     image_size: Width | None = None
-    train: Literal["adapters", "head", "all"] = "adapters"
+    train: Literal["adapters", "fixed-adapters", "head", "all"] = "adapters"
     weights: str = RANDOM
 
     def __post_init__(self) -> None:
@@ -133,11 +134,16 @@ class AdapterNetwork(Network):
         if self.train != "all":
             body.requires_grad_(False)
             for adapter in _adapters(body):
-                adapter.requires_grad_(True)
+                adapter.requires_grad_(self.train == "adapters")
         return body
 
+    @property
+    def has_adapters(self) -> bool:
+        """Whether adapters stand in the network, trained or not."""
+        return self.train in ("adapters", "fixed-adapters")
+
     def backbone(self) -> OrderedDict[str, nn.Module]:
-        """Return the layers after `PreparedImages`, with adapters if they train."""
+        """Return the layers after `PreparedImages`, with adapters if the network has them."""
         raise NotImplementedError
 
     def fill(self, body: nn.Module, generator: torch.Generator) -> None:

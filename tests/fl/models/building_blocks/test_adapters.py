@@ -45,7 +45,7 @@ def images(*shape: int) -> Tensor:
     return torch.rand(shape, generator=stream(0, "images"), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("train", ["adapters", "head", "all"])
+@pytest.mark.parametrize("train", ["adapters", "fixed-adapters", "head", "all"])
 @pytest.mark.parametrize("channels", [1, 3])
 @BOTH
 def test_networks_equal_their_formulas(name: str, channels: int, train: str) -> None:
@@ -63,12 +63,12 @@ def test_networks_equal_their_formulas(name: str, channels: int, train: str) -> 
 @BOTH
 def test_settings_say_what_trains(name: str) -> None:
     trained = {}
-    for train in ("adapters", "head", "all"):
+    for train in ("adapters", "fixed-adapters", "head", "all"):
         model = tiny(name, train=train).model
         trained[train] = {n for n, p in model.named_parameters() if p.requires_grad}
         adapters = [m for m in model.modules() if isinstance(m, Bottleneck | ConvAdapter)]
-        assert len(adapters) == (2 if train == "adapters" else 0)
-    assert trained["head"] == {"head.weight", "head.bias"}
+        assert len(adapters) == (2 if "adapters" in train else 0)
+    assert trained["head"] == trained["fixed-adapters"] == {"head.weight", "head.bias"}
     assert {n for n in trained["adapters"] if "adapter" not in n} == trained["head"]
     assert trained["all"] == {n for n, _ in tiny(name, train="all").model.named_parameters()}
 
