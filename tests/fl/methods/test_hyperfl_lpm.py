@@ -176,7 +176,10 @@ def test_factors_give_the_round_of_the_loop(name: str, train_mode: bool) -> None
         assert_near(mine.buffers, theirs.buffers, 1e-12)
 
 
-@pytest.mark.parametrize(("train", "parts"), [("head", ("head.",)), ("fixed-adapters", ("head.",)), ("adapters", ("head.", "body.adapter"))])
+@pytest.mark.parametrize(
+    ("train", "parts"),
+    [("head", ("head.",)), ("fixed-adapters", ("head.",)), ("adapters", ("head.", "body.adapter"))],
+)
 def test_baselines_train_what_the_network_says(train: str, parts: tuple[str, ...]) -> None:
     given = task("resnet18-adapter", train=train)
     client = Client(given, FedAvg(lr=0.1, batch_size=2, train_mode=False))
