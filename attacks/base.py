@@ -23,6 +23,7 @@ from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.float_rounding import largest_rounding
 from attacks.verification.comparison import can_replay
 from attacks.verification.confirmation import confirm
+from attacks.verification.value_errors import value_errors
 from fl.aggregated_view import as_single_client
 from fl.losses.function import FunctionError, function_errors_named
 from fl.registry import FormerHooks, Registry, UnknownNameError
@@ -379,7 +380,8 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
         held = confirm(view, with_target(view, prefix.turn_back(result)))
         if not isinstance(held, Reconstruction):
             return held
-        return prefix.bound(result.inputs, held, largest_rounding(view))
+        found = replace(result, labels=held.labels)
+        return prefix.bound(result.inputs, held, largest_rounding(view), lambda: value_errors(above, found))
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None

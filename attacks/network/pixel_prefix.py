@@ -186,24 +186,32 @@ class PixelPrefix:
         known = replace(held, inputs=shown, verified=told, fixed=None, approximate=borne_out)
         return replace(known, note="; ".join(filter(None, (said, held.note))), remarks=held.remarks | {self.remark})
 
-    def bound(self, values: Tensor, held: Reconstruction, rounding: float) -> Reconstruction:
+    def bound(
+        self,
+        values: Tensor,
+        held: Reconstruction,
+        rounding: float,
+        errors: Callable[[], Tensor | None] = lambda: None,
+    ) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
         How large the error is follows from the rounding of the update, by its worst tensor. Pictures at levels of 8
-        bits tell it better: by how far their pixels are from these.
+        bits tell it better: by how far their pixels are from these. Where both leave pixels open, least squares of the
+        update decide, if they can be solved.
 
         Args:
             values: v that was found.
             held: the result on the whole network.
             rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
+            errors: says by how much each number of v may be off (`attacks.verification.value_errors`).
         """
         if not (held.verified or held.approximate):
             return held
         v = values.to(self.graph.image)
-        error = min(max(VALUE_ERROR, ROUNDINGS * rounding), self._error_at_levels(v))
-        darkest, middle, brightest = (_invert(self, v + off) for off in (-error, 0.0, error))
-        levels = 255 * torch.maximum(middle - darkest, brightest - middle)
+        levels = self._open_levels(v, min(max(VALUE_ERROR, ROUNDINGS * rounding), self._error_at_levels(v)))
+        if bool((levels >= MAX_LEVELS_OPEN).any()) and (found := errors()) is not None:
+            levels = self._open_levels(v, found.to(v))
         open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
         if open_share == 0:
             return held
@@ -215,6 +223,11 @@ class PixelPrefix:
         remarks = held.remarks if told else held.remarks | {Remark.PARTLY_TOLD}
         verified = False if held.verified else held.verified
         return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
+
+    def _open_levels(self, values: Tensor, error: Tensor | float) -> Tensor:
+        """Return by how many levels of 8 bits pixels may be off where v is off by so much."""
+        darkest, middle, brightest = (_invert(self, values + off) for off in (-1 * error, 0.0, error))
+        return 255 * torch.maximum(middle - darkest, brightest - middle)
 
     def _error_at_levels(self, values: Tensor) -> float:
         """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at levels.

@@ -115,6 +115,19 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     return found
 
 
+def rounding_and_grid(view: ServerView) -> dict[str, Tensor]:
+    """Return the same as `rounding_of_numbers`, with what an even grid that numbers lie on adds to it.
+
+    Args:
+        view: the server's, of an update without tensors of low rank.
+    """
+    found, by_rows = {}, were_rows_rounded(map(dense, view.update.values()))
+    for name, rounding in rounding_of_numbers(view).items():
+        steps = grid_steps(dense(view.update[name]).double(), of_one_row=by_rows)
+        found[name] = rounding if steps is None else torch.hypot(rounding, steps.to(rounding) / math.sqrt(12))
+    return found
+
+
 def largest_rounding(view: ServerView) -> float:
     """Return the largest share of a tensor's update, by their root mean squares, that its having been rounded may be.
 
@@ -125,12 +138,9 @@ def largest_rounding(view: ServerView) -> float:
     """
     if view.sent_as or any(isinstance(value, LowRank) for value in (*view.update.values(), *view.shared.values())):
         return 1.0
-    shares, by_rows = [0.0], were_rows_rounded(map(dense, view.update.values()))
-    for name, rounding in rounding_of_numbers(view).items():
-        change = dense(view.update[name]).double()
-        if (steps := grid_steps(change, of_one_row=by_rows)) is not None:
-            rounding = torch.hypot(rounding, steps.to(rounding) / math.sqrt(12))
-        size = float(change.square().mean().sqrt())
+    shares = [0.0]
+    for name, rounding in rounding_and_grid(view).items():
+        size = float(dense(view.update[name]).double().square().mean().sqrt())
         shares += [float(rounding.square().mean().sqrt()) / size] if size > 0 else []
     return max(shares)
 

@@ -155,6 +155,17 @@ class ErrorBounds:
         }
         return predicted.made, allowed
 
+    def computing_errors(self, images: Tensor, labels: Tensor) -> dict[str, float]:
+        """Return how long the error of each tensor is for having been computed, by changes of the last digit.
+
+        Args:
+            images: (N, C, H, W).
+            labels: (N,).
+        """
+        self.predict_exactly(images, labels)
+        predicted = self._predicted(images, labels)
+        return {name: max(change[name] for change in predicted.changes) for name in predicted.made}
+
     def _predicted(self, images: Tensor, labels: Tensor) -> _Predicted:
         """Return what images make in double precision, which is kept until others are asked for."""
         last = self._last_predicted

@@ -11,7 +11,7 @@ from torch import nn
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
-from attacks.base import build
+from attacks.base import build, confirm_whole
 from attacks.network.pixel_prefix import read_pixel_prefix
 from attacks.update.float_rounding import largest_rounding
 from fl.capture import ClientSettings, from_batch, from_update
@@ -141,6 +141,42 @@ def test_pixels_at_whole_levels_tell_that_the_updates_rounding_moves_none(attack
     between = prefix.values(picture + 0.3 / 255)  # which tell nothing of how far off they are
     held = replace(result, inputs=prefix.pictures(between))
     assert not prefix.bound(between, held, largest_rounding(view)).verified
+
+
+def flat(bend) -> nn.Module:
+    """A perceptron of what a function makes of pictures of 8 by 8."""
+    layers = nn.Sequential(Bending(bend), nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10))
+    return initialized(layers).float()
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.float16])
+def test_least_squares_tell_that_rounding_moves_no_pixel_between_levels(kind) -> None:
+    """The worst tensor is rounded by so much that dark pixels would be off by levels, and it tells none of them."""
+    picture = torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 0.98 + 0.01
+    lr = 1e-3 if kind is torch.float32 else 0.1
+    model = flat(lambda x: x**2.2)
+    loss = nn.functional.cross_entropy(model(picture), torch.ones(1).long())
+    moved = zip(model.named_parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True)
+    update = {name: (start - (start - lr * change)).detach() for (name, start), change in moved}
+    if kind is torch.float16:
+        update = {name: change.half().float() for name, change in update.items()}
+    view = from_update(model, update, input_shape=(3, 8, 8), method=FedAvg(lr=lr, steps=1, batch_size=None))
+    attack, prefix = build("analytic"), read_pixel_prefix(view)
+    assert prefix is not None
+    found = attack(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified or (found.approximate and kind is torch.float16)
+    assert "may be off" not in found.note
+    torch.testing.assert_close(found.inputs, picture, atol=0.25 / 255, rtol=0)
+
+    above = prefix.above(view)
+    assert above is not None
+    dark, noise = torch.zeros_like(picture), torch.randn(picture.shape, generator=stream(0, "noise"))
+    dark.view(-1)[picture.argmin()] = 1
+    for off in (0.002 * noise, 0.002 * dark, 0.01 * picture):
+        values = prefix.values((picture + off).clamp(0, 1))
+        given = Reconstruction(values, torch.ones(1).long(), 0.0, (0.0,), verified=True)
+        assert not confirm_whole(attack, view, above, given).verified
 
 
 def smooth_picture(seed: int) -> torch.Tensor:
