@@ -377,11 +377,12 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     if prefix is None or (prefix.kind == "bent" and above is None):
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
+        assert above is not None
         held = confirm(view, with_target(view, prefix.turn_back(result)))
         if not isinstance(held, Reconstruction):
             return held
-        found = replace(result, labels=held.labels)
-        return prefix.bound(result.inputs, held, largest_rounding(view), lambda: value_errors(above, found))
+        errors = partial(value_errors, above, replace(result, labels=held.labels))
+        return prefix.bound(result.inputs, held, largest_rounding(view), errors)
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None

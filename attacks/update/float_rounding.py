@@ -35,6 +35,20 @@ def relative_rounding(view: ServerView, name: str) -> float:
     return float(step * (1 + start / moved)) if bool(moved > 0) else step
 
 
+def is_below_rounding(view: ServerView) -> bool:
+    """Return whether an update of at least four bytes a number is no longer than the rounding of weights it is made of.
+
+    Then one step in that type on any picture moves next to nothing, and no picture can be asked for the update.
+    """
+    if not view.rounded or view.dtype.itemsize < 4:
+        return False
+    step = RMS_ROUNDING * torch.finfo(view.dtype).eps
+    moved = {name: dense(value).double() for name, value in view.update.items() if name in view.shared}
+    rounding = [step * float(dense(view.shared[name]).double().norm()) for name in moved]
+    size = math.hypot(*(float(value.norm()) for value in moved.values()))
+    return 0 < size <= math.hypot(*rounding)
+
+
 def coarse_form(view: ServerView) -> str:
     """Return what all numbers of an update, or of the weights after it, were sent in that is coarse; or nothing.
 

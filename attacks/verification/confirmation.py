@@ -20,7 +20,7 @@ from torch import Tensor
 from attacks.network.pixel_map import doubles, read_pixel_map
 from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
-from attacks.update.float_rounding import coarse_form
+from attacks.update.float_rounding import coarse_form, is_below_rounding
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification.any_loss import confirm_under_any_loss
@@ -39,6 +39,7 @@ from attacks.verification.possible_labels import candidate_labels, leaves_labels
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
+    BELOW_ROUNDING,
     CONTRADICTED,
     FEWER_GIVEN,
     FOLDED,
@@ -151,6 +152,9 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     unstated = not view.threat.knows_optimizer
     if not isinstance(result, Reconstruction):
         return result
+    if is_below_rounding(view):
+        verified = None if result.verified else result.verified
+        return replace(result.with_note(BELOW_ROUNDING), verified=verified, fixed=None, approximate=False)
     result = hold_to_sent_numbers(view, result)
     if not (result.verified or (unstated and result.fixed is not None)):
         return note_if_borne_out(view, result)

@@ -30,6 +30,10 @@ TARGETS_REFUSED = (
     "not confirmed: the loss function takes none of the targets that the examples may have, by themselves, so nobody "
     "can ask whether one step on the picture makes all of it"
 )
+BELOW_ROUNDING = (
+    "not decided: the update is smaller than the rounding of weights, so that as the difference of two models it tells "
+    "nothing of the picture; if it is a gradient, or a multiple of one, state that (kind='gradient', --kind gradient)"
+)
 RULE_UNKNOWN = (
     "not confirmed: the optimizer was not stated, and nothing in the update tells whether it was plain SGD; "
     "state it (method, --method) to rely on that"

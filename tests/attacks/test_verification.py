@@ -124,6 +124,23 @@ def test_layers_below_a_private_classifier_bear_each_other_out() -> None:
     assert not verified(build("analytic")(half))
 
 
+@pytest.mark.parametrize("size", [1e-9, 1e-14, 1e-19])
+def test_an_update_below_the_rounding_of_weights_neither_confirms_nor_contradicts(size: float) -> None:
+    """No difference of weights is so small; whoever says that it is a gradient has it decided."""
+    model, x = mlp(), image()
+    moved = {name: size * value for name, value in gradient(model, x).items()}
+    steeper = {name: (1.5 if name.endswith("bias") else 1) * value for name, value in moved.items()}
+    method = FedAvg(lr=size, steps=1, batch_size=None)
+    for sent in (moved, steeper):
+        found = build("analytic")(from_update(model, sent, input_shape=SHAPE, method=method))
+        assert isinstance(found, Reconstruction)
+        assert found.verified is None
+        assert not found.approximate
+        assert "not decided" in found.note
+    assert verified(build("analytic")(from_update(model, moved, input_shape=SHAPE, kind="gradient")))
+    assert not verified(build("analytic")(from_update(model, steeper, input_shape=SHAPE, kind="gradient")))
+
+
 def test_a_batch_is_asked_as_a_whole() -> None:
     model = mlp()
     both = gradient(model, image(1), 3), gradient(model, image(2), 5)
