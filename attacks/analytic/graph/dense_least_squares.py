@@ -92,7 +92,7 @@ def solve_densely(problem: FeatureProblem, images: Tensor) -> DenseSolution | No
         images: (1, C, H, W), in the targets' type.
     """
     problem = _first_equations(problem, EQUATIONS * images.numel())
-    entries = images.numel() * sum(int(_compared(target).sum()) for target in problem.targets if target.weight)
+    entries = images.numel() * sum(int(_compared(target).sum()) for target in problem.targets if target.counts)
     if images.numel() > MAX_NUMBERS or entries > MAX_ENTRIES:
         return None
     for _ in range(MAX_STEPS):
@@ -101,7 +101,7 @@ def solve_densely(problem: FeatureProblem, images: Tensor) -> DenseSolution | No
         jacobian = _jacobian(problem, images if beside is None else beside)
         residuals = _residuals(problem, images)
         factor, failed = torch.linalg.cholesky_ex(_gram(jacobian))
-        freedom = sum(target.equations for target in problem.targets if target.weight) - images.numel()
+        freedom = sum(target.equations for target in problem.targets if target.counts) - images.numel()
         if bool(failed) or freedom <= 0:
             break
         step = -torch.cholesky_solve(_product(jacobian, residuals)[:, None], factor).reshape(images.shape)
@@ -150,7 +150,7 @@ def _residuals(problem: FeatureProblem, images: Tensor) -> Tensor:
 def _select(problem: FeatureProblem, residuals: Sequence[Tensor]) -> Tensor:
     """Return of residuals (b, ...) those that are compared (b, equations)."""
     pairs = zip(residuals, problem.targets, strict=True)
-    return torch.cat([r.flatten(1)[:, _compared(t).flatten()] for r, t in pairs if t.weight], 1)
+    return torch.cat([r.flatten(1)[:, _compared(t).flatten()] for r, t in pairs if t.counts], 1)
 
 
 def _gram(jacobian: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ def _close_activations(problem: FeatureProblem, images: Tensor) -> Tensor | None
 
 def _open_by(problem: FeatureProblem, features: Sequence[Tensor]) -> list[Tensor]:
     """Return for each target by how much what goes into ReLUs that are closed in truth is above where they are."""
-    used = [place for place, target in enumerate(problem.targets) if target.weight]
+    used = [place for place, target in enumerate(problem.targets) if target.counts]
     found = []
     for place, (feature, target) in enumerate(zip(features, problem.targets, strict=True)):
         margin = CLOSED_BY * target.value.square().mean().sqrt()
@@ -217,8 +217,8 @@ def _first_equations(problem: FeatureProblem, wanted: float) -> FeatureProblem:
     found = 0.0
     for target in problem.targets:
         target = without_closed(target)
-        targets.append(target if found < wanted else replace(target, weight=0.0))
-        found += target.equations if target.weight else 0.0
+        targets.append(target if found < wanted else replace(target, use="none"))
+        found += target.equations if target.counts else 0.0
     return replace(problem, targets=tuple(targets))
 
 

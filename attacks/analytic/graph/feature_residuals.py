@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ class FeatureTarget:
         unknown_scale: `value` is known up to a positive factor of each image.
         projection: (B, N, N), of the features' numbers in each channel (B, K, N) the part that `value` is; None where
             it is all. It is symmetric.
+        use: "equations" where images are to meet it, "guide" where a search may go by it on its way, and images need
+            not meet it, "none" where it has no part at all.
     """
 
     value: Tensor
@@ -45,6 +48,21 @@ class FeatureTarget:
     rectified: bool = False
     unknown_scale: bool = False
     projection: Tensor | None = None
+    use: Literal["equations", "guide", "none"] = "equations"
+
+    @property
+    def counts(self) -> bool:
+        """Whether images are to meet it."""
+        return self.use == "equations"
+
+    @property
+    def share(self) -> float:
+        """Its weight, or zero where images need not meet it."""
+        return self.weight if self.counts else 0.0
+
+    def going_along(self) -> FeatureTarget:
+        """Return it as one that images are to meet, like all others, unless it has no part at all."""
+        return replace(self, weight=1.0, use="none" if self.use == "none" else "equations")
 
     @property
     def equations(self) -> float:
@@ -86,12 +104,12 @@ class FeatureProblem:
     @property
     def size(self) -> float:
         """Norm of the residuals where every target is missed by its own norm."""
-        return sum(t.weight**2 for t in self.targets) ** 0.5
+        return sum(t.share**2 for t in self.targets) ** 0.5
 
     @property
     def noise(self) -> float:
         """Relative residual at the true images."""
-        return sum((t.weight * t.noise) ** 2 for t in self.targets) ** 0.5 / self.size
+        return sum((t.share * t.noise) ** 2 for t in self.targets) ** 0.5 / self.size
 
     def select(self, keep: Tensor) -> FeatureProblem:
         """Return the problem of some images."""
@@ -105,16 +123,17 @@ class FeatureProblem:
         return replace(self, targets=tuple(choose(t) for t in self.targets))
 
     def of_first_targets(self, equations: float) -> FeatureProblem:
-        """Return the problem of the first targets that give enough equations, all of the same weight.
+        """Return the problem of the first targets that give enough equations, guides too, all of the same weight.
 
         Args:
             equations: how many of one image suffice; zeros of a ReLU's output count as none.
         """
-        weights, found = [], 0.0
+        chosen: list[FeatureTarget] = []
+        found = 0.0
         for target in self.targets:
-            weights.append(float(found < equations))
+            chosen.append(target.going_along() if found < equations else replace(target, use="none"))
             found += target.equations
-        return replace(self, targets=tuple(replace(t, weight=w) for t, w in zip(self.targets, weights, strict=True)))
+        return replace(self, targets=tuple(chosen))
 
     def to(self, dtype: torch.dtype) -> FeatureProblem:
         """Return the problem with targets of another type."""
@@ -161,7 +180,7 @@ def residual(feature: Tensor, target: FeatureTarget) -> Tensor:
         feature = feature * torch.where(best > 0, best, ((t * t).sum(dims, keepdim=True) / size).sqrt())
     norm = (value * known).square().sum(dims, keepdim=True).sqrt()
     norm = torch.where(norm > 0, norm, torch.ones_like(norm))
-    return (feature - value) * known * (target.weight / norm)
+    return (feature - value) * known * (target.share / norm)
 
 
 class ResidualJacobian:

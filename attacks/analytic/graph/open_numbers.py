@@ -78,7 +78,7 @@ def count_open_numbers(
     Args:
         forward: from pictures to features.
         single_forward: the same in single precision.
-        targets: the features, the lowest first; those of weight zero do not count.
+        targets: the features, the lowest first; guides do not count.
         found: the pictures.
         seed: of what moves them.
     """
@@ -97,8 +97,8 @@ def count_open_numbers(
         return few
     else:
         move, aside, most = NUDGE * draw, NUDGE * draw, MAX_MOVED / 255
-    first = next(place for place, target in enumerate(equations) if target.weight)
-    lowest = [target if place == first else replace(target, weight=0.0) for place, target in enumerate(equations)]
+    first = next(place for place, target in enumerate(equations) if target.counts)
+    lowest = [target if place == first else replace(target, use="none") for place, target in enumerate(equations)]
     lowest_problem = FeatureProblem.of(forward, single_forward, lowest)
     unheard = _unheard_part(lowest_problem, found.images, move, seed)
     if unheard is not None and bool((unheard.abs() <= most).all()):
@@ -126,7 +126,7 @@ def _count_equations(target: FeatureTarget) -> int:
 
     Of a part of features, so many numbers of each channel are compared as the part has dimensions.
     """
-    if not target.weight:
+    if not target.counts:
         return 0
     if target.projection is not None:
         return target.value.shape[1] * round(float(target.projection.diagonal(dim1=1, dim2=2).sum()))
@@ -182,7 +182,7 @@ def _draw_errors(problem: FeatureProblem, images: Tensor, seed: int, number: int
     for place, (target, own) in enumerate(zip(problem.targets, missed, strict=True)):
         error = torch.randn(own.shape, generator=stream(seed, "errors", number, place), dtype=torch.float64).to(own)
         error = error if target.known is None else error * target.known
-        size = own.reshape(len(own), -1).norm(dim=1).clamp_min(target.weight * target.noise)
+        size = own.reshape(len(own), -1).norm(dim=1).clamp_min(target.share * target.noise)
         long = error.reshape(len(own), -1).norm(dim=1).clamp_min(1e-37)
         drawn.append(per_image(size / long, error) * error)
     return drawn

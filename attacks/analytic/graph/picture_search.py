@@ -142,7 +142,7 @@ def as_target(network: NetworkGraph, target: SolvedTensor) -> FeatureTarget:
 
 def as_guide(target: SolvedTensor) -> FeatureTarget:
     """Return what a search may go by on its way, and not at its end."""
-    return FeatureTarget(target.values, weight=0.0, projection=target.projection)
+    return FeatureTarget(target.values, projection=target.projection, use="guide")
 
 
 def search_seconds(shape: Sequence[int]) -> float:

@@ -86,7 +86,7 @@ def count_missing_numbers(targets: Sequence[FeatureTarget], moving: int) -> int:
         targets: the features.
         moving: numbers of a picture that move features.
     """
-    return max(0, moving - round(sum(target.equations for target in targets if target.weight)))
+    return max(0, moving - round(sum(target.equations for target in targets if target.counts)))
 
 
 def are_too_few(missing: int, moving: int) -> bool:
@@ -107,13 +107,20 @@ def search_smooth_pictures(
     Args:
         forward: from pictures to features.
         single_forward: the same in single precision.
-        targets: the features. All count alike, those of weight zero, too.
+        targets: the features. All count alike, guides, too.
         shape: of the pictures.
         seed: of the start.
     """
     problem = FeatureProblem.of(forward, single_forward, targets)
-    evenly = replace(problem, targets=tuple(replace(target, weight=1.0) for target in targets)).to(problem.work_type)
-    end = time.process_time() + search_seconds(shape)
+    evenly = replace(problem, targets=tuple(target.going_along() for target in targets)).to(problem.work_type)
+    end, steps = time.process_time() + search_seconds(shape), 0
+
+    def late() -> bool:
+        nonlocal steps
+        if time.process_time() > end:
+            return True
+        steps += 1
+        return False
 
     def misfit(images: Tensor) -> Tensor:
         residuals = evenly.residuals(tuple(evenly.single_forward(images)))
@@ -122,7 +129,7 @@ def search_smooth_pictures(
     value = targets[0].value
     noise = torch.randn(tuple(shape), generator=stream(seed, "smooth pictures"), dtype=torch.float64).to(value)
     start = (GRAY + SMOOTH_NOISE * noise).to(evenly.work_type)
-    found = anneal(misfit, start, STEPS, lambda: time.process_time() > end, SMOOTH).to(value)
+    found = anneal(misfit, start, STEPS, late, SMOOTH).to(value)
     residual = problem.relative_residual(found)
-    steps = torch.full((len(found),), STEPS, device=found.device)
-    return InvertedImages(found, residual, residual <= AT_NOISE * problem.noise, steps, 0)
+    taken = torch.full((len(found),), steps, device=found.device)
+    return InvertedImages(found, residual, residual <= AT_NOISE * problem.noise, taken, 0)

@@ -2,14 +2,17 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from attacks.analytic.graph import smooth_search
 from attacks.analytic.graph.feature_inversion import InversionSettings, invert_features
-from attacks.analytic.graph.feature_residuals import FeatureTarget
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.smooth_search import (
+    STEPS,
     are_too_few,
     count_missing_numbers,
     count_moving_numbers,
@@ -49,18 +52,38 @@ def test_few_features_of_a_smooth_picture_lead_near_it() -> None:
 
 
 def test_all_features_count_alike() -> None:
-    """What has no weight at the end of other searches goes along here."""
+    """What guides other searches, and counts for nothing at their end, goes along here."""
     values = picture()
 
     def forward(images: Tensor) -> list[Tensor]:
         return [images[..., ::2], images[..., 1::2]]
 
     first, second = forward(values)
-    targets = [FeatureTarget(first), FeatureTarget(second, weight=0.0)]
+    targets = [FeatureTarget(first), FeatureTarget(second, use="guide")]
     assert count_missing_numbers(targets, 768) == 384
-    assert count_missing_numbers([replace(target, weight=1.0) for target in targets], 768) == 0
+    assert count_missing_numbers([replace(target, use="equations") for target in targets], 768) == 0
     found = search_smooth_pictures(forward, forward, targets, values.shape, 0)
     assert float((found.images - values).abs().max()) < 0.02
+    assert found.steps.tolist() == [STEPS]
+
+
+def test_a_search_whose_time_is_up_says_how_many_steps_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smooth_search, "search_seconds", lambda _shape: 0.0)
+    values = picture()
+    found = search_smooth_pictures(lambda x: [x], lambda x: [x], [FeatureTarget(values)], values.shape, 0)
+    assert int(found.steps.max()) < STEPS / 100
+
+
+def test_what_has_no_part_goes_along_nowhere() -> None:
+    values = picture()
+    problem = FeatureProblem.of(lambda x: [x], None, [FeatureTarget(values, use="none"), FeatureTarget(values)])
+    assert [target.share for target in problem.of_first_targets(1e9).targets] == [0.0, 1.0]
+    guided = [FeatureTarget(values, use="guide"), FeatureTarget(values)]
+    assert FeatureProblem.of(lambda x: [x], None, guided).size == 1.0
+    assert [target.share for target in FeatureProblem.of(lambda x: [x], None, guided).of_first_targets(1).targets] == [
+        1,
+        0,
+    ]
 
 
 def test_features_are_too_few_where_they_leave_more_than_a_tenth_open() -> None:
