@@ -9,6 +9,10 @@ from torch import Tensor
 
 MOST_AVERAGED = 4
 """Pictures at levels of 8 bits whose mean is recognized by where its pixels lie."""
+MIN_BETWEEN, LEAST_SHARE_BETWEEN = 12, 0.25
+"""Pixels between levels of what counts as a mean of pictures, or their share of a small one, at least: a few lie at
+parts of levels by chance, as dark ones that an update hardly tells. A mean with no more, of pictures a level apart, is
+off by no more than a quarter of a level (root mean square)."""
 LEVEL_TOLERANCE = 0.2
 """How near to whole numbers all pixels lie that are at levels of 8 bits, or, of a mean of so many, at parts of them."""
 
@@ -33,9 +37,12 @@ def is_on_coarse_grid(images: Tensor) -> bool:
 
 
 def are_between_levels(images: Tensor) -> bool:
-    """Return whether all pixels lie where those of a mean of some pictures at levels of 8 bits do."""
+    """Return whether all pixels lie where those of a mean of some pictures at levels of 8 bits do, and many between."""
     levels = 255 * images.double()
-    return not _is_near_grid(levels) and any(_is_near_grid(count * levels) for count in range(2, MOST_AVERAGED + 1))
+    between = ((levels - levels.round()).abs() >= LEVEL_TOLERANCE).sum()
+    if int(between) < min(MIN_BETWEEN, LEAST_SHARE_BETWEEN * levels.numel()):
+        return False
+    return any(_is_near_grid(count * levels) for count in range(2, MOST_AVERAGED + 1))
 
 
 def _is_near_grid(values: Tensor) -> bool:

@@ -15,6 +15,7 @@ from torch.nn import functional
 from attacks.base import Reconstruction, Remark, build
 from attacks.verification.confirmation import confirm
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
+from attacks.verification.pixel_levels import are_between_levels
 from attacks.verification.words import MORE_THAN_ROUNDING, PAIRS_HIDDEN, UNLIKE_HIDDEN
 from fl.capture import CapturedUpdateSettings, from_update
 from fl.methods.fedavg import FedAvg
@@ -160,6 +161,27 @@ def test_what_rounding_hides_is_not_verified_off_levels() -> None:
     found = build("analytic")(stated_as_one(model, pair, 1.0))
     assert isinstance(found, Reconstruction)
     assert found.note == MORE_THAN_ROUNDING
+
+
+def test_a_few_pixels_between_levels_make_no_mean() -> None:
+    """Three lie at thirds of levels by chance, or as dark ones that an update hardly tells."""
+    few, pair = picture(), torch.cat([picture(), other(picture(), 25, "quick")])
+    few.view(-1)[[3, 70, 150]] += 0.35 / 255
+    pair = (255 * pair).round() / 255
+    assert are_between_levels(pair.mean(0, keepdim=True))
+    assert not are_between_levels(few)
+    for lr, verified in ((1.0, True), (1e-4, None)):
+        found = build("analytic")(stated_as_one(network(dense), few, lr))
+        assert isinstance(found, Reconstruction)
+        assert found.verified is verified
+        assert "mean of two to four" not in found.note
+    for apart in (25, 35):  # where as few pixels are elsewhere
+        unlike = picture()
+        unlike.view(-1)[[3, 70, 150]] += 10 ** (-apart / 20) * (192 / 3) ** 0.5
+        mean = torch.cat([picture(), (255 * unlike).round() / 255])
+        found = build("analytic")(stated_as_one(network(dense), mean, 1.0))
+        assert isinstance(found, Reconstruction)
+        assert not found.verified
 
 
 @pytest.mark.parametrize("count", [2, 3])
