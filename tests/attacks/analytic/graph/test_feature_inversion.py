@@ -239,7 +239,7 @@ def test_the_first_targets_that_give_enough_equations_weigh_the_same() -> None:
     problem = FeatureProblem.of(lambda z: [z], None, targets)
     assert [target.equations for target in targets] == [1, 4, 7, 2]
     for enough, weights in [(1, [1, 0, 0, 0]), (5, [1, 1, 0, 0]), (5.5, [1, 1, 1, 0]), (99, [1, 1, 1, 1])]:
-        assert [target.weight for target in problem.of_first_targets(enough).targets] == weights
+        assert [target.share for target in problem.of_first_targets(enough).targets] == weights
 
 
 def stuck_problem() -> tuple[FeatureProblem, Tensor]:
