@@ -13,6 +13,7 @@ from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
+from attacks.labels.batch_weights import batch_weights
 from attacks.labels.recovery import single_label
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
@@ -33,8 +34,14 @@ ALTERNATIONS = 20
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
+SAME_SUMMAND = 0.5
+"""Overlap of two summands, 0 of different images and 1 of an image with itself, from which they count as one."""
 MOST_COMPARED = 256
 """Neurons, those of the strongest signals, of which it is asked whether they agree on an image."""
+SHARED_WEIGHTS = (
+    "how much an example counts under the loss as stated depends on the others of its batch, by more than a "
+    "factor that a few classes decide: no image could be checked by itself"
+)
 FAR_OUTSIDE = 0.1
 """How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
 
@@ -205,17 +212,25 @@ class Analytic(Attack):
             return NotApplicable("the gradient has full rank: whether a neuron sees one image can't be checked")
         left, singular, right = left[:, :rank], singular[:rank], right[:rank]
         ones = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-        found: list[tuple[float, Tensor, Tensor]] = []
+        found: list[_Summand] = []
         possible = layer.possible_labels()
         assert possible is not None  # which was asked before
+        shares = batch_weights(layer.view.task.loss, layer.view.task.output_shape, len(possible), count)
+        if shares is None:
+            return self._of_another_loss(layer, count) or NotApplicable(SHARED_WEIGHTS)
         for numbers, each in layer.signals(inputs, possible):
             signal = each * unit
             inside = signal @ left
             off = (signal - inside @ left.mT).norm(dim=1) / signal.norm(dim=1)
-            ratio = ((ones @ right.mT / singular) * inside).sum(1)
-            miss = torch.maximum(off, (ratio - 1).abs())
+            taken = ones @ right.mT / singular
+            ratio = (taken * inside).sum(1)
+            counted = (ratio[i] * shares[number] for i, number in enumerate(numbers.tolist()))
+            miss = torch.maximum(off, off.new_tensor([float((one - 1).abs().min()) for one in counted]))
             fitting = (miss <= self.fits).nonzero().flatten().tolist()
-            found += [(float(miss[i]), inputs[i], possible[numbers[i]]) for i in fitting]
+            found += [
+                _Summand(float(miss[i]), inputs[i], possible[numbers[i]], taken[i], inside[i] / ratio[i])
+                for i in fitting
+            ]
         kept = self._drop_duplicates(layer, found)
         return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
 
@@ -245,14 +260,16 @@ class Analytic(Attack):
             return None
         return Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
 
-    def _drop_duplicates(
-        self, layer: LinearLayer, found: list[tuple[float, Tensor, Tensor]]
-    ) -> Reconstruction | NotApplicable:
-        """Return each image once, the neuron that fits best first."""
-        kept: list[tuple[float, Tensor, Tensor]] = []
-        for entry in sorted(found, key=lambda item: item[0]):
-            if all(float((entry[1] - x).norm()) > 10 * self.fits * float(x.norm()) for _, x, _ in kept):
-                kept.append(entry)
+    def _drop_duplicates(self, layer: LinearLayer, found: list[_Summand]) -> Reconstruction | NotApplicable:
+        """Return each image once, the neuron that fits best first.
+
+        A neuron that sees next to nothing of all other images has a blurred copy of one. Summands of one gradient lower
+        its rank by one each, also together; a copy beside its image does not.
+        """
+        kept: list[_Summand] = []
+        for one in sorted(found, key=lambda summand: summand.miss):
+            if not any(one.overlaps(other) for other in kept):
+                kept.append(one)
         if not kept:
             loss = layer.view.task.loss.name
             return NotApplicable(
@@ -261,11 +278,35 @@ class Analytic(Attack):
                 "stated looks so, too: a sum over examples or clients, say, in place of their mean"
             )
         return Reconstruction(
-            inputs=layer.pixels(torch.stack([x for _, x, _ in kept])),
-            labels=torch.stack([label for _, _, label in kept]).to(layer.view.device),
-            objective=max(miss for miss, _, _ in kept),
+            inputs=layer.pixels(torch.stack([one.inputs for one in kept])),
+            labels=torch.stack([one.label for one in kept]).to(layer.view.device),
+            objective=max(one.miss for one in kept),
             verified=True,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class _Summand:
+    """What may be one image's summand of a gradient G of rank R.
+
+    Attributes:
+        miss: of the rank test's equations.
+        inputs: x of the layer (n,).
+        label: of the image.
+        taken: x^T G^+ in G's left singular vectors (R,).
+        signal: u in the same (R,), of such a size that x^T G^+ u = 1.
+    """
+
+    miss: float
+    inputs: Tensor
+    label: Tensor
+    taken: Tensor
+    signal: Tensor
+
+    def overlaps(self, other: _Summand) -> bool:
+        """Return whether taking both away does not lower the rank by two (x^T G^+ u of one with the other is not 0)."""
+        crossed = (float(self.taken @ other.signal), float(other.taken @ self.signal))
+        return any(abs(value) > SAME_SUMMAND for value in crossed)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,82 @@
+"""How much an example counts in a batch under losses that weigh classes: told by trying batches of classes."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import attacks
+from attacks.labels.batch_weights import batch_weights
+from fl.capture import from_batch
+from fl.losses.cross_entropy import CrossEntropy
+from fl.losses.function import GivenFunction, build_loss, known_loss
+from fl.seeds import stream
+
+CLASSES = 4
+WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 10.0])
+SHAPE = torch.Size([CLASSES])
+
+
+def ignoring(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs, labels, ignore_index=1)
+
+
+def centered(outputs: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(outputs - 0.3 * outputs.mean(0), labels)
+
+
+def test_weighted_cross_entropy_counts_an_example_by_its_class_over_the_mean() -> None:
+    loss = known_loss(build_loss(nn.CrossEntropyLoss(weight=WEIGHTS)), SHAPE)
+    found = batch_weights(loss, SHAPE, CLASSES, 2)
+    assert found is not None
+    for weight, told in zip(WEIGHTS.double(), found, strict=True):
+        expected = (2 * weight / (weight + WEIGHTS.double())).sort().values
+        assert torch.allclose(told, expected, atol=1e-5)
+
+
+def test_plain_means_count_all_the_same_and_other_losses_none() -> None:
+    for loss in (CrossEntropy(), known_loss(build_loss(nn.CrossEntropyLoss(label_smoothing=0.2)), SHAPE)):
+        found = batch_weights(loss, SHAPE, CLASSES, 3)
+        assert found is not None
+        assert all(told.tolist() == [1.0] for told in found)
+    assert batch_weights(known_loss(build_loss(centered), SHAPE), SHAPE, CLASSES, 2) is None
+    assert batch_weights(known_loss(build_loss(nn.CrossEntropyLoss(weight=WEIGHTS)), SHAPE), SHAPE, CLASSES, 40) is None
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(weight=WEIGHTS), nn.CrossEntropyLoss(weight=WEIGHTS.flip(0))])
+def test_analytic_reads_each_image_of_a_batch_under_weights_of_classes_once(loss: nn.Module) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    images = torch.randint(256, (2, 1, 8, 8), generator=stream(0, "batch weights test")) / 255
+    view, truth = from_batch(model, images, torch.tensor([0, 3]), loss=loss)
+    result = attacks.build("analytic")(view)
+    assert isinstance(result, attacks.Reconstruction)
+    assert result.inputs is not None
+    assert result.verified
+    assert len(result.inputs) == 2
+    assert (result.inputs - truth.inputs[result.labels.argsort().argsort()]).abs().max() < 1e-3
+
+
+def test_analytic_reads_the_image_that_counts_beside_an_ignored_one() -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    images = torch.randint(256, (2, 1, 8, 8), generator=stream(1, "batch weights test")) / 255
+    view, truth = from_batch(model, images, torch.tensor([1, 3]), loss=ignoring)
+    result = attacks.build("analytic")(view)
+    assert isinstance(result, attacks.Reconstruction)
+    assert result.inputs is not None
+    assert (result.inputs - truth.inputs[1:]).abs().max() < 1e-3
+
+
+def test_a_loss_that_takes_no_example_alone_counts_all_the_same() -> None:
+    def refusing(outputs: Tensor, labels: Tensor) -> Tensor:
+        if len(labels) < 2:
+            raise ValueError("expected two examples or more")
+        return F.cross_entropy(outputs, labels)
+
+    loss = GivenFunction(call=refusing, targets="classes")
+    found = batch_weights(loss, SHAPE, CLASSES, 2)
+    assert found is not None
+    assert all(told.tolist() == [1.0] for told in found)
