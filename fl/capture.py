@@ -21,7 +21,7 @@ from fl.inputs.form import InputForm, InputHook, Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS
-from fl.losses.function import FunctionError, build_loss, function_errors_named, known_loss
+from fl.losses.function import FunctionError, TargetKind, build_loss, function_errors_named, known_loss
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import (
@@ -33,7 +33,7 @@ from fl.models.building_blocks.model_checks import (
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.module_copies import copy_model
 from fl.seeds import stream
-from fl.settings import options_or_settings
+from fl.settings import fit_value, options_or_settings
 from fl.simulation.capture_checks import (
     check_given,
     check_loss,
@@ -64,13 +64,17 @@ class ClientSettings:
     Attributes:
         method: how the client trains; None is one FedAvg step on the whole batch at step size 1 (FedSGD).
         defense: of the client; None is none.
-        threat: what the server knows beside the update; None is the `ThreatModel` as it comes.
+        threat: what the server knows beside the update, as an object or its settings ({"knows_labels": True}); None is
+            the `ThreatModel` as it comes.
         head: prefix of the classifier's parameters; None takes the last `nn.Linear`.
         mean: per channel (C,), of the normalization inside the model; 0 where it is empty. Attacks work in normalized
             pixels, so step sizes and total variation mean what their papers say only with `mean` and `std`.
         std: per channel (C,), likewise, > 0; 1 where it is empty.
         loss: what the client minimizes: a name of `fl.losses` ("cross-entropy", "bce", "mse", "segmentation"),
             settings, `module:function`, a loss of torch.nn or any callable of (outputs, targets).
+        targets: of a loss function of the user's own, what its unknown targets are (`fl.losses.function.OwnLoss`):
+            "free" numbers, "binary" ones or "probabilities", in the outputs' shape; "classes"; or "known", which the
+            attacker has to know. None finds out whether they are classes, and takes others for known.
         output: which part of what the model returns the loss is taken of: its name or place, or a function of the
             whole; None takes the only tensor, or the one called logits.
         input_range: least and largest number that inputs can have, one or one for each channel or column; None is
@@ -87,10 +91,16 @@ class ClientSettings:
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     loss: str | Mapping[str, Any] | Loss | Callable[..., Tensor] = "cross-entropy"
+    targets: TargetKind | None = None
     output: Choice = None
     input_range: Range | None = None
     categories: Sequence[tuple[int, int]] = ()
     column_std: Sequence[float] = ()
+
+    def __post_init__(self) -> None:
+        given: object = self.threat
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "threat", fit_value(ClientSettings, "threat", given))
 
     def check(self) -> None:
         """Refuse what is no method, defense, loss or threat model, and a defense that takes several clients.
@@ -105,7 +115,7 @@ class ClientSettings:
     @property
     def built_loss(self) -> Loss:
         """What the client minimizes, as an object."""
-        return build_loss(self.loss)
+        return build_loss(self.loss, self.targets)
 
     def input_form(self, inputs: Inputs, ids: Sequence[int] = ()) -> InputForm:
         """Return what inputs of this form are, by a batch or an example of them.
@@ -148,7 +158,7 @@ class CapturedUpdateSettings(ClientSettings):
     """What is known of the client behind a captured update, and of the update.
 
     Attributes:
-        threat: as above; `knows_labels` follows from `labels`.
+        threat: as above; `knows_labels` follows from `labels`, and can't be true without them.
         batch_size: how many images the client held, >= 1.
         labels: theirs (batch_size,) int64, if known.
         shared: what the server sent, by name; None takes the model's own parameters, if it sent those (no

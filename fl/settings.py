@@ -429,7 +429,8 @@ def _fit_union(hint: _Hint, value: Any, where: tuple[str, ...]) -> Any:
         try:
             return _fit_type(part, value, where)
         except SettingError as error:
-            if len(error.path) > len(where) or (_registry_of(part.kind) and value is not None):
+            known = _registry_of(part.kind) or (dataclasses.is_dataclass(part.kind) and isinstance(value, Mapping))
+            if len(error.path) > len(where) or (known and value is not None):
                 deeper = deeper or error
     raise deeper or _mismatch_error(hint.kind, (), value, where)
 

@@ -35,16 +35,17 @@ from eval.run.executors.choice import ExecutorChoice, choose_executor
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
 from eval.run.run_directory import RUN, RunDir, default_folder
-from fl.capture import ClientSettings
+from fl.capture import CapturedUpdateSettings, ClientSettings
 from fl.inputs.description import Range
 from fl.inputs.form import Inputs, tensors_of
 from fl.losses import Loss
+from fl.losses.function import TargetKind
 from fl.method import Method, methods
 from fl.models.building_blocks.model_outputs import Choice
 from fl.ranges import Count, Seed
 from fl.settings import fit_value, options_or_settings
 from fl.types import Batch, Truth
-from fl.view import ServerView
+from fl.view import ServerView, ThreatModel
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -263,6 +264,9 @@ class AuditOptions:
         std: per channel, what the model divides by, likewise.
         head: prefix of the names of the classifier's parameters; None takes the last linear layer.
         loss: what clients minimize: "cross-entropy", "bce", "mse", "segmentation", `module:function` or a callable.
+        targets: of a loss function of your own, what targets are that the attacker does not know: "free" numbers,
+            "binary" ones or "probabilities", in the outputs' shape, or "classes"; "known" where it has to know them.
+        threat: what the attacker knows beside the update, as an object or settings: `{"knows_labels": True}`.
         output: which part of what the model returns that is taken of: a name, a place, or a function of the whole.
         input_range: least and largest number that inputs can have, where that is not [0, 1].
         categories: of a table, first column of each one-hot category and the one behind its last.
@@ -289,6 +293,8 @@ class AuditOptions:
     std: Sequence[float] = ()
     head: str | None = None
     loss: str | Mapping[str, Any] | Loss | Callable[..., Tensor] = "cross-entropy"
+    targets: TargetKind | None = None
+    threat: ThreatModel | Mapping[str, Any] | None = None
     output: Choice = None
     input_range: Range | None = None
     categories: Sequence[tuple[int, int]] = ()
@@ -301,6 +307,8 @@ class AuditOptions:
     def __post_init__(self) -> None:
         for key in ("batch_size", "clients", "seed", "workers"):
             object.__setattr__(self, key, fit_value(AuditOptions, key, getattr(self, key)))
+        if isinstance(self.threat, Mapping):
+            object.__setattr__(self, "threat", fit_value(ClientSettings, "threat", self.threat))
         if self.attacks is not None and not isinstance(self.attacks, str | Mapping | Attack | Sequence):
             raise TypeError(f"attacks: expected a name or a list of names, got {type(self.attacks).__name__}")
         if self.out is not None:
@@ -329,6 +337,8 @@ class AuditOptions:
             std=self.std,
             head=self.head,
             loss=self.loss,
+            targets=self.targets,
+            threat=self.threat,  # type: ignore[arg-type]
             output=self.output,
             input_range=self.input_range,
             categories=self.categories,
@@ -352,7 +362,9 @@ def audit(
         subject: the model as it was when the update was made, or a view (`fl.capture`).
         images: (N, C, H, W) in [0, 1] as floats, or a batch; those behind the update, as far as they are known. Other
             inputs as `fl.capture.from_batch` takes them: tables, series, ids, several inputs.
-        labels: int64 (N,) or a list of integers, beside images that are a tensor; or the targets of the loss.
+        labels: int64 (N,) or a list of integers, beside images that are a tensor; or the targets of the loss. Beside an
+            update without images: those that the attacker knows. Beside images it knows them under
+            `threat={"knows_labels": True}`.
         update: weights before minus weights after, by parameter name, as a list of arrays in the order of
             `model.state_dict()` or as one vector of all their numbers, or the file that holds them; or (before, after),
             or {"before": ..., "after": ...}, each a file, a model, a state dictionary or a list, where None is the
@@ -371,7 +383,10 @@ def audit(
     """
     chosen = options_or_settings(AuditOptions, options, settings)
     with errors_in_python():
-        return report_in_python(_audit(subject, _examples(images, labels), update, truth, chosen))
+        alone = images is None and labels is not None and update is not None  # so that the attacker knows them
+        stated = _as_tensor(labels) if alone else None
+        known = None if alone else _examples(images, labels)
+        return report_in_python(_audit(subject, known, update, truth, chosen, stated))
 
 
 def _model_hint(subject: object) -> str:
@@ -399,12 +414,17 @@ def _audit(
     update: Captured | None,
     truth: Truth | None,
     chosen: AuditOptions,
+    stated: Tensor | None,
 ) -> AuditReport:
-    """Return what `audit` does, in the words of the command line."""
+    """Return what `audit` does, in the words of the command line; `stated` are labels without images."""
     control = _control(chosen.minutes, keep_best_on_interrupt=True)
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
             raise ValueError("a view holds its update: give what is known to be behind it as truth=")
+        if chosen.threat is not None or chosen.targets is not None:
+            raise ValueError(
+                "a view holds its loss and what the attacker knows: say threat and targets where it is made"
+            )
         subjects, method = [Subject(subject, truth, captured=True)], subject.method
         batch_size = subject.batch_size or 1
     else:
@@ -413,7 +433,7 @@ def _audit(
             raise TypeError(f"expected a model (nn.Module) or a server's view, got {type(subject).__name__}{hint}")
         if truth is not None:
             raise ValueError("truth goes with a view; give a model's images and labels")
-        subjects, method = _subjects(subject, known, update, chosen)
+        subjects, method = _subjects(subject, known, update, chosen, stated)
         batch_size = subjects[0].view.batch_size or chosen.batch_size
     ids = subjects[0].view.task.inputs.has_ids
     usual = attack_selection.ATTACKS_ON_IDS if ids else attack_selection.default_attacks(method, batch_size)
@@ -437,19 +457,32 @@ def _examples(images: Inputs | Batch | None, labels: Tensor | Sequence[float] | 
         return None if images is None else Examples.of(images)
     if labels is None:
         raise ValueError("expected labels beside images: int64, one for each")
+    several: list[Any] = tensors_of(images) if isinstance(images, Mapping | tuple | list) else [images]
+    for value in several:
+        _check_tensor("images", value)
+    labels = _as_tensor(labels)
+    if isinstance(images, Tensor):
+        _check_layout(images)
+    return check_examples("images", images, labels)
+
+
+def _as_tensor(labels: object) -> Tensor:
+    """Return labels, which may be a list."""
     if isinstance(labels, (list, tuple)):
         try:
             labels = torch.tensor(labels)
         except (ValueError, TypeError) as error:  # words, or lists of several lengths
             raise ValueError(f"labels: expected a number for each image, counted from 0, got {labels!r:.80}") from error
-    several: list[Any] = tensors_of(images) if isinstance(images, Mapping | tuple | list) else [images]
-    for name, value in (*(("images", value) for value in several), ("labels", labels)):
-        if not isinstance(value, Tensor):
-            kind = f"{type(value).__module__}.{type(value).__name__}"
-            raise TypeError(f"{name}: expected a torch tensor, got {kind}; for arrays: torch.from_numpy({name})")
-    if isinstance(images, Tensor):
-        _check_layout(images)
-    return check_examples("images", images, labels)
+    _check_tensor("labels", labels)
+    assert isinstance(labels, Tensor)
+    return labels
+
+
+def _check_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor."""
+    if not isinstance(value, Tensor):
+        kind = f"{type(value).__module__}.{type(value).__name__}"
+        raise TypeError(f"{name}: expected a torch tensor, got {kind}; for arrays: torch.from_numpy({name})")
 
 
 def _check_layout(images: Tensor) -> None:
@@ -466,8 +499,17 @@ def _subjects(
     known: Examples | None,
     update: Captured | None,
     chosen: AuditOptions,
+    stated: Tensor | None,
 ) -> tuple[list[Subject], Method]:
-    """Return the updates of a user's model, and the method they are of."""
+    """Return the updates of a user's model, and the method they are of.
+
+    Args:
+        model: the user's.
+        known: inputs and targets, where they are known.
+        update: a captured one.
+        chosen: how it was made.
+        stated: targets that the attacker of a captured update knows, without the inputs.
+    """
     client = chosen.client()
     if known is not None:
         known = known.like(model)
@@ -491,6 +533,8 @@ def _subjects(
     if facts is not None:
         client = client if client.method is not None else replace(client, method=facts.method(model))
         batch_size = facts.examples if batch_size == 1 and facts.examples is not None else batch_size
+    if stated is not None:
+        client = CapturedUpdateSettings(**vars(client), labels=stated)
     client, captured, assumed = with_open_step_size(client, with_model_names(captured, model), chosen.stated_method)
     subject = captured_update.of_update(
         model,

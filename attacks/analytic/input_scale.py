@@ -37,6 +37,7 @@ from attacks.verification.comparison import can_replay
 from attacks.verification.error_bounds import ERROR_FACTOR, MAX_PIXEL_ERROR
 from attacks.verification.explanation import explains_update
 from attacks.verification.update_comparison import UNLIKE_DISTANCE, UpdateComparison
+from attacks.verification.words import KNOWN_TARGETS
 from fl.defense import Defense
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
@@ -78,7 +79,7 @@ ASKED_SHARES, LEAST_SHARE = (1.0, 0.25), 1e-7
 UP_TO_BRIGHTNESS = "the update tells the picture up to its brightness"
 """What notes say where only the direction of the first layer's input is told."""
 NOWHERE = NotApplicable("no linear layers of weights that moved are given all pixels as they are", limit=True)
-TARGET_UNKNOWN = "its size takes the target, which may be one of too many: state it (threat: knows_labels)"
+TARGET_UNKNOWN = f"its size takes the target, which may be one of too many: {KNOWN_TARGETS}"
 SEVERAL_FACTORS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} of different brightness make all of it"
 OTHER_STEP_SIZE = (
     f"not confirmed: {UP_TO_BRIGHTNESS}; at the stated step size no picture makes the update, and this one does at "

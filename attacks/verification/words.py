@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from attacks.update.label_gradients import MAX_TRIED_LABELS
 
+KNOWN_TARGETS = "let the attacker know them (threat, --threat '{knows_labels: true}')"
+"""How targets are stated."""
 STILL = "tensors that did not move count as not trained: {}"
 CONTRADICTED = (
     "not confirmed: the picture explains what it was read from, but one step of SGD on it does not make the rest of "
@@ -24,7 +26,7 @@ LABELS_UNTRIED = (
 )
 TARGETS_UNKNOWN = (
     "not confirmed: the targets are unknown and can't be told from the update, so nobody can ask whether one step on "
-    "the picture makes all of it; state them (threat: knows_labels) to rely on that"
+    f"the picture makes all of it; to rely on that, {KNOWN_TARGETS}"
 )
 TARGETS_REFUSED = (
     "not confirmed: the loss function takes none of the targets that the examples may have, by themselves, so nobody "

@@ -40,7 +40,7 @@ UNKNOWN_ORDER_TOLERANCE = 0.5
 def of_update(
     model: nn.Module,
     captured: CapturedUpdate,
-    client: ClientSettings,
+    client: ClientSettings | CapturedUpdateSettings,
     *,
     input_shape: Sequence[int] | Inputs,
     batch_size: int,
@@ -52,10 +52,12 @@ def of_update(
     Args:
         model: as it was before the update.
         captured: the update in the model's own names (`eval.audit.tensor_names.with_model_names`).
-        client: how the client trained, as far as known.
+        client: how the client trained, as far as known; `CapturedUpdateSettings` with `labels` alone, which the
+            attacker knows.
         input_shape: (C, H, W) of the images, or of other inputs what `fl.capture.from_update` takes.
         batch_size: how many images the update was made of; of a mean, those of each client.
-        given: images and labels, of which the update was made of the first; None where nobody knows them.
+        given: images and labels, of which the update was made of the first; None where nobody knows them. The attacker
+            knows these labels where the client's `threat` says so.
         source: what says the images' shape, for errors about it; that is the option where nothing else does.
 
     Raises:
@@ -65,6 +67,10 @@ def of_update(
     if len(sides) == len(input_shape) == 3:
         what = "inputs" if source else "--input-shape of images"
         check_images_fit(model, (sides[0], sides[1], sides[2]), what, source)
+    stated = client.labels if isinstance(client, CapturedUpdateSettings) else None
+    knows_labels = client.threat is not None and client.threat.knows_labels
+    if client.threat is not None:  # a part of several clients' labels belongs to each
+        client = replace(client, threat=replace(client.threat, knows_labels=False))
     model, unsent = freeze_unsent(model, captured.update, _shared_names(model, client, input_shape))
     clients = captured.clients
 
@@ -87,6 +93,13 @@ def of_update(
     if given is not None:
         known_data = _true_batch(Examples.of(given), view, batch_size * clients)
         known_data = known_data.take(torch.arange(len(given) // clients * clients))
+        stated = known_data.labels[: batch_size * clients] if knows_labels else stated
+    elif knows_labels and stated is None:
+        raise ValueError(
+            "expected the labels, which the attacker knows under this threat model, got none: give them with their "
+            "images (--images, or your function returns them)"
+        )
+    view = view if stated is None else _with_labels(view, stated)
     doubts = (
         _train_mode_contradiction(view, captured.buffers),
         update_sanity.find_mistaken_weights(view),
@@ -99,6 +112,20 @@ def of_update(
         return subject
     told = _with_truth(subject, known_data, view_of, scaled=scaled, rounding=_rounding(captured, view))
     return _allow_finer_start(told, rounding_bounds(captured.before, captured.before))
+
+
+def _with_labels(view: ServerView, labels: Tensor) -> ServerView:
+    """Return a view whose server knows the labels of all examples.
+
+    Raises:
+        ValueError: they are not as many as examples, or no targets of the loss.
+    """
+    if view.batch_size is not None and len(labels) != view.batch_size:
+        raise ValueError(
+            f"expected as many labels as examples, {view.batch_size} (--batch-size, times --clients), got {len(labels)}"
+        )
+    known = view.task.loss.prepare(labels, view.task.output_shape).to(next(iter(view.task.parameters.values())).device)
+    return replace(view, labels=known, threat=replace(view.threat, knows_labels=True))
 
 
 def _allow_finer_start(subject: Subject, rounding: Mapping[str, Tensor]) -> Subject:

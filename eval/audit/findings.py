@@ -24,6 +24,8 @@ from eval.report.sections import inconclusive as undecided
 from eval.report.sections.inconclusive import OpenQuestion, Outcome
 from fl.view import ThreatModel
 
+LABEL_FIGURES = ("label_correct", "label_overlap", "label_error")
+"""What rows say of labels that came back: nothing where the attacker was given them."""
 PICTURED_KINDS = {"settled", "borne out", "ran", "searched", "gave up", "contradicted"}
 """What attacks come to that bring pictures."""
 NOT_BEGUN = "the time limit came before it"
@@ -263,6 +265,8 @@ class _Context:
 
 def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[list[int]]) -> AttackFinding:
     """Return what one attack's rows come to."""
+    if context.threat.knows_labels:
+        rows, labels = [row | dict.fromkeys(set(row).intersection(LABEL_FIGURES)) for row in rows], []
     open_to = [row for row in rows if not row.get("spared")]
     if not open_to:
         return AttackFinding.from_skip(attack, str(rows[0]["not_applicable"]))

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from torch import nn
 
@@ -31,9 +31,11 @@ from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
 from fl.capture import ClientSettings
 from fl.inputs.form import Inputs
+from fl.losses.function import TargetKind
 from fl.method import methods
 from fl.privacy.private_method import PrivateMethod
-from fl.settings import SettingError
+from fl.settings import SettingError, fit_value
+from fl.view import ThreatModel
 
 NO_SUBJECT = "expected MODULE:FUNCTION, --update with --model, or --method with --dataset"
 """Why nothing can be audited."""
@@ -51,6 +53,7 @@ OPTIONS = {
     ("method",): "--method",
     ("defense",): "--defense",
     ("attack",): "--attack",
+    ("threat",): "--threat",
     ("seeds", "0"): "--seed",
 }
 """The options of the command that stand for settings of the config which an audit of a method runs."""
@@ -60,7 +63,7 @@ _OWN = "goes with your own model; a method of ours classifies images"
 _UPDATES = "goes with a captured update alone"
 IDLE_OPTIONS: dict[str, dict[str, str]] = {
     "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS)
-    | dict.fromkeys(("loss", "output", "head", "input_range", "categories"), _OWN)
+    | dict.fromkeys(("loss", "targets", "output", "head", "input_range", "categories"), _OWN)
     | dict.fromkeys(("kind", "clients"), _UPDATES),
     "model": {
         **dict.fromkeys(("dataset", "rounds"), _METHODS),
@@ -104,6 +107,8 @@ class AuditRequest:
         mean: `a,b,c`.
         std: likewise.
         loss: name or settings, or `module:function`; empty is cross entropy.
+        targets: what the unknown targets of a loss function of the user's own are; empty finds out.
+        threat: settings (in YAML) of what the attacker knows beside the update; empty is the threat model as it comes.
         output: which part of the model's output it is taken of; None takes the only tensor, or `logits`.
         head: prefix of the names of the classifier's parameters; None takes the last linear layer.
         input_range: `low,high` of inputs that are not in [0, 1].
@@ -133,6 +138,8 @@ class AuditRequest:
     mean: str = ""
     std: str = ""
     loss: str = ""
+    targets: str = ""
+    threat: str = ""
     output: str | None = None
     head: str | None = None
     input_range: str = ""
@@ -213,6 +220,7 @@ class AuditRequest:
         if self.source == "method":
             given += [("--dataset", self.dataset), ("--model", self.model)]
         given += [("--images", self.images)] if is_settings(self.images or "") else []
+        given += [("--threat", self.threat)]
         given += [("--loss", self.loss)] if self.loss.startswith("{") else []
         for option, text in given:
             try:
@@ -292,6 +300,7 @@ class AuditRequest:
                 "batch_size": self.batch_size,
                 "method": {key: value for key, value in observed.items() if key in settings},
             },
+            **({"threat": _known(self.threat)} if self.threat else {}),
             "seeds": [self.seed],
             "score": {"download": self.download},
             **({"imports": list(self.imports)} if self.imports else {}),
@@ -382,6 +391,8 @@ class AuditRequest:
             std=_numbers(self.std, "std"),
             head=self.head,
             loss=_loss(self.loss),
+            targets=_targets(self.targets),
+            threat=_threat(self.threat),
             output=self.output,
             input_range=_range(self.input_range),
             categories=_categories(self.categories),
@@ -491,6 +502,29 @@ def _shape(text: str | None, given: Examples | None) -> Sequence[int] | Inputs:
 def _loss(text: str) -> str | dict[str, Any]:
     """Return a loss by its name, as settings in YAML or as `module:function`."""
     return yaml12.parse_settings(text) if text.startswith("{") else text or "cross-entropy"
+
+
+def _targets(text: str) -> TargetKind | None:
+    """Return what the unknown targets of a loss function of the user's own are."""
+    if text and text not in get_args(TargetKind):
+        raise ValueError(f"expected --targets as {', '.join(get_args(TargetKind))}, got {text!r}")
+    return cast(TargetKind, text) if text else None
+
+
+def _known(text: str) -> dict[str, Any]:
+    """Return the settings of a threat model."""
+    given = yaml12.parse(text)
+    if not isinstance(given, dict):
+        raise ValueError(f"expected --threat as settings such as '{{knows_labels: true}}', got {text!r}")
+    return given
+
+
+def _threat(text: str) -> ThreatModel | None:
+    """Return what the attacker knows beside the update."""
+    try:
+        return fit_value(ClientSettings, "threat", _known(text)) if text else None
+    except SettingError as error:
+        raise ValueError(f"--{error}") from error
 
 
 def _range(text: str) -> tuple[float, float] | None:

@@ -112,6 +112,16 @@ Loss = Annotated[
     str,
     typer.Option(help="What clients minimize: cross-entropy (without it), bce, mse, segmentation or MODULE:FUNCTION."),
 ]
+Targets = Annotated[
+    str,
+    typer.Option(
+        help="Of a --loss MODULE:FUNCTION, what targets are that the attacker does not know: free, binary, "
+        "probabilities or classes; or known."
+    ),
+]
+Threat = Annotated[
+    str, typer.Option(help="What the attacker knows beside the update, as settings: '{knows_labels: true}'.")
+]
 Output = Annotated[
     str | None,
     typer.Option(help="Which of several outputs of your model the loss is of: a name, a place or MODULE:FUNCTION."),
@@ -166,7 +176,7 @@ _FOREIGN = {
     "update": {"target", "dataset", "rounds", "count", "workers"},
     "method": {
         *("target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients"),
-        *("loss", "output", "head", "input_range", "categories"),
+        *("loss", "targets", "output", "head", "input_range", "categories"),
     },
 }
 """Options that do nothing for a source (`eval.audit.request.IDLE_OPTIONS`)."""
@@ -214,6 +224,8 @@ def audit(
     mean: Mean = "",
     std: Std = "",
     loss: Loss = "",
+    targets: Targets = "",
+    threat: Threat = "",
     output: Output = None,
     head: Head = None,
     input_range: InputRange = "",
@@ -273,6 +285,8 @@ def audit(
         mean=mean,
         std=std,
         loss=loss,
+        targets=targets,
+        threat=threat,
         output=output,
         head=head,
         input_range=input_range,

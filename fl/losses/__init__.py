@@ -128,7 +128,7 @@ class Loss:
 
         By default the root mean square of the difference.
         """
-        return (found.double() - true.double()).flatten(1).square().mean(1).sqrt()
+        return (found.double() - true.double()).reshape(len(found), -1).square().mean(1).sqrt()
 
     @property
     def has_exact_targets(self) -> bool:

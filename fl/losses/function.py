@@ -8,7 +8,7 @@ import logging
 import math
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
@@ -24,6 +24,7 @@ from fl.losses.segmentation import Segmentation
 from fl.runtime import user_code
 from fl.runtime.double_precision import KeepDouble, PrecisionError
 from fl.seeds import stream
+from fl.settings import declared, fit_value
 
 TargetKind = Literal["known", "free", "binary", "probabilities", "classes"]
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -173,6 +174,7 @@ class NamedFunction(OwnLoss):
         return _checked(_called(_find(self.function), outputs, targets), self.function)
 
 
+@declared("loss")
 @dataclass(frozen=True, kw_only=True)
 class GivenFunction(OwnLoss):
     """A function of the user's own as an object.
@@ -191,22 +193,47 @@ class GivenFunction(OwnLoss):
         return _checked(_called(self.call, outputs, targets), getattr(self.call, "__name__", type(self.call).__name__))
 
 
-def build_loss(given: object) -> Loss:
+def build_loss(given: object, targets: TargetKind | None = None) -> Loss:
     """Return the loss that a user named or gave.
 
     Args:
         given: a name ("bce"), settings ({"name": "bce", ...}), `module:function`, a loss of torch.nn with its default
-            settings, a callable, or a loss.
+            settings, a callable, or a loss. The `function` of {"name": "function"} may be a callable as well.
+        targets: what the unknown targets of a function of the user's own are (`OwnLoss`); None leaves it to the loss.
 
     Raises:
-        ValueError: it is none of these.
+        ValueError: it is none of these, or targets are stated of a loss that says itself what they are.
     """
+    return _with_targets(_built(given), targets)
+
+
+def _with_targets(loss: Loss, targets: TargetKind | None) -> Loss:
+    """Return a loss of which is said what its targets are."""
+    if targets is None:
+        return loss
+    if not isinstance(loss, OwnLoss):
+        raise ValueError(
+            f"targets go with a loss function of your own alone: {loss.name} says itself what they are; leave them out"
+        )
+    if loss.targets not in {"known", targets}:
+        raise ValueError(f"expected what targets are to be said once, got {loss.targets!r} of the loss and {targets!r}")
+    checked = fit_value(OwnLoss, "targets", targets)
+    return replace(loss, targets=checked)
+
+
+def _built(given: object) -> Loss:
+    """Return the loss that is given, with what it says itself of its targets."""
     if isinstance(given, Loss):
         return given
     if isinstance(given, str) and ":" in given:
         return NamedFunction(function=given)
-    if isinstance(given, str | dict):
-        return losses.build(given)
+    if isinstance(given, Mapping) and given.get("name") == "function" and callable(given.get("function")):
+        settings = {key: value for key, value in given.items() if key not in {"name", "function"}}
+        if unknown := set(settings) - {"targets"}:
+            raise ValueError(f"expected settings function and targets of the loss, got {min(unknown)!r}")
+        return GivenFunction(call=given["function"], **settings)
+    if isinstance(given, str | Mapping):
+        return losses.build(given if isinstance(given, str) else dict(given))
     if isinstance(given, nn.Module):
         return _known_module(given) or GivenFunction(call=given)
     if callable(given) and not isinstance(given, type):

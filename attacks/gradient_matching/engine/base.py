@@ -42,6 +42,7 @@ from attacks.result import IDS_UNSEARCHABLE
 from attacks.search_control import SearchControl, SearchMonitor
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, comparable_rounds
 from attacks.update.training_phases import surrogate_hint
+from attacks.verification.words import KNOWN_TARGETS
 from fl.ranges import Count, CountFrom0, Limit, Share, StepSize, Weight
 from fl.seeds import stream
 from fl.simulation.nonfinite_updates import all_finite
@@ -545,9 +546,12 @@ def _unknown_targets(view: ServerView) -> str | None:
     known = view.labels is not None or not view.method.uses_labels
     if known or task.loss.variable_shape(task.output_shape) is not None:
         return None
+    if task.loss.takes_classes:
+        return f"the classes are unknown, and a search tries none under a loss of one's own: {KNOWN_TARGETS}"
     return (
-        "the targets are unknown, and nothing says what they can be under a loss of one's own: give it targets= (free, "
-        "binary or probabilities), or let the attacker know them (threat: knows_labels)"
+        "the targets are unknown, and nothing says what they can be under a loss of one's own: state that they are "
+        "numbers in the outputs' shape (--targets free, --targets binary or --targets probabilities), or "
+        f"{KNOWN_TARGETS}"
     )
 
 

@@ -30,6 +30,8 @@ OPTION = re.compile(r"(?<!\w)--[a-z]")
             "give method={'name': 'fedavg', 'train_mode': True, ...}, or no method and",
         ),
         ("such as --defense '{name: prune, ratio: 0.9}'", "such as defense={'name': 'prune', 'ratio': 0.9}"),
+        ("(--targets free or --targets binary)", "(targets='free' or targets='binary')"),
+        ("(threat, --threat '{knows_labels: true}')", "(threat={'knows_labels': True})"),
         ("(hyperleak audit --method, fl.federation)", "(fl.federation)"),
         ("give --images '{name: emnist, size: 28}', or an .npz file of such images (see --help)", "give such images"),
         ("no file out/--b/c.npz beside a--b", "no file out/--b/c.npz beside a--b"),
