@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,6 +21,24 @@ ATTACKS = Path(__file__).resolve().parents[1]
 """Where the attacks' own code lies."""
 BESIDE = 0.1
 """Standard deviation of what is added to weights, where a network may be flat for these alone."""
+
+
+def pull_back_or_zeros(outputs: Sequence[Tensor], at: Tensor, signals: Sequence[Tensor]) -> Tensor:
+    """Return what flows back into `at` from several outputs: zeros where no gradient leads there.
+
+    None leads through comparisons, whole numbers, new tensors (`zeros_like`) or what a network detaches.
+
+    Args:
+        outputs: made of `at`, or not.
+        at: a tensor that requires a gradient.
+        signals: at the outputs.
+    """
+    ways = [(out, signal) for out, signal in zip(outputs, signals, strict=True) if out.requires_grad]
+    if not ways:
+        return torch.zeros_like(at)
+    reached, flows = zip(*ways, strict=True)
+    (found,) = torch.autograd.grad(reached, at, flows, retain_graph=True, allow_unused=True, materialize_grads=True)
+    return found
 
 
 def autograd_obstacle(view: ServerView, error: Exception) -> str | None:

@@ -26,6 +26,7 @@ from attacks.analytic.graph.batch_statistics import (
     solve_inputs,
 )
 from attacks.analytic.graph.solver import MIN_DIRECTION, UNSHIFTED
+from attacks.network.autograd_support import pull_back_or_zeros
 
 SHIFT_SHARE = 0.8
 """Share of a convolution's channels up to which shifts find its positions: near one they are ill-conditioned."""
@@ -61,8 +62,7 @@ class LinearShortcut:
         """Return what flows back into x from what flows back into the sum."""
         with torch.enable_grad():
             at = torch.zeros_like(self.like).requires_grad_()
-            (found,) = torch.autograd.grad(self.apply(at), at, signal)
-        return found
+            return pull_back_or_zeros([self.apply(at)], at, [signal])
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.network.autograd_support import pull_back_or_zeros
 from attacks.network.operation_trace import Ref
 
 MAX_MISFIT = 2e-2
@@ -156,7 +157,7 @@ def _pull_back_each(network: NetworkGraph, path: list[int], start: Ref, end: Ref
     with torch.enable_grad():
         point = torch.zeros_like(network.graph.value(start)).requires_grad_()
         made = network.graph.replay(path, end, {start: point})[0].flatten()
-        each = [torch.autograd.grad(number, point, retain_graph=True)[0][0].flatten() for number in made]
+        each = [pull_back_or_zeros([number], point, [torch.ones_like(number)])[0].flatten() for number in made]
     return torch.stack(each, 1)
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.network.autograd_support import pull_back_or_zeros
 from attacks.network.operation_recognition import (
     MonotoneActivation,
     has_trained_weight,
@@ -148,12 +149,14 @@ class NetworkGraph:
             values: of what it takes; by default those of the trace.
         """
         given = {ref: self.graph.value(ref) for ref in self.flows_into(number)} | dict(values or {})
+        start = given[to] if to in given else self.graph.value(to)
+        if not start.is_floating_point():  # a mask, or indices
+            return torch.zeros_like(start, dtype=signal.dtype)
         with torch.enable_grad():
-            at = (given[to] if to in given else self.graph.value(to)).detach().clone().requires_grad_()
+            at = start.detach().clone().requires_grad_()
             out = self.run(number, {**given, to: at})
             # batch normalization's backward of PyTorch 2.15 is wrong for signals in another memory layout
-            (found,) = torch.autograd.grad(out, at, signal.reshape(out.shape).contiguous())
-        return found
+            return pull_back_or_zeros([out], at, [signal.reshape(out.shape).contiguous()])
 
     def gate(self, ref: Ref) -> tuple[int, Tensor] | None:
         """Return the only activation that takes a tensor, by way of scalings and sums, and the slope of these."""

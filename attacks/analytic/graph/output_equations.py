@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.joint_least_squares import KnownEntries
 from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.network.autograd_support import pull_back_or_zeros
 from attacks.network.operation_trace import Ref
 from fl.seeds import stream
 
@@ -94,7 +95,7 @@ class OutputEquations:
 
     def pull(self, weights: Sequence[Tensor]) -> Tensor:
         """Return F^T w."""
-        return torch.autograd.grad(self._offset, self._point, list(weights), retain_graph=True)[0]
+        return pull_back_or_zeros(self._offset, self._point, weights)
 
     def right_side(self) -> list[Tensor]:
         """Return t, less what is there without x."""

@@ -110,7 +110,13 @@ class JointEquations:
             flat = end.flatten()
             if not leaves:
                 return (flat[None],)
-            made = torch.autograd.grad((flat * self.signal).sum(), list(leaves.values()), create_graph=True)
+            made = torch.autograd.grad(
+                (flat * self.signal).sum(),
+                list(leaves.values()),
+                create_graph=True,
+                allow_unused=True,  # of what a network detaches, say
+                materialize_grads=True,
+            )
         return flat[None], *(one[None] for one in made)
 
     @property

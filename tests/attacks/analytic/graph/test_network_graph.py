@@ -48,3 +48,29 @@ def test_what_flows_back_hangs_on_no_memory_layout() -> None:
     apart = network.pull_back(number, signal.contiguous(), Ref(0))
     assert torch.equal(network.pull_back(number, signal, Ref(0)), apart)
     assert not torch.allclose(apart, signal)
+
+
+class Unreached(nn.Module):
+    """Has operations that no gradient passes: new tensors, comparisons, signs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.maximum(x, torch.zeros_like(x)) * (x > 0) + x * x.sign()
+        return torch.where(x > 1, x, x - 1).sum((2, 3))
+
+
+def test_nothing_flows_back_where_no_gradient_leads() -> None:
+    draw = torch.Generator().manual_seed(0)
+    graph = trace_operations(Unreached(), torch.randn(1, 2, 4, 4, generator=draw, dtype=torch.float64))
+    assert isinstance(graph, Graph)
+    network = NetworkGraph(graph, graph, {})
+    silent = set()
+    for number in network.used:
+        signal = torch.ones_like(network.run(number, {}), dtype=torch.float64)
+        for ref in network.flows_into(number):
+            found = network.pull_back(number, signal, ref)
+            assert found.shape == graph.value(ref).shape
+            assert found.is_floating_point()
+            if not found.any():
+                silent.add((graph.nodes[number].operation, graph.value(ref).dtype))
+    masks = {("mul", torch.bool), ("where", torch.bool)}
+    assert silent - {("maximum", torch.float64)} == {(n, torch.float64) for n in ("zeros_like", "gt", "sign")} | masks
