@@ -73,7 +73,8 @@ class Reconstruction:
         approximate: whether one step on the images (or features) makes the whole update as nearly as right ones would,
             though they can't be verified: they may be the mean of several nearly alike, or rounding or noise may have
             put them off by more than a quarter of a level. `note` says which.
-        note: how far an attack got that did not get to its end; empty where it did.
+        note: how far an attack got that did not get to its end, and why what it returns is not verified if it can
+            tell; empty where it got there.
         given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
             words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
         cut_short: what ended the search before its time (a time limit, an interrupt; `attacks.search_control`), in

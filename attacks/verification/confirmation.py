@@ -37,6 +37,7 @@ from attacks.verification.explanation import (
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
+from attacks.verification.unverified import say_why_unverified
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     BELOW_ROUNDING,
@@ -71,7 +72,8 @@ LEAST_SEEN = 0.5
 def confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update, or its stated rule, bears it out.
 
-    Where the network does not run in double precision, or the user's loss raises an error, nothing is confirmed.
+    Where the network does not run in double precision, or the user's loss raises an error, nothing is confirmed. What
+    an attack itself does not verify says in its note why not, and how much is open.
 
     Args:
         view: that was attacked.
@@ -81,7 +83,8 @@ def confirm(view: ServerView, result: Result) -> Result:
         result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE})
     try:
         with function_errors_named():
-            return _confirm(view, result)
+            held = _confirm(view, result)
+            return say_why_unverified(view, held) if isinstance(held, Reconstruction) else held
     except (PrecisionError, FunctionError) as error:
         assert isinstance(result, Reconstruction)
         note = "; ".join(filter(None, (result.note, f"not confirmed: {error}")))

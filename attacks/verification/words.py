@@ -123,3 +123,12 @@ SIZE_UNSTATED = (
     "not confirmed: nothing in the update tells how bright the picture is but its size, which nobody knows without the "
     "step size; state that (method, --method)"
 )
+OPEN_NUMBERS = (
+    "not verified: {} of the {} numbers of the picture are open, which what it was read from fixes to no level of "
+    "8 bits"
+)
+LEFT_UNEXPLAINED = (
+    "not verified: {:.1e} of the equations that it was read from is left unexplained, or they do not fix it to {}"
+)
+UNEXPLAINED = "not verified: the equations that it was read from are left unexplained, or do not fix it to {}"
+DEFENSE_UNKNOWN = "the defense is unknown, and may have changed these equations"

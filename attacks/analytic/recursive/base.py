@@ -113,7 +113,10 @@ class LayerwiseInversion(Attack):
         found = [self._attempt(view, stages, gradients, start) for start in starts]
         best = min(found, key=lambda result: result.objective)
         if sum(result.objective <= self.fits for result in found) > 1:
-            return replace(best, verified=False)  # several images explain the update
+            several = (
+                f"not verified: {sum(result.objective <= self.fits for result in found)} pictures explain the update"
+            )
+            return replace(best.with_note(several), verified=False)
         return best
 
     def _refusal(self, stages: Sequence[Stage], gradients: Gradients, count: int) -> NotApplicable | None:
@@ -161,6 +164,7 @@ class LayerwiseInversion(Attack):
             objective=off,
             private={**ranks, **conditions},
             verified=whole and sized and sharp and off <= self.fits,
+            note=self._explain_doubt(names, solved, off, sharp=sharp, sized=sized),
         )
         if len(pixels) == 1:
             return _with_label(found, view, stages, start)
@@ -170,7 +174,29 @@ class LayerwiseInversion(Attack):
         sent = gradients.get(f"{stages[-1].name}.bias")
         odd = sent is not None and view.task.loss.is_cross_entropy and is_sign_flipped(sent, len(pixels))
         labels = assign_labels(view, gradients, pixels.to(view.device))
-        return replace(found, labels=labels, note=SIGN_WARNING_NO_LABELS if odd else "")
+        return _with_sign_warning(replace(found, labels=labels), odd=odd)
+
+    def _explain_doubt(
+        self, names: Sequence[str], solved: Sequence[SolvedInput], off: float, *, sharp: bool, sized: bool
+    ) -> str:
+        """Say why a picture is not verified; empty where it is."""
+        few = [
+            f"{layer.unknown_count - layer.rank} of the {layer.unknown_count} numbers that {name} is given are open"
+            for name, layer in zip(names, solved, strict=True)
+            if layer.rank < layer.unknown_count
+        ]
+        if few:
+            return f"not verified: {', '.join(few)}"
+        if not off <= self.fits:
+            return f"not verified: {off:.1e} of the layers' gradients is left unexplained"
+        if not sharp:
+            magnified = f"magnified by the condition number of its equations, {solved[0].condition:.1e}"
+            return (
+                f"not verified: what the gradient of {names[0]} is off by, {magnified}, may be half a level of 8 bits"
+            )
+        if not sized:
+            return "not verified: of one layer alone, a defense that is unknown, or left numbers out, may hide the size"
+        return ""
 
 
 def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage], start: StartSignal) -> Reconstruction:
@@ -181,12 +207,16 @@ def _with_label(found: Reconstruction, view: ServerView, stages: Sequence[Stage]
         labels, _ = single_label(view)
         return replace(found, labels=labels, knowledge=() if view.labels is None else ("labels",))
     odd = head and is_sign_flipped(start.signal[0])
-    return replace(
+    labeled = replace(
         found,
         labels=start.signal.argmin(1).to(view.device) if head and not odd else view.labels,
         knowledge=() if (head and not odd) or view.labels is None else ("labels",),
-        note=SIGN_WARNING_NO_LABELS if odd else "",
     )
+    return _with_sign_warning(labeled, odd=odd)
+
+
+def _with_sign_warning(found: Reconstruction, *, odd: bool) -> Reconstruction:
+    return replace(found, note="; ".join(filter(None, (SIGN_WARNING_NO_LABELS, found.note)))) if odd else found
 
 
 def _input_scale(stage: Stage, pixels: Tensor) -> float:

@@ -307,7 +307,9 @@ def invert_jointly(
     elif not view.task.inputs.is_image and equations.explains(errors):  # numbers at no levels
         verified = bool((_deviations(matrix) < MAX_PIXEL_ERROR).all()) and view.threat.knows_defense
     off = max(errors.values())
-    note = "" if equations.explains(errors) else f"{counts}, of which {off:.1e} is left unexplained"
+    note = f"{counts}, of which {off:.1e} is left unexplained"
+    if equations.explains(errors):
+        note = "" if verified or fixed is not None else _say_what_is_open(_deviations(matrix))
     return Reconstruction(
         inputs=images.clamp(0, 1).to(view.device, view.dtype),
         objective=off,
@@ -316,6 +318,15 @@ def invert_jointly(
         fixed=None if fixed is None else fixed.to(view.device),
         note=note,
     )
+
+
+def _say_what_is_open(deviations: Tensor) -> str:
+    """Say why a picture that explains its equations has no levels, by its numbers' standard deviations (N,)."""
+    count = int((~(deviations < MAX_ROUNDABLE_STD / 255)).sum())
+    if not count:
+        return "not verified: at whole levels of 8 bits the picture leaves more than rounding of its equations"
+    rounding = "which rounding of the update may put on another level of 8 bits"
+    return f"not verified: {count} of the {len(deviations)} numbers of the picture are open, {rounding}"
 
 
 def _smooth_prior(shape: Sequence[int], like: Tensor) -> GaussianPrior:
