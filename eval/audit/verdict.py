@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
@@ -78,12 +79,26 @@ def column_verdict(rows: Sequence[Row]) -> str:
     scored = [row for row in rows if row.get("row_accuracy") is not None]
     if not scored:
         return ""
-    mean, guess = fmean(row["row_accuracy"] for row in scored), fmean(map(_column_guess, scored))
-    return f"{100 * mean:.0f} % of the columns right (TabLeak's accuracy), {100 * guess:.0f} % by the best guess"
+    mean, guess = (fmean(map(found, scored)) for found in (itemgetter("row_accuracy"), _column_guess))
+    words = f"{100 * mean:.0f} % of the columns right (TabLeak's accuracy), {100 * guess:.0f} % by the best guess"
+    rate = exact_match_rate(scored)
+    if rate is None:
+        return words
+    whole, guessed = round(rate * len(scored)), sum(_column_guess(row, "exact_match") for row in scored)
+    return (
+        f"{words}; {whole} of {len(scored)} row(s) right in all columns (exact match rate {100 * rate:.0f} %), "
+        f"{guessed:.0f} by the best guess"
+    )
 
 
-def _column_guess(row: Row) -> float:
-    keys = [key for key in row if key.startswith("floor_") and key.endswith("_row_accuracy")]
+def exact_match_rate(rows: Sequence[Row]) -> float | None:
+    """Return the share of a table's rows all of whose columns are right; None where there is no table."""
+    known = [row["exact_match"] for row in rows if row.get("exact_match") is not None]
+    return fmean(known) if known else None
+
+
+def _column_guess(row: Row, figure: str = "row_accuracy") -> float:
+    keys = [key for key in row if key.startswith("floor_") and key.endswith(f"_{figure}")]
     return max((row[key] for key in keys if row[key] is not None), default=0.0)
 
 

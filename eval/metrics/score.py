@@ -26,7 +26,7 @@ from eval.metrics import image as metrics
 from eval.metrics.baselines import baseline_images
 from eval.metrics.matching import assign
 from eval.metrics.perceptual import Perceptual
-from eval.metrics.tables import table_scores
+from eval.metrics.tables import NOT_FOUND, table_scores
 from eval.metrics.tokens import token_scores
 from fl.inputs.form import InputForm, image_form
 from fl.losses import Loss
@@ -136,7 +136,7 @@ def score(
         exact8: every pixel right after rounding to 8 bits.
         label, label_correct: the true label, and whether its reconstruction has it (None if either was not recovered).
         label_error: under another loss than cross entropy, how far the target is off (`fl.losses.Loss.errors`).
-        row_accuracy, categories_right, numbers_right: of a table (`eval.metrics.tables`).
+        row_accuracy, exact_match, categories_right, numbers_right: of a table (`eval.metrics.tables`).
         tokens, tokens_read, tokens_recall, tokens_precision: of ids (`eval.metrics.tokens`).
         label_overlap: share of the batch's labels recovered, in whatever order.
         objective: of the attack, for the whole batch.
@@ -177,6 +177,7 @@ def score(
         batch |= token_scores(reconstruction.private, task, true)
     if form.kind == "table":
         scored = _with_columns(scored, guess, true, matched, form)
+        absent |= NOT_FOUND if failure is not None else {}
     guesses = _Guesses(reference, seed, task).of(true)
     floors = _floors(measures, true, guesses, form)
     rows: list[Row] = []

@@ -1,4 +1,4 @@
-"""How much of a table's rows came back: TabLeak's accuracy, by category and by number."""
+"""How much of a table's rows came back: TabLeak's accuracy, by category and by number, and the exact match rate."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ TOLERANCE = 0.319
 """Standard deviations of its column by which a number may be off and still count as right (Vero et al., ICML 2023, and
 their code)."""
 Score = dict[str, float | None]
+NOT_FOUND: Score = {"row_accuracy": 0.0, "exact_match": 0.0}
+"""Of a row that nothing came back for."""
 
 
 def table_scores(found: Tensor, true: Tensor, form: InputForm) -> list[Score]:
@@ -25,7 +27,9 @@ def table_scores(found: Tensor, true: Tensor, form: InputForm) -> list[Score]:
         form: which says what columns there are.
 
     Returns:
-        `row_accuracy` over all, `categories_right` and `numbers_right` of each kind, None where there are none.
+        `row_accuracy` over all, `categories_right` and `numbers_right` of each kind, None where there are none;
+        `exact_match`, 1 where all columns are right and else 0, whose mean is the exact match rate (Österberg Nilsson
+        et al., 2026, who count a row so by TabLeak's accuracy).
     """
     found, true = (rows.detach().cpu().double().flatten(1) for rows in (found, true))
     categories = [found[:, a:b].argmax(1) == true[:, a:b].argmax(1) for a, b in form.categories]
@@ -37,6 +41,7 @@ def table_scores(found: Tensor, true: Tensor, form: InputForm) -> list[Score]:
     return [
         {
             "row_accuracy": float(both[i].mean()),
+            "exact_match": float(both[i].all()),
             "categories_right": _share(one_hot[i]),
             "numbers_right": _share(near[i]),
         }

@@ -252,7 +252,7 @@ def test_targets_of_a_loss_of_ones_own_are_searched_for_if_it_says_what_they_are
 
     found = attacks.build("ig")(view_of(loss=l1))
     assert isinstance(found, NotApplicable)
-    assert "give it targets=" in found.reason
+    assert "--targets free" in found.reason
     free = {"name": "function", "function": "torch.nn.functional:l1_loss", "targets": "free"}
     assert not isinstance(attacks.build({"name": "ig", "iterations": 5})(view_of(loss=free)), NotApplicable)
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from eval.io.text import to_sentence
+from eval.metrics.tables import TOLERANCE
 from eval.report.blocks import Block, CodeBlock, DefinitionList, Note, Omission, Paragraph, Section, TableBlock
 from eval.report.glossary import glossary, papers_to_cite
 from eval.report.load import Run
@@ -46,6 +47,18 @@ MEASURES = [
     ),
     ACCURACY,
 ]
+OF_TABLES = [
+    (
+        "Columns right",
+        "Of a table: share of a row's columns that are right, a category by its likeliest value, a number within "
+        f"{TOLERANCE:g} standard deviations of its column (TabLeak, Vero et al., ICML 2023).",
+    ),
+    (
+        "Exact match rate",
+        "Share of the rows all of whose columns are right so (Österberg Nilsson et al., 2026). The mean of columns can "
+        "be high where no row came back whole.",
+    ),
+]
 CRITERIA = [
     (
         "Baselines",
@@ -75,8 +88,9 @@ CRITERIA = [
 
 def section(run: Run) -> Section:
     """Return measures, criteria, glossary and papers."""
+    measures = [*MEASURES, *(OF_TABLES if any(row.get("row_accuracy") is not None for row in run.rows) else ())]
     blocks: list[Block] = (
-        [DefinitionList(MEASURES), DefinitionList(CRITERIA)] if run.attacked else [DefinitionList([ACCURACY])]
+        [DefinitionList(measures), DefinitionList(CRITERIA)] if run.attacked else [DefinitionList([ACCURACY])]
     )
     if words := glossary(run.settings):
         blocks += [

@@ -40,7 +40,8 @@ def section(numbered: NumberedGroups) -> Section:
     """Return all tables, with the flags explained."""
     blocks: list[Block] = []
     if numbered.by_number:
-        blocks += [_closeness(numbered), _successes(numbered), *identification.blocks(numbered)]
+        blocks += [_closeness(numbered), _successes(numbered), *_rows_of_tables(numbered)]
+        blocks += identification.blocks(numbered)
     blocks += [
         *published.blocks(numbered),
         *_accuracies(numbered),
@@ -59,7 +60,7 @@ def _floor(numbered: NumberedGroups, guess: str) -> list[str]:
 
 def _closeness(numbered: NumberedGroups) -> TableBlock:
     """Return how close reconstructions are to the true images."""
-    rows = [row for group in numbered.by_number.values() for row in group.image_rows]
+    rows = _all_rows(numbered)
     perceptual = lpips_column(rows)
     extra = [f">{lpips_name(perceptual)}"] if perceptual else []
     limited = any("bound_psnr" in row for row in rows)
@@ -124,7 +125,7 @@ def _successes(numbered: NumberedGroups) -> TableBlock:
         labels = [format_percent_interval(group.label_recovery_rate), format_percent(group.commonest_label_share)]
         shares = [format_percent(fmean(exact)) if exact else NO_VALUE]
         lines.append([*numbered.row(key, group), *rates, *shares, *labels])
-    chosen = distinct_images([row for group in numbered.by_number.values() for row in group.image_rows])
+    chosen = distinct_images(_all_rows(numbered))
     lesser = []
     for guess in BASELINES:
         rates = [
@@ -134,6 +135,36 @@ def _successes(numbered: NumberedGroups) -> TableBlock:
         if any(rate != NO_VALUE for rate in rates):
             lesser.append([*_floor(numbered, guess), *rates, "", "", ""])
     return TableBlock("How many pictures and labels came back", columns, lines, lesser)
+
+
+def _rows_of_tables(numbered: NumberedGroups) -> list[Block]:
+    """Return how much of the rows came back where inputs are tables."""
+    chosen = [row for row in distinct_images(_all_rows(numbered)) if row.get("row_accuracy") is not None]
+    if not chosen:
+        return []
+    columns = [*numbered.columns(), ">columns right", ">categories", ">numbers", ">exact match rate"]
+    lines = [
+        [*numbered.row(key, group), *_shares_of_rows(group.image_rows)] for key, group in numbered.by_number.items()
+    ]
+    guesses = [
+        [*_floor(numbered, guess), *_shares_of_rows(chosen, f"floor_{guess}_")]
+        for guess in BASELINES
+        if f"floor_{guess}_row_accuracy" in chosen[0]
+    ]
+    return [TableBlock("How much of a table's rows came back", columns, lines, guesses)]
+
+
+def _all_rows(numbered: NumberedGroups) -> list[Row]:
+    return [row for group in numbered.by_number.values() for row in group.image_rows]
+
+
+def _shares_of_rows(rows: Sequence[Row], prefix: str = "") -> list[str]:
+    """Return shares of columns that are right, of all and of each kind, and that of rows right in all columns."""
+    cells = []
+    for name in ("row_accuracy", "categories_right", "numbers_right"):
+        known = [row[f"{prefix}{name}"] for row in rows if row.get(f"{prefix}{name}") is not None]
+        cells.append(format_percent(fmean(known)) if known else NO_VALUE)
+    return [*cells, format_percent_interval(share_reaching(rows, 1, f"{prefix}exact_match"))]
 
 
 def _accuracies(numbered: NumberedGroups) -> list[Block]:

@@ -321,8 +321,12 @@ def test_a_table_under_another_loss_is_audited_on_the_command_line(mine, tmp_pat
     words = (f"{mine}:table", "--loss", "bce", "--input-range=-3,3", "--attack", "analytic")
     result = audit(*words, "--json", "--out", tmp_path / "out")
     assert result.exit_code == 0, result.output
-    (row,) = json.loads(result.stdout)["findings"][0]["images"]
-    assert row["row_accuracy"] == 1
+    found = json.loads(result.stdout)["findings"][0]
+    (row,) = found["images"]
+    assert row["row_accuracy"] == row["exact_match"] == found["exact_match_rate"] == 1
+    report = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert "How much of a table" in report
+    assert "exact match rate" in report
     assert row["label_correct"] is True
     assert row["target"] == [1.0]
     assert "100 % of its columns right" in audit(*words).stdout
