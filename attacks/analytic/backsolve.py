@@ -19,6 +19,7 @@ from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
+from attacks.network.elementwise_regions import find_activations, with_activations
 from attacks.network.layer_chain import trace_view
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.update.classifier_update import classifier_names
@@ -208,7 +209,9 @@ def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) 
         return NotApplicable(other, limit=True)
     sent = {name: dense(value).detach().to(view.device, torch.float64) for name, value in gradient.items()}  # type: ignore[arg-type]
     even, _ = rescale_to_unit({**sent})
-    return NetworkGraph(batch[1], single[1], {name: dense(value) for name, value in even.items()})
+    activations = find_activations(single[1])
+    of_batch, of_one = (with_activations(trace[1], activations) for trace in (batch, single))
+    return NetworkGraph(of_batch, of_one, {name: dense(value) for name, value in even.items()})
 
 
 def _snap(images: Tensor) -> tuple[Tensor, bool]:

@@ -341,14 +341,31 @@ def _takes_batches(run: Map, taken: Tensor) -> bool:
         return False
 
 
-def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
-    """Return one function of each number, the same for all of them, that never falls."""
+def function_on_grid(run: Map, taken: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return a grid (n,) and what a function makes of it; None where it is none of single numbers, alike for all.
+
+    Args:
+        run: takes tensors like the next, without gradients.
+        taken: one that it may be given (1, ...).
+    """
+    return _on_grid(run, taken) if _is_elementwise(run, partial(_noise, taken)) else None
+
+
+def _on_grid(run: Map, taken: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return a grid and a function's values there; None where some numbers fare otherwise than others."""
     grid = torch.cat([torch.linspace(-30, 30, 2401), torch.linspace(-2, 2, 1601)]).to(taken)
     function = MonotoneActivation(run, taken.shape[1:])
     with torch.no_grad():
         values, shifted = function(grid), function(grid.roll(1)).roll(-1)
-    if not torch.allclose(values, shifted, rtol=ROUNDING, atol=ROUNDING):  # some numbers fare otherwise than others
+    return (grid, values) if torch.allclose(values, shifted, rtol=ROUNDING, atol=ROUNDING) else None
+
+
+def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
+    """Return one function of each number, the same for all of them, that never falls."""
+    curve = _on_grid(run, taken)
+    if curve is None:
         return None
+    (grid, values), function = curve, MonotoneActivation(run, taken.shape[1:])
     above, one = grid >= 0, torch.ones(1, dtype=taken.dtype, device=taken.device)
     gentle = float(-function(-one))
     if torch.equal(values[above], grid[above]) and torch.allclose(values[~above], gentle * grid[~above], rtol=1e-12):

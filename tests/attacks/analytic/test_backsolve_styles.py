@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import pytest
@@ -12,7 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import attacks
+from attacks.analytic import backsolve
+from attacks.base import Reconstruction
 from fl.capture import from_batch
+from fl.view import ServerView
 
 Activation: TypeAlias = Callable[[Tensor], Tensor]
 Shortcut: TypeAlias = Callable[[Block, Tensor], Tensor]
@@ -63,3 +67,76 @@ def test_operations_that_pass_no_gradient_end_no_attack(attack: str, shortcut: S
     images, labels = pictures(1)
     view, _ = from_batch(written(shortcut=shortcut), images, labels)
     assert_exact(attacks.build(attack)(view), images)
+
+
+def zeroed(x: Tensor) -> Tensor:
+    x = x.clone()
+    x[x < 0] = 0
+    return x
+
+
+RELUS: dict[str, Activation] = {
+    "where": lambda x: torch.where(x > 0, x, 0.0),
+    "where with zeros_like": lambda x: torch.where(x > 0, x, torch.zeros_like(x)),
+    "where with 0 * x": lambda x: torch.where(x > 0, x, 0 * x),
+    "mask": lambda x: x * (x > 0),
+    "mask of floats": lambda x: (x > 0).to(x.dtype) * x,
+    "abs": lambda x: (x + x.abs()) / 2,
+    "masked_fill": lambda x: x.masked_fill(x < 0, 0),
+    "written into": zeroed,
+    "maximum": lambda x: torch.maximum(x, torch.zeros_like(x)),
+    "max of a stack": lambda x: torch.stack([x, torch.zeros_like(x)]).amax(0),
+    "clamp": lambda x: x.clamp(min=0),
+    "threshold": lambda x: functional.threshold(x, 0, 0),
+    "in place": lambda x: functional.relu_(x.clone()),
+}
+OTHERS: dict[str, tuple[Activation, Activation]] = {
+    "leaky": (lambda x: functional.leaky_relu(x, 0.1), lambda x: torch.where(x > 0, x, 0.1 * x)),
+    "relu6": (functional.relu6, lambda x: torch.relu(x).clamp(max=6)),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> ServerView:
+    return from_batch(written(), *pictures(1))[0]
+
+
+def solved(view: ServerView) -> Reconstruction:
+    """What is found before pictures are put at levels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backsolve, "_snap", lambda images: (images, False))
+        found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    return found
+
+
+def assert_same(found: Reconstruction, right: Reconstruction) -> None:
+    assert found.inputs is not None
+    assert right.inputs is not None
+    assert torch.equal(found.inputs, right.inputs)
+    assert (found.verified, found.note, found.objective) == (right.verified, right.note, right.objective)
+    assert list(found.private) == list(right.private)
+    for name, value in right.private.items():
+        assert isinstance(value, Tensor)
+        assert torch.equal(found.private[name], value)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def right(plain: ServerView) -> Reconstruction:
+    found = solved(plain)
+    assert list(found.private) == ["features/net.stem.weight"]
+    return found
+
+
+@pytest.mark.parametrize("style", RELUS)
+def test_relu_gives_the_same_bytes_however_it_is_written(style: str, plain: ServerView, right: Reconstruction) -> None:
+    view, _ = from_batch(written(RELUS[style]), *pictures(1))
+    for name, value in view.update.items():
+        torch.testing.assert_close(value, plain.update[name], rtol=1e-3, atol=1e-6)
+    assert_same(solved(replace(view, update=plain.update)), right)
+
+
+@pytest.mark.parametrize("style", OTHERS)
+def test_other_activations_give_the_same_bytes_as_modules_do(style: str) -> None:
+    by_torch, by_hand = (from_batch(written(activation), *pictures(1))[0] for activation in OTHERS[style])
+    assert_same(solved(replace(by_hand, update=by_torch.update)), solved(by_torch))
