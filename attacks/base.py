@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
-from attacks.network.pixel_prefix import doubt_bends, read_pixel_prefix
+from attacks.network.pixel_prefix import PixelPrefix, doubt_bends, read_pixel_prefix
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.float_rounding import largest_rounding
@@ -374,15 +374,11 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     if result.inputs is None:
         return confirm(view if above is None else above, with_target(view, result))
     prefix = read_pixel_prefix(view) if above is not None or not (view.private or view.parts) else None
-    if prefix is None or (prefix.kind == "bent" and above is None):
+    if prefix is None:
         return confirm(view, with_target(view, result))
     if prefix.kind == "bent":
-        assert above is not None
-        held = confirm(view, with_target(view, prefix.turn_back(result)))
-        if not isinstance(held, Reconstruction):
-            return held
-        errors = partial(value_errors, above, replace(result, labels=held.labels))
-        return prefix.bound(result.inputs, held, largest_rounding(view), errors)
+        held = confirm(view, with_target(view, result if above is None else prefix.turn_back(result)))
+        return _bound_bent(prefix, view, above, result, held)
     asked, shown = above, None
     if above is None:
         asked = prefix.above(view) if view.batch_size == 1 == len(result.inputs) else None
@@ -393,6 +389,30 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     held = prefix.turn_back(confirm(asked, with_target(asked, own)), shown)
     further = read_pixel_prefix(asked)
     return doubt_bends(held) if further is not None and further.kind == "bent" else held
+
+
+def _bound_bent(
+    prefix: PixelPrefix, view: ServerView, above: ServerView | None, result: Reconstruction, held: Result
+) -> Result:
+    """Return a result behind bent pixels, not verified where rounding may move one of them to another level.
+
+    Args:
+        prefix: of the network, which bends pixels.
+        view: the server's.
+        above: of the network above, on which the attack was run, if so: the result's inputs are v then, else pictures.
+        result: of the attack.
+        held: the same, as the update of the whole network bears it out.
+    """
+    if not isinstance(held, Reconstruction) or not (held.verified or held.approximate) or result.inputs is None:
+        return held
+    values = result.inputs if above is not None else prefix.values(result.inputs)
+
+    def errors() -> Tensor | None:
+        asked = above or (prefix.above(view) if view.batch_size == 1 else None)
+        own = replace(result, inputs=values, labels=held.labels, seen=None)
+        return None if asked is None else value_errors(asked, own)
+
+    return prefix.bound(values, held, largest_rounding(view), errors, solved=above is not None)
 
 
 def _note_unexpected_labels(view: ServerView, result: Result) -> Result:

@@ -3,7 +3,7 @@
 Two kinds of it stand in the way of attacks that solve layer by layer, though what lies above is an ordinary network:
 
 - bent: each number is a function of one pixel's own that rises, or falls, between 0 and 1, and is no affine one, such
-  as a logarithm. The pixel follows from it.
+  as a logarithm, or it is affine and far steeper for some pixels than for others. The pixel follows from it.
 - scaled: brightness, or contrast as well, is taken off each picture, or each channel of it. With x the picture, v is
   a x + b with numbers a > 0 and b of each picture's (or channel's) own, which makes v the same whatever these were:
   b = 0 where it is divided by its length, largest number or mean; a = 1 where its mean is subtracted; both are open
@@ -52,6 +52,9 @@ VALUE_ERROR, ROUNDINGS, MAX_LEVELS_OPEN = 1e-5, 4.0, 0.5
 """By which v may be off where it was solved for in float32; how many times the share of an update that is rounding it
 may be off by, where that is more (in trials on updates of four and of two bytes up to three times); and levels of 8
 bits that this may move a pixel by."""
+UNEVEN = 8.0
+"""How many times as much as that of a pixel the others' numbers move (root mean square) where affine functions count as
+bends: by so much more is that pixel off."""
 MAX_OPEN_SHARE = 0.02
 """Share of pixels that may be open so in a picture that is borne out."""
 LEVEL_TOLERANCE, MIN_AT_LEVELS, DEVIATIONS = 0.2, 20, 5.0
@@ -192,6 +195,8 @@ class PixelPrefix:
         held: Reconstruction,
         rounding: float,
         errors: Callable[[], Tensor | None] = lambda: None,
+        *,
+        solved: bool = True,
     ) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
@@ -205,11 +210,13 @@ class PixelPrefix:
             held: the result on the whole network.
             rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
             errors: says by how much each number of v may be off (`attacks.verification.value_errors`).
+            solved: whether v was solved for: how far others are from levels of 8 bits tells nothing.
         """
         if not (held.verified or held.approximate):
             return held
         v = values.to(self.graph.image)
-        levels = self._open_levels(v, min(max(VALUE_ERROR, ROUNDINGS * rounding), self._error_at_levels(v)))
+        at_levels = self._error_at_levels(v) if solved else math.inf
+        levels = self._open_levels(v, min(max(VALUE_ERROR, ROUNDINGS * rounding), at_levels) * self._flatness())
         if bool((levels >= MAX_LEVELS_OPEN).any()) and (found := errors()) is not None:
             levels = self._open_levels(v, found.to(v))
         open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
@@ -229,8 +236,12 @@ class PixelPrefix:
         darkest, middle, brightest = (_invert(self, values + off) for off in (-1 * error, 0.0, error))
         return 255 * torch.maximum(middle - darkest, brightest - middle)
 
+    def _flatness(self) -> Tensor:
+        """Return how many times as far off each number of v is as most, where all that is given is equally sure."""
+        return _flatness(self.low, self.high).view(1, *self.graph.image.shape[1:])
+
     def _error_at_levels(self, values: Tensor) -> float:
-        """Return by how much v may be off, as levels of 8 bits tell it; infinity of pictures that are not at levels.
+        """Return how far off most of v may be, as levels of 8 bits tell it; infinity if pixels are not at levels.
 
         Pixels that are black or white are left out: what is beyond is shown as these, whatever it was.
         """
@@ -240,7 +251,7 @@ class PixelPrefix:
         near = (shown - whole).abs()[inside] < LEVEL_TOLERANCE
         if len(near) < MIN_AT_LEVELS or not bool(near.all()):
             return math.inf
-        off = (self.values(whole / 255) - values)[inside]
+        off = ((self.values(whole / 255) - values) / self._flatness())[inside]
         return DEVIATIONS * float(off.square().mean().sqrt())
 
 
@@ -297,7 +308,7 @@ def _given(graph: Graph, end: Ref, picture: Tensor) -> Tensor:
 
 
 def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
-    """Return the functions of single pixels that make a tensor, if they rise or fall and are not affine."""
+    """Return the functions of single pixels that make a tensor, if they rise or fall and are not all affine alike."""
     one, other = _picture(graph, 0), _picture(graph, 1)
     chosen = torch.rand(one.shape, generator=stream(0, "chosen pixels")).to(one.device) < 0.5
     mixed, first, second = (_given(graph, end, each) for each in (torch.where(chosen, one, other), one, other))
@@ -309,10 +320,11 @@ def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
         begin, low = LEAST, _given(graph, end, torch.full_like(one, LEAST))
     if not bool(low.isfinite().all() and high.isfinite().all()) or bool((high == low).any()):
         return None
-    if torch.allclose((low + high) / 2, middle, rtol=LEFT, atol=LEFT) and begin == 0:
+    even = bool((_flatness(low, high) <= UNEVEN).all())
+    if torch.allclose((low + high) / 2, middle, rtol=LEFT, atol=LEFT) and begin == 0 and even:
         quarter = _given(graph, end, torch.full_like(one, 0.25))
         if torch.allclose((3 * low + high) / 4, quarter, rtol=LEFT, atol=LEFT):
-            return None  # affine
+            return None  # affine, and tells all pixels alike
     before, way = low, (high - low).sign()
     for level in range(1, LEVELS):
         now = _given(graph, end, torch.full_like(one, begin + (1 - begin) * level / (LEVELS - 1)))
@@ -320,6 +332,12 @@ def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
             return None
         before = now
     return PixelPrefix("bent", graph, end, low, high)
+
+
+def _flatness(low: Tensor, high: Tensor) -> Tensor:
+    """Return how many times as much as each number others move from black to white (root mean square); at least 1."""
+    size = (high - low).abs()
+    return (size.square().mean().sqrt() / size).clamp(min=1)
 
 
 def _invert(prefix: PixelPrefix, values: Tensor) -> Tensor:

@@ -179,6 +179,36 @@ def test_least_squares_tell_that_rounding_moves_no_pixel_between_levels(kind) ->
         assert not confirm_whole(attack, view, above, given).verified
 
 
+@pytest.mark.parametrize("bend", [lambda x: x, lambda x: x**2.2], ids=["affine", "gamma"])
+@pytest.mark.parametrize("weak", [1e-4, 1e-5])
+def test_a_pixel_that_is_darkened_before_all_layers_is_not_verified(bend, weak: float) -> None:
+    """The other pixels' distances from levels tell nothing of one that the network is given a ten-thousandth of."""
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(1, "picture")) * 255).round() / 255
+    picture.view(-1)[63] = 252 / 255
+    dimmed = torch.ones(1, 3, 8, 8)
+    dimmed.view(-1)[63] = weak
+    method = FedAvg(lr=1e-2, steps=1, batch_size=None)
+    model = flat(lambda x: bend(x) * dimmed.to(x))
+    view, _ = from_batch(model, picture, torch.tensor([1]), options=ClientSettings(method=method))
+    found = build("analytic")(view)
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
+    assert "may be off" in found.note
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_pictures_found_on_the_whole_network_are_held_to_their_bend(*, tells: bool) -> None:
+    """Levels tell nothing of pixels that were not solved for: what is handed in lies there, right or wrong."""
+    picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 200 + 40).round() / 255
+    picture.view(-1)[100] = (40 if tells else 2) / 255
+    wrong, model = picture.clone(), flat(lambda x: x**2.2)
+    wrong.view(-1)[100] += (0 if tells else 1) / 255
+    method = FedAvg(lr=1e-2 if tells else 1e-3, steps=1, batch_size=None)
+    view, _ = from_batch(model, picture, torch.tensor([1]), options=ClientSettings(method=method))
+    given = Reconstruction(wrong, torch.tensor([1]), 0.0, (0.0,), verified=True)
+    assert bool(confirm_whole(build("backsolve"), view, None, given).verified) == tells
+
+
 def smooth_picture(seed: int) -> torch.Tensor:
     """A picture of 8 by 8 pixels at whole levels."""
     coarse = torch.rand(1, 3, 2, 2, generator=stream(seed, "picture"))
