@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from eval.audit.findings import AuditReport
 from eval.audit.judgment import Judgment, update_words
+from eval.audit.python_words import in_python
 from fl.types import Batch
 from fl.view import ServerView
 from hyperleak.api import audit
@@ -96,7 +97,7 @@ def _failure(judgment: Judgment, *, told: bool) -> str:
         f"failed: {found.attack}: {found.failed}{f' ({found.origin})' if found.origin else ''}"
         for found in judgment.failed
     ]
-    asked = [f"not decided: {one}" for one in judgment.undecided] if told else []
+    asked = [f"not decided: {in_python(str(one))}" for one in judgment.undecided] if told else []
     lines = [*leaked, *failed, *asked]
     head = "something leaked" if leaked else "an attack failed" if failed else "not decided"
     if len(lines) > MOST_LINES:

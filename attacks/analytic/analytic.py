@@ -22,6 +22,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss
+from attacks.verification.nearly_told import MOST_ALIKE_ROWS, mark_nearly_told
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -140,7 +141,7 @@ class Analytic(Attack):
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
             source = "the numbers of the weight that are not masked" if layer.masked else "what the defense let through"
             note = "; ".join(filter(None, (note, f"{count} numbers of the input follow from {source}")))
-        return Reconstruction(
+        found = Reconstruction(
             inputs=layer.pixels(fit.inputs[None]) if images else None,
             labels=labels,
             objective=fit.left,
@@ -150,6 +151,8 @@ class Analytic(Attack):
             fixed=fit.known.view(1, *view.task.input_shape) if sized and not whole and layer.lies_as_images else None,
             note=note,
         )
+        told = whole and int(layer.update.any(1).sum()) > MOST_ALIKE_ROWS
+        return mark_nearly_told(view, found) if told else found
 
     def _invert_inputs(self, view: ServerView) -> Reconstruction | None:
         """Return those of several inputs that a linear layer is given as they are, or None where none is.

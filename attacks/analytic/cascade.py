@@ -36,6 +36,7 @@ from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from attacks.update.upper_adapters import narrow_adapters
+from attacks.verification.nearly_told import mark_nearly_told
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -581,10 +582,11 @@ class _InversionState:
             and not ObservedUpdate(view).is_complete(*names)
         ):
             self.notes.append(LEFT_OUT.format(self.stages[0].name))
-        if not bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all()):
+        within = bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all())
+        if not within:
             self.verified, self.fixed = False, None
             self.notes.append("the picture came out beyond [0, 1] and was cut off there")
-        return Reconstruction(
+        found = Reconstruction(
             inputs=image.clamp(0, 1).to(view.device, view.dtype),
             knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),
             objective=_largest_residual(self.residuals),
@@ -593,6 +595,7 @@ class _InversionState:
             fixed=None if self.fixed is None else self.fixed.to(view.device),
             note="; ".join(self.notes),
         )
+        return mark_nearly_told(view, found) if within else found
 
 
 def _largest_residual(residuals: dict[str, Tensor]) -> float:

@@ -35,6 +35,7 @@ from attacks.verification.explanation import (
     tells_brightness,
 )
 from attacks.verification.left_out import hold_to_sent_numbers
+from attacks.verification.nearly_told import say_nearly_told
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.unverified import say_why_unverified
@@ -84,7 +85,7 @@ def confirm(view: ServerView, result: Result) -> Result:
     try:
         with function_errors_named():
             held = _confirm(view, result)
-            return say_why_unverified(view, held) if isinstance(held, Reconstruction) else held
+            return say_why_unverified(view, say_nearly_told(held)) if isinstance(held, Reconstruction) else held
     except (PrecisionError, FunctionError) as error:
         assert isinstance(result, Reconstruction)
         note = "; ".join(filter(None, (result.note, f"not confirmed: {error}")))

@@ -12,8 +12,9 @@ CONTRADICTED = (
     "the update"
 )
 POSSIBLE_RULES = (
-    "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer, other "
-    "weights before, or a turned sign?"
+    "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer or "
+    "group of parameters, further steps, examples or clients, an added control variate, other weights before, or a "
+    "turned sign?"
 )
 """What may be the reason where sizes alone do not tell."""
 UNDER_ANOTHER_LOSS = (

@@ -318,7 +318,7 @@ def unscored_verdict(rows: Sequence[Row]) -> str:
     verified = all_verified(row.get("verified") for row in rows)
     words = {
         True: "the attack confirms that what it recovered is right",
-        False: "the attack found nothing that explains the update",
+        False: _explained_words(rows),
         None: "the attack can't tell how close it came",
     }[verified]
     if any(row.get("approximate") for row in rows):
@@ -337,3 +337,16 @@ def unscored_verdict(rows: Sequence[Row]) -> str:
         words += f"; the update of its picture differs from the observed one by 1 - cos = {max(misfits):.2g}"
         words += f" (below {EXPLAINED_BELOW:g} it explains the update)"
     return f"{words}; give the true images (--images) to have the pictures scored"
+
+
+def _explained_words(rows: Sequence[Row]) -> str:
+    """Say of how much of an update an attack found what explains it, where that is not the whole; none of it clears."""
+    remarks = frozenset().union(*map(remarks_of, rows))
+    if Remark.CONTRADICTED in remarks:
+        how_much = "what it was read from, but training as stated does not make the rest of the update of it"
+    elif Remark.NEARLY_TOLD in remarks:
+        how_much = "nearly all of what it was read from, and more went into the update than it"
+    else:
+        return "the attack found nothing that explains the update, which does not show that nothing leaks"
+    what = "a picture" if any(row.get("candidates") for row in rows) else "an input of a layer"
+    return f"not decided, as the attack found {what} that explains {how_much}: it may be the true one, or wrong"

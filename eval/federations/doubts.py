@@ -14,6 +14,7 @@ from attacks.update.example_count import count_examples
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.update_matrices import update_matrices
 from attacks.update.update_rule import guess_update_rule
+from attacks.verification.nearly_told import MAX_NEARLY, MOST_ALIKE_ROWS
 from eval.audit.recorded_update import TrainingFacts
 from eval.audit.update_sanity import missing_share
 from eval.federations.exposures import layers_of_one_direction
@@ -37,10 +38,6 @@ NOT_ASKED = (
     "the rest can't be asked, since nothing tells the targets under this loss ({}); audit the recorded file with them"
 )
 """Likewise where targets are no classes."""
-MOST_ALIKE_ROWS = 2
-"""Of a matrix, whose update has one direction whatever the layer was given."""
-MAX_NEARLY = 0.1
-"""Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
 NEARLY_ONE_INPUT = (
     "nobody can say what it shows: all but {:.1g} of a layer's update is that of one input, as where a client computed "
     "in half precision, took further steps or added little noise, and nothing confirms how near that comes"

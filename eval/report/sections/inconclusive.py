@@ -181,8 +181,10 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
         )
     if kind == "contradicted":
         remedy = (
-            "state how the client trained (--method '{name: fedavg, optimizer: adam, lr: 0.001}', say), and the loss "
-            "(--loss) if it is another"
+            "state how the client trained (--method '{name: fedavg, optimizer: adam, lr: 0.001, steps: 2}', say), the "
+            "clients that it is the mean of (--clients), and the loss (--loss) if it is another; take off what else "
+            "was added (a control variate, a regularizer); where tensors have step sizes of their own, divide each by "
+            "its own and audit that as the gradient (--kind gradient)"
         )
         return OpenQuestion(f"what {join_words(names)} found is not borne out{some}", why, remedy)
     if kind == "gave up":
