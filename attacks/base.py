@@ -388,7 +388,7 @@ def confirm_whole(attack: Attack, view: ServerView, above: ServerView | None, re
     own = result if above is not None else replace(result, inputs=prefix.values(result.inputs), seen=None)
     held = prefix.turn_back(confirm(asked, with_target(asked, own)), shown)
     further = read_pixel_prefix(asked)
-    return doubt_bends(held) if further is not None and further.kind == "bent" else held
+    return doubt_bends(held) if further is not None and further.kind == "bent" and not further.affine else held
 
 
 def _bound_bent(

@@ -92,6 +92,7 @@ class PixelPrefix:
         high: likewise of v moved to 1.
         scale: what is taken off, where that is a scale.
         by_channel: likewise, whether it is each channel's own.
+        affine: whether all bent pixels are given by affine functions, which tell the same of bright and dark ones.
         span: of a shift, by how much a pixel of v moved to 1 is brighter than one moved to 0, in pixel units.
     """
 
@@ -102,6 +103,7 @@ class PixelPrefix:
     high: Tensor
     scale: Scale | None = None
     by_channel: bool = False
+    affine: bool = False
     span: float = 1.0
 
     @property
@@ -320,18 +322,18 @@ def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
         begin, low = LEAST, _given(graph, end, torch.full_like(one, LEAST))
     if not bool(low.isfinite().all() and high.isfinite().all()) or bool((high == low).any()):
         return None
-    even = bool((_flatness(low, high) <= UNEVEN).all())
-    if torch.allclose((low + high) / 2, middle, rtol=LEFT, atol=LEFT) and begin == 0 and even:
-        quarter = _given(graph, end, torch.full_like(one, 0.25))
-        if torch.allclose((3 * low + high) / 4, quarter, rtol=LEFT, atol=LEFT):
-            return None  # affine, and tells all pixels alike
+    quarter = _given(graph, end, torch.full_like(one, 0.25))
+    halfway = torch.allclose((low + high) / 2, middle, rtol=LEFT, atol=LEFT) and begin == 0
+    affine = halfway and torch.allclose((3 * low + high) / 4, quarter, rtol=LEFT, atol=LEFT)
+    if affine and bool((_flatness(low, high) <= UNEVEN).all()):
+        return None  # it tells all pixels alike
     before, way = low, (high - low).sign()
     for level in range(1, LEVELS):
         now = _given(graph, end, torch.full_like(one, begin + (1 - begin) * level / (LEVELS - 1)))
         if not bool((way * (now - before) > 0).all()):
             return None
         before = now
-    return PixelPrefix("bent", graph, end, low, high)
+    return PixelPrefix("bent", graph, end, low, high, affine=affine)
 
 
 def _flatness(low: Tensor, high: Tensor) -> Tensor:
