@@ -10,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attacks.analytic.april import April
 from attacks.analytic.backsolve import Backsolve
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
@@ -22,11 +23,12 @@ from attacks.analytic.recursive.pooled_conv_equations import (
     pooling_between,
 )
 from attacks.analytic.recursive.relu_batch_separation import first_layer_with_signal, separate_images
+from attacks.analytic.vit.token_embedding import TokenEmbedding
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.autograd_support import flat_obstacle
-from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer
+from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer, trace_view
 from attacks.network.recurrent import SEARCH, recurrent_obstacle
 from attacks.search_control import StoppedError
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
@@ -93,7 +95,8 @@ class Cascade(Attack):
 
     A network that is no such chain (residual connections, several convolutions before a pooling) is handed to
     `attacks.analytic.backsolve` first, and what it verifies is returned. So is an update in which a layer of the chain
-    did not move, as below a head at zero, or was not sent.
+    did not move, as below a head at zero, or was not sent. A vision transformer, which adds a position embedding to
+    its tokens, is handed to `attacks.analytic.april` where neither solves it.
 
     Where the server kept earlier rounds on the same images, and the last one's result is not verified, each is tried,
     the oldest first, until one is: a network gives away less of images the better it has learned them. `note` says of
@@ -127,7 +130,8 @@ class Cascade(Attack):
             return _solve_jointly(view, recurrent, None)
         found = self._solve_chain(view)
         if isinstance(found, NotApplicable):
-            return _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
+            other = _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
+            return _solve_tokens(view, other) if isinstance(other, NotApplicable) else other
         if found.verified or not found.objective > MAX_CHAIN_ERROR:
             return found
         return _better_explained(view, seed, found)
@@ -226,6 +230,21 @@ def _solve_by_graph(view: ServerView, seed: int, refused: NotApplicable) -> Resu
     if isinstance(found, NotApplicable) or not (found.verified or found.cut_short):
         return refused
     return _doubted(view, found)
+
+
+def _solve_tokens(view: ServerView, refused: NotApplicable) -> Result:
+    """Return what `april` solves for where the network adds a position embedding to tokens, or all reasons why not."""
+    traced = trace_view(view, _solving_device(view))
+    if isinstance(traced, NotApplicable):
+        return refused
+    tokens = TokenEmbedding.of(traced[1])
+    if isinstance(tokens, NotApplicable) and not tokens.limit:
+        return refused
+    found = April().attack_view(view, 0)  # nothing in it is drawn
+    if isinstance(found, Reconstruction) or found.reason == refused.reason:
+        return found
+    both = f"{refused.reason}; by april: {found.reason}"
+    return NotApplicable(both, limit=refused.limit or found.limit, cut_short=refused.cut_short or found.cut_short)
 
 
 def _doubted(view: ServerView, found: Reconstruction) -> Reconstruction:

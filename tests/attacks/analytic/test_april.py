@@ -11,6 +11,7 @@ from support.pictures import photograph
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import attacks
 from attacks.analytic.april import April
 from attacks.base import NotApplicable, Reconstruction
 from fl.capture import from_batch, from_update
@@ -253,3 +254,21 @@ def test_wrapped_networks_are_unwrapped() -> None:
     for wrapped in (nn.DataParallel(model), torch.compile(model)):
         view, _ = from_batch(wrapped, photograph(32, 3).float(), LABEL)  # type: ignore[arg-type]
         assert set(view.update) == {"1.weight", "1.bias"}
+
+
+def test_cascade_hands_vision_transformers_over() -> None:
+    view, _ = seen(ViT())
+    found, own = attacks.build("cascade")(view), April()(view)
+    assert isinstance(found, Reconstruction)
+    assert isinstance(own, Reconstruction)
+    assert (found.verified, found.note, found.approximate) == (own.verified, own.note, True)
+    assert torch.equal(found.inputs, own.inputs)  # type: ignore[arg-type]
+
+
+def test_a_refusal_of_cascade_says_why_april_refuses() -> None:
+    view, _ = seen(ViT())
+    update = {name: value for name, value in view.update.items() if name != "pos"}
+    refused = attacks.build("cascade")(replace(view, update=update))
+    assert isinstance(refused, NotApplicable)
+    assert refused.reason.endswith("; by april: the gradient of pos was not sent")
+    assert not refused.reason.startswith("the gradient of pos")
