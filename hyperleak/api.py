@@ -108,7 +108,7 @@ class RunResult:
         try:
             import pandas as pd
         except ImportError as error:
-            raise ImportError("tables need pandas: pip install 'hyperleak[frames]'") from error
+            raise ImportError("tables need pandas: pip install '.[frames]' in the folder of hyperleak") from error
         return pd.DataFrame(self.rows(kind))
 
     def figures(self, kind: str = "pdf") -> list[Path]:

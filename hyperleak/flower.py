@@ -1,6 +1,6 @@
 """Audits of Flower apps, and methods of ours as such: what `eval.federations` offers, in one place.
 
-`pip install 'hyperleak[flower]'` brings what it needs.
+`pip install '.[flower]'` in the folder of hyperleak brings what it needs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ try:
     import flwr  # noqa: F401
 except ImportError as error:
     raise ImportError(
-        "expected Flower (flwr) for hyperleak.flower, got none: pip install 'hyperleak[flower]'"
+        "expected Flower (flwr) for hyperleak.flower, got none: pip install '.[flower]' in the folder of hyperleak"
     ) from error
 
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts

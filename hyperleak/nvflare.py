@@ -6,7 +6,7 @@ except ModuleNotFoundError as error:
     if error.name is None or error.name.partition(".")[0] != "nvflare":
         raise
     raise ModuleNotFoundError(
-        "hyperleak.nvflare needs NVFlare: pip install 'hyperleak[nvflare]'", name="nvflare"
+        "hyperleak.nvflare needs NVFlare: pip install '.[nvflare]' in the folder of hyperleak", name="nvflare"
     ) from error
 
 __all__ = ["LeakageFilter"]

@@ -24,7 +24,8 @@ class ViTAdapter(AdapterNetwork):
 
     Each block adds A(mlp(norm(x))) to x, with A(u) = u + LayerNorm(W_up relu(W_down u)) of 24 hidden units: 235,296
     adapter parameters. The head takes the class token after the last norm. The queries, keys and values keep their
-    biases, which the authors' code loses on loading. The network is timm's (`pip install hyperleak[lpm]`).
+    biases, which the authors' code loses on loading. The network is timm's (`pip install '.[lpm]'` in the folder of
+    hyperleak).
 
     Attributes:
         patch: height and width of a patch.
@@ -113,6 +114,7 @@ def _timm() -> Any:
     except ModuleNotFoundError as error:
         if error.name != "timm":
             raise
-        message = "expected timm, which the network vit-adapter is built from: pip install 'hyperleak[lpm]'"
+        wanted = "expected timm, which the network vit-adapter is built from"
+        message = f"{wanted}: pip install '.[lpm]' in the folder of hyperleak"
         raise ModuleNotFoundError(message, name="timm") from error
     return timm

@@ -402,8 +402,14 @@ def test_a_plan_says_what_there_is_to_compute_and_computes_nothing(path):
         (("--executor-option", "partition"), "expected KEY=VALUE such as partition=gpu, got 'partition'"),
         (("--executor-option", "partition=gpu"), "expected an executor for the option partition"),
         (("--executor", "local", "--executor-option", "partition=gpu"), "expected no options for --executor local"),
-        (("--executor", "slurm", "--workers", 2), "needs the package submitit: pip install 'hyperleak[slurm]'"),
-        (("--executor", "dask", "--workers", 2), "needs the package distributed: pip install 'hyperleak[dask]'"),
+        (
+            ("--executor", "slurm", "--workers", 2),
+            "needs the package submitit: pip install '.[slurm]' in the folder of hyperleak",
+        ),
+        (
+            ("--executor", "dask", "--workers", 2),
+            "needs the package distributed: pip install '.[dask]' in the folder of hyperleak",
+        ),
     ],
 )
 def test_a_wrong_executor_is_refused_before_anything_is_written(path, monkeypatch, words, said):

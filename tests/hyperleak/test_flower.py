@@ -16,5 +16,5 @@ def test_all_names_are_there():
 def test_without_flower_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "flwr", None)
     monkeypatch.delitem(sys.modules, "hyperleak.flower", raising=False)
-    with pytest.raises(ImportError, match=r"pip install 'hyperleak\[flower\]'"):
+    with pytest.raises(ImportError, match=r"pip install '\.\[flower\]' in the folder of hyperleak"):
         importlib.import_module("hyperleak.flower")

@@ -125,5 +125,6 @@ def import_package(name: str, extra: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         raise MissingPackageError(
-            f"--executor {extra} needs the package {name.partition('.')[0]}: pip install 'hyperleak[{extra}]' ({error})"
+            f"--executor {extra} needs the package {name.partition('.')[0]}: pip install '.[{extra}]' in the folder of "
+            f"hyperleak ({error})"
         ) from error

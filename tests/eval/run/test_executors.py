@@ -31,7 +31,9 @@ JOB = {
 @pytest.mark.parametrize(("name", "package"), [("slurm", "submitit"), ("dask", "dask"), ("ray", "ray")])
 def test_a_missing_package_is_said_with_the_extra_that_brings_it(tmp_path, monkeypatch, name, package):
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(MissingPackageError, match=rf"--executor {name} needs .*: pip install 'hyperleak\[{name}\]'"):
+    with pytest.raises(
+        MissingPackageError, match=rf"--executor {name} needs .*: pip install '\.\[{name}\]' in the folder of hyperleak"
+    ):
         open_executor(name, {}, workers=1, device="cpu", folder=tmp_path)
 
 

@@ -221,5 +221,5 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], said: st
 
 def test_without_timm_the_transformer_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "timm", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'hyperleak\[lpm\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '\.\[lpm\]' in the folder of hyperleak"):
         ViTAdapter.example().build_task(num_classes=3)
