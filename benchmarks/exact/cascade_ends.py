@@ -1,18 +1,19 @@
 """Which small networks `cascade` solves, and which it refuses.
 
-Run it by `python -m benchmarks.exact.cascade_ends [--kinds NAME...] [--images N] [--quick] [--resume]` (needs
-HYPERLEAK_DATA).
+Run it by `python -m benchmarks.exact.cascade_ends [--kinds NAME...] [--images N] [--quick] [--resume]
+[--most SECONDS]` (needs HYPERLEAK_DATA).
 
 Untrained networks of a dozen kinds, one step on one image in float32, no label and no classifier: what comes back, in
 how many seconds, or the reason why nothing does. Image i meets the network of seed i. `--quick` takes one image of
 every kind and publishes nothing. Kinds that are left out keep what was measured last; with `--resume` so do images that
-were measured on this machine.
+were measured on this machine, except those that were stopped sooner than `--most` says.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 import time
@@ -31,7 +32,7 @@ from attacks import Reconstruction
 from attacks.base import build
 from benchmarks.common import RESULTS, machine, publish, table
 from benchmarks.exact.cascade import scored
-from benchmarks.exact.residual import attacks_state
+from benchmarks.exact.residual import TooLongError, attacks_state, stopped_after
 from defenses import defenses
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -172,11 +173,17 @@ def _task(kind: Kind, image: Batch, seed: int) -> Task:
     return Task(nn.Sequential(layers), shape, 10, head="head.", mean=mean, std=std)
 
 
-def one(kind: Kind, data: Batch, number: int) -> dict[str, Any]:
-    """What the attack makes of image `number`."""
+def one(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[str, Any]:
+    """What the attack makes of image `number` within so many CPU seconds."""
     view, image = victim(kind, data, number)
     began = time.process_time()
-    result = build("cascade")(view)
+    try:
+        with stopped_after(most):
+            result = build("cascade")(view)
+    except TooLongError:
+        reason = f"no answer in {most:g} CPU seconds, after which it was stopped"
+        spent = time.process_time() - began
+        return {"image": number, "reason": reason, "stopped": most, "seconds": spent, "attacks": attacks_state()}
     row = {"image": number, **scored(result, image), "seconds": time.process_time() - began, "attacks": attacks_state()}
     if not isinstance(result, Reconstruction):
         return row
@@ -208,7 +215,9 @@ def line(rows: Sequence[dict[str, Any]]) -> list[str]:
     solved = [row for row in rows if "psnr" in row]
     seconds = f"{statistics.median(row['seconds'] for row in rows):.1f}"
     if not solved:
-        return [f"{len(rows)}", "0", "0", "0", "-", "-", seconds, f"refused: {rows[0]['reason']}"]
+        first = rows[0]
+        words = first["reason"] if "stopped" in first else f"refused: {first['reason']}"
+        return [f"{len(rows)}", "0", "0", "0", "-", "-", seconds, words]
     psnr: list[float] = [row["psnr"] for row in solved]
     wrong = sum(row["verified"] and not row["exact"] for row in solved)
     off = [row["features"] for row in solved if row.get("features") is not None and not row["exact"]]
@@ -273,20 +282,27 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=FIRST, help="number of the first test image")
     parser.add_argument("--quick", action="store_true", help="one image of every kind, printed and not published")
     parser.add_argument("--resume", action="store_true", help="measure only images that were not measured")
+    parser.add_argument("--most", type=float, default=math.inf, help="CPU seconds for an image, then it is stopped")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     images: dict[str, Batch] = {}
     kept = [] if chosen.quick else _measured()
-    rows = [row for row in kept if chosen.resume or row["kind"] not in chosen.kinds]
+    numbers = range(chosen.first, chosen.first + (1 if chosen.quick else chosen.images))
+
+    def is_short(row: dict[str, Any]) -> bool:
+        """Whether a row is of an image that was stopped sooner than it will be now."""
+        return row["image"] in numbers and row.get("stopped", math.inf) < chosen.most
+
+    rows = [row for row in kept if row["kind"] not in chosen.kinds or (chosen.resume and not is_short(row))]
     done = {(row["kind"], row["image"]) for row in rows}
     for name in chosen.kinds:
         kind = KINDS[name]
         if kind.data not in images:
             images[kind.data] = fl.data.load(kind.data).test
-        for number in range(chosen.first, chosen.first + (1 if chosen.quick else chosen.images)):
+        for number in numbers:
             if (name, number) in done:
                 continue
-            rows.append({"kind": name, **one(kind, images[kind.data], number)})
+            rows.append({"kind": name, **one(kind, images[kind.data], number, chosen.most)})
             if chosen.quick:
                 sys.stdout.write(json.dumps(rows[-1]) + "\n")
                 sys.stdout.flush()

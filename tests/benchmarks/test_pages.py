@@ -17,6 +17,7 @@ from benchmarks.leakage import (
     leakage,
     own_models,
     presets,
+    quickstart,
     rog_spaces,
     same_network,
     settings,
@@ -65,6 +66,7 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
     "presets": lambda known: presets.document(known["cases"]),
     "published_hyperfl": lambda known: published_hyperfl.document(known["rows"]),
     "residual": lambda known: residual_page.document(CASES, known["rows"]),
+    "quickstart": lambda known: quickstart.document(known["rows"]),
     "rog_spaces": lambda known: rog_spaces.document(
         known["rows"], list(dict.fromkeys(row["attack"] for row in known["rows"])), known["training"]
     ),

@@ -14,6 +14,7 @@ from torch import nn
 from benchmarks import common
 from benchmarks.exact import cascade_ends
 from benchmarks.exact.cascade_ends import KINDS, Kind
+from benchmarks.exact.residual import TooLongError
 from fl.types import Batch
 
 SIDES = {"mnist": 28, "cifar10": 32}
@@ -43,6 +44,30 @@ def test_what_was_solved_and_what_was_refused_have_a_line_each() -> None:
     assert lines[2] == f"| {second} | 1 | 0 | 0 | 0 | - | - | 1.0 | refused: too few |"
     assert lines[4:] == [f"| `unknown` | {first}; {second} |"]
     assert f"Not measured: {'; '.join(list(KINDS)[2:])}." in cascade_ends.document(rows)
+
+
+def test_an_image_that_takes_too_long_is_a_row_that_a_longer_limit_measures_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for module in (cascade_ends, common):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(cascade_ends, "KINDS", {"one": Kind(lambda: [nn.Flatten()], "mnist")})
+    monkeypatch.setattr(cascade_ends.fl.data, "load", lambda name: SimpleNamespace(test=pictures(1, 6)))
+    solve = cascade_ends.build
+
+    def slow(name: str) -> Any:
+        raise TooLongError
+
+    def measured(*options: str) -> str:
+        monkeypatch.setattr("sys.argv", ["cascade_ends", "--first", "0", "--images", "1", "--resume", *options])
+        cascade_ends.main()
+        return (tmp_path / "cascade_ends.md").read_text()
+
+    monkeypatch.setattr(cascade_ends, "build", slow)
+    assert "| no answer in 1000 CPU seconds, after which it was stopped |" in measured("--most", "1000")
+    monkeypatch.setattr(cascade_ends, "build", solve)
+    assert "no answer in 1000" in measured("--most", "900")
+    assert "| one | 1 | 1 | 1 |" in measured("--most", "2000")
 
 
 def test_kinds_that_are_left_out_keep_what_was_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
