@@ -292,8 +292,8 @@ def document(rows: Sequence[Row], cosines: Sequence[Row]) -> list[str]:
     false = sum(bool(row[name].get("false")) for row in rows for name in ("analytic", "cascade") if name in row)
     lines += [f"Pictures called verified that are wrong: {false}.", "", *_budget_words(), "", *_cosine_lines(cosines)]
     reasons = {row["case"]: row["cascade"]["reason"] for row in rows if "reason" in row.get("cascade", {})}
-    lines += ["", *_worse_words()]
-    return [*lines, "", "Reasons of `cascade` where it refused:", "", *(f"- `{k}`: `{v}`" for k, v in reasons.items())]
+    lines += ["", "Reasons of `cascade` where it refused:", "", *(f"- `{k}`: `{v}`" for k, v in reasons.items())]
+    return [*lines, "", *_worse_words()]
 
 
 def _line(case: Case, rows: Sequence[Row]) -> list[str]:
@@ -360,9 +360,10 @@ def _worse_words() -> list[str]:
         "",
         "PercentilePrivacy, smallest half: one picture of the five lies behind from each of three starts, near 25 dB "
         "instead of 37. From other starts both medians move by several dB. Its search, knowing or not, ends where "
-        "1 - cos is still 0.09, at a local minimum. There the contrast is hardly determined. "
+        "1 - cos is still 0.1, at a local minimum. There the contrast is hardly determined. "
         "Zeros that stand for an interval leave it at 0.76 of the truth, zeros taken as exact at 1.05. More iterations "
-        "of the search that knows fit better and lower the contrast further. In the true picture the search that knows would explain the update "
+        "of the search that knows fit better and lower the contrast further. In the true picture the search "
+        "that knows would explain the update "
         "to rounding.",
         "",
         "PercentilePrivacy, smallest 95 %: the search that takes zeros as exact pulls pixels towards gray, which is "
@@ -373,7 +374,8 @@ def _worse_words() -> list[str]:
         "is wrong for three of five pictures, and a wrong label gives the negative of the picture. For the other two, "
         "the search that knows puts 96 % of the pixels on the right side of gray. With the labels given it has "
         "11.2 dB and the other search 13.3. A number that was cut to the limit no longer tells how far a pixel is from "
-        "gray. Both searches put them 0.3 from it on average. Why the one that does not know still comes nearer was not "
+        "gray. Both searches put them 0.3 from it on average. Why the one that does not know still comes "
+        "nearer was not "
         "found out.",
         "",
         "SVTPrivacy at its defaults: half the pixels are on the right side of gray, which is chance. Both searches fit "

@@ -159,7 +159,8 @@ def document(rows: Sequence[Row]) -> list[str]:
         "",
         "Guess: the best picture of one color. Features: what the first fully connected layer takes, relative error. "
         "Labels: how many are right, whatever their order; in brackets, how many a guess gets right on average that "
-        "names every class about as often. Fewer than that are worse than a guess. Iterations are those of a search with one start. A refusal has neither.",
+        "names every class about as often. Fewer than that are worse than a guess. Iterations are those of a search "
+        "with one start. A refusal has neither.",
         "",
         "An epoch of 96 pictures is three steps of 32. A client of the quickstart takes far more, as it holds "
         "thousands of pictures. A search replays every step at every iteration, which takes too long for those here. "
