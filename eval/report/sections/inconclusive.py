@@ -105,7 +105,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
     if self_verification.are_settled(rows):
         return Outcome(attack, update, "settled")
     note, remarks = str(first.get("note", "")), self_verification.remarks_of(first)
-    if remarks & CONTRADICTING:
+    features_nearly = Remark.NEARLY_TOLD in remarks and not first.get("candidates")
+    if remarks & CONTRADICTING or features_nearly:  # nobody asks for the true images of these
         return Outcome(attack, update, "contradicted", note, remarks)
     if first.get("approximate") and first.get("candidates"):
         return Outcome(attack, update, "borne out", note, remarks)

@@ -12,13 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import hyperleak
+from attacks.result import Remark
 from attacks.verification.nearly_told import NEARLY_TOLD
+from eval.audit.findings import AttackFinding, AuditReport
 from eval.audit.judgment import Judgment
 from eval.audit.junit import junit_xml
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.sarif import sarif_log
 from eval.audit.source_place import ROOT, SourcePlace
 from eval.federations.screening import Screener
+from eval.report.sections.inconclusive import outcomes_of_rows
 from fl.seeds import stream
 
 SHAPE, RATE = (3, 4, 4), 0.1
@@ -137,3 +140,11 @@ def test_the_audit_as_a_whole_says_leaked_where_one_attack_gets_through_and_anot
     assert [leak.attack for leak in judgment.violations] == ["analytic"]
     assert not judgment.undecided
     assert report.best("psnr") > 60
+
+
+def test_features_that_are_nearly_explained_leave_an_audit_undecided() -> None:
+    rows = [{"update": 0, "images": 1, "candidates": 0, "verified": False, "note": "nearly"}]
+    assert outcomes_of_rows("exact", rows)[0].kind == "blind"
+    (one,) = outcomes_of_rows("exact", [{**rows[0], "remarks": [Remark.NEARLY_TOLD]}])
+    report = AuditReport("mine", [AttackFinding("exact", [], "", "", outcomes=[one])], captured=True)
+    assert "nearly" in [question.why for question in Judgment(report).undecided]
