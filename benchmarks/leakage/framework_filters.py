@@ -352,34 +352,22 @@ def _budget_words() -> list[str]:
 
 
 def _worse_words() -> list[str]:
-    """Why a search that knows a filter ends behind one that does not, by trials on the perceptron."""
+    """Why a search that knows a filter ends behind one that does not, as far as it was found out."""
     return [
         "## Where the search that knows does worse",
         "",
-        "Trials on the perceptron, with other starts and with labels given, say why.",
+        "Searches of the perceptron from other starts, and with labels given, were looked at one by one. They are in "
+        "no table.",
         "",
-        "PercentilePrivacy, smallest half: one picture of the five lies behind from each of three starts, near 25 dB "
-        "instead of 37. From other starts both medians move by several dB. Its search, knowing or not, ends where "
-        "1 - cos is still 0.1, at a local minimum. There the contrast is hardly determined. "
-        "Zeros that stand for an interval leave it at 0.76 of the truth, zeros taken as exact at 1.05. More iterations "
-        "of the search that knows fit better and lower the contrast further. In the true picture the search "
-        "that knows would explain the update "
-        "to rounding.",
-        "",
-        "PercentilePrivacy, smallest 95 %: the search that takes zeros as exact pulls pixels towards gray, which is "
-        "a good guess of what is open. Inside an interval nothing pulls the one that knows. With a pull of 0.3 of what "
-        "lies inside, its median was 17.9 dB.",
-        "",
-        "SVTPrivacy, 90 % sent: the label is read off the classifier's bias, where the noise turned signs. It "
-        "is wrong for three of five pictures, and a wrong label gives the negative of the picture. For the other two, "
-        "the search that knows puts 96 % of the pixels on the right side of gray. With the labels given it has "
-        "11.2 dB and the other search 13.3. A number that was cut to the limit no longer tells how far a pixel is from "
-        "gray. Both searches put them 0.3 from it on average. Why the one that does not know still comes "
-        "nearer was not "
-        "found out.",
-        "",
-        "SVTPrivacy at its defaults: half the pixels are on the right side of gray, which is chance. Both searches fit "
-        "noise. The one that does not know also compares with the zeros of numbers not sent, and stays nearer to gray.",
+        "- **PercentilePrivacy, smallest half.** One picture makes the difference, and from other starts both medians "
+        "move by several dB. Its searches end at local minima. In the true picture the one that knows would explain "
+        "the update to rounding.",
+        "- **PercentilePrivacy, smallest 95 %.** Zeros taken as exact pull pixels towards gray, which is a good guess "
+        "of what is open. Inside an interval nothing pulls the search that knows.",
+        "- **SVTPrivacy, 90 % sent.** The label is read off the classifier's bias, where the noise turned signs. A "
+        "search for a wrong label's picture ends far away. With labels given both come nearer. Why the one that does "
+        "not know still comes nearer than the other was not found out.",
+        "- **SVTPrivacy at its defaults.** Both searches fit noise.",
     ]
 
 
