@@ -62,8 +62,9 @@ def copy_model(model: nn.Module) -> nn.Module:
             module.register_forward_hook(partial(_restore, kept))
     if isinstance(result, torch.jit.ScriptModule):  # which takes no hooks, and is refused by name later
         return result
-    held = {name: _Kept.of(part) for name, part in result.named_modules()}
-    result.register_forward_hook(partial(_forget, held))  # at the end of all, as a module may read what another keeps
+    forgetting = _Forgetting()
+    result.register_forward_pre_hook(forgetting.note, prepend=True)
+    result.register_forward_hook(forgetting.forget)  # at the end of all, as a module may read what another keeps
     return result
 
 
@@ -134,15 +135,36 @@ class _ComputedFinder:
         return self._known[id(value)]
 
 
-def _forget(kept: dict[str, _Kept], network: nn.Module, _args: Any, _output: Any) -> None:
-    """Take what autograd computed out of the parts of a network, which held something else before.
+class _Forgetting:
+    """Takes what autograd computed out of the parts of a network after each call, which held something else before.
 
-    A hook with its first argument given is a partial function of this module, so that other processes can be sent it.
+    What they held is noted before the first call. Copies and what is sent to other processes note it anew, so that
+    nothing is copied twice.
     """
-    finder = _ComputedFinder()
-    for name, part in network.named_modules():
-        if name in kept:
-            kept[name].restore(part, finder)
+
+    def __init__(self) -> None:
+        self._kept: dict[str, _Kept] | None = None
+
+    def note(self, network: nn.Module, _args: Any) -> None:
+        """Note what the parts hold, before the first call."""
+        if self._kept is None:
+            self._kept = {name: _Kept.of(part) for name, part in network.named_modules()}
+
+    def forget(self, network: nn.Module, _args: Any, _output: Any) -> None:
+        """Put back what the parts held."""
+        finder, kept = _ComputedFinder(), self._kept or {}
+        for name, part in network.named_modules():
+            if name in kept:
+                kept[name].restore(part, finder)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forgetting:
+        """Return one that has noted nothing."""
+        memo[id(self)] = made = _Forgetting()
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process is sent: nothing."""
+        return {"_kept": None}
 
 
 def _held_by(value: Any) -> Iterable[Any]:

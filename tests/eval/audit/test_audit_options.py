@@ -58,6 +58,7 @@ OPTIONS = {
     "--mean": "0.5",
     "--std": "0.5",
     "--loss": "cross-entropy",
+    "--threat": "{knows_labels: true}",
     "--output": "MINE:logits",
     "--head": "3.",
     "--input-range": "0,2",
@@ -74,8 +75,8 @@ OPTIONS = {
 }
 """Every option that takes a value and goes with pictures."""
 SWITCHES = {"--json", "--offline"}
-TABLES = {"--categories"}
-"""What goes with tables alone."""
+TABLES = {"--categories", "--targets"}
+"""What goes with tables alone, or with own losses."""
 IDLE = {
     "method": {
         "--update",
@@ -88,6 +89,7 @@ IDLE = {
         "--kind",
         "--clients",
         "--loss",
+        "--targets",
         "--output",
         "--head",
         "--input-range",

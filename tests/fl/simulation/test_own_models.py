@@ -188,7 +188,6 @@ def test_weights_by_themselves_are_no_model() -> None:
         ({"method": FedAvg}, "expected method as a Method, got the class FedAvg; fl.method.methods.build(...)"),
         ({"defense": "noise"}, "expected defense as a Defense, got str 'noise'; defenses.defenses.build('noise')"),
         ({"defense": {"name": "noise"}}, "defenses.defenses.build({'name': 'noise'}) makes one"),
-        ({"threat": {"knows_labels": True}}, "got dict {'knows_labels': True}; fl.types.ThreatModel(knows_labels=True"),
     ],
 )
 def test_settings_by_name_are_told_what_makes_them(settings: dict[str, Any], said: str) -> None:
