@@ -218,7 +218,8 @@ class Analytic(Attack):
         found: list[_Summand] = []
         possible = layer.possible_labels()
         assert possible is not None  # which was asked before
-        shares = batch_weights(layer.view.task.loss, layer.view.task.output_shape, len(possible), count)
+        task = layer.view.task
+        shares = batch_weights(task.loss, task.output_shape, len(possible), count, layer.view.device)
         if shares is None:
             return self._of_another_loss(layer, count) or NotApplicable(SHARED_WEIGHTS)
         for numbers, each in layer.signals(inputs, possible):
@@ -227,7 +228,7 @@ class Analytic(Attack):
             off = (signal - inside @ left.mT).norm(dim=1) / signal.norm(dim=1)
             taken = ones @ right.mT / singular
             ratio = (taken * inside).sum(1)
-            counted = (ratio[i] * shares[number] for i, number in enumerate(numbers.tolist()))
+            counted = (own * shares[number] for own, number in zip(ratio.tolist(), numbers.tolist(), strict=True))
             miss = torch.maximum(off, off.new_tensor([float((one - 1).abs().min()) for one in counted]))
             fitting = (miss <= self.fits).nonzero().flatten().tolist()
             found += [

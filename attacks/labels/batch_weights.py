@@ -18,7 +18,9 @@ SAME_WEIGHT = 1e-4
 """How far weights, or directions of gradients, may be apart and count as the same, relative to them."""
 
 
-def batch_weights(loss: Loss, output_shape: torch.Size, targets: int, count: int) -> list[Tensor] | None:
+def batch_weights(
+    loss: Loss, output_shape: torch.Size, targets: int, count: int, device: torch.device | None = None
+) -> list[Tensor] | None:
     """Return for each target how much its example may count in a batch, where 1 is an equal share.
 
     In PyTorch's weighted cross entropy it is the weight of its class over the mean weight of the batch's classes.
@@ -29,24 +31,25 @@ def batch_weights(loss: Loss, output_shape: torch.Size, targets: int, count: int
         output_shape: of one example.
         targets: how many an example may have: the classes (K,), under a loss of the user's own.
         count: examples in the batch, > 1.
+        device: where the loss is taken, which may hold tensors of its own; None is the CPU.
 
     Returns:
-        Different weights (n,) of each target, in double precision; None where more than classes decides, or where
-        batches are too many to try.
+        Different weights (n,) of each target, in double precision, on the CPU; None where more than classes decides, or
+        where batches are too many to try.
     """
     if not isinstance(loss, OwnLoss) or not loss.takes_classes:
         return [torch.ones(1, dtype=torch.float64)] * targets
     try:
         with function_errors_named():
-            return _weights_of_classes(loss, output_shape, count)
+            outputs = torch.randn(count, *output_shape, generator=stream(0, "batch weights")).to(device)
+            return _weights_of_classes(loss, outputs)
     except FunctionError:  # it takes no example alone
         return [torch.ones(1, dtype=torch.float64)] * targets
 
 
-def _weights_of_classes(loss: OwnLoss, output_shape: torch.Size, count: int) -> list[Tensor] | None:
-    """Return the different weights (n,) of each class; None where they are not told."""
-    classes = output_shape[0]
-    outputs = torch.randn(count, *output_shape, generator=stream(0, "batch weights"))
+def _weights_of_classes(loss: OwnLoss, outputs: Tensor) -> list[Tensor] | None:
+    """Return the different weights (n,) of each class by outputs (N, K) of a batch; None where they are not told."""
+    count, classes = outputs.shape[:2]
     asked = [(first + torch.arange(count)) % classes for first in range(0, classes, count)]
     seen = [_weights_in(loss, outputs, batch) for batch in asked if loss.takes(outputs, batch)]
     if seen and all(one is not None and bool(((one - 1).abs() <= SAME_WEIGHT).all()) for one in seen):
@@ -67,6 +70,7 @@ def _weights_of_classes(loss: OwnLoss, output_shape: torch.Size, count: int) -> 
 
 def _weights_in(loss: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor | None:
     """Return how much each example counts (N,) beside what it does alone; None where its gradient turns."""
+    targets = targets.to(outputs.device)
     together = len(outputs) * _gradient(loss, outputs, targets)
     alone = torch.cat([_gradient(loss, outputs[[i]], targets[[i]]) for i in range(len(outputs))])
     size = alone.square().sum(1)

@@ -1,16 +1,24 @@
 """How much an example counts in a batch under losses that weigh classes: told by trying batches of classes."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support.elsewhere import ELSEWHERE, elsewhere
+from support.pictures import STEP
 from torch import Tensor, nn
 
 import attacks
 from attacks.labels.batch_weights import batch_weights
 from fl.capture import from_batch
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.losses import Loss
 from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.function import GivenFunction, build_loss, known_loss
 from fl.seeds import stream
+from fl.types import Batch, Task
 
 CLASSES = 4
 WEIGHTS = torch.tensor([0.1, 1.0, 3.0, 10.0])
@@ -56,6 +64,29 @@ def test_analytic_reads_each_image_of_a_batch_under_weights_of_classes_once(loss
     assert result.verified
     assert len(result.inputs) == 2
     assert (result.inputs - truth.inputs[result.labels.argsort().argsort()]).abs().max() < 1e-3
+
+
+def weighted() -> Loss:
+    return GivenFunction(call=nn.CrossEntropyLoss(weight=WEIGHTS.to(ELSEWHERE)), targets="classes")
+
+
+@pytest.mark.parametrize("loss", [CrossEntropy, weighted])
+def test_analytic_reads_a_batch_on_another_device(loss) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, CLASSES))
+    images = torch.randint(256, (2, 1, 8, 8), generator=stream(0, "batch weights test")) / 255
+    with elsewhere():
+        task = replace(Task(model, (1, 8, 8), CLASSES, "3.").to(device=ELSEWHERE), loss=loss())
+        batch = Batch(images.to(ELSEWHERE), torch.tensor([0, 3]).to(ELSEWHERE))
+        client = Client(task, replace(STEP, batch_size=None))
+        found = attacks.build("analytic")(Federation(client, [ClientData(batch, batch)]).observe(0)[0])
+        assert isinstance(found, attacks.Reconstruction)
+        assert found.verified
+        assert found.inputs is not None
+        distances = torch.cdist(found.inputs.cpu().flatten(1), images.flatten(1))
+    assert len(distances) == 2
+    assert distances.amin(0).max() < 1e-3
 
 
 def test_analytic_reads_the_image_that_counts_beside_an_ignored_one() -> None:
