@@ -300,15 +300,21 @@ def _run_and_confirm(
     before = [_tensor_versions(view) for view in views]
     above = [_network_above(attack, view) for view in views]
     attacked = [view if other is None else other for view, other in zip(views, above, strict=True)]
+    held: dict[int, Result] = {}  # of networks above: to hold a result to its update may take long
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
             with function_errors_named():
                 results = runner(attack, control)(attacked, seeds)
                 for i, other in enumerate(above):
-                    if other is not None and _needs_whole(attack, views[i], other, results[i]):
+                    if other is None:
+                        continue
+                    if isinstance(results[i], Reconstruction):
+                        held[i] = _detached(confirm_whole(attack, views[i], other, results[i]))
+                    if _needs_whole(views[i], held.get(i)):
                         (whole,) = runner(attack, control)([views[i]], [seeds[i]])
                         if isinstance(whole, Reconstruction) and _has_more(whole, results[i]):
                             results[i], above[i] = whole, None
+                            held.pop(i, None)
         except PrecisionError as error:
             results = [NotApplicable(str(error), limit=True) for _ in views]
         except FunctionError as error:
@@ -325,10 +331,10 @@ def _run_and_confirm(
     results = [_detached(result) for result in results]
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
-    return [
-        _note_unexpected_labels(view, confirm_whole(attack, view, other, result))
-        for view, other, result in zip(views, above, results, strict=True)
-    ]
+    for i, result in enumerate(results):
+        known = held.get(i) if isinstance(result, Reconstruction) else None
+        results[i] = _note_unexpected_labels(views[i], known or confirm_whole(attack, views[i], above[i], result))
+    return results
 
 
 def _network_above(attack: Attack, view: ServerView) -> ServerView | None:
@@ -340,16 +346,19 @@ def _network_above(attack: Attack, view: ServerView) -> ServerView | None:
     return None if prefix is None or prefix.kind not in takes_off else prefix.above(view)
 
 
-def _needs_whole(attack: Attack, view: ServerView, above: ServerView, result: Result) -> bool:
+def _needs_whole(view: ServerView, held: Result | None) -> bool:
     """Return whether the network above led to nothing, so that the whole is asked as well.
 
     Behind bent pixels, levels of 8 bits lie where an attack on the network above does not look for them.
+
+    Args:
+        view: the server's.
+        held: what an attack on the network above found, as the update bears it out; None where it refused.
     """
-    if isinstance(result, NotApplicable) or result.inputs is None:
+    if not isinstance(held, Reconstruction) or held.inputs is None:
         return True
     prefix = read_pixel_prefix(view)
-    held = confirm_whole(attack, view, above, result)
-    return prefix is not None and prefix.kind == "bent" and isinstance(held, Reconstruction) and not held.verified
+    return prefix is not None and prefix.kind == "bent" and not held.verified
 
 
 def _has_more(whole: Reconstruction, other: Result) -> bool:

@@ -9,6 +9,7 @@ import torch
 from support.chains import initialized
 from torch import nn
 
+import attacks.base
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
 from attacks.base import build, confirm_whole
@@ -177,6 +178,18 @@ def test_least_squares_tell_that_rounding_moves_no_pixel_between_levels(kind) ->
         values = prefix.values((picture + off).clamp(0, 1))
         given = Reconstruction(values, torch.ones(1).long(), 0.0, (0.0,), verified=True)
         assert not confirm_whole(attack, view, above, given).verified
+
+
+@pytest.mark.parametrize("name", ["analytic", "cascade"])
+def test_least_squares_of_an_update_are_solved_once_for_each_attack(monkeypatch, name: str) -> None:
+    picture, asked = torch.rand(1, 3, 8, 8, generator=stream(0, "picture")), []
+    own = attacks.base.value_errors
+    monkeypatch.setattr(attacks.base, "value_errors", lambda *given: asked.append(own(*given)) or asked[-1])
+    view, _ = from_batch(flat(lambda x: x**2.2), picture, torch.tensor([1]))
+    found = build(name)(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("bend", [lambda x: x, lambda x: x**2.2], ids=["affine", "gamma"])
