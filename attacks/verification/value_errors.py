@@ -34,6 +34,8 @@ from fl.view import ServerView
 
 MAX_NUMBERS = 1024
 """Numbers of an example whose covariance is worked out, at most: each takes a forward and a backward derivative."""
+MAX_PRODUCT = 10**8
+"""That count times the update's, at most: of more the derivatives would take minutes."""
 DEVIATIONS = 5.0
 """Standard deviations that a number may be off by."""
 
@@ -50,7 +52,10 @@ def value_errors(view: ServerView, result: Reconstruction) -> Tensor | None:
         not make it to that, or where their covariance is not worked out.
     """
     inputs = result.inputs
-    if inputs is None or len(inputs) != 1 or inputs.numel() > MAX_NUMBERS or view.sent_as or view.private:
+    if inputs is None or len(inputs) != 1 or view.sent_as or view.private:
+        return None
+    sent = sum(dense(value).numel() for value in view.update.values())
+    if inputs.numel() > MAX_NUMBERS or inputs.numel() * sent > MAX_PRODUCT:
         return None
     asked = comparison(view, replace(result, verified=True))
     guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)

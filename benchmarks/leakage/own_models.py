@@ -316,8 +316,7 @@ def _figures(row: Row) -> dict[str, Any]:
 
 SEGMENTATION = (
     "Of segmentation no search beats the guess where the mask is unknown: the update has 1,028 numbers, the picture",
-    "3,072, and the mask comes on top. On one picture neither more total variation, from 1e-3 to 1, nor",
-    "`gradinversion` helped. No exact attack applies, as there is no linear layer. So nothing else is the default.",
+    "3,072, and the mask comes on top. No exact attack applies, as there is no linear layer.",
     "The guess is chosen with the truth at hand. Where the attacker knows the mask, `ig` with a weight of 1e-3 is",
     "ahead of it. Labels and masks that the attacker was given are not counted.",
 )

@@ -163,8 +163,7 @@ def document(rows: Sequence[Row]) -> list[str]:
         "with one start. A refusal has neither.",
         "",
         "An epoch of 96 pictures is three steps of 32. A client of the quickstart takes far more, as it holds "
-        "thousands of pictures. A search replays every step at every iteration, which takes too long for those here. "
-        "They were not measured.",
+        "thousands of pictures. Such epochs were not measured: a search replays every step at every iteration.",
         "",
         *table(
             [

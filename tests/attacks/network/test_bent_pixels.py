@@ -15,9 +15,11 @@ from attacks.analytic.rconv import RConv
 from attacks.base import build, confirm_whole
 from attacks.network.pixel_prefix import read_pixel_prefix
 from attacks.update.float_rounding import largest_rounding
+from attacks.verification import value_errors
 from fl.capture import ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.tensors import dense
 
 
 class Bent(nn.Module):
@@ -256,3 +258,13 @@ def test_an_even_grid_counts_as_rounding() -> None:
     step = {name: value.abs().max() / 127 for name, value in view.update.items()}
     coarse = {name: (value / step[name]).round() * step[name] for name, value in view.update.items()}
     assert largest_rounding(replace(view, update=coarse)) > 100 * largest_rounding(view)
+
+
+def test_least_squares_are_not_worked_out_where_derivatives_would_take_minutes(monkeypatch) -> None:
+    picture = torch.rand(1, 3, 8, 8, generator=stream(0, "picture"))
+    view, _ = from_batch(flat(lambda x: x**2.2), picture, torch.tensor([1]))
+    found = Reconstruction(picture, torch.tensor([1]), 0.0, (0.0,), verified=True)
+    assert value_errors.value_errors(view, found) is not None
+    count = picture.numel() * sum(dense(value).numel() for value in view.update.values())
+    monkeypatch.setattr(value_errors, "MAX_PRODUCT", count - 1)
+    assert value_errors.value_errors(view, found) is None
