@@ -24,19 +24,19 @@ def without_checkpoints() -> Iterator[None]:
     place do as torch's own in all other threads.
     """
     with _LOCK:
-        if not _STATE.threads:
+        if not _STATE.calls:
             _STATE.own = {name: getattr(checkpoint, name) for name in NAMES}
             checkpoint._checkpoint_hook = _hook  # type: ignore[misc, assignment]
             checkpoint.CheckpointFunction = _KeptFunction()  # type: ignore[misc, assignment]
-        _STATE.threads += 1
+        _STATE.calls += 1
     _INSIDE.depth = getattr(_INSIDE, "depth", 0) + 1
     try:
         yield
     finally:
         _INSIDE.depth -= 1
         with _LOCK:
-            _STATE.threads -= 1
-            if not _STATE.threads:
+            _STATE.calls -= 1
+            if not _STATE.calls:
                 for name, value in _STATE.own.items():
                     setattr(checkpoint, name, value)
 
@@ -46,11 +46,11 @@ class _State:
     """What is exchanged, and for how many calls.
 
     Attributes:
-        threads: calls of all threads that are in there.
+        calls: of all threads, that are in there.
         own: torch's, by name; kept after the last call, as another thread may still be about to call what stood there.
     """
 
-    threads: int = 0
+    calls: int = 0
     own: dict[str, Any] = field(default_factory=dict)
 
 
