@@ -19,6 +19,7 @@ from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
 from attacks.network.pixel_prefix import PixelPrefix, doubt_bends, read_pixel_prefix
 from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Remark, Result
+from attacks.result_checks import check_result, doubt_unaskable
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.float_rounding import largest_rounding
 from attacks.verification.comparison import can_replay
@@ -309,6 +310,7 @@ def _run_and_confirm(
                     if other is None:
                         continue
                     if isinstance(results[i], Reconstruction):
+                        check_result(name, results[i], other)
                         held[i] = _detached(confirm_whole(attack, views[i], other, results[i]))
                     if _needs_whole(views[i], held.get(i)):
                         (whole,) = runner(attack, control)([views[i]], [seeds[i]])
@@ -326,14 +328,15 @@ def _run_and_confirm(
             results = [NotApplicable(found, limit=True) for _ in views]
     if len(results) != len(views):
         raise TypeError(f"expected a result of attack {name!r} for each of {len(views)} views")
-    for result in results:
-        _check_result(name, result)
+    for view, other, result in zip(views, above, results, strict=True):
+        check_result(name, result, view if other is None else other)
     results = [_detached(result) for result in results]
     if [_tensor_versions(view) for view in views] != before:
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     for i, result in enumerate(results):
         known = held.get(i) if isinstance(result, Reconstruction) else None
-        results[i] = _note_unexpected_labels(views[i], known or confirm_whole(attack, views[i], above[i], result))
+        held_to = known or confirm_whole(attack, views[i], above[i], doubt_unaskable(views[i], result))
+        results[i] = _note_unexpected_labels(views[i], held_to)
     return results
 
 
@@ -439,17 +442,6 @@ def _tensor_versions(view: ServerView) -> list[int]:
     """Return how often each tensor that was sent, or sent back, was changed in place."""
     parts = pytree.tree_leaves([dict(view.shared), dict(view.update)])
     return [part._version for part in parts if isinstance(part, Tensor) and not part.is_inference()]
-
-
-def _check_result(name: str, result: object) -> None:
-    if isinstance(result, NotApplicable):
-        return
-    if not isinstance(result, Reconstruction):
-        found = type(result).__name__
-        raise TypeError(f"expected attack {name!r} to return a Reconstruction or NotApplicable, got {found}")
-    for what, value in (("inputs", result.inputs), ("labels", result.labels)):
-        if value is not None and not isinstance(value, Tensor):
-            raise TypeError(f"expected {what} of attack {name!r} as a tensor, got {type(value).__name__}")
 
 
 def _detached(result: Result) -> Result:

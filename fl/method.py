@@ -96,6 +96,9 @@ class Method(FormerHooks):
     deviation_reason: ClassVar[str] = ""
     """Where `follows_loss_gradient` is false: why, and what can be tried instead, for attacks that have to refuse."""
 
+    initial_memory_is_known: ClassVar[bool] = False
+    """True where what a client remembers starts as the server knows, such as zeros: no secret of its first round."""
+
     uses_labels: ClassVar[bool] = True
     """False where the loss looks at no label, so that an attack need not guess any."""
 
@@ -185,6 +188,10 @@ class Method(FormerHooks):
     def follows_loss_gradient(self, steps: int | None) -> bool:
         """Return whether each of a round's `steps` (None: unknown) goes along the gradient of `loss` alone."""
         return type(self).gradient is Method.gradient
+
+    def first_round_follows_loss_gradient(self, steps: int | None) -> bool:
+        """Return the same of a round before which a client remembers nothing; asked if `initial_memory_is_known`."""
+        return self.follows_loss_gradient(steps)
 
     def trains_predictor(self, phase: Phase) -> bool:
         """Return whether a phase moves what the network predicts by: attacks count only such local steps."""

@@ -85,6 +85,8 @@ def _predict_client(
             memory.setdefault(path[0], {})["/".join(path[1:])] = value
         elif kind == "draws":
             guessed_draws.setdefault((int(path[0]), int(path[1])), {})[path[2]] = dense(value)
+    if not memory and client.method.initial_memory_is_known:
+        memory = client.method.init_memory({**view.shared, **params}, client.task)
     start = LocalInput(
         shared=view.shared,
         private=params,

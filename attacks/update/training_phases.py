@@ -42,7 +42,9 @@ def training_phases(
 def deviation_from_loss_gradient(view: ServerView) -> str | None:
     """Say along what else than its loss's gradient the client steps; None if it is that."""
     _, schedule = training_phases(view)
-    if view.method.follows_loss_gradient(None if schedule is None else sum(map(len, schedule))):
+    steps = None if schedule is None else sum(map(len, schedule))
+    first = view.method.initial_memory_is_known and not any("memory/" in name for name in view.private)
+    if (view.method.first_round_follows_loss_gradient if first else view.method.follows_loss_gradient)(steps):
         return None
     why = f": {view.method.deviation_reason}" if view.method.deviation_reason else ""
     return f"{view.method.name} does not step along the gradient of its loss alone{why}"

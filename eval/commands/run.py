@@ -252,7 +252,8 @@ def _print_results(screen: Console, folder: RunDir, outcome: RunOutcome, *, json
             f"{'cut short' if begun else 'not begun'} for --minutes: {name}; the same command without it computes it"
         )
     for failure in outcome.failures:
-        print_message(f"failed: {failure.name}: {failure.reason} (see {folder.path / failure.traceback})")
+        origin = f"{failure.origin}; " if failure.origin else ""
+        print_message(f"failed: {failure.name}: {failure.reason} ({origin}see {folder.path / failure.traceback})")
     if outcome.table is None:
         print_message(
             f"nothing is finished, so there is no table and no report; the same command goes on ({folder.path})"

@@ -106,7 +106,10 @@ def stratified_split(labels: Tensor, share: float, seed: int) -> tuple[Tensor, T
         members = members[torch.randperm(len(members), generator=stream(seed, "split", label))]
         count = round(share * len(members))
         if not 0 < count < len(members):
-            raise ValueError(f"expected images of class {label} on both sides, got {count} of {len(members)} for test")
+            raise ValueError(
+                f"expected images of class {label} on both sides, got {count} of {len(members)} for test: take another "
+                "test_share, more images of that class, or a test file"
+            )
         test.append(members[:count])
         train.append(members[count:])
     parts = (torch.cat(train), torch.cat(test))

@@ -48,6 +48,13 @@ class FedDyn(FedAvg):
         "as fedavg, but a spring and a steady push, learned from earlier rounds, keep clients from going their own way."
     )
 
+    initial_memory_is_known: ClassVar[bool] = True
+    deviation_reason: ClassVar[str] = (
+        "each step has g_k, which the client learned in earlier rounds, taken off, and is pulled back to the start; "
+        "in its first round g_k is zero: audit that as one of fedprox with mu: alpha (of fedavg, if it is one step); "
+        "where you have g_k, add lr * g_k for each step to the update first"
+    )
+
     alpha: Positive = 0.01
     lr: StepSize = 0.1
     weight_decay: Weight = 1e-3
@@ -75,6 +82,10 @@ class FedDyn(FedAvg):
         mine = {name: value for name, value in loss.items() if name in own}
         drift = add_scaled({name: params[name] for name in mine}, step.start, -1.0)
         return {**loss, **add_scaled(add_scaled(mine, own, -1.0), drift, self.alpha)}
+
+    def first_round_follows_loss_gradient(self, steps: int | None) -> bool:
+        """Return True for one step, as g_k is zero and nothing has drifted."""
+        return type(self).gradient is FedDyn.gradient and steps == 1
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """Return no further payload, and g_k less alpha times how far the parameters moved, to be kept."""

@@ -52,9 +52,10 @@ class Scaffold(FedAvg):
 
     optimizers: ClassVar[tuple[str, ...]] = ("sgd",)  # what c_i learns from is the way that plain steps lead
 
+    initial_memory_is_known: ClassVar[bool] = True
     deviation_reason: ClassVar[str] = (
         "each step has c - c_i added, the control variates; where you have these, subtract lr * (c - c_i) for each "
-        "step from the update, and audit what is left as one of fedavg"
+        "step from the update, and audit what is left as one of fedavg; in the first round of all they are zero"
     )
 
     option: Literal["I", "II"] = "II"
@@ -96,6 +97,10 @@ class Scaffold(FedAvg):
         shift = add_scaled(step.memory[CONTROL], step.received[CONTROL], -1.0)
         loss = grad(params, batches[0])
         return {name: add(value, shift[name], -1.0) if name in shift else value for name, value in loss.items()}
+
+    def first_round_follows_loss_gradient(self, steps: int | None) -> bool:
+        """Return True, as all control variates are zero."""
+        return type(self).gradient is Scaffold.gradient
 
     def finish(self, params: Tensors, step: Step, steps: int) -> tuple[Payloads, Payloads]:
         """Return the change of c_i, and c_i after it: directions hold c - c_i, so the change is a direction less c."""

@@ -323,7 +323,8 @@ def observe(
 def _truth(start: PreparedRound, trace: Trace, threat: ThreatModel) -> Truth:
     """Return what the client fed and kept to itself."""
     client, state = start.client, start.state
-    hidden: Tensors = {**state.private, **flatten(state.memory, "memory/")}
+    known = client.method.initial_memory_is_known and start.key.round == 0
+    hidden: Tensors = {**state.private, **({} if known else flatten(state.memory, "memory/"))}
     if not client.method.train_mode:  # running statistics only matter where batch statistics are not used
         hidden.update({name: value for name, value in state.buffers.items() if value.is_floating_point()})
     if threat.knows_defense and not threat.knows_randomness:

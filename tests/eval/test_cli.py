@@ -195,7 +195,10 @@ def test_a_failure_is_named_and_leaves_the_rest(path, fault):
     result = run(path, "--set", f"attack=[guess, {{name: crash, fault: {str(fault).lower()}, against: fedavg}}]")
     assert result.exit_code == terminal.FAILURE
     error = "RuntimeError" if fault else "ValueError"
-    assert f"failed: fedavg: crash: {error}: expected the sky to hold, got rain (see " in result.output
+    assert (
+        f"failed: fedavg: crash: {error}: expected the sky to hold, got rain (tests/support/tiny.py, line "
+        in result.output
+    )
     assert "Incomplete: 1 of 5 parts of this run failed" in (path.parent / "out" / "table.md").read_text()
     assert {row["attack"] for row in read_rows(path.parent / "out" / "images.jsonl")} == {"guess"}
     assert list((path.parent / "out" / "cells").glob("*.part/traceback.txt"))

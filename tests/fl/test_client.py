@@ -287,3 +287,25 @@ def test_batches_are_taken_once_more_only_where_something_is_drawn(
     assert sizes == (fed + fed if drawn[0] else fed)
     assert len(drawn) == sum(map(len, done.trace.order))
     assert drawn[0] == (not (method is METHOD and type(defense) is Defense))
+
+
+class FeatureNorm(nn.Module):
+    """A classifier behind batch norm of 64 features, whose variance is over the images alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.head = nn.BatchNorm1d(64), nn.utils.skip_init(nn.Linear, 64, worlds.CLASSES)
+        nn.init.ones_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.norm(x.flatten(1)))
+        return out
+
+
+def test_a_step_on_one_image_under_batch_norm_says_what_to_set() -> None:
+    task = replace(worlds.task(), model=FeatureNorm().double())
+    with pytest.raises(
+        ValueError, match=r"expected 2 images or more in each step, got 1: batch norm.*train_mode: false"
+    ):
+        worlds.federation(replace(METHOD, batch_size=1), task_=task)

@@ -120,7 +120,10 @@ class Shards(Partitioner):
         held = np.stack([np.bincount(labels[index].numpy(), minlength=len(have)) for index in train])
         test = deal_by_class(dataset.test.labels, held / np.maximum(have, 1), derive_seed(self.seed, "test"))
         if bare := [client for client, index in enumerate(test) if not len(index)]:
-            raise ValueError(f"expected a test image for every client, got none for client {bare[0]}: too few clients")
+            raise ValueError(
+                f"expected a test image for every client, got none for client {bare[0]}: take fewer clients or more "
+                "test images"
+            )
         return Partition(train, test)
 
     @classmethod
@@ -174,7 +177,10 @@ class ClassGroups(Partitioner):
             fractions[client, first : first + self.classes] = 1 / size
         result = _deal_partition(dataset, fractions, self.seed)
         if not all(map(len, (*result.train, *result.test))):
-            raise ValueError(f"expected an image for each of {self.clients} clients, got none for some: too few images")
+            raise ValueError(
+                f"expected a training and a test image for each of {self.clients} clients, got none for some: take "
+                "fewer clients or more images"
+            )
         return result
 
 

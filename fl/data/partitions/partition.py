@@ -150,16 +150,26 @@ class Iid(Partitioner):
         Raises:
             ValueError: there are too few images; says how many each client can have.
         """
-        sizes = (("train", dataset.train, self.train_size), ("test", dataset.test, self.test_size))
+        sizes = (
+            ("train", "training image", dataset.train, self.train_size),
+            ("test", "test image", dataset.test, self.test_size),
+        )
         train, test = (
-            deal_iid(len(part), clients=self.clients, size=size, seed=derive_seed(self.seed, key))
-            for key, part, size in sizes
+            deal_iid(len(part), clients=self.clients, size=size, seed=derive_seed(self.seed, key), kind=kind)
+            for key, kind, part, size in sizes
         )
         return Partition(train, test)
 
 
-def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[Tensor, ...]:
+def deal_iid(count: int, *, clients: int, size: int | None, seed: int, kind: str = "image") -> tuple[Tensor, ...]:
     """Deal `count` images at random: `size` to each client, or all of them, as evenly as can be.
+
+    Args:
+        count: of all images.
+        clients: how many.
+        size: of each client's part; None shares out all of them.
+        seed: of the shuffle.
+        kind: of image, for messages.
 
     Raises:
         ValueError: there are too few images; says how many each client can have.
@@ -169,10 +179,10 @@ def deal_iid(count: int, *, clients: int, size: int | None, seed: int) -> tuple[
     largest = count // clients
     if largest < 1:
         raise ValueError(
-            f"expected an image for each of {clients} clients, got {count}: take fewer clients or more images"
+            f"expected one {kind} for each of {clients} clients, got {count}: take fewer clients or more {kind}s"
         )
     if size is not None and not 1 <= size <= largest:
-        raise ValueError(f"expected 1 to {largest} images for each of {clients} clients, got {size}")
+        raise ValueError(f"expected 1 to {largest} {kind}s for each of {clients} clients, got {size}")
     shuffled = torch.randperm(count, generator=stream(seed, "iid"))
     parts = shuffled[: size * clients].chunk(clients) if size is not None else shuffled.tensor_split(clients)
     return tuple(part.sort(stable=True).values for part in parts)

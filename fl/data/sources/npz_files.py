@@ -27,6 +27,7 @@ DEFAULT_FOLDER = Path("~/.cache/hyperleak/data")
 """The data folder of a user without a home."""
 REQUIRED_ARRAYS = ("images", "labels")
 CLASS_NAMES = "class_names"
+MAX_SHOWN_NAMES = 10
 MAX_NUMBERED_CLASSES = 2**16
 """Classes that go by their numbers, at most: a stray label must not make millions of names."""
 
@@ -229,7 +230,9 @@ def _numbered_names(labels: NDArray[Any]) -> NDArray[np.str_]:
 
 
 def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path: Path) -> None:
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in {1, 3} or not len(images):
+    if images.dtype == np.uint8 and images.ndim == 4 and not len(images):
+        raise ValueError(f"expected images in {path}, got none")
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in {1, 3}:
         raise ValueError(f"expected images uint8 [N, H, W, 1 or 3] in {path}, got {images.dtype} {images.shape}")
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise ValueError(f"expected class_names as a list of strings in {path}, got {names.dtype} {names.shape}")
@@ -246,5 +249,13 @@ def _join_parts(name: str, train: Path, test: Path, settings: LimitedSource) -> 
         shapes = tuple(first.inputs.shape[1:]), tuple(second.inputs.shape[1:])
         raise ValueError(f"expected test images {shapes[0]} as the training images in {test}, got {shapes[1]}")
     if class_names != others:
-        raise ValueError(f"expected the class_names of the training file in {test}, got {others}")
+        raise ValueError(
+            f"expected the class_names of the training file in {test}, {_shown_names(class_names)}, got "
+            f"{_shown_names(others)}: write the same class_names into both files (without them the classes are the "
+            "numbers up to the largest label)"
+        )
     return Dataset(first, second, name, class_names, f"{train.name}, {test.name}")
+
+
+def _shown_names(names: tuple[str, ...]) -> str:
+    return ", ".join(names) if len(names) <= MAX_SHOWN_NAMES else f"{len(names)} from {names[0]} to {names[-1]}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support import worlds
+from support.compare import assert_near
 from support.pictures import POOLED, attack, error, network, photograph, victim
 from torch import nn
 
@@ -18,16 +19,19 @@ from attacks.rewriting.headless import Headless
 from attacks.rewriting.surrogate import Surrogate, count_local_steps, is_single_step
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
+from fl.capture import from_update
 from fl.client import Client
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
+from fl.methods.feddyn import FedDyn
 from fl.methods.fedgen import FedGen
 from fl.methods.fedjets import FedJETs
 from fl.methods.ga import GA
 from fl.methods.hyperfl import HyperFL
 from fl.methods.scaffold import Scaffold
 from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
+from fl.predict import predict
 from fl.tensors import dense
 from fl.types import Task
 from fl.view import ServerView
@@ -78,7 +82,32 @@ def test_only_the_methods_own_direction_is_known_to_be_plain(method: type[FedAvg
     assert deviation_from_loss_gradient(seen(Other(**SEVERAL), 4)) is not None
 
 
-@pytest.mark.parametrize("method", [FedGen, GA], ids=lambda m: m.name)
+@pytest.mark.parametrize("method", [FedDyn, Scaffold])
+def test_what_is_remembered_is_zero_and_known_in_the_first_round_alone(method: type[FedAvg]) -> None:
+    data = worlds.images(4, "training")
+    run = Federation(Client(worlds.task(), method(**ONE)), [ClientData(data, data)])
+    first, truth = run.observe(0)
+    assert not first.private
+    assert deviation_from_loss_gradient(first) is None
+    assert_near(predict(first, truth.candidate()), first.update, 1e-12)
+    run.run_round()
+    later = run.observe(0)[0]
+    assert later.private
+    assert "first round" in (deviation_from_loss_gradient(later) or "")
+
+
+def test_a_captured_update_does_not_tell_which_round_it_is_of() -> None:
+    update = dict(seen(FedDyn(**ONE)).update)
+    view = from_update(worlds.task().model, update, input_shape=(1, 8, 8), num_classes=3, method=FedDyn(**ONE))
+    assert "mu: alpha" in (deviation_from_loss_gradient(view) or "")
+
+
+def test_several_first_steps_of_feddyn_are_pulled_back() -> None:
+    assert deviation_from_loss_gradient(seen(FedDyn(**SEVERAL), 4)) is not None
+    assert deviation_from_loss_gradient(seen(Scaffold(**SEVERAL), 4)) is None
+
+
+@pytest.mark.parametrize("method", [FedDyn, FedGen, GA, Scaffold], ids=lambda m: m.name)
 @pytest.mark.parametrize("name", ["cascade", "first-step+cascade"])
 def test_a_single_step_gives_the_picture_back(method: type[FedAvg], name: str) -> None:
     found = attack(victim(network(*POOLED), photograph(14), method(**ONE)), name)

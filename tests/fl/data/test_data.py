@@ -83,7 +83,7 @@ def test_a_stratified_split_is_a_partition() -> None:
     assert labels[test].bincount().tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match=r"test_share in \(0, 1\), got 1"):
         stratified_split(labels, 1.0, seed=0)
-    with pytest.raises(ValueError, match="class 0 on both sides, got 0 of 3"):
+    with pytest.raises(ValueError, match="class 0 on both sides, got 0 of 3 for test: take another test_share"):
         stratified_split(labels, 0.1, seed=0)
 
 
@@ -162,7 +162,7 @@ GOOD = {"images": _images(4), "labels": np.arange(4), "class_names": np.array(li
         ({"images": _images(4)[..., 0, 0]}, r"expected images uint8 .*, got uint8 \(4, 6\)"),
         ({"images": _images(4)[..., 0].astype(np.float32)}, r"expected images uint8 .*, got float32 \(4, 6, 6\)"),
         ({"images": _images(4).transpose(0, 3, 1, 2)}, r"expected images uint8 .*, got uint8 \(4, 3, 6, 6\)"),
-        ({"images": _images(4)[:0], "labels": np.arange(0)}, r"expected images uint8 .* \(0, 6, 6, 3\)"),
+        ({"images": _images(4)[:0], "labels": np.arange(0)}, r"expected images in .*, got none"),
         ({"labels": np.arange(3)}, r"expected labels int \[4\] in .*, got int64 \(3,\)"),
         ({"labels": np.arange(4.0)}, r"expected labels int \[4\] in .*, got float64"),
         ({"labels": np.arange(4) - 1}, r"expected labels in \[0, 4\) in .*, got -1 to 2"),
@@ -196,7 +196,9 @@ def test_train_and_test_files_must_agree(tmp_path: Path) -> None:
     save_images(tmp_path / "c.npz", _images(4), np.arange(4) % 2, ["b", "a"])
     with pytest.raises(ValueError, match=r"expected test images \(3, 6, 6\) as the training images"):
         load("npz", train=str(tmp_path / "a.npz"), test=str(tmp_path / "b.npz"))
-    with pytest.raises(ValueError, match="expected the class_names of the training file"):
+    with pytest.raises(
+        ValueError, match=r"expected the class_names of the training file in .*c\.npz, a, b, got b, a: write"
+    ):
         load("npz", train=str(tmp_path / "a.npz"), test=str(tmp_path / "c.npz"))
 
 

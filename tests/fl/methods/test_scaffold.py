@@ -173,6 +173,9 @@ def test_settings_out_of_range() -> None:
 def test_no_label_is_read_off_steps_that_memory_bends() -> None:
     plain = federation(FedAvg(lr=0.1, steps=1, batch_size=None)).observe(0, data=worlds.images(1, "one"))[0]
     run = federation(Scaffold(lr=0.1, steps=1, batch_size=None, option="I"))
+    first = run.observe(0, data=worlds.images(1, "one"))[0]
+    run.run_round()
     view = run.observe(0, data=worlds.images(1, "one"))[0]
     assert recover_labels(ObservedUpdate(plain)) is not None
+    assert recover_labels(ObservedUpdate(first)) is not None  # there is nothing to remember yet
     assert recover_labels(ObservedUpdate(view)) is None

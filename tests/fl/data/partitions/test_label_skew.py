@@ -147,7 +147,7 @@ def test_shards_of_whole_divisors_hold_one_class_each() -> None:
     assert set(train.flatten().tolist()) <= {0, 100, 200}
     with pytest.raises(ValueError, match="expected at most 4000 shards, one for each training image, got 4002"):
         Shards(clients=2001)(dataset)
-    with pytest.raises(ValueError, match="expected a test image for every client"):
+    with pytest.raises(ValueError, match=r"expected a test image for every client.*take fewer clients"):
         Shards(clients=1000)(dataset)
     with pytest.raises(ValueError, match="shards_per_client: expected a whole number >= 1, got 0"):
         Shards(shards_per_client=0)

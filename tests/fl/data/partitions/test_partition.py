@@ -57,7 +57,7 @@ def test_iid_deals_a_given_size() -> None:
     assert _disjoint(parts)
     with pytest.raises(ValueError, match="expected 1 to 33 images for each of 3 clients, got 34"):
         deal_iid(100, clients=3, size=34, seed=0)
-    with pytest.raises(ValueError, match="an image for each of 200 clients, got 100: take fewer clients"):
+    with pytest.raises(ValueError, match="one image for each of 200 clients, got 100: take fewer clients"):
         deal_iid(100, clients=200, size=None, seed=0)
     with pytest.raises(ValueError, match="at least 1 client, got 0"):
         deal_iid(100, clients=0, size=None, seed=0)

@@ -102,5 +102,5 @@ def test_groups_are_checked() -> None:
         ClassGroups(groups=3)
     with pytest.raises(ValueError, match="expected at least 10 classes, 2 for each of 5 groups, got 4"):
         ClassGroups()(made_up(4))
-    with pytest.raises(ValueError, match="expected an image for each of 20 clients"):
+    with pytest.raises(ValueError, match="expected a training and a test image for each of 20 clients"):
         ClassGroups()(made_up(10, test=1))
