@@ -144,15 +144,16 @@ def labels_right(found: Tensor | None, true: Tensor) -> int | None:
 
 
 # ---- attacks ---------------------------------------------------------------------------------------------------------
-def named(chosen: argparse.Namespace) -> tuple[str, Attack]:
-    """The attack that the command line asks for, and its name with its settings."""
+def named(chosen: argparse.Namespace, case: Case) -> tuple[str, Attack]:
+    """The attack that the command line asks for or the row is for, and its name with its settings."""
+    asked = chosen.attack or case.attack(TESTED)
     given = {"preset": chosen.preset, "iterations": chosen.iterations}
     settings = {key: value for key, value in given.items() if value is not None}
     words = ", ".join(f"{key} {value}" for key, value in settings.items())
-    name = f"{chosen.attack} ({words})" if words else chosen.attack
-    if chosen.attack == PEER:
+    name = f"{asked} ({words})" if words else asked
+    if asked == PEER:
         return name, lambda victim, seed: peers(victim, seed, chosen.iterations or 24_000)
-    attack = attacks.build({"name": chosen.attack, **settings})
+    attack = attacks.build({"name": asked, **settings})
     return name, lambda victim, seed: attack(victim.view, seed=seed)
 
 
@@ -218,9 +219,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     elif chosen.rewrite:
         rewrite(PAGE, lambda known: document(CASES, known["rows"]))
     elif chosen.smoke:
-        name, attack = named(chosen)
-        rows = [measure(case, number, name, attack, chosen.most) for case in SMOKE for number in range(case.count)]
-        sys.stdout.write("\n".join(document(SMOKE, rows, name)) + "\n")
+        rows = [
+            measure(case, number, *named(chosen, case), chosen.most) for case in SMOKE for number in range(case.count)
+        ]
+        sys.stdout.write("\n".join(document(SMOKE, rows, rows[0]["attack"])) + "\n")
     else:
         run(chosen)
 
@@ -228,13 +230,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def run(chosen: argparse.Namespace) -> None:
     """Measure what the results lack, row by row."""
     until = time.monotonic() + chosen.seconds
-    name, attack = named(chosen)
     known = [] if chosen.again else known_rows()
     today = attacks_state()[:7]
     before = {key(row) for row in known if not chosen.outdated or state(row) == today}
     for case in CASES:
         if case.name not in chosen.rows:
             continue
+        name, attack = named(chosen, case)
         for number in range(chosen.begin, min(chosen.limit, case.count)):
             if time.monotonic() > until:
                 log.info("stopped; the same call goes on")
@@ -272,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--begin", type=int, default=0, help="number of the first victim")
     parser.add_argument("--seconds", type=float, default=math.inf, help="after which no further victim begins")
     parser.add_argument("--most", type=float, default=math.inf, help="CPU seconds of a victim; more are none found")
-    parser.add_argument("--attack", default=TESTED, help="registered name, or `breaching`")
+    parser.add_argument("--attack", help="registered name, or `breaching`; by default what the row is for")
     parser.add_argument("--preset", help="of the attack")
     parser.add_argument("--iterations", type=int, help="of a search")
     parser.add_argument("--again", action="store_true", help="measure anew what the results have")

@@ -28,8 +28,9 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         rows: of the results.
         tested: the attack whose goals they are.
     """
-    found = [(case, _of(rows, case, tested)) for case in cases]
-    usual = _usual(rows, tested)
+    found = [(case, _of(rows, case, case.attack(tested))) for case in cases]
+    own = [row for _, measured in found for row in measured]
+    usual = _usual(own)
     wrong = sum(row.get("false", False) for row in rows)
     proven = sum(row.get("verified", False) for row in rows)
     false = f"False `verified` over all rows and attacks: {wrong}, of {proven} that said it."
@@ -55,18 +56,18 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "",
         false,
         "",
-        *_star(rows, tested),
+        *_star(own),
         "## With a goal",
         "",
-        *_table([(case, own) for case, own in found if case.goal], usual, goals=True),
+        *_table([(case, rows) for case, rows in found if case.goal], usual, goals=True),
         "",
         "## To know",
         "",
-        *_table([(case, own) for case, own in found if own and not case.goal], usual, goals=False),
+        *_table([(case, rows) for case, rows in found if rows and not case.goal], usual, goals=False),
         *_beside(cases, rows, tested),
         *_reasons(cases, rows),
         "",
-        *_states(cases, rows, tested),
+        *_states(cases, own, tested),
     ]
 
 
@@ -166,11 +167,11 @@ def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
     body = []
     for case in cases:
         for attack in dict.fromkeys(row["attack"] for row in rows if row["case"] == case.name):
-            if attack == tested:
+            if attack == case.attack(tested):
                 continue
             others = _of(rows, case, attack)
             same = {row["victim"] for row in others}
-            exact = [row for row in _of(rows, case, tested) if row["victim"] in same]
+            exact = [row for row in _of(rows, case, case.attack(tested)) if row["victim"] in same]
             psnr = [value for row in others for value in row.get("psnr", [])]
             shown = f"{statistics.median(psnr):.1f} ({min(psnr):.1f} to {max(psnr):.1f})" if psnr else "-"
             seconds = [f"{statistics.median(row['seconds'] for row in own):.1f}" for own in (others, exact) if own]
@@ -210,23 +211,22 @@ def state(row: Mapping[str, Any]) -> str:
     return row["attacks"][:7]
 
 
-def _usual(rows: Rows, tested: str) -> str | None:
+def _usual(own: Rows) -> str | None:
     """The state of the attacks' code that most victims met."""
-    states = Counter(state(row) for row in rows if row["attack"] == tested)
+    states = Counter(state(row) for row in own)
     return max(states, key=lambda name: states[name], default=None)
 
 
-def _star(rows: Rows, tested: str) -> list[str]:
+def _star(own: Rows) -> list[str]:
     """What a star in the tables means, where there may be one."""
-    if len({state(row) for row in rows if row["attack"] == tested}) < 2:
+    if len({state(row) for row in own}) < 2:
         return []
     return ["A star marks rows of another [state of the attack's code](#states-of-the-code) than most.", ""]
 
 
-def _states(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
+def _states(cases: Sequence[Case], own: Rows, tested: str) -> list[str]:
     """Which figures are of which state of the attacks' code, where there are several."""
-    own = [row for row in rows if row["attack"] == tested]
-    counts = Counter((state(row), case.name) for case in cases for row in _of(rows, case, tested))
+    counts = Counter((state(row), case.name) for case in cases for row in own if row["case"] == case.name)
     states = [name for name, _ in Counter(map(state, own)).most_common()]
     if len(states) < 2:
         return []

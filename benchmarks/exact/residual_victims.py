@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -35,7 +35,7 @@ from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_checks import find_head
 from fl.seeds import stream
 from fl.types import Batch, Task
-from fl.view import ServerView
+from fl.view import ServerView, ThreatModel
 
 Sent = Literal["gradient", "float16", "bfloat16", "weights", "mean"]
 Construct = Callable[[int], nn.Module]
@@ -76,6 +76,9 @@ class Case:
         sent: "gradient" as float32, rounded to "float16" or "bfloat16"; "weights" before minus after in float32; or
             the "mean" of such differences over as many clients as there are pictures, by secure aggregation.
         step: size of the step, where weights are sent.
+        training: further settings of the client's `FedAvg` there.
+        knows_optimizer: whether the attack is told how the client trains.
+        rewriter: what goes before the attack in its name, as `first-step` does for several steps; empty is nothing.
         train_mode: whether batch norm takes the batch's own statistics.
         pictures: file in the data folder.
         first: number of the first picture.
@@ -91,6 +94,9 @@ class Case:
     count: int = 50
     sent: Sent = "gradient"
     step: float = 1.0
+    training: Mapping[str, Any] = field(default_factory=dict)
+    knows_optimizer: bool = True
+    rewriter: str = ""
     train_mode: bool = False
     pictures: str = "cifar10_test.npz"
     first: int = 2000
@@ -101,6 +107,8 @@ class Case:
     def __post_init__(self) -> None:
         if self.train_mode and self.sent != "gradient":
             raise ValueError(f"expected gradients in training mode, got {self.sent!r}")
+        if self.sent != "weights" and (self.training or not self.knows_optimizer):
+            raise ValueError(f"expected weights where training is of one's own or unknown, got {self.sent!r}")
 
     @property
     def setting(self) -> str:
@@ -109,10 +117,23 @@ class Case:
             "gradient": "gradient, float32",
             "float16": "gradient, float16",
             "bfloat16": "gradient, bfloat16",
-            "weights": f"weights before minus after, step {self.step:g}",
+            "weights": ", ".join([f"weights before minus after, step {self.step:g}", *self._training_words()]),
             "mean": f"mean over {self.batch} clients, step {self.step:g}",
         }[self.sent]
         return f"{words}, training mode" if self.train_mode else words
+
+    def _training_words(self) -> list[str]:
+        words = [f"{name.replace('_', ' ')} {value:g}" for name, value in self.training.items()]
+        return words if self.knows_optimizer else [*words, "the optimizer unknown"]
+
+    def method(self) -> FedAvg:
+        """How the client trains."""
+        settings = {"steps": 1, "batch_size": None, **self.training}
+        return FedAvg(lr=self.step, train_mode=self.train_mode, **settings)
+
+    def attack(self, tested: str) -> str:
+        """Name the attack that the row is for."""
+        return f"{self.rewriter}+{tested}" if self.rewriter else tested
 
 
 @dataclass(frozen=True)
@@ -183,6 +204,24 @@ CASES = (
     ),
     Case("resnet18-step.1", "ResNet-18", resnet18, sent="weights", step=0.1, goal=Goal(exact=0.9)),
     Case("resnet18-step.01", "ResNet-18", resnet18, sent="weights", step=0.01, goal=Goal(exact=0.7)),
+    Case(
+        "resnet18-momentum",
+        "ResNet-18",
+        resnet18,
+        sent="weights",
+        step=0.1,
+        training={"momentum": 0.9, "weight_decay": 5e-4},
+    ),
+    Case("resnet18-untold", "ResNet-18", resnet18, sent="weights", step=0.1, knows_optimizer=False),
+    Case(
+        "resnet18-steps-2",
+        "ResNet-18, by `first-step+backsolve`",
+        resnet18,
+        sent="weights",
+        step=0.01,
+        training={"steps": 2},
+        rewriter="first-step",
+    ),
     Case("resnet18-epoch1", "ResNet-18 after 1 epoch", _fixed(partial(trained_resnet18, 1))),
     Case("resnet18-epoch10", "ResNet-18 after 10 epochs", _fixed(partial(trained_resnet18, 10))),
     Case("resnet20-pretrained", "ResNet-20, pre-trained", _fixed(pretrained_resnet20)),
@@ -214,6 +253,17 @@ SMOKE = (
     Case("smoke-2", "ResNet-8", _resnet8, 2, 1, sent="weights", step=0.1, **_made_up),
     Case("smoke-3", "ResNet-8", _resnet8, 2, 1, train_mode=True, **_made_up),
     Case("smoke-4", "ResNet-8", _resnet8, 2, 1, sent="mean", **_made_up),
+    Case(
+        "smoke-6",
+        "ResNet-8, momentum",
+        _resnet8,
+        count=1,
+        sent="weights",
+        step=0.1,
+        training={"momentum": 0.9},
+        knows_optimizer=False,
+        **_made_up,
+    ),
     Case("smoke-5", "ResNet-8", _resnet8, count=1, sent="float16", **_made_up),
 )
 """Networks that take no time, on made-up pictures of 8 x 8 pixels."""
@@ -236,7 +286,7 @@ def _read(name: str, side: int) -> Batch:
 def observe(case: Case, number: int) -> Victim:
     """What a server sees of victim `number`, and the truth."""
     images, model = pictures_of(case, number), case.network(number).train(case.train_mode)
-    method = FedAvg(lr=case.step, steps=1, batch_size=None, train_mode=case.train_mode)
+    method = case.method()
     if case.sent == "mean":
         return Victim(_aggregated(case, model, method, images), images, model, None)
     if case.sent == "weights":
@@ -265,8 +315,8 @@ def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim
     """What a server sees of victim `number` that sends a difference of weights, behind a defense if there is one."""
     images, model = pictures_of(case, number), case.network(number).train(case.train_mode)
     mean, std = _statistics(model)
-    method = FedAvg(lr=case.step, steps=1, batch_size=None, train_mode=case.train_mode)
-    options = ClientSettings(method=method, defense=defense, mean=mean, std=std)
+    threat = ThreatModel(knows_optimizer=case.knows_optimizer)
+    options = ClientSettings(method=case.method(), defense=defense, threat=threat, mean=mean, std=std)
     view, _ = from_batch(model, images.inputs, images.labels, num_classes=case.classes, seed=number, options=options)
     return Victim(view, images, model, None)
 

@@ -178,6 +178,31 @@ def test_searches_stand_beside_on_the_same_victims() -> None:
     assert any("`breaching` is the peer's own code" in line for line in text)
 
 
+def test_a_row_behind_a_rewriter_stands_in_the_table() -> None:
+    case = Case(
+        "two", "two pictures", CASES[0].network, 2, 2, sent="weights", training={"steps": 2}, rewriter="first-step"
+    )
+    text = residual_page.document([case], [row(0, attack="first-step+backsolve"), row(1)])
+    own, beside = (line for line in text if line.startswith("| two pic"))
+    sent = "weights before minus after, step 1, steps 2"
+    assert own.startswith(f"| two pictures | 2 | {sent} | 1 of 2 so far |")
+    assert beside.startswith(f"| two pictures | 2 | {sent} | backsolve | 1 |")
+
+
+def test_a_row_is_attacked_by_its_own_attack() -> None:
+    chosen = residual._parser().parse_args([])
+    steps = next(case for case in CASES if case.rewriter)
+    assert residual.named(chosen, steps)[0] == f"{steps.rewriter}+backsolve"
+    assert residual.named(chosen, CASES[0])[0] == "backsolve"
+
+
+def test_training_of_its_own_is_sent_as_weights() -> None:
+    with pytest.raises(ValueError, match="expected weights where training"):
+        Case("m", "m", CASES[0].network, training={"momentum": 0.9})
+    view = observe(next(case for case in SMOKE if case.training), 0).view
+    assert not view.threat.knows_optimizer
+
+
 STAR = "A star marks rows of another [state of the attack's code](#states-of-the-code) than most."
 
 
