@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ class Case:
             the "mean" of such differences over as many clients as there are pictures, by secure aggregation.
         step: size of the step, where weights are sent.
         training: further settings of the client's `FedAvg` there.
-        knows_optimizer: whether the attack is told how the client trains.
+        knows_optimizer: whether the attack is told how the client trains, and the size of its step.
         rewriter: what goes before the attack in its name, as `first-step` does for several steps; empty is nothing.
         train_mode: whether batch norm takes the batch's own statistics.
         pictures: file in the data folder.
@@ -124,7 +124,7 @@ class Case:
 
     def _training_words(self) -> list[str]:
         words = [f"{name.replace('_', ' ')} {value:g}" for name, value in self.training.items()]
-        return words if self.knows_optimizer else [*words, "the optimizer unknown"]
+        return words if self.knows_optimizer else [*words, "the optimizer and its step unknown"]
 
     def method(self) -> FedAvg:
         """How the client trains."""
@@ -318,7 +318,7 @@ def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim
     threat = ThreatModel(knows_optimizer=case.knows_optimizer)
     options = ClientSettings(method=case.method(), defense=defense, threat=threat, mean=mean, std=std)
     view, _ = from_batch(model, images.inputs, images.labels, num_classes=case.classes, seed=number, options=options)
-    return Victim(view, images, model, None)
+    return Victim(view if case.knows_optimizer else replace(view, scale_unknown=True), images, model, None)
 
 
 def _statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
