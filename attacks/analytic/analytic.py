@@ -12,6 +12,7 @@ from torch import Tensor
 from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
+from attacks.analytic.lone_pictures import LonePictures, largest_noise
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.batch_weights import batch_weights
 from attacks.labels.recovery import single_label
@@ -21,7 +22,7 @@ from attacks.update.float_rounding import relative_rounding
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
-from attacks.verification.explanation import explains_under_any_loss
+from attacks.verification.explanation import explains_under_any_loss, explains_update
 from attacks.verification.nearly_told import MOST_ALIKE_ROWS, mark_nearly_told
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
@@ -43,6 +44,15 @@ SHARED_WEIGHTS = (
     "how much an example counts under the loss as stated depends on the others of its batch, by more than a "
     "factor that a few classes decide: no image could be checked by itself"
 )
+NONE_ALONE = (
+    "no neuron is active for one image alone, whatever its label under the loss as stated ({}); state the one that was "
+    "trained with, its smoothing and weights of classes. A step of another size than stated looks so, too: a sum over "
+    "examples or clients, say, in place of their mean"
+)
+UNTOLD = (
+    "what a neuron holds may be one image, but to the rounding of the update it may as well be a mixture of several: "
+    "no other weights tell the same image"
+)
 FAR_OUTSIDE = 0.1
 """How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
 
@@ -57,8 +67,9 @@ class Analytic(Attack):
     its trust. Several images, one step: a neuron that a ReLU silences for all images but one has x = gW_r / gb_r for
     that one. Which neurons do is not in the gradient, but can be checked: the network, given x and a label, sends back
     a signal u of its own, and u x^T is one of the gradient's summands only if taking it away lowers the rank by one,
-    that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Only images that pass are handed out,
-    with that label. Where the layer is given the image, x is it; else its input goes under `features`.
+    that is, if u lies in the columns of gW and x^T gW^+ u = 1 (Wedderburn, 1934). Mixtures of flat images may pass, so
+    that further weights have to tell the same image (`attacks.analytic.lone_pictures`). Only images that do are handed
+    out, with that label. Where the layer is given the image, x is it; else its input goes under `features`.
 
     Where no layer with a bias that moved is given a single image, but layers without one are, it is known up to its
     brightness. The step taken again tells that, and the label (`attacks.analytic.input_scale`).
@@ -203,14 +214,15 @@ class Analytic(Attack):
 
         `unit` is what a gradient of size 1 of one image adds to the update.
         """
-        rows = layer.bias_update.abs() > 1e-9 * layer.bias_update.abs().max()
+        rows = (layer.bias_update.abs() > 1e-9 * layer.bias_update.abs().max()).nonzero().flatten()
         inputs = layer.update[rows] / layer.bias_update[rows, None]
-        inputs = inputs[_within_pixel_range(layer, inputs, self.fits)]
+        within = _within_pixel_range(layer, inputs, self.fits)
+        rows, inputs = rows[within], inputs[within]
         if not len(inputs):
             return NotApplicable("every neuron sees several images: no ratio of its gradients is a picture")
         whole = torch.cat([layer.update, layer.bias_update[:, None]], 1)
         left, singular, right = torch.linalg.svd(whole, full_matrices=False)
-        rank = min(count, int((singular > 1e-12 * singular[0]).sum()))
+        rank = min(count, int((singular > max(1e-12 * float(singular[0]), largest_noise(layer))).sum()))
         if rank >= min(whole.shape):
             return NotApplicable("the gradient has full rank: whether a neuron sees one image can't be checked")
         left, singular, right = left[:, :rank], singular[:rank], right[:rank]
@@ -228,14 +240,22 @@ class Analytic(Attack):
             off = (signal - inside @ left.mT).norm(dim=1) / signal.norm(dim=1)
             taken = ones @ right.mT / singular
             ratio = (taken * inside).sum(1)
-            counted = (own * shares[number] for own, number in zip(ratio.tolist(), numbers.tolist(), strict=True))
-            miss = torch.maximum(off, off.new_tensor([float((one - 1).abs().min()) for one in counted]))
-            fitting = (miss <= self.fits).nonzero().flatten().tolist()
+            counted = [own * shares[number] for own, number in zip(ratio.tolist(), numbers.tolist(), strict=True)]
+            missed = off.new_tensor([float((one - 1).abs().min()) for one in counted])
+            fitting = (torch.maximum(off, missed) <= self.fits).nonzero().flatten().tolist()
             found += [
-                _Summand(float(miss[i]), inputs[i], possible[numbers[i]], taken[i], inside[i] / ratio[i])
+                _Summand(
+                    int(rows[i]),
+                    (float(off[i]), float(missed[i])),
+                    inputs[i],
+                    possible[numbers[i]],
+                    float(shares[int(numbers[i])][(counted[i] - 1).abs().argmin()]),
+                    taken[i],
+                    inside[i] / ratio[i],
+                )
                 for i in fitting
             ]
-        kept = self._drop_duplicates(layer, found)
+        kept = self._drop_duplicates(LonePictures(layer, 1 / count, left, singular, right.mT, self.fits), found, count)
         return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
 
     def _of_another_loss(self, layer: LinearLayer, count: int) -> Reconstruction | None:
@@ -264,27 +284,47 @@ class Analytic(Attack):
             return None
         return Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
 
-    def _drop_duplicates(self, layer: LinearLayer, found: list[_Summand]) -> Reconstruction | NotApplicable:
-        """Return each image once, the neuron that fits best first.
+    def _drop_duplicates(
+        self, alone: LonePictures, found: list[_Summand], count: int
+    ) -> Reconstruction | NotApplicable:
+        """Return each image once that the update tells to its rounding, the neuron that fits best first.
 
         A neuron that sees next to nothing of all other images has a blurred copy of one. Summands of one gradient lower
         its rank by one each, also together; a copy beside its image does not.
+
+        All images of a batch together are held against the whole update, which tells them if it is just theirs.
         """
+        found = sorted(found, key=lambda summand: max(summand.miss))
         kept: list[_Summand] = []
-        for one in sorted(found, key=lambda summand: summand.miss):
+        for one in found:
+            if not any(one.overlaps(other) for other in kept) and alone.are_told(
+                one.row, one.label, one.weight, one.miss
+            ):
+                kept.append(one)
+        if len(kept) < count and (every := self._every_summand(alone.layer, found, count)) is not None:
+            return every
+        return self._report(alone.layer, kept) if kept else NotApplicable(self._why_none(alone.layer, found))
+
+    def _every_summand(self, layer: LinearLayer, found: list[_Summand], count: int) -> Reconstruction | None:
+        """Return as many images as were fed, if there are just so many and one step on them makes the whole update."""
+        kept: list[_Summand] = []
+        for one in found:
             if not any(one.overlaps(other) for other in kept):
                 kept.append(one)
-        if not kept:
-            loss = layer.view.task.loss.name
-            return NotApplicable(
-                f"no neuron is active for one image alone, whatever its label under the loss as stated ({loss}); state "
-                "the one that was trained with, its smoothing and weights of classes. A step of another size than "
-                "stated looks so, too: a sum over examples or clients, say, in place of their mean"
-            )
+        result = self._report(layer, kept) if len(kept) == count else None
+        return result if result is not None and explains_update(layer.view, result) else None
+
+    @staticmethod
+    def _why_none(layer: LinearLayer, found: list[_Summand]) -> str:
+        """Return why no image is handed out."""
+        return UNTOLD if found else NONE_ALONE.format(layer.view.task.loss.name)
+
+    @staticmethod
+    def _report(layer: LinearLayer, kept: list[_Summand]) -> Reconstruction:
         return Reconstruction(
             inputs=layer.pixels(torch.stack([one.inputs for one in kept])),
             labels=torch.stack([one.label for one in kept]).to(layer.view.device),
-            objective=max(one.miss for one in kept),
+            objective=max(max(one.miss) for one in kept),
             verified=True,
         )
 
@@ -294,16 +334,20 @@ class _Summand:
     """What may be one image's summand of a gradient G of rank R.
 
     Attributes:
-        miss: of the rank test's equations.
+        row: of the gradient, which holds it.
+        miss: of the rank test's equations, of direction and of size.
         inputs: x of the layer (n,).
         label: of the image.
+        weight: how much it counts in the batch, where 1 is an equal share.
         taken: x^T G^+ in G's left singular vectors (R,).
         signal: u in the same (R,), of such a size that x^T G^+ u = 1.
     """
 
-    miss: float
+    row: int
+    miss: tuple[float, float]
     inputs: Tensor
     label: Tensor
+    weight: float
     taken: Tensor
     signal: Tensor
 

@@ -99,6 +99,11 @@ class LinearLayer:
         """Whether its input has the image's numbers in the image's order."""
         return self.is_given_images and self.origin is None
 
+    @property
+    def factors(self) -> Tensor | None:
+        """By what each number of its weight is multiplied before it takes it; None as it is."""
+        return self._probe.factors(self.name)
+
     def arrange(self, kind: str, values: Tensor) -> Tensor:
         """Return numbers of its "weight" or "bias", as they stand in the update, as they lie in the layer."""
         return self._probe.arrange(self.name, kind, values)
@@ -131,6 +136,35 @@ class LinearLayer:
         images = self.to_pixels(inputs)
         for numbers in batches_of_targets(self.view.task.loss, self._probe.outputs(images), targets):
             yield numbers, self._probe.signals(self.name, images, targets[numbers.to(targets.device)])
+
+    @property
+    def network_weights(self) -> dict[str, Tensor]:
+        """All parameters of the network in double precision, what the server can't know drawn at random."""
+        return self._probe.weights
+
+    def weights_with_bias(self, row: int, change: float) -> dict[str, Tensor]:
+        """Return all parameters of the network with this added to one number of the layer's bias."""
+        name = self.parameter_names[1]
+        bias = self.network_weights[name].clone()
+        places = torch.arange(bias.numel(), dtype=torch.float64, device=bias.device).view_as(bias)
+        bias.view(-1)[int(self.arrange("bias", places)[row])] += change
+        return {**self.network_weights, name: bias}
+
+    def gradients(
+        self, inputs: Tensor, target: Tensor, weights: dict[str, Tensor] | None = None, *, others: bool = False
+    ) -> dict[str, Tensor]:
+        """Return the gradients of all parameters of the loss of one picture.
+
+        Args:
+            inputs: what the layer takes of it (n,).
+            target: of the picture.
+            weights: of the network; None takes those that were sent.
+            others: whether the loss is that of a batch of the picture and random ones, all with its target.
+        """
+        images = self.to_pixels(inputs[None])
+        images = torch.cat([images, self._probe.images.to(images)]) if others else images
+        targets = target[None].expand(len(images), *target.shape)
+        return self._probe.gradients(images, targets, weights or self.network_weights)
 
     def possible_labels(self) -> Tensor | None:
         """Return every label that an image may have (M, ...), or None where there are too many, or any number may be.
@@ -555,6 +589,17 @@ class _NetworkProbe:
             loss = view.method.loss(self._network(self.weights), batch, step)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
         return grad * count
+
+    def gradients(self, images: Tensor, targets: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients of all parameters of the loss of these images (N, C, H, W) with targets (N, ...)."""
+        view = self.view
+        batch = Batch(images, targets.to(images.device))
+        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        with torch.enable_grad():
+            loss = view.method.loss(self._network(leaves), batch, step)
+            found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
+        return dict(zip(leaves, found, strict=True))
 
 
 def _probe(view: ServerView) -> _NetworkProbe:
