@@ -50,6 +50,7 @@ from fl.simulation.capture_checks import (
     tensor_conversion_hint,
     untie_parameters,
     unwrap_model,
+    unwrap_parts,
 )
 from fl.simulation.nonfinite_updates import form_mismatch
 from fl.tensors import Tensors, Value, dense, flatten
@@ -473,6 +474,7 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("expected a model with parameters to train, got none; call model.requires_grad_(True)")
     own = copy_model(model)
+    unwrap_parts(own)
     rebind_forward(own)
     return own
 

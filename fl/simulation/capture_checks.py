@@ -8,6 +8,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType, ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,6 +66,35 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         else:
             break
     return model
+
+
+class Plain(nn.Module):
+    """A part of a network that `torch.compile` or `DataParallel` had taken, run as it is written, by the same names."""
+
+    def __init__(self, name: str, part: nn.Module) -> None:
+        super().__init__()
+        self.name = name
+        self.add_module(name, part)
+
+    def forward(self, *args: Any, **given: Any) -> Any:
+        """Return what the part returns."""
+        return self.get_submodule(self.name)(*args, **given)
+
+
+def unwrap_parts(model: nn.Module) -> None:
+    """Let parts of a copied network that were wrapped run as they are written; their parameters keep their names.
+
+    Args:
+        model: a copy, which is changed.
+    """
+    for module in list(model.modules()):
+        for name, part in list(module.named_children()):
+            if unwrap_model(part) is part or isinstance(module, Plain):
+                continue
+            inner = "_orig_mod" if type(part).__name__ == "OptimizedModule" else "module"
+            plain = Plain(inner, part.get_submodule(inner)).train(part.training)
+            module._modules[name] = plain
+            unwrap_parts(plain)
 
 
 def rebind_forward(model: nn.Module) -> None:

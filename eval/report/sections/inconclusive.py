@@ -24,6 +24,8 @@ OPEN_KINDS = {"gave up", "contradicted", "cut short"}
 MORE_TIME = "more time (--minutes), or the same command without a limit"
 CONTRADICTING = {Remark.CONTRADICTED, Remark.RULE_UNKNOWN, Remark.SIZE_CONTRADICTED}
 """What an attack says of a picture that the rest of the update contradicts, or leaves open whether it was plain SGD."""
+FEATURES_ALONE = "only features came back, the input of a layer behind the first, and a picture may follow from them"
+"""What is said of an attack that recovers what a later layer was given."""
 COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
@@ -111,7 +113,15 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
     if first.get("approximate") and first.get("candidates"):
         return Outcome(attack, update, "borne out", note, remarks)
     told = next((row["verified"] for row in rows if row.get("verified") is not None), None)
-    return Outcome(attack, update, _kind(told, pictured=bool(first.get("candidates"))))
+    kind = _kind(told, pictured=bool(first.get("candidates")))
+    words = FEATURES_ALONE if kind == "blind" and _has_features_alone(first) else ""
+    return Outcome(attack, update, kind, words)
+
+
+def _has_features_alone(row: Row) -> bool:
+    """Return whether an attack recovered what a later layer was given, and no private tensor that it was after."""
+    given = any(str(name).partition("/")[0] == "features" for name in row.get("unscored", ()))
+    return given and not row.get("private_errors")
 
 
 def _kind(verified: bool | None, *, pictured: bool) -> OutcomeKind:
@@ -136,6 +146,9 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
         limits, facts = _limits(own), [one for one in own if one.kind == "fact"]
         for one in (*limits, *(one for one in own if one.kind in OPEN_KINDS)):
             stopped.setdefault(one.kind, []).append(one)
+        features = [one for one in own if one.kind == "blind" and one.words == FEATURES_ALONE]
+        if features and all(one.kind in {"blind", "fact"} for one in own):  # no attack was after pictures
+            stopped.setdefault("blind", []).extend(features)
         if facts and not limits and all(one.kind in {"fact", "limit"} for one in own):  # nothing was tried
             stopped.setdefault("fact", []).append(facts[-1])
     total = len(updates)
@@ -193,6 +206,12 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
             f"the search of {join_words(names)} failed{some}",
             why,
             "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
+        )
+    if kind == "blind":
+        return OpenQuestion(
+            f"no attack came to a picture{some}",
+            why,
+            "attacks that are after pictures (without --attack all that fit are tried), or a search such as ig",
         )
     if kind == "cut short":
         return OpenQuestion(f"{join_words(names)} ran out of time{some}", why, MORE_TIME)

@@ -148,3 +148,17 @@ def test_features_that_are_nearly_explained_leave_an_audit_undecided() -> None:
     (one,) = outcomes_of_rows("exact", [{**rows[0], "remarks": [Remark.NEARLY_TOLD]}])
     report = AuditReport("mine", [AttackFinding("exact", [], "", "", outcomes=[one])], captured=True)
     assert "nearly" in [question.why for question in Judgment(report).undecided]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_features_alone_are_no_all_clear(known: bool) -> None:
+    layers = (nn.Conv2d(3, 4, 2), nn.ReLU(), nn.Flatten(), nn.Linear(36, 24), nn.ReLU(), nn.Linear(24, 10))
+    model = initialized(nn.Sequential(*layers)).float()
+    image, label = pictures(1), torch.tensor([1])
+    functional.cross_entropy(model(image), label).backward()
+    update = {name: RATE * value.grad for name, value in model.named_parameters()}
+    told = (image, label) if known else (None, None)
+    report = hyperleak.audit(model, *told, update=update, input_shape=SHAPE, method=METHOD, attacks=["analytic"])
+    assert report.findings[0].verified
+    (question,) = Judgment(report).undecided
+    assert question.why.startswith("only features came back")

@@ -14,7 +14,7 @@ from attacks.verification.words import CONTRADICTED
 from eval.audit.findings import AttackFinding, AuditReport
 from eval.commands import terminal
 from eval.report.sections import inconclusive
-from eval.report.sections.inconclusive import Outcome
+from eval.report.sections.inconclusive import FEATURES_ALONE, Outcome
 from fl.capture import from_batch
 
 MODULE = """
@@ -145,6 +145,11 @@ def outcome(kind: str, attack: str = "cascade", update: int = 0, words: str = "w
         ([outcome("ran"), outcome("gave up", "ig")], True),
         ([outcome("fact"), outcome("searched", "ig")], False),
         ([outcome("fact"), outcome("fact", "ig")], True),
+        ([outcome("blind", "analytic", words=FEATURES_ALONE)], True),
+        ([outcome("blind", "analytic", words=FEATURES_ALONE), outcome("fact")], True),
+        ([outcome("blind", "analytic", words=FEATURES_ALONE), outcome("searched", "ig")], False),
+        ([outcome("blind", "analytic", words=FEATURES_ALONE), outcome("settled")], False),
+        ([outcome("blind", "peel", words="")], False),
     ],
 )
 def test_what_is_left_open(outcomes, open_):

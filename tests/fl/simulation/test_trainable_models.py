@@ -109,6 +109,15 @@ def compiled_forward() -> nn.Module:
     return model
 
 
+def with_compiled_parts() -> nn.Module:
+    body, *rest = dense()
+    return nn.Sequential(body, *(torch.compile(part, backend="eager") for part in rest))  # type: ignore[arg-type]
+
+
+def with_parallel_parts() -> nn.Module:
+    return nn.Sequential(torch.compile(nn.DataParallel(dense()), backend="eager"), nn.Identity())  # type: ignore[arg-type]
+
+
 def with_a_part_switched_off() -> nn.Module:
     model = nn.Sequential(nn.Linear(8, 8), *dense())
     model[0].forward = lambda x: x  # type: ignore[method-assign]
@@ -119,13 +128,23 @@ def exported() -> nn.Module:
     return torch.export.export(dense(), (image(),)).module()
 
 
-@pytest.mark.parametrize("build", [of_a_method, compiled_forward, with_a_part_switched_off, exported])
+@pytest.mark.parametrize(
+    "build",
+    [of_a_method, compiled_forward, with_compiled_parts, with_parallel_parts, with_a_part_switched_off, exported],
+)
 def test_what_computes_with_its_own_parameters_is_attacked(build: Callable[[], nn.Module]) -> None:
     found = attacks.build("analytic")(from_batch(build(), image(), LABEL)[0])
     assert isinstance(found, Reconstruction)
     assert found.verified
     assert found.inputs is not None
     torch.testing.assert_close(found.inputs, image(), atol=1e-4, rtol=0)
+
+
+def test_wrapped_parts_keep_the_names_of_the_state() -> None:
+    model = with_compiled_parts()
+    view = from_batch(model, image(), LABEL)[0]
+    assert set(view.update) == set(model.state_dict())
+    assert any("_orig_mod" in name for name in view.update)
 
 
 def test_a_classifier_is_found_that_is_not_defined_last() -> None:
