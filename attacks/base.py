@@ -419,10 +419,10 @@ def _bound_bent(
         return held
     values = result.inputs if above is not None else prefix.values(result.inputs)
 
-    def errors() -> Tensor | None:
+    def errors(which: Tensor | None) -> Tensor | None:
         asked = above or (prefix.above(view) if view.batch_size == 1 else None)
         own = replace(result, inputs=values, labels=held.labels, seen=None)
-        return None if asked is None else value_errors(asked, own)
+        return None if asked is None else value_errors(asked, own, which)
 
     return prefix.bound(values, held, largest_rounding(view), errors, solved=above is not None)
 

@@ -14,7 +14,6 @@ An attack is run on the network above with v in the place of pixels, moved into 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -57,9 +56,9 @@ UNEVEN = 8.0
 bends: by so much more is that pixel off."""
 MAX_OPEN_SHARE = 0.02
 """Share of pixels that may be open so in a picture that is borne out."""
-LEVEL_TOLERANCE, MIN_AT_LEVELS, DEVIATIONS = 0.2, 20, 5.0
-"""How near to whole levels of 8 bits all pixels lie that are at such levels; how many they are at least, for chance to
-be out of the question; and how many standard deviations of v, which the distances tell then, v may be off by."""
+LEVEL_TOLERANCE, MIN_AT_LEVELS = 0.2, 20
+"""How near to whole levels of 8 bits all pixels lie that are at such levels, and how many they are at least, for chance
+to be out of the question."""
 BISECTIONS = 50
 LEAST = 1 / 1024
 """The darkest pixel, where black has no finite number."""
@@ -196,32 +195,35 @@ class PixelPrefix:
         values: Tensor,
         held: Reconstruction,
         rounding: float,
-        errors: Callable[[], Tensor | None] = lambda: None,
+        errors: Callable[[Tensor | None], Tensor | None] = lambda which: None,
         *,
         solved: bool = True,
     ) -> Reconstruction:
         """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
 
         It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
-        How large the error is follows from the rounding of the update, by its worst tensor. Pictures at levels of 8
-        bits tell it better: by how far their pixels are from these. Where both leave pixels open, least squares of the
-        update decide, if they can be solved.
+        How large the error is follows from the rounding of the update, by its worst tensor. Where that leaves pixels
+        open, least squares of the update decide, if they can be solved. That all pixels are at levels of 8 bits is no
+        reason, since v may have been put there: but then least squares are of the open pixels alone, with the others
+        at their levels, so that they can be solved for larger pictures, too.
 
         Args:
             values: v that was found.
             held: the result on the whole network.
             rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
-            errors: says by how much each number of v may be off (`attacks.verification.value_errors`).
-            solved: whether v was solved for: how far others are from levels of 8 bits tells nothing.
+            errors: says by how much numbers of v that are asked for may be off (`attacks.verification.value_errors`).
+            solved: whether v was solved for, so that what rounding moves little is at its level.
         """
         if not (held.verified or held.approximate):
             return held
         v = values.to(self.graph.image)
-        at_levels = self._error_at_levels(v) if solved else math.inf
-        levels = self._open_levels(v, min(max(VALUE_ERROR, ROUNDINGS * rounding), at_levels) * self._flatness())
-        if bool((levels >= MAX_LEVELS_OPEN).any()) and (found := errors()) is not None:
+        at_levels = solved and self._is_at_levels(v)
+        limit = 1 - LEVEL_TOLERANCE if at_levels else MAX_LEVELS_OPEN  # by less no pixel is at another level
+        levels = self._open_levels(v, max(VALUE_ERROR, ROUNDINGS * rounding) * self._flatness())
+        open_pixels = levels >= limit
+        if bool(open_pixels.any()) and (found := errors(open_pixels if at_levels else None)) is not None:
             levels = self._open_levels(v, found.to(v))
-        open_share = float((levels >= MAX_LEVELS_OPEN).double().mean())
+        open_share = float((levels >= limit).double().mean())
         if open_share == 0:
             return held
         most, told = float(levels.amax()), open_share <= MAX_OPEN_SHARE
@@ -242,19 +244,12 @@ class PixelPrefix:
         """Return how many times as far off each number of v is as most, where all that is given is equally sure."""
         return _flatness(self.low, self.high).view(1, *self.graph.image.shape[1:])
 
-    def _error_at_levels(self, values: Tensor) -> float:
-        """Return how far off most of v may be, as levels of 8 bits tell it; infinity if pixels are not at levels.
-
-        Pixels that are black or white are left out: what is beyond is shown as these, whatever it was.
-        """
+    def _is_at_levels(self, values: Tensor) -> bool:
+        """Return whether all pixels that v shows are at whole levels of 8 bits, black and white ones left out."""
         shown = 255 * _invert(self, values)
-        whole = shown.round()
         inside = (shown > LEVEL_TOLERANCE) & (shown < 255 - LEVEL_TOLERANCE)
-        near = (shown - whole).abs()[inside] < LEVEL_TOLERANCE
-        if len(near) < MIN_AT_LEVELS or not bool(near.all()):
-            return math.inf
-        off = ((self.values(whole / 255) - values) / self._flatness())[inside]
-        return DEVIATIONS * float(off.square().mean().sqrt())
+        near = (shown - shown.round()).abs()[inside] < LEVEL_TOLERANCE
+        return len(near) >= MIN_AT_LEVELS and bool(near.all())
 
 
 def doubt_bends(held: Reconstruction) -> Reconstruction:

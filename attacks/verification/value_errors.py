@@ -40,12 +40,13 @@ DEVIATIONS = 5.0
 """Standard deviations that a number may be off by."""
 
 
-def value_errors(view: ServerView, result: Reconstruction) -> Tensor | None:
+def value_errors(view: ServerView, result: Reconstruction, asked: Tensor | None = None) -> Tensor | None:
     """Return by how much each number of an example may be off, by how the update was rounded and computed.
 
     Args:
         view: of one example.
         result: has it as `inputs` (1, C, H, W), near enough to make the update to its rounding.
+        asked: which numbers may be off, if the others are known (1, C, H, W); None of all.
 
     Returns:
         (1, C, H, W), in the unit of the inputs. None where nobody knows how the update was rounded, where the inputs do
@@ -55,26 +56,33 @@ def value_errors(view: ServerView, result: Reconstruction) -> Tensor | None:
     if inputs is None or len(inputs) != 1 or view.sent_as or view.private:
         return None
     sent = sum(dense(value).numel() for value in view.update.values())
-    if inputs.numel() > MAX_NUMBERS or inputs.numel() * sent > MAX_PRODUCT:
+    places = torch.arange(inputs.numel()) if asked is None else asked.flatten().nonzero().flatten().cpu()
+    if len(places) > MAX_NUMBERS or len(places) * sent > MAX_PRODUCT:
         return None
-    asked = comparison(view, replace(result, verified=True))
-    guesses = () if asked is None else itertools.islice(asked.guesses, MAX_BORNE_OUT_LABELS)
-    guess = next((one for one in guesses if asked is not None and asked.check.is_explained_to_rounding(*one)), None)
-    if asked is None or guess is None:
+    question = comparison(view, replace(result, verified=True))
+    guesses = () if question is None else itertools.islice(question.guesses, MAX_BORNE_OUT_LABELS)
+    guess = next((one for one in guesses if question and question.check.is_explained_to_rounding(*one)), None)
+    if question is None or guess is None:
         return None
     try:
-        return _least_squares_errors(asked.check, *guess)
+        return _least_squares_errors(question.check, *guess, places)
     except AUTOGRAD_ERRORS:  # of operations that can't be differentiated twice nobody can ask
         return None
 
 
-def _least_squares_errors(check: UpdateComparison, inputs: Tensor, labels: Tensor) -> Tensor | None:
-    """Return how far the likeliest numbers lie away, and standard deviations beside that; None without an inverse."""
+def _least_squares_errors(check: UpdateComparison, inputs: Tensor, labels: Tensor, places: Tensor) -> Tensor | None:
+    """Return how far the likeliest numbers lie away, and standard deviations beside that; None without an inverse.
+
+    They are 0 of numbers at other places than those given.
+    """
     weights = _weights(check, inputs, labels)
     names, double = list(weights), check.predictor.in_double
-    at = inputs.to(check.view.device, torch.float64).detach().requires_grad_()
+    whole = inputs.to(check.view.device, torch.float64).detach().flatten()
+    places = places.to(whole.device)
+    at = whole[places].requires_grad_()
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
-        made = predict(double, Candidate(at, labels.to(check.view.device)))
+        example = whole.index_copy(0, places, at).view(inputs.shape)
+        made = predict(double, Candidate(example, labels.to(check.view.device)))
         sent = ObservedUpdate(double).in_double(made)
         unit = rescale_to_unit({**sent})[1]
         flat = torch.cat([(dense(made[n]) / unit * weights[n]).flatten() for n in names])
@@ -108,7 +116,7 @@ def _least_squares_errors(check: UpdateComparison, inputs: Tensor, labels: Tenso
     spread = torch.cholesky_inverse(root).diagonal().sqrt() / scale
     missed = float((left @ left - heard @ off).clamp(min=0) / max(1, int((update != 0).sum()) - count - 1))
     error = off.abs() + DEVIATIONS * max(1.0, missed) ** 0.5 * spread
-    return error[:count].view_as(inputs).to(inputs.device)
+    return torch.zeros_like(whole).index_copy(0, places, error[:count]).view(inputs.shape).to(inputs.device)
 
 
 def _weights(check: UpdateComparison, inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:

@@ -126,7 +126,7 @@ def test_no_pixel_is_verified_that_the_updates_rounding_moves(kind, lr) -> None:
     assert largest_rounding(replace(view, sent_as="int8")) == 1
 
 
-@pytest.mark.parametrize(("attack", "lr"), [("analytic", 1e-3), ("rconv", 1e-2)])
+@pytest.mark.parametrize(("attack", "lr"), [("analytic", 1e-3), ("rconv", 1.4e-2)])
 def test_pixels_at_whole_levels_tell_that_the_updates_rounding_moves_none(attack: str, lr: float) -> None:
     """The worst tensor's rounding would move dark pixels by levels, and it is not the one that they are read off."""
     picture = (torch.rand(1, 3, 8, 8, generator=stream(0, "picture")) * 250 + 3).round() / 255
@@ -180,6 +180,33 @@ def test_least_squares_tell_that_rounding_moves_no_pixel_between_levels(kind) ->
         values = prefix.values((picture + off).clamp(0, 1))
         given = Reconstruction(values, torch.ones(1).long(), 0.0, (0.0,), verified=True)
         assert not confirm_whole(attack, view, above, given).verified
+
+
+@pytest.mark.parametrize(
+    ("bend", "lr"),
+    [
+        (lambda x: x**2.2, 1e-3),
+        (lambda x: nn.functional.leaky_relu(x - 0.5, 1e-3), 0.1),
+        (lambda x: torch.maximum(x, 1e-4 * x + 0.3), 0.1),
+        (lambda x: x.clamp(0.3) + 1e-4 * x, 1e-3),
+    ],
+    ids=["gamma", "leaky", "maximum", "clamp"],
+)
+@pytest.mark.parametrize("side", [8, 20])
+def test_a_picture_put_at_whole_levels_is_not_verified_where_rounding_hides_a_wrong_pixel(bend, lr, side) -> None:
+    """How far pixels are from levels tells how well they were solved for, of those alone that were solved for."""
+    picture = (torch.rand(1, 3, side, side, generator=stream(0, "picture")) * 250 + 3).round() / 255
+    layers = nn.Sequential(Bending(bend), nn.Flatten(), nn.Linear(picture.numel(), 64), nn.ReLU(), nn.Linear(64, 10))
+    method = FedAvg(lr=lr, steps=1, batch_size=None)
+    options = ClientSettings(method=method)
+    view, _ = from_batch(initialized(layers).float(), picture, torch.tensor([1]), options=options)
+    prefix = read_pixel_prefix(view)
+    assert prefix is not None
+    above = prefix.above(view)
+    wrong = picture.clone()
+    wrong.view(-1)[picture.argmin()] += 1 / 255
+    given = Reconstruction(prefix.values(wrong), torch.ones(1).long(), 0.0, (0.0,), verified=True)
+    assert not confirm_whole(build("analytic"), view, above, given).verified
 
 
 @pytest.mark.parametrize("name", ["analytic", "cascade"])
