@@ -96,8 +96,8 @@ def of_update(
         stated = known_data.labels[: batch_size * clients] if knows_labels else stated
     elif knows_labels and stated is None:
         raise ValueError(
-            "expected the labels, which the attacker knows under this threat model, got none: give them with their "
-            "images (--images, or your function returns them)"
+            "expected the labels, which the attacker knows under this threat model, got none: give them alone "
+            "(--labels 3,0), or with their images (--images, or your function returns them)"
         )
     view = view if stated is None else _with_labels(view, stated)
     doubts = (

@@ -23,7 +23,10 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"(?:--images '[^']*', or )?an \.npz file of such images \(see --help\)", "such images"),
     (r" \(see --help\)", ""),
     (r"\(threat, --threat ", "(--threat "),
-    (r"with their images \(--images, or your function returns them\)", "as labels=, with or without their images"),
+    (
+        r"alone \(--labels 3,0\), or with their images \(--images, or your function returns them\)",
+        "as labels=, with or without their images",
+    ),
     (r"--targets ([a-z]+)", r"targets='\1'"),
 )
 """What is said by other words, in this order; what is left of options then is said by the names of the arguments."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 import attacks
 from attacks.base import Attack
@@ -29,7 +30,7 @@ from eval.io import yaml12
 from eval.run import runner
 from eval.run.federation_data import resolve_device
 from eval.run.plan import Plan
-from fl.capture import ClientSettings
+from fl.capture import CapturedUpdateSettings, ClientSettings
 from fl.inputs.form import Inputs
 from fl.losses.function import TargetKind
 from fl.method import methods
@@ -64,10 +65,10 @@ _UPDATES = "goes with a captured update alone"
 IDLE_OPTIONS: dict[str, dict[str, str]] = {
     "method": dict.fromkeys(("update", "images", "input_shape", "mean", "std"), _MODELS)
     | dict.fromkeys(("loss", "targets", "output", "head", "input_range", "categories"), _OWN)
-    | dict.fromkeys(("kind", "clients"), _UPDATES),
+    | dict.fromkeys(("kind", "clients", "labels"), _UPDATES),
     "model": {
         **dict.fromkeys(("dataset", "rounds"), _METHODS),
-        **dict.fromkeys(("kind", "clients"), _UPDATES),
+        **dict.fromkeys(("kind", "clients", "labels"), _UPDATES),
         "input_shape": "goes with --update alone: a model's images have a shape",
     },
     "update": {
@@ -97,6 +98,7 @@ class AuditRequest:
         kind: "gradient" where the file holds that and no difference of weights; empty is "update".
         clients: how many clients the update is the mean of, each of `batch_size` images; None is one.
         images: file or data set of the true images.
+        labels: `a,b`, which the attacker knows, of a captured update without its images.
         attack: names or settings; none tries `eval.audit.attack_selection.default_attacks`, each where it can still add
             something.
         defense: likewise; a list is a chain of them.
@@ -129,6 +131,7 @@ class AuditRequest:
     kind: str = ""
     clients: int | None = None
     images: str | None = None
+    labels: str = ""
     attack: tuple[str, ...] = ()
     defense: str = "none"
     count: int | None = None
@@ -354,6 +357,8 @@ class AuditRequest:
             client = client if client.method is not None else replace(client, method=training.method(model))
             size = training.examples if size == 1 and training.examples is not None else size
         captured = with_model_names(captured, model)
+        if self.labels:
+            client = CapturedUpdateSettings(**vars(client), labels=self._labels(data))
         stated = yaml12.parse_settings(self.method) if self.method else None
         client, captured, assumed = with_open_step_size(client, captured, stated)
         subject = captured_update.of_update(
@@ -366,6 +371,19 @@ class AuditRequest:
             source="" if self.input_shape or data is None else source,
         )
         return [subject], (*assumed, *_truth_notes(subject, source))
+
+    def _labels(self, data: Examples | None) -> Tensor:
+        """Return the labels that the attacker knows."""
+        if data is not None:
+            raise ValueError(
+                "--labels goes with an update without its images; beside these, --threat '{knows_labels: true}'"
+            )
+        try:
+            return torch.tensor([yaml12.parse(word) for word in self.labels.split(",")])
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"expected --labels as a number for each image, such as 3,0, got {self.labels!r}"
+            ) from error
 
     def _captured(self) -> captured_files.CapturedUpdate:
         """Return what the files hold."""

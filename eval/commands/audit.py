@@ -83,6 +83,9 @@ Images = Annotated[
         "model's outputs from 0."
     ),
 ]
+Labels = Annotated[
+    str, typer.Option(help="Labels that the attacker knows, of an update without --images: 3,0 (their images' order).")
+]
 Attacks = Annotated[
     list[str] | None,
     typer.Option(
@@ -172,10 +175,10 @@ _SUMMARIES = {
     "method": "Train a federated method, attack what a client would send and say what leaked.",
 }
 _FOREIGN = {
-    "model": {"dataset", "model", "update", "rounds", "input_shape", "before", "after", "kind", "clients"},
+    "model": {"dataset", "model", "update", "rounds", "input_shape", "before", "after", "kind", "clients", "labels"},
     "update": {"target", "dataset", "rounds", "count", "workers"},
     "method": {
-        *("target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients"),
+        *("target", "update", "images", "input_shape", "mean", "std", "before", "after", "kind", "clients", "labels"),
         *("loss", "targets", "output", "head", "input_range", "categories"),
     },
 }
@@ -215,6 +218,7 @@ def audit(
     kind: Kind = "",
     clients: Clients = None,
     images: Images = None,
+    labels: Labels = "",
     attack: Attacks = None,
     defense: Defense = "none",
     count: Count = None,
@@ -276,6 +280,7 @@ def audit(
         kind=kind,
         clients=clients,
         images=images,
+        labels=labels,
         attack=tuple(attack or ()),
         defense=defense,
         count=count,

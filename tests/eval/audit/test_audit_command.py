@@ -170,6 +170,34 @@ def test_a_captured_update(mine, tmp_path, suffix):
     assert "image content leaked: 1 of 1" in known.output
 
 
+def test_labels_that_the_attacker_knows_are_given_without_images(mine, tmp_path):
+    path = captured(mine, tmp_path, "npz")
+    words = (
+        "update",
+        path,
+        "--model",
+        f"{mine}:build",
+        "--input-shape",
+        "1,8,8",
+        "--attack",
+        "{name: ig, iterations: 9}",
+    )
+    told = json.loads(audit(*words, "--labels", 2, "--json").stdout)["findings"][0]
+    assert told["labels"] == []  # what is known is not recovered
+    assert json.loads(audit(*words, "--json").stdout)["findings"][0]["labels"] == [[2]]
+    for labels, said in (
+        ("cat", "a number for each image, such as 3,0, got 'cat'"),
+        ("1,2", "as many labels"),
+        (7, "[0, 3)"),
+    ):
+        refused = audit(*words, "--labels", labels)
+        assert refused.exit_code == terminal.USAGE
+        assert said in refused.output
+    beside = audit(*words[:4], "--images", tmp_path / "true.npz", "--labels", 2)
+    assert "--labels goes with an update without its images" in beside.output
+    assert "--labels 3,0" in audit(*words, "--threat", "{knows_labels: true}").output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -75,8 +75,8 @@ OPTIONS = {
 }
 """Every option that takes a value and goes with pictures."""
 SWITCHES = {"--json", "--offline"}
-TABLES = {"--categories", "--targets"}
-"""What goes with tables alone, or with own losses."""
+TABLES = {"--categories", "--targets", "--labels"}
+"""What goes with tables alone, with own losses, or without images."""
 IDLE = {
     "method": {
         "--update",
@@ -88,6 +88,7 @@ IDLE = {
         "--after",
         "--kind",
         "--clients",
+        "--labels",
         "--loss",
         "--targets",
         "--output",
@@ -95,7 +96,7 @@ IDLE = {
         "--input-range",
         "--categories",
     },
-    "model": {"--dataset", "--model", "--rounds", "--input-shape", "--before", "--kind", "--clients"},
+    "model": {"--dataset", "--model", "--rounds", "--input-shape", "--before", "--kind", "--clients", "--labels"},
     "update": {"--dataset", "--count", "--rounds", "--workers", "--before", "--after"},
 }
 """What does nothing there."""
