@@ -23,7 +23,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss, explains_update
-from attacks.verification.nearly_told import MOST_ALIKE_ROWS, mark_nearly_told
+from attacks.verification.nearly_told import FAR_OUTSIDE, MOST_ALIKE_ROWS, mark_nearly_told
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -53,8 +53,6 @@ UNTOLD = (
     "what a neuron holds may be one image, but to the rounding of the update it may as well be a mixture of several: "
     "no other weights tell the same image"
 )
-FAR_OUTSIDE = 0.1
-"""How far outside of [0, 1] pixels are no picture, whatever rounding did to them."""
 
 
 @attacks.register("analytic")

@@ -614,7 +614,7 @@ class _InversionState:
             fixed=None if self.fixed is None else self.fixed.to(view.device),
             note="; ".join(self.notes),
         )
-        return mark_nearly_told(view, found) if within else found
+        return mark_nearly_told(view, found, image)
 
 
 def _largest_residual(residuals: dict[str, Tensor]) -> float:

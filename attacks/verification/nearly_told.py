@@ -9,11 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from torch import Tensor
+
 from attacks.result import Reconstruction, Remark
 from fl.view import ServerView
 
 MAX_NEARLY = 0.1
 """Share of a layer's equations that one input leaves where it is all but told, as of computing in half precision."""
+FAR_OUTSIDE = 0.1
+"""How far outside of [0, 1] pixels are no picture. By less, what went in beside one may move black and white pixels."""
 MOST_ALIKE_ROWS = 2
 """Of a matrix, whose update has one direction whatever the layer was given."""
 NEARLY_TOLD = (
@@ -23,15 +27,19 @@ NEARLY_TOLD = (
 )
 
 
-def mark_nearly_told(view: ServerView, result: Reconstruction) -> Reconstruction:
+def mark_nearly_told(view: ServerView, result: Reconstruction, pixels: Tensor | None = None) -> Reconstruction:
     """Return the result of an attack that solves, marked where it leaves little of the equations of one example.
 
     Args:
         view: that was attacked.
         result: whose objective is the share that is left.
+        pixels: of its picture as they were solved for, which are next to [0, 1] in what is marked; None asks none.
     """
-    nearly = result.verified is False and view.batch_size == 1 and result.objective <= MAX_NEARLY
-    return replace(result, remarks=result.remarks | {Remark.NEARLY_TOLD}) if nearly else result
+    if result.verified is not False or view.batch_size != 1 or not result.objective <= MAX_NEARLY:
+        return result
+    if pixels is not None and not bool(((pixels >= -FAR_OUTSIDE) & (pixels <= 1 + FAR_OUTSIDE)).all()):
+        return result
+    return replace(result, remarks=result.remarks | {Remark.NEARLY_TOLD})
 
 
 def say_nearly_told(result: Reconstruction) -> Reconstruction:

@@ -28,6 +28,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
+from attacks.verification.nearly_told import mark_nearly_told
 from fl.ranges import OpenShare, Positive
 from fl.tensors import dense
 from fl.view import ServerView
@@ -167,6 +168,7 @@ class LayerwiseInversion(Attack):
             note=self._explain_doubt(names, solved, off, sharp=sharp, sized=sized),
         )
         if len(pixels) == 1:
+            found = mark_nearly_told(view, found, solved[0].values) if whole else found
             return _with_label(found, view, stages, start)
         if start.labels is not None:
             known = () if view.labels is None else ("labels",)
