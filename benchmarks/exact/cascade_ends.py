@@ -150,11 +150,11 @@ def victim(kind: Kind, data: Batch, number: int) -> tuple[ServerView, Batch]:
     if kind.size is not None:
         larger = F.interpolate(image.inputs, size=(kind.size, kind.size), mode="bilinear", align_corners=False)
         image = Batch((larger * 255).round() / 255, image.labels)
-    client = Client(_task(kind, image, number), FedAvg(lr=kind.lr, steps=1), defenses.build(kind.defense))
+    client = Client(task_of(kind, image, number), FedAvg(lr=kind.lr, steps=1), defenses.build(kind.defense))
     return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
 
 
-def _task(kind: Kind, image: Batch, seed: int) -> Task:
+def task_of(kind: Kind, image: Batch, seed: int) -> Task:
     """The network of a seed for such images, its weights drawn as PyTorch draws them."""
     shape = (kind.channels, *image.inputs.shape[2:])
     mean, std = ((0.5,) * kind.channels,) * 2 if kind.normalize else ((0.0,) * kind.channels, (1.0,) * kind.channels)
@@ -198,7 +198,7 @@ def one(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[st
 
 def _features_off(kind: Kind, image: Batch, number: int, result: Reconstruction) -> float | None:
     """By which share of itself the lowest solved input of a layer is off; None where a result has none."""
-    model, keys = _task(kind, image, number).model, [key for key in result.private if key.startswith("features/")]
+    model, keys = task_of(kind, image, number).model, [key for key in result.private if key.startswith("features/")]
     if not keys:
         return None
     seen: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""`benchmarks.exact.residual_stem`: counts are of the network's own tensors, and the search meets linear equations."""
+"""`benchmarks.exact.residual_stem`: what a stem passes on is the network's own, and the search meets its equations."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks.exact import residual_stem
-from benchmarks.exact.residual_stem import SIZES, convolved, document, measure, search_with_positions, stem_outputs
+from benchmarks.exact.residual_stem import FLOWER, SIZES, Stem, bounds_of_windows, document, imagenet, search
 from benchmarks.exact.residual_victims import NOISE, Victim, observe
 
 CASE = replace(SIZES[0], pictures=NOISE, first=0, side=16)
@@ -20,51 +21,54 @@ def victim() -> Victim:
     return observe(CASE, 0)
 
 
-def test_outputs_are_those_of_the_stem(victim: Victim) -> None:
-    network: Any = victim.model
-    outputs = stem_outputs(victim)
-    other = victim.images.inputs.flip(-1)
-    made = [
-        torch.nn.functional.conv2d(network.normalize(images), network.body.conv1.weight, stride=2, padding=3)
-        for images in (victim.images.inputs, other)
-    ]
-    torch.testing.assert_close(outputs["values"] - convolved(network, other), made[0] - made[1], rtol=1e-4, atol=1e-4)
-    assert outputs["inner"].shape == outputs["block"].shape == (1, 128, 2, 2)
-    assert int(outputs["passed"].sum()) <= 64 * 4 * 4
+def stem_of(victim: Victim) -> Stem:
+    body: Any = victim.model.body
+    return Stem.of(victim.model, victim.images, body.conv1, body.bn1, body.maxpool)
 
 
-def test_the_signal_is_what_flows_back_into_the_first_convolution(victim: Victim) -> None:
+def test_outputs_and_gradient_are_those_of_the_network(victim: Victim) -> None:
     network: Any = victim.model
-    outputs = stem_outputs(victim)
-    (expected,) = torch.autograd.grad(
-        torch.nn.functional.cross_entropy(network(victim.images.inputs), victim.images.labels),
-        [network.body.conv1.weight],
-    )
-    pixels = network.normalize(victim.images.inputs)
-    signal = outputs["signal"] * network.body.bn1.weight.detach()[:, None, None]
-    signal = signal / (network.body.bn1.running_var + network.body.bn1.eps).sqrt()[:, None, None]
-    found = torch.nn.grad.conv2d_weight(pixels, expected.shape, signal, stride=2, padding=3)
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+    stem, pixels, other = stem_of(victim), victim.images.inputs, victim.images.inputs.flip(-1)
+    made = [network.body.bn1(network.body.conv1(network.normalize(images))) for images in (pixels, other)]
+    torch.testing.assert_close(stem.convolve(pixels) - stem.convolve(other), made[0] - made[1], rtol=1e-3, atol=1e-4)
+    assert torch.equal(stem.convolve(pixels), stem.values)
+    loss = nn.functional.cross_entropy(network(pixels), victim.images.labels)
+    (expected,) = torch.autograd.grad(loss, [network.body.conv1.weight])
+    means = pixels - network.normalize(pixels) * stem.std
+    found = stem.gradient(pixels) - stem.gradient(means)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_the_truth_is_within_its_bounds(victim: Victim) -> None:
+    stem = stem_of(victim)
+    assert 0 < int(stem.passed.sum()) <= 64 * 4 * 4
+    assert float(stem.room[stem.passed == 0].min()) >= 0
+    assert float(stem.room[stem.passed == 1].abs().max()) == 0
+
+
+def test_an_input_is_at_most_the_least_output_of_its_windows() -> None:
+    largest = torch.tensor([[[[1.0, 5.0], [2.0, 7.0]]]])
+    bounds = bounds_of_windows(largest, torch.Size((1, 1, 4, 4)), nn.MaxPool2d(3, 2, 1))
+    expected = [[1, 1, 5, 5], [1, 1, 5, 5], [2, 2, 7, 7], [2, 2, 7, 7]]
+    assert bounds[0, 0, 0].tolist() == expected[0]
+    assert bounds[0, 0, 3, 3] == 7
+    assert bounds[0, 0, 1, 1] == 1
 
 
 def test_a_search_meets_its_equations(victim: Victim, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(residual_stem, "STEPS", 60)
-    outputs = stem_outputs(victim)
-    found = search_with_positions(victim, outputs)
-    network = victim.model
-    gray = torch.full_like(found, 0.5)
-
-    def misfit(images: torch.Tensor) -> float:
-        return float(((convolved(network, images) - outputs["values"]) * outputs["passed"]).norm())
-
-    assert misfit(found) < 0.1 * misfit(gray)
+    stem, truth = stem_of(victim), victim.images.inputs
+    found, gray = search(stem, truth), torch.full_like(truth, 0.5)
+    misfits = [float(((stem.convolve(images) - stem.values) * stem.passed).norm()) for images in (found, gray)]
+    assert misfits[0] < 0.1 * misfits[1]
 
 
-def test_a_size_has_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residual_stem, "STEPS", 2)
-    row = measure(CASE, 0)
-    assert row["numbers"] == 768
-    assert row["inputs"] == 64 * 4 * 4
-    assert 81920 < row["equations"] <= 81920 + 2 * 128 * 2 * 2
-    (line,) = (line for line in document([row]) if line.startswith("| 64 x 64 | 1 | 1024 |"))
-    assert f"| 768 | {row['passed'] + row['first_gradient']} |" in line
+def test_sizes_and_networks_have_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residual_stem, "SIZES", (CASE,))
+    counts = imagenet(CASE.name, 0)[2]
+    assert counts["inputs"] == 64 * 4 * 4
+    assert 81920 < counts["equations"] <= 81920 + 2 * 128 * 2 * 2
+    row = {"victim": 0, "numbers": 768, "first_gradient": 9408, "passed": 600, "psnr_told": 41.6, "seconds": 1.0}
+    text = document([{"case": CASE.name, **row, **counts}, {"case": FLOWER, **row, "first_gradient": 450}])
+    assert any(line.startswith("| 16 x 16 | 1 | 1024 |") and "| 768 | 10008 | 13.03 |" in line for line in text)
+    assert "| 1 | 768 | 1050 | 1.37 | 42 (42 to 42) |" in text
