@@ -41,8 +41,8 @@ SAME_SUMMAND = 0.5
 MOST_COMPARED = 256
 """Neurons, those of the strongest signals, of which it is asked whether they agree on an image."""
 SHARED_WEIGHTS = (
-    "how much an example counts under the loss as stated depends on the others of its batch, by more than a "
-    "factor that a few classes decide: no image could be checked by itself"
+    "how much an example counts under the loss as stated depends on the others of its batch, and not by a factor "
+    "alone, or their classes may be too many to try: no image could be checked by itself"
 )
 NONE_ALONE = (
     "no neuron is active for one image alone, whatever its label under the loss as stated ({}); state the one that was "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations_with_replacement
+from collections.abc import Iterator
+from itertools import combinations_with_replacement, islice
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def batch_weights(
     """Return for each target how much its example may count in a batch, where 1 is an equal share.
 
     In PyTorch's weighted cross entropy it is the weight of its class over the mean weight of the batch's classes.
-    All batches of classes are tried, with outputs drawn at random.
+    All batches of classes are tried, with outputs drawn at random. Where these are too many, but how often
+    classes occur decides, all ways in which they may occur are.
 
     Args:
         loss: of the client.
@@ -51,11 +53,13 @@ def _weights_of_classes(loss: OwnLoss, outputs: Tensor) -> list[Tensor] | None:
     """Return the different weights (n,) of each class by outputs (N, K) of a batch; None where they are not told."""
     count, classes = outputs.shape[:2]
     asked = [(first + torch.arange(count)) % classes for first in range(0, classes, count)]
+    # weights by how often classes occur in the batch are equal where each occurs as often
+    asked += [torch.where(torch.arange(count) < count - 1, first, (first + 1) % classes) for first in range(classes)]
     seen = [_weights_in(loss, outputs, batch) for batch in asked if loss.takes(outputs, batch)]
     if seen and all(one is not None and bool(((one - 1).abs() <= SAME_WEIGHT).all()) for one in seen):
         return [torch.ones(1, dtype=torch.float64)] * classes
     if math.comb(classes + count - 1, count) > MOST_BATCHES:
-        return None
+        return _weights_of_any_class(loss, outputs)
     found: list[set[float]] = [set() for _ in range(classes)]
     for batch in combinations_with_replacement(range(classes), count):
         if not loss.takes(outputs, torch.tensor(batch)):
@@ -66,6 +70,38 @@ def _weights_of_classes(loss: OwnLoss, outputs: Tensor) -> list[Tensor] | None:
         for label, weight in zip(batch, weights.tolist(), strict=True):
             found[label].add(weight)
     return [torch.tensor(sorted(values) or [1.0], dtype=torch.float64) for values in found]
+
+
+def _weights_of_any_class(loss: OwnLoss, outputs: Tensor) -> list[Tensor] | None:
+    """Return the weights that each class may have where only how often classes occur decides; None where more does.
+
+    Then it is enough to try each way in which classes may occur, with two choices of these.
+    """
+    count, classes = outputs.shape[:2]
+    ways = list(islice(_partitions(count, count), MOST_BATCHES + 1))
+    if len(ways) > MOST_BATCHES:
+        return None
+    found, renamed = set[float](), torch.randperm(classes, generator=stream(0, "renamed classes"))
+    for times in ways:
+        if len(times) > classes:
+            continue
+        batch = torch.arange(len(times)).repeat_interleave(torch.tensor(times))
+        each = [_weights_in(loss, outputs, one) for one in (batch, renamed[batch]) if loss.takes(outputs, one)]
+        if any(one is None for one in each) or len(each) == 1:
+            return None
+        if each and not torch.allclose(each[0], each[1], rtol=SAME_WEIGHT, atol=0):  # type: ignore[arg-type]
+            return None
+        found |= {value for one in each[:1] if one is not None for value in one.tolist()}
+    return [torch.tensor(sorted(found) or [1.0], dtype=torch.float64)] * classes
+
+
+def _partitions(total: int, largest: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write a number as a sum of numbers of at most this size, the largest first."""
+    if not total:
+        yield ()
+    for first in range(min(total, largest), 0, -1):
+        for rest in _partitions(total - first, first):
+            yield (first, *rest)
 
 
 def _weights_in(loss: OwnLoss, outputs: Tensor, targets: Tensor) -> Tensor | None:

@@ -21,6 +21,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
 from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
 from fl.defense import overrides
+from fl.losses.function import OwnLoss
 from fl.method import Step
 from fl.network import Network
 from fl.runtime.double_precision import PrecisionError
@@ -576,28 +577,54 @@ class _NetworkProbe:
 
     def signals(self, layer: str, images: Tensor, targets: Tensor) -> Tensor:
         """Return gradients (N, m) of each image's own loss, with its own target (N, ...), at the layer's output."""
-        view, count = self.view, len(images)
-        batch = Batch(images, targets.to(images.device))
-        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        count, batch = len(images), Batch(images, targets.to(images.device))
         if layer not in self._module_inputs:
             own, weights = self._with_biases(self._vector_layers[layer], count)
             with torch.enable_grad():
-                loss = view.method.loss(self._network(weights), batch, step)
+                loss = self._sum_of_losses(self._network(weights), batch)
                 (grad,) = torch.autograd.grad(loss, own)
-            return grad * count
+            return grad
         with _OutputLeaf(self.model, layer) as tap, torch.enable_grad():
-            loss = view.method.loss(self._network(self.weights), batch, step)
+            loss = self._sum_of_losses(self._network(self.weights), batch)
             (grad,) = torch.autograd.grad(loss, tap.outputs)
-        return grad * count
+        return grad
+
+    def _sum_of_losses(self, network: Network, batch: Batch) -> Tensor:
+        """Return the sum of the losses of images, each by itself where the user's own loss may weigh them together."""
+        view, own = self.view, self.view.task.loss
+        if isinstance(own, OwnLoss) and own.takes_classes:
+            outputs = network(batch.inputs)
+            pairs = list(zip(outputs.split(1), batch.labels.split(1), strict=True))
+            if own.takes(pairs[0][0].detach(), pairs[0][1]):
+                return torch.stack([own(*pair) for pair in pairs]).sum()
+            return own(outputs, batch.labels) * len(outputs)  # it takes no example of this class alone
+        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        return view.method.loss(network, batch, step) * len(batch.inputs)
+
+    def _mean_loss(self, network: Network, batch: Batch) -> Tensor:
+        """Return the loss of images with one target; of a loss that refuses such batches what has its gradients.
+
+        All other classes of the first image are beside it then, as in `signals`.
+        """
+        view, own = self.view, self.view.task.loss
+        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
+        if not (isinstance(own, OwnLoss) and own.takes_classes):
+            return view.method.loss(network, batch, step)
+        outputs = network(batch.inputs)
+        if own.takes(outputs.detach(), batch.labels):
+            return own(outputs, batch.labels)
+        classes = outputs.shape[1]
+        given = outputs[:1].detach().repeat(classes, 1).requires_grad_()
+        every = (batch.labels[:1] + torch.arange(classes, device=batch.labels.device)) % classes
+        (slope,) = torch.autograd.grad(own(given, every), given)
+        return classes * (outputs @ slope[0]).mean()
 
     def gradients(self, images: Tensor, targets: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of all parameters of the loss of these images (N, C, H, W) with targets (N, ...)."""
-        view = self.view
-        batch = Batch(images, targets.to(images.device))
-        step = Step(view.client.task, view.shared, view.received, {}, {}, view.round)
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
+        batch = Batch(images, targets.to(images.device))
         with torch.enable_grad():
-            loss = view.method.loss(self._network(leaves), batch, step)
+            loss = self._mean_loss(self._network(leaves), batch)
             found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
         return dict(zip(leaves, found, strict=True))
 

@@ -66,6 +66,51 @@ def test_analytic_reads_each_image_of_a_batch_under_weights_of_classes_once(loss
     assert (result.inputs - truth.inputs[result.labels.argsort().argsort()]).abs().max() < 1e-3
 
 
+def balanced(outputs: Tensor, labels: Tensor) -> Tensor:
+    times = torch.bincount(labels, minlength=outputs.shape[1]).to(outputs)
+    return F.cross_entropy(outputs, labels, weight=torch.where(times > 0, 1 / times.clamp(min=1), 0))
+
+
+def by_effective_number(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cui et al., CVPR 2019, with the batch's own counts."""
+    times = torch.bincount(labels, minlength=outputs.shape[1]).clamp(min=1)
+    weights = (1 - 0.9) / (1 - 0.9**times)
+    return F.cross_entropy(outputs, labels, weight=(weights / weights.sum() * len(times)).to(outputs))
+
+
+def by_root(outputs: Tensor, labels: Tensor) -> Tensor:
+    times = torch.bincount(labels, minlength=outputs.shape[1]).to(outputs)
+    return (F.cross_entropy(outputs, labels, reduction="none") / times[labels].sqrt()).sum()
+
+
+@pytest.mark.parametrize("classes", [4, 30])
+def test_weights_by_how_often_classes_occur_in_the_batch_are_told(classes: int) -> None:
+    shape = torch.Size([classes])
+    found = batch_weights(known_loss(build_loss(balanced), shape), shape, classes, 4)
+    assert found is not None
+    expected = torch.tensor([2 / 3, 1.0, 4 / 3, 2.0], dtype=torch.float64)  # of 3 of 4; 1 of 3 has 4/3, 2 of 3 has 2/3
+    for told in found:
+        assert all(bool((told - one).abs().min() < 1e-5) for one in expected)
+        assert all(bool((expected - one).abs().min() < 1e-5) for one in told)
+
+
+@pytest.mark.parametrize("loss", [balanced, by_effective_number, by_root])
+@pytest.mark.parametrize(("classes", "labels"), [(4, [0, 0, 3]), (4, [0, 0, 0]), (30, [1, 1, 1, 2])])
+def test_analytic_reads_a_batch_under_weights_by_its_own_labels(loss, classes: int, labels: list[int]) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, classes))
+    images = torch.randint(256, (len(labels), 1, 8, 8), generator=stream(2, "batch weights test")) / 255
+    view, truth = from_batch(model, images, torch.tensor(labels), loss=loss)
+    result = attacks.build("analytic")(view)
+    assert isinstance(result, attacks.Reconstruction)
+    assert result.inputs is not None
+    assert result.verified
+    distances = torch.cdist(result.inputs.flatten(1), truth.inputs.flatten(1))
+    assert float(distances.amin(1).max()) < 1e-3
+    assert result.labels.tolist() == truth.labels[distances.argmin(1)].tolist()
+
+
 def weighted() -> Loss:
     return GivenFunction(call=nn.CrossEntropyLoss(weight=WEIGHTS.to(ELSEWHERE)), targets="classes")
 
