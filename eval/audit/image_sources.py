@@ -16,6 +16,7 @@ from eval.audit.examples import Examples, check_examples
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
 from fl.data import Source, datasets
+from fl.data.checked_loading import load_checked
 from fl.data.sources.folders import FORMATS, PILLOW_ERRORS, SUFFIXES, Mode, decode_images, list_classes, list_images
 from fl.data.sources.npz_files import REQUIRED_ARRAYS, read_batch
 from fl.registry import UnknownNameError
@@ -46,7 +47,7 @@ def load_images(source: str) -> Examples:
     if not source.strip():
         raise ValueError(f"expected images as {PATH_HINT}, got an empty text")
     if is_settings(source):
-        return Examples.of(build_dataset(source).load().train)
+        return Examples.of(load_checked(build_dataset(source)).train)
     path = Path(os.path.expanduser(source))
     if source.endswith(".npz"):
         return _load_arrays(path)
@@ -63,7 +64,7 @@ def load_images(source: str) -> Examples:
         )
     if "/" in source:
         raise FileNotFoundError(f"no file or folder {source}; expected images as {PATH_HINT}")
-    return Examples.of(build_dataset(source).load().train)
+    return Examples.of(load_checked(build_dataset(source)).train)
 
 
 def is_settings(source: str) -> bool:

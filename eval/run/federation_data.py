@@ -15,6 +15,7 @@ from eval.experiment.spec import FederationSpec, ObserveSpec, TaskSpec
 from fl.aggregated_view import AggregationGroups
 from fl.data import Dataset
 from fl.data.augment import Augmentation
+from fl.data.checked_loading import load_checked
 from fl.data.partitions.partition import Partition
 from fl.federation import ClientData
 from fl.registry import UnknownNameError
@@ -184,7 +185,7 @@ def load(
         ValueError: network or partition do not fit the data.
         FileNotFoundError: the data set is not there; says how to get it.
     """
-    dataset = loaded or task.dataset.load()
+    dataset = loaded or load_checked(task.dataset)
     wanted = tuple(task.model.input_shape)
     if not wanted:  # a network of the user's own, for whatever images there are
         wanted = dataset.input_shape

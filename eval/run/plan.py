@@ -31,6 +31,7 @@ from eval.run.observation import Observation
 from fl.aggregated_view import AggregationGroups
 from fl.client import Client
 from fl.data import Dataset, datasets
+from fl.data.checked_loading import load_checked
 from fl.federation import n_sampled
 from fl.method import Method
 from fl.settings import SettingError
@@ -375,7 +376,7 @@ class _PlanBuilder:
         key = json.dumps([section_spec(own.task), federation["partition"], federation["augment"]])
         if key not in self.federation_data:
             if source not in self.loaded:
-                self.loaded[source] = own.task.dataset.load()
+                self.loaded[source] = load_checked(own.task.dataset)
             data = load(own.task, own.federation, self.device, self.loaded[source])
             self.federation_data[key] = replace(data, computed_on=self.computed_on)
         return self.federation_data[key]

@@ -304,5 +304,6 @@ def _commit(checkout: Path) -> str | None:
 
 
 def _git(checkout: Path, *words: str) -> str:
-    command = ["git", "-C", str(checkout), *words]
+    # without optional locks: a process that is ended on its way leaves none behind in the checkout
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *words]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -70,7 +70,7 @@ class Source:
 
     def load(self) -> Dataset:
         """Read the images."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} does not say how its images are read: define load()")
 
 
 def build(spec: str | Mapping[str, Any] | Source) -> Source:

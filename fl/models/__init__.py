@@ -55,7 +55,7 @@ class Network(FormerHooks):
 
     def body(self) -> nn.Sequential:
         """Return the extractor: (B, C, H, W) to features (B, F)."""
-        raise NotImplementedError
+        raise ValueError(f"{type(self).__name__} does not say what its extractor is: define body()")
 
     def initialize(self, model: nn.Module, generator: torch.Generator) -> None:
         """Draw the initial parameters; PyTorch's default scheme unless a subclass says otherwise.

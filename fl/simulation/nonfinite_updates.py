@@ -67,6 +67,9 @@ def check_form(number: int, weight: float, sent: Mapping[str, Value], like: Mapp
             f"client {number}: expected a weight in the mean from 0 to {MAX_WEIGHT:g}, got {weight!r}: see the "
             "method's `weight`"
         )
+    if not isinstance(sent, Mapping):
+        found = type(sent).__name__
+        raise TypeError(f"client {number}: expected tensors by name as what it sends, got {found}: return the update")
     for name, tensor in like.items():
         if name not in sent:
             raise ValueError(f"client {number}: {name!r} is missing in what it sends: send every tensor it received")

@@ -1,0 +1,56 @@
+"""Data sets as they are loaded: what a source of one's own returns is checked before anything is made of it."""
+
+from __future__ import annotations
+
+import torch
+
+from fl.data import Dataset, Source, datasets
+from fl.runtime.user_code import RUN_ERRORS, error_origin
+from fl.types import Batch
+
+
+def load_checked(source: Source) -> Dataset:
+    """Return the data set of a source.
+
+    Raises:
+        ValueError: what it holds is no data set, or `load` raised something; says what and in which line.
+        FileNotFoundError: a file is not there.
+    """
+    name = str(datasets.spec(source).get("name", type(source).__name__))
+    try:
+        dataset = source.load()
+    except (ValueError, OSError, MemoryError):
+        raise
+    except RUN_ERRORS as error:
+        origin = error_origin(error)
+        where = f" ({origin[0].name}, line {origin[1]})" if origin else ""
+        raise ValueError(f"data set {name!r}: load() raised {type(error).__name__}: {error}{where}") from error
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"data set {name!r}: expected load() to return a Dataset, got {type(dataset).__name__}")
+    for part, batch in (("train", dataset.train), ("test", dataset.test)):
+        if problem := _find_problem(batch, dataset.num_classes):
+            raise ValueError(f"data set {name!r}: {part}: {problem}")
+    train, test = (tuple(batch.inputs.shape[1:]) for batch in (dataset.train, dataset.test))
+    if train != test:
+        raise ValueError(f"data set {name!r}: expected test images of shape {train} as in training, got {test}")
+    return dataset
+
+
+def _find_problem(batch: Batch, classes: int) -> str:
+    """Return what is wrong with images and labels; empty where nothing is."""
+    inputs, labels = batch.inputs, batch.labels
+    if inputs.ndim != 4 or not inputs.is_floating_point():
+        return (
+            f"expected inputs (N, C, H, W) of floating-point pixels in [0, 1], got {inputs.dtype} {tuple(inputs.shape)}"
+        )
+    if labels.dtype != torch.int64 or labels.shape != inputs.shape[:1]:
+        return f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}"
+    if not len(inputs):
+        return "expected images, got none"
+    least, most = (float(value) for value in inputs.aminmax())
+    if not (least >= 0 and most <= 1):
+        return f"expected pixels in [0, 1], got {least:.4g} to {most:.4g}"
+    first, last = int(labels.min()), int(labels.max())
+    if first < 0 or last >= classes:
+        return f"expected labels in [0, {classes}), one for each of class_names, got {first} to {last}"
+    return ""
