@@ -52,6 +52,7 @@ from fl.simulation.capture_checks import (
     unwrap_model,
     unwrap_parts,
 )
+from fl.simulation.dropout_masks import with_masks_read_off
 from fl.simulation.nonfinite_updates import form_mismatch
 from fl.tensors import Tensors, Value, dense, flatten
 from fl.types import Batch, Scope, Task, Truth, frozen
@@ -289,7 +290,7 @@ def from_update(
     known = options_or_settings(CapturedUpdateSettings, options, settings)
     known.check()
     known = replace(known, batch_size=_to_python_number(known.batch_size))
-    task = task_of_update(model, input_shape, known, _to_python_number(num_classes))
+    task = task_of_update(model, input_shape, known, _to_python_number(num_classes), update)
     client = known.client(task)
     if known.method is None:  # what nobody stated is not known to be plain SGD
         known = replace(known, threat=replace(known.threat or ThreatModel(), knows_optimizer=False))
@@ -298,7 +299,7 @@ def from_update(
     scopes = client.scopes({**params, **client.task.buffers})
     sent, taken, buffers = _captured(client, params, scopes, update, known)
     returned = _returned_buffers(client, scopes, known)
-    check_training(client, _gray_batch(task, known.batch_size), default=known.method is None)
+    check_training(client, _gray_batch(task, known.batch_size), default=known.method is None, captured=True)
     return ServerView(
         method=client.method,
         defense=client.defense,
@@ -318,23 +319,30 @@ def task_of_update(
     stated: Sequence[int] | Inputs,
     known: CapturedUpdateSettings,
     num_classes: int | None = None,
+    update: Mapping[str, Tensor] | None = None,
 ) -> Task:
     """Return the task that a captured update belongs to, with a copy of the model.
+
+    Dropout that the client trained with is replaced by the masks that the update tells.
 
     Args:
         model: as the client got it.
         stated: the shape of one example, or an example of the inputs.
         known: of the client and of the update.
         num_classes: K; by default what the model returns.
+        update: by parameter name.
 
     Raises:
-        ValueError: model, shape, loss and number of classes do not fit each other; says which.
+        ValueError: model, shape, loss and number of classes do not fit each other; says which. Or the client drew
+            random numbers that the update does not tell.
     """
     own = _trainable(model, known.shared if isinstance(known.shared, Mapping) else ())
     form = _stated_form(known, model, stated)
     _check_classes(num_classes, known.built_loss)
     _with_inputs(own, form, torch.full((1, *form.shape), 0.5).to(floating_weight(own)))
-    return known.task(own, form, _output_shape(own, form, known, num_classes))
+    task = known.task(own, form, _output_shape(own, form, known, num_classes))
+    known_update = update if isinstance(update, Mapping) else None
+    return with_masks_read_off(task, known_update, known.method, known.defense, known.batch_size)
 
 
 def _stated_form(known: CapturedUpdateSettings, model: nn.Module, stated: Sequence[int] | Inputs) -> InputForm:

@@ -36,6 +36,11 @@ from fl.tensors import dense
 from fl.types import Task
 from fl.view import ServerView
 
+NO_SETTING = (
+    "Dropout, mixup or other random changes of the images, a step size that changes within the round, and averages of "
+    "weights (EMA) make such updates, too"
+)
+"""What no setting states, and makes an update another than the model's own of its images."""
 LIBRARY_PACKAGES = ("torch", "torchvision")
 """Packages whose layers are known by their names and settings alone."""
 
@@ -126,7 +131,7 @@ def describe_contradiction(subject: Subject) -> str:
     which = f", and the images: the first {used} of {subject.n_given} given, in their order" if subject.n_given else ""
     return (
         f"the update is not what this model makes of these images (relative error {subject.error:.2g}): {doubt}check "
-        f"the sign, mean and std, --method, --loss (smoothing, weights), --batch-size{which}"
+        f"the sign, mean and std, --method, --loss (smoothing, weights), --batch-size{which}. {NO_SETTING}"
     )
 
 

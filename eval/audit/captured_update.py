@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +25,12 @@ from eval.audit.user_model import Subject
 from eval.metrics.update_prediction_error import MISMATCH, prediction_error, prediction_shift
 from fl.aggregated_view import as_mean_of_clients
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_update, task_of_update
+from fl.client import Client
 from fl.inputs.description import check_values
 from fl.inputs.form import Inputs, tensors_of
 from fl.parametrization import Parametrization
+from fl.runtime.module_copies import copy_model
+from fl.simulation.dropout_masks import drawing_modules, with_masks_of
 from fl.tensors import dense
 from fl.types import Batch, Scope
 from fl.view import ServerView
@@ -71,12 +75,17 @@ def of_update(
     knows_labels = client.threat is not None and client.threat.knows_labels
     if client.threat is not None:  # a part of several clients' labels belongs to each
         client = replace(client, threat=replace(client.threat, knows_labels=False))
-    model, unsent = freeze_unsent(model, captured.update, _shared_names(model, client, input_shape))
     clients = captured.clients
+    with with_command_hints(model, client.method):
+        known = _known(client, batch_size=batch_size * clients)
+        task = task_of_update(model, input_shape, known, update=captured.update)
+        made = client.client(task)
+    model, masks = with_masks_of(task.model, model)
+    model, unsent = freeze_unsent(model, captured.update, _shared_names(made, model))
 
     def view_of(size: int) -> ServerView:
-        known = CapturedUpdateSettings(
-            **{field.name: getattr(client, field.name) for field in fields(ClientSettings)},
+        known = _known(
+            client,
             batch_size=max(1, size // clients),
             shared=_parameters(captured, model),
             buffers=_known_buffers(captured, model),
@@ -105,7 +114,7 @@ def of_update(
         update_sanity.find_mistaken_weights(view),
         update_sanity.find_inconsistency(view),
     )
-    notes = (*captured.notes, *filter(None, (unsent, decay)))
+    notes = (*captured.notes, *filter(None, (masks, unsent, decay)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
     scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
     if known_data is None:
@@ -156,10 +165,15 @@ def _rounding(captured: CapturedUpdate, view: ServerView) -> Mapping[str, Tensor
     return {name: captured.rounding[name] * (made[name] / size) for name, size in sizes.items() if size > 0}
 
 
-def _shared_names(model: nn.Module, client: ClientSettings, input_shape: Sequence[int] | Inputs) -> list[str]:
+def _known(client: ClientSettings, **settings: Any) -> CapturedUpdateSettings:
+    """Return what is known of a client, and of its update by further settings."""
+    return CapturedUpdateSettings(
+        **{field.name: getattr(client, field.name) for field in fields(ClientSettings)}, **settings
+    )
+
+
+def _shared_names(made: Client, model: nn.Module) -> list[str]:
     """Return the trained parameters that the method has its clients send; none where weights are generated."""
-    known = CapturedUpdateSettings(**{field.name: getattr(client, field.name) for field in fields(ClientSettings)})
-    made = client.client(task_of_update(model, input_shape, known))
     if type(made.method.parametrization) is not Parametrization:
         return []
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
@@ -193,7 +207,19 @@ def _with_truth(
     fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
     what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
     what = what or describe_other_loss(view, truth)
-    return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what))))
+    off = _dropout_off(view)
+    return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what, off))))
+
+
+def _dropout_off(view: ServerView) -> str:
+    """Say that dropout counts as off, of whose masks the one example's update may tell; "" where there is none."""
+    names = list(drawing_modules(copy_model(view.task.model).train()))
+    if not names or view.method.train_mode or view.batch_size != 1:
+        return ""
+    return (
+        f"dropout ({', '.join(names)}) counts as off; if it was on, give --method '{{name: fedavg, train_mode: true, "
+        "...}', or no --method and let your function return model.train()"
+    )
 
 
 def _parameters(captured: CapturedUpdate, model: nn.Module) -> dict[str, Tensor] | None:

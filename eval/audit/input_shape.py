@@ -11,6 +11,7 @@ from torch import nn
 
 from eval.run.runner import RUN_ERRORS
 from fl.method import Method
+from fl.models.building_blocks.model_checks import refuse_parted
 from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import floating_weight
 
@@ -35,6 +36,7 @@ def check_images_fit(model: nn.Module, shape: Shape, what: str = "inputs", sourc
     try:
         _run(probe, shape)
     except RUN_ERRORS as error:
+        refuse_parted(model, error)
         got = _size(shape) + (f" of {source}" if source else "")
         taken = sorted(_accepted_shapes(probe))
         said = _describe_accepted(taken, shape, ready=bool(source)) if taken else f"it says: {error}"

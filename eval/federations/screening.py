@@ -25,7 +25,6 @@ from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.audit.tensor_names import UNSENT_KNOWN, with_model_names, without_wrappers
 from eval.audit.user_model import Subject
 from eval.federations.doubts import find_doubt, unread_form, unread_parts
-from eval.federations.dropout import Silenced, equals_evaluation, in_client_mode, silence
 from eval.federations.exposures import (
     AS_COMPRESSED,
     LEVELS,
@@ -59,6 +58,7 @@ from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_outputs import Choice
 from fl.runtime.module_copies import deep_copy
 from fl.runtime.user_code import RUN_ERRORS
+from fl.simulation.dropout_masks import Silenced, equals_evaluation, in_client_mode, silence
 from fl.view import ServerView
 
 Verdict = Literal["leaked", "not shown to leak", "not decided", "failed"]

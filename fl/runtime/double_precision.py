@@ -48,6 +48,13 @@ WAY_ON = (
     "computes in the network's own precision: ig"
 )
 
+ROUNDED = (
+    "the network rounds its numbers to those that integers can hold ({}, as prepare_qat puts there), by an operation "
+    "that PyTorch has in single precision alone, and this is computed in double (float64); try a search, which "
+    "computes in the network's own precision: ig"
+)
+"""What is said of a network that is trained for quantization and does not run in double precision."""
+
 
 class PrecisionError(RuntimeError):
     """A network does not run in double precision, though it does in its own; says why and what to do."""
@@ -241,7 +248,15 @@ def double_form(model: nn.Module, images: Tensor) -> DoubleForm | None:
         said = _difference(kept, own)
         if not said:
             return DoubleForm(fixes_single=True)
-    return DoubleForm() if runs else DoubleForm(refusal=refusal_of(said))
+    if runs:
+        return DoubleForm()
+    rounding = [name for name, module in model.named_modules() if _rounds_to_integers(module)]
+    return DoubleForm(refusal=ROUNDED.format(repr(rounding[0])) if rounding else refusal_of(said))
+
+
+def _rounds_to_integers(module: nn.Module) -> bool:
+    """Return whether a module simulates integers, as PyTorch's quantization-aware training has them."""
+    return any(kind.__name__ == "FakeQuantizeBase" for kind in type(module).__mro__)
 
 
 def _same_draws(images: Tensor) -> AbstractContextManager[None]:

@@ -50,6 +50,10 @@ def check_settings(method: object, defense: object, threat: object) -> None:
             raise ValueError(f"expected {what} as a {kind.__name__}, got {got}; {how.format(shown)} makes one")
 
 
+AS_MODULES = (
+    "masks of nn.Dropout are read off a captured update of one step on one example: write functional dropout so"
+)
+"""What helps with dropout in a forward, of an update that is there already."""
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 """Where PyTorch has layers of integers."""
 
@@ -223,7 +227,7 @@ def refuse_secure_aggregation(defense: Defense | None) -> None:
         )
 
 
-def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
+def check_training(client: Client, inputs: Tensor, *, default: bool, captured: bool = False) -> None:
     """Run copies of the network on the smallest batch of local training, in the mode it is trained in.
 
     In evaluation mode two examples are enough, of which a network works out each by itself.
@@ -232,6 +236,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
         client: the local rule.
         inputs: as many as the client holds.
         default: whether the user gave no method, so that the model's own mode counts.
+        captured: whether the update is there already.
 
     Raises:
         ValueError: it does not run, or it draws random numbers, which no one could replay.
@@ -256,6 +261,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool) -> None:
             ) from error
         drawn = has_drawn()
     if drawn or not torch.allclose(first, second, equal_nan=True):
+        remedy += f"; {AS_MODULES}" if captured else ""
         always = "draw them under `if self.training` alone (functional dropout: training=self.training)"
         raise ValueError(
             f"expected a model without random numbers {mode}, got some (functional dropout or a random flip, say), "

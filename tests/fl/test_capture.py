@@ -11,6 +11,7 @@ import attacks
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.secagg import SecAgg
+from eval.audit.input_shape import check_images_fit
 from eval.audit.update import leakage
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
@@ -530,3 +531,42 @@ def test_a_loss_that_compares_examples_is_refused_of_one(model, batch):
     with pytest.raises(ValueError, match=r"numbers that are not finite in '0\.weight'.*takes several .batch_size"):
         from_batch(model, images[:1], labels[:1], loss=spread)
     assert from_batch(model, images, labels, loss=pairs)[0].batch_size == len(images)
+
+
+def parted(change: Callable[[nn.Sequential], object]) -> nn.Module:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).eval()
+    change(model)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model[3].to("meta"), r"got '3\.weight'.* on the device meta: build it elsewhere"),
+        (lambda model: setattr(model[2], "running_mean", torch.zeros(8, device="meta")), r"'2\.running_mean' on the"),
+        (
+            lambda model: model[3].double(),
+            r"'1\.weight' in torch\.float32 and '3\.weight' in torch\.float64: call",
+        ),
+        (lambda model: model[1].half(), r"'1\.weight' in torch\.float16 and '2\.weight' in torch\.float32: call model"),
+    ],
+)
+def test_a_model_in_parts_is_refused_by_their_names(batch, change, said):
+    with pytest.raises(ValueError, match=said):
+        from_batch(parted(change), *batch)
+    with pytest.raises(ValueError, match=said):
+        check_images_fit(parted(change), SHAPE)
+
+
+def test_a_model_that_converts_between_its_parts_is_asked_about_its_inputs(batch):
+    class Converting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = nn.Linear(36, 8).double(), nn.Linear(8, CLASSES)
+
+        def forward(self, inputs):
+            return self.head(self.first(inputs.flatten(1).double()).float())
+
+    from_batch(Converting(), *batch)
+    with pytest.raises(ValueError, match="shapes cannot be multiplied"):
+        from_batch(Converting(), batch[0][..., :3], batch[1])

@@ -35,9 +35,46 @@ def probe_outputs(model: nn.Module, inputs: Tensor, described: str = "") -> obje
         try:
             return probe(inputs)
         except FORWARD_ERRORS as error:
+            refuse_parted(model, error)
             raise ValueError(
                 f"expected inputs that fit the model, got {described or describe_tensor(inputs)}: {error}"
             ) from error
+
+
+def refuse_parted(model: nn.Module, error: Exception) -> None:
+    """Refuse a network that does not run since its tensors do not lie in one place or are not of one type.
+
+    Args:
+        model: that has been seen not to run; networks that convert between their parts do.
+        error: that it raised, of which nothing is said where it is about neither.
+
+    Raises:
+        ValueError: names two of them, and says what to do.
+    """
+    tensors, said = {**dict(model.named_parameters()), **dict(model.named_buffers())}, str(error)
+    if "type" not in said and "device" not in said:
+        return
+    if on_meta := [repr(name) for name, value in tensors.items() if value.is_meta]:
+        raise ValueError(
+            f"expected a model whose tensors have numbers, got {abbreviate_list(on_meta)} on the device meta: build it "
+            "elsewhere and load its weights there (load_state_dict, or to_empty(device='cpu') first)"
+        )
+    places: dict[str, str] = {}
+    types: dict[str, str] = {}
+    for name, value in tensors.items():
+        places.setdefault(str(value.device), name)
+        if value.is_floating_point() and isinstance(value, nn.Parameter):
+            types.setdefault(str(value.dtype), name)
+    for found, about, what, remedy in (
+        (places, "device", "on one device", "model.to('cpu')"),
+        (types, "type", "of one type", "model.float()"),
+    ):
+        if len(found) > 1 and about in said:
+            (first, one), (second, other) = list(found.items())[:2]
+            raise ValueError(
+                f"expected a model whose weights are {what}, or that converts between them itself, got {one!r} in "
+                f"{first} and {other!r} in {second}: call {remedy}"
+            )
 
 
 def describe_tensor(value: Tensor) -> str:

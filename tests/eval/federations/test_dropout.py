@@ -11,8 +11,8 @@ from support import recorded as support
 from torch import Tensor, nn
 
 from eval.audit.recorded_update import RecordedUpdate
-from eval.federations.dropout import Mask, silence
 from eval.federations.screening import Screener, Screening
+from fl.simulation.dropout_masks import Mask, silence
 
 
 class Functional(nn.Module):

@@ -232,3 +232,15 @@ def test_an_error_inside_leaves_no_mode_behind(single: Task) -> None:
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.rand(1, 1, 5, 5, dtype=torch.float64))
     assert not any(isinstance(mode, TorchFunctionMode) for mode in _get_current_function_mode_stack())
+
+
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated", "ignore:Please use quant_min and quant_max")
+def test_simulated_integers_are_named_as_the_reason() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).train()
+    model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+    prepared = torch.ao.quantization.prepare_qat(model)
+    prepared(torch.rand(2, *SHAPE, generator=stream(0, "quantization")))  # which observers have to see
+    refusal = task(prepared).double_form.refusal
+    assert "rounds its numbers to those that integers can hold ('1.weight_fake_quant'" in refusal
+    assert "single precision alone" in refusal
+    assert "x.new_zeros" not in refusal

@@ -1,0 +1,155 @@
+"""Audits of captured updates whose clients trained with dropout: masks are read off one example's, or it is named."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hyperleak
+from defenses import defenses
+from eval.audit.findings import AuditReport
+from fl.capture import from_update
+from fl.methods.fedavg import FedAvg
+from fl.seeds import stream
+from fl.simulation.dropout_masks import Mask
+
+SHAPE = (1, 8, 8)
+LR = 0.1
+STILL = FedAvg(lr=LR, steps=1, batch_size=None, train_mode=False)
+
+
+class Functional(nn.Module):
+    """A network that drops in its forward, or keeps a number by the name of dropout and drops nothing."""
+
+    def __init__(self, drops: bool = True) -> None:
+        super().__init__()
+        self.first, self.second, self.drops = nn.Linear(64, 16), nn.Linear(16, 5), drops
+        self.dropout = 0.0 if drops else 0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x.flatten(1)).tanh()
+        return self.second(nn.functional.dropout(hidden, 0.5, self.training and self.drops))
+
+
+def dense(*after: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), *after, nn.Linear(16, 5))
+
+
+def made(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        return build().train()
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    draw = stream(0, "dropout")
+    return torch.rand(count, *SHAPE, generator=draw), torch.randint(5, (count,), generator=draw)
+
+
+def captured(model: nn.Module, count: int = 1) -> dict[str, Tensor]:
+    """What a client sends that takes one step on so many examples, in the modes of the model."""
+    inputs, labels = examples(count)
+    own = copy.deepcopy(model)
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(2)
+        nn.functional.cross_entropy(own(inputs), labels).backward()
+    return {name: LR * value.grad for name, value in own.named_parameters() if value.grad is not None}
+
+
+def audited(model: nn.Module, update: dict[str, Tensor], count: int = 1, **settings: object) -> AuditReport:
+    inputs, labels = examples(count)
+    asked = {"attacks": ["analytic"], "batch_size": count, "input_shape": SHAPE, **settings}
+    return hyperleak.audit(model, inputs, labels, update=update, **asked)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", [None, FedAvg(lr=LR, steps=1, batch_size=None)])
+def test_masks_of_one_example_are_read_and_confirm_its_picture(method: FedAvg | None) -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    report = audited(model if method is None else model.eval(), captured(model.train()), method=method)
+    (finding,) = report.findings
+    assert finding.rows[0]["verified"]
+    assert finding.rows[0]["psnr"] == pytest.approx(100)
+    assert not report.mismatch
+    assert "masks of dropout were read off the update: 3" in report.notes
+
+
+def test_a_view_has_the_masks_in_the_place_of_dropout() -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    view = from_update(model, captured(model), input_shape=SHAPE)
+    mask = view.task.model.get_submodule("3")
+    assert isinstance(mask, Mask)
+    assert not mask.of_pixels
+    assert set(mask.values.tolist()) == {0.0, 2.0}
+    assert isinstance(model[3], nn.Dropout)  # the user's own stays as it is
+
+
+def test_several_examples_are_refused_by_name_and_the_way_on_works() -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    update = captured(model, 4)
+    with pytest.raises(ValueError, match=r"got dropout \('3'\).* it is of 4 examples.* call model\.eval\(\)"):
+        audited(model, update, 4)
+    report = audited(model.eval(), update, 4)
+    assert "Dropout, mixup" in report.mismatch
+    assert "(EMA) make such updates, too" in report.mismatch
+    assert not report.findings[0].verified
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"method": FedAvg(lr=LR, steps=2, batch_size=None)}, "here it is of 2 steps"),
+        ({"method": FedAvg(lr=LR, steps=1, batch_size=None, weight_decay=0.1)}, "here weight decay moves"),
+        ({"defense": defenses.build({"name": "prune", "ratio": 0.5})}, "here the defense prune may have changed"),
+    ],
+)
+def test_what_tells_no_masks_is_named(settings: dict[str, object], why: str) -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    with pytest.raises(ValueError, match=rf"without dropout .*{why}"):
+        audited(model, captured(model), **settings)
+
+
+@pytest.mark.parametrize("build", [lambda: dense(nn.AlphaDropout(0.5)), lambda: dense(nn.Dropout(0.5), nn.Tanh())])
+def test_masks_that_no_layer_shows_are_refused(build: Callable[[], nn.Module]) -> None:
+    model = made(build)
+    with pytest.raises(ValueError, match=r"got dropout \('3'\), whose masks this update does not tell"):
+        audited(model, captured(model))
+
+
+def test_an_update_that_leaves_nothing_out_is_no_dropout() -> None:
+    """It is that of a client that had dropout off, or something else moved all weights."""
+    model = made(lambda: dense(nn.Dropout(0.9)))
+    update = captured(model.eval())
+    with pytest.raises(ValueError, match="does not tell"):
+        audited(model.train(), update)
+    assert audited(model, update, method=STILL).findings[0].rows[0]["verified"]
+
+
+def test_dropout_in_a_forward_is_refused_and_named() -> None:
+    model = made(Functional)
+    with pytest.raises(ValueError, match=r"functional dropout.*masks of nn\.Dropout are read off"):
+        audited(model, captured(model))
+    still = made(lambda: Functional(drops=False))
+    assert audited(still, captured(still)).findings[0].rows[0]["verified"]
+
+
+def test_dropout_that_counts_as_off_is_named_where_the_picture_does_not_fit() -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    report = audited(model, captured(model), method=STILL)
+    assert "dropout (3) counts as off; if it was on" in report.mismatch
+    assert not report.findings[0].rows[0]["verified"]
+
+
+@pytest.mark.parametrize("before", [(), (nn.Hardtanh(-5, 5),)])
+def test_a_masked_picture_is_called_that(before: tuple[nn.Module, ...]) -> None:
+    model = made(lambda: nn.Sequential(*before, nn.Flatten(), nn.Dropout(0.3), nn.Linear(64, 16), nn.Linear(16, 5)))
+    update = captured(model)
+    left_out = int((update[f"{len(before) + 2}.weight"] == 0).all(0).sum())
+    report = audited(model, update)
+    assert left_out
+    assert f"{left_out} of 64 were left out or were 0" in report.notes[0]
+    assert report.notes[0].endswith("which attacks call features, is the picture without them")
+    assert report.findings[0].rows[0]["psnr"] is None
