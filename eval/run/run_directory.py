@@ -55,6 +55,7 @@ FORMER_FILES = {"config.yaml", "images.jsonl"}
 log = logging.getLogger(__name__)
 PACKAGES = ("fl", "defenses", "attacks", "eval")
 _ROUND = re.compile(r"round-(\d+)\.npz")
+_CELL_FOLDER = re.compile(r"[0-9a-f]{12}(\.part)?")
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP}
 """Errors of a file system that has no locks."""
 SHARED_LOCK_SECONDS = 10.0
@@ -351,8 +352,13 @@ class RunDir:
         }
         if (self.path / SHARED / MEMBERS).is_dir():  # others are about to write the first of it
             entries -= {SHARED}
-        if entries and RUN not in entries and not entries >= FORMER_FILES:
+        if entries and RUN not in entries and not entries >= FORMER_FILES and not self._is_left_over(entries):
             raise ValueError(f"{self.path} holds something other than results of hyperleak; choose another --out")
+
+    def _is_left_over(self, entries: Collection[str]) -> bool:
+        """Return whether all that is there are cells, as where the folder was removed while a run wrote to it."""
+        folders = [one.name for name in set(NESTED) & {*entries} for one in (self.path / name).iterdir()]
+        return {*entries} <= {*NESTED} and bool(folders) and all(map(_CELL_FOLDER.fullmatch, folders))
 
     def _refuse_links(self) -> None:
         """Refuse a folder in which a link leads elsewhere, or a file is where a folder belongs."""

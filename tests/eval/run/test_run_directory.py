@@ -278,6 +278,19 @@ def test_only_runs_and_empty_folders_are_written_to(tmp_path):
     }
 
 
+def test_cells_that_are_left_of_a_removed_folder_are_gone_on_with(tmp_path):
+    """A run whose folder is removed while it writes may leave the cell that it was at, and nothing beside it."""
+    folder = tmp_path / "gone"
+    (folder / "cells" / "0123456789ab.part").mkdir(parents=True)
+    RunDir(folder).check()
+    assert run(tiny(), folder)
+    (tmp_path / "mine" / "cells" / "blood").mkdir(parents=True)
+    (tmp_path / "empty" / "cells").mkdir(parents=True)
+    for name in ("mine", "empty"):
+        with pytest.raises(ValueError, match="something other than results"):
+            RunDir(tmp_path / name).check()
+
+
 def test_a_second_process_is_told_to_wait(tmp_path):
     pool = Workers(1)
     try:
