@@ -21,6 +21,13 @@ from fl.tensors import Payloads, Tensors, add_scaled, dense, flatten, sub, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
 Batches = Sequence[Iterable[Sequence[Batch]]]
+SINGLE_VALUE = "more than 1 value per channel"
+"""What batch norm in train mode says of a batch in which a channel has one value."""
+SINGLE_VALUE_ADVICE = (
+    "expected 2 images or more in each step, got {count}: batch norm in train mode takes the variance of a channel "
+    "over the images of a step. Set train_mode: false in the method, take 2 images or more for each step (batch_size "
+    "of the method, where an epoch may leave one image over, and observe.batch_size), or group norm"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +222,9 @@ class LossGradient(Gradient):
             try:
                 return (self.loss or client.method.loss)(self.network({**weights, **chosen}), batch, self.step)
             except ValueError as error:
-                raise _single_value_error(error, batch) from error
+                if SINGLE_VALUE not in str(error):
+                    raise
+                raise ValueError(SINGLE_VALUE_ADVICE.format(count=len(batch))) from error
 
         return derivative(loss, {name: weights[name] for name in wanted})
 
@@ -226,17 +235,6 @@ class LossGradient(Gradient):
     def pull(self, params: Tensors, grads: dict[str, Tensor]) -> Tensors:
         """Return the gradients of the parameters that move from those of the network's weights."""
         return self.client.method.parametrization.pull_back(params, grads, self.client.task, self.live)
-
-
-def _single_value_error(error: ValueError, batch: Batch) -> ValueError:
-    """Return the error of a step on one image with what to do, where batch norm refused it; else the error itself."""
-    if "more than 1 value per channel" not in str(error):
-        return error
-    return ValueError(
-        f"expected 2 images or more in each step, got {len(batch)}: batch norm in train mode takes the variance of a "
-        "channel over the images of a step. Set train_mode: false in the method, take 2 images or more for each step "
-        "(batch_size of the method, where an epoch may leave one image over, and observe.batch_size), or group norm"
-    )
 
 
 def client_loss_gradient(grad: Gradient) -> LossGradient:

@@ -248,6 +248,7 @@ class Analytic(Attack):
                     inputs[i],
                     possible[numbers[i]],
                     float(shares[int(numbers[i])][(counted[i] - 1).abs().argmin()]),
+                    _is_least(shares[int(numbers[i])], int((counted[i] - 1).abs().argmin()), self.fits),
                     taken[i],
                     inside[i] / ratio[i],
                 )
@@ -296,7 +297,7 @@ class Analytic(Attack):
         kept: list[_Summand] = []
         for one in found:
             if not any(one.overlaps(other) for other in kept) and alone.are_told(
-                one.row, one.label, one.weight, one.miss
+                one.row, one.label, one.weight, one.miss, least=one.least
             ):
                 kept.append(one)
         if len(kept) < count and (every := self._every_summand(alone.layer, found, count)) is not None:
@@ -327,6 +328,11 @@ class Analytic(Attack):
         )
 
 
+def _is_least(shares: Tensor, number: int, tolerance: float) -> bool:
+    """Return whether none of the weights (n,) but 0 is less than that of this number by more than a share of it."""
+    return not bool(((shares > 0) & (shares < shares[number] * (1 - tolerance))).any())
+
+
 @dataclass(frozen=True, eq=False)
 class _Summand:
     """What may be one image's summand of a gradient G of rank R.
@@ -337,6 +343,7 @@ class _Summand:
         inputs: x of the layer (n,).
         label: of the image.
         weight: how much it counts in the batch, where 1 is an equal share.
+        least: whether it can count no less in any batch, as far as `fits` tells weights apart.
         taken: x^T G^+ in G's left singular vectors (R,).
         signal: u in the same (R,), of such a size that x^T G^+ u = 1.
     """
@@ -346,6 +353,7 @@ class _Summand:
     inputs: Tensor
     label: Tensor
     weight: float
+    least: bool
     taken: Tensor
     signal: Tensor
 

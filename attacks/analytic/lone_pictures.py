@@ -11,6 +11,9 @@ within a tolerance. So a picture is asked for more:
   that silence no neuron, or do so with another output than zero, another neuron has to hold the same picture to
   rounding. Where all that flows back has one direction, neurons that see the same pictures mix them alike, and their
   agreement says nothing. Or the signals of mixtures with what other rows hold have to be far from passing the test.
+
+Where a picture may count more or less, by the classes beside it, the mean of several that are nearly alike looks like
+one that counts as much as all of these. Then it has to be at levels of 8 bits, or signals of mixtures far off.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from attacks.verification.picture_changes import change_last_digit
+from attacks.verification.pixel_levels import at_levels, is_on_coarse_grid
 from fl.seeds import stream
 from fl.tensors import dense
 
@@ -72,7 +76,9 @@ class LonePictures:
     right: Tensor
     fits: float
 
-    def are_told(self, row: int, target: Tensor, weight: float, miss: tuple[float, float]) -> bool:
+    def are_told(
+        self, row: int, target: Tensor, weight: float, miss: tuple[float, float], *, least: bool = True
+    ) -> bool:
         """Return whether the update tells, to its rounding, that a row holds one picture.
 
         Args:
@@ -80,6 +86,7 @@ class LonePictures:
             target: of the picture (...).
             weight: how much it counts in the batch, where 1 is an equal share.
             miss: of the rank test's equations: of the signal's direction, and of its size.
+            least: whether a picture with this target can count no less in any batch.
         """
         inputs = self.layer.update[row] / self.layer.bias_update[row]
         if not self._is_precise(row):
@@ -90,6 +97,8 @@ class LonePictures:
             return False
         if self._has_one_direction and max(allowed) > self.fits:
             return False  # further weights tell nothing else
+        if not (least or self._is_no_mean(row, inputs, target, allowed[0])):
+            return False
         outgoing = self._outgoing(row, inputs, target, near[0])
         if outgoing and all(self._is_alone(name, where, near, weight) for name, where in outgoing.items()):
             return True
@@ -215,6 +224,16 @@ class LonePictures:
             if float(away.norm()) <= DEVIATIONS * float(allowed) and self._is_precise(other):
                 return True
         return False
+
+    def _is_no_mean(self, row: int, inputs: Tensor, target: Tensor, allowed: float) -> bool:
+        """Return whether what a row holds is no mean of pictures nearly alike that count less, which passes all else.
+
+        Means are at levels of 8 bits by chance alone.
+        """
+        pixels = self.layer.to_pixels(inputs[None])
+        if self.layer.view.task.inputs.is_image and at_levels(pixels) is not None and not is_on_coarse_grid(pixels):
+            return True
+        return not self._has_one_direction and self._bends_at_mixtures(row, inputs, target, allowed)
 
     def _bends_at_mixtures(self, row: int, inputs: Tensor, target: Tensor, allowed: float) -> bool:
         """Return whether the rank test tells what a row holds from mixtures with what others do by the signals alone.

@@ -367,7 +367,8 @@ def _returns_the_same(loss: Loss, known: Loss, outputs: Tensor, targets: Tensor)
     found = [one for asked in (loss, known) for one in _tried(asked, outputs, (targets,))]
     if len(found) < 2:
         return False
-    return torch.allclose(found[0], found[1], rtol=SAME_LOSS, atol=SAME_LOSS * float(found[1].abs().max()))
+    own, other = (one.double() for one in found)
+    return torch.allclose(own, other, rtol=SAME_LOSS, atol=SAME_LOSS * float(other.abs().max()))
 
 
 def _tried(loss: Loss, outputs: Tensor, trials: Iterable[Tensor]) -> list[Tensor]:

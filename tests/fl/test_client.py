@@ -309,3 +309,20 @@ def test_a_step_on_one_image_under_batch_norm_says_what_to_set() -> None:
         ValueError, match=r"expected 2 images or more in each step, got 1: batch norm.*train_mode: false"
     ):
         worlds.federation(replace(METHOD, batch_size=1), task_=task)
+
+
+def test_what_a_loss_raises_is_not_made_its_own_cause() -> None:
+    """Its traceback would lose what it was raised from."""
+    own = ValueError("of my own")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Refusing(FedAvg):
+        name: ClassVar[str] = "refusing"
+
+        def loss(self, network: Any, batch: Batch, step: Any) -> torch.Tensor:
+            raise own
+
+    with pytest.raises(ValueError, match="of my own") as caught:
+        worlds.federation(Refusing(lr=0.1, epochs=1, batch_size=2)).train(0)
+    assert caught.value is own
+    assert own.__cause__ is None

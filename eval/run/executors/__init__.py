@@ -109,7 +109,7 @@ def check_name(name: str) -> None:
 def in_words(error: BaseException) -> str:
     """Return in one line what an engine said, with what it was at first where it raised something else of that."""
     first = error
-    while first.__cause__ is not None:
+    while first.__cause__ is not None and first.__cause__ is not first:  # as after `raise error from error`
         first = first.__cause__
     words = " ".join(str(error).split())
     return words if first is error else f"{words} ({' '.join(str(first).split())})"

@@ -1,6 +1,7 @@
 """Rows of a batch's gradient that hold one picture: told by the update's rounding, also where pictures are flat."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 import attacks
 from attacks import NotApplicable, Reconstruction
 from fl.capture import from_batch
+from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 
 ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
@@ -44,8 +46,8 @@ def gray_pictures(draw: torch.Generator, count: int, contrast: float) -> Tensor:
     return ((gray + away).clamp(0, 1) * 255).round() / 255
 
 
-def attack(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[attacks.Result, Tensor]:
-    view, truth = from_batch(model, images, labels)
+def attack(model: nn.Module, images: Tensor, labels: Tensor, **settings: Any) -> tuple[attacks.Result, Tensor]:
+    view, truth = from_batch(model, images, labels, **settings)
     return attacks.build("analytic")(view), truth.inputs
 
 
@@ -88,6 +90,21 @@ def test_a_mixture_of_flat_pictures_that_passes_the_rank_test_is_not_verified(
     assert not (isinstance(result, Reconstruction) and result.verified and farthest(result, truth) > 0.25)
     if isinstance(result, NotApplicable):
         assert "it may as well be a mixture" in result.reason
+
+
+def balanced(outputs: Tensor, labels: Tensor) -> Tensor:
+    times = torch.bincount(labels, minlength=outputs.shape[1]).to(outputs)
+    return nn.functional.cross_entropy(outputs, labels, weight=torch.where(times > 0, 1 / times.clamp(min=1), 0))
+
+
+@pytest.mark.parametrize("seed", [41, 52])
+def test_a_mean_of_flat_pictures_that_a_picture_of_more_weight_looks_like_is_not_verified(seed: int) -> None:
+    """Of one class each counts 1. In other batches one counts as much as several of these together."""
+    images = gray_pictures(torch.Generator().manual_seed(seed), 8, 0.02)
+    model = network([64, 32, 5], "relu", seed, normalized=True)
+    method = FedAvg(lr=1e-3, steps=1, batch_size=None)
+    result, truth = attack(model, images, torch.zeros(8).long(), loss=balanced, method=method)
+    assert not (isinstance(result, Reconstruction) and result.verified and farthest(result, truth) > 0.25)
 
 
 @pytest.mark.parametrize(("classes", "contrast"), [(2, 0.02), (10, 0.02), (10, 0.01)])

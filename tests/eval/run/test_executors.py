@@ -16,7 +16,7 @@ from support.tiny import Registered
 
 import hyperleak
 from eval.experiment import yaml_config
-from eval.run.executors import MissingPackageError, open_executor
+from eval.run.executors import MissingPackageError, in_words, open_executor
 from eval.run.executors.choice import ExecutorChoice, choose_executor, visible_gpus
 from eval.run.shared import job as jobs
 
@@ -35,6 +35,13 @@ def test_a_missing_package_is_said_with_the_extra_that_brings_it(tmp_path, monke
         MissingPackageError, match=rf"--executor {name} needs .*: pip install '\.\[{name}\]' in the folder of hyperleak"
     ):
         open_executor(name, {}, workers=1, device="cpu", folder=tmp_path)
+
+
+def test_an_error_is_said_with_its_first_cause_also_where_that_is_its_own():
+    first, last = ValueError("at first"), RuntimeError("at last")
+    last.__cause__, first.__cause__ = first, first
+    assert in_words(last) == "at last (at first)"
+    assert in_words(first) == "at first"
 
 
 def test_an_unknown_executor_is_refused():

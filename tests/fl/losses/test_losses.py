@@ -159,6 +159,7 @@ def weighted(outputs, targets):
         (lambda outputs, targets: nn.functional.cross_entropy(outputs.clamp(-10, 10), targets), (3,), "classes"),
         (lambda outputs, targets: 2 * nn.functional.huber_loss(outputs, targets, delta=10), (1,), None),
         (weighted, (3,), "classes"),
+        (lambda outputs, targets: nn.functional.cross_entropy(outputs.double(), targets), (3,), CrossEntropy()),
         (nn.functional.multi_margin_loss, (4,), "classes"),
         (lambda outputs, targets: nn.functional.mse_loss(outputs.softmax(1), torch.eye(3)[targets]), (3,), "classes"),
         (nn.functional.l1_loss, (2,), None),
