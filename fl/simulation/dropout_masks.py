@@ -8,9 +8,10 @@ the weights of an input that is zero. Elsewhere each layer still obeys its own e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeGuard
 
 import torch
@@ -28,6 +29,10 @@ from fl.seeds import stream
 from fl.simulation.capture_checks import AS_MODULES, floating_weight, unwrap_model
 from fl.types import Task
 
+CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+"""Modules that leave whole channels out."""
+MOST_PROBED = 2**25
+"""Numbers up to which examples are made up that have one channel each."""
 UNLIKELY = 1e-6
 """Probability below which it is no chance that dropout left nothing out."""
 
@@ -121,7 +126,10 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
     if gray is not None and _draws_numbers(own, gray):
         return Silenced(own, tuple(drawing), evaluating=True)
     masks = _read_masks(own, gray, update, shares) if gray is not None and update is not None else {}
-    masks = {name: mask for name, mask in masks.items() if not _is_unlikely(mask, shares[name])}
+    for name in shares.keys() - masks.keys():
+        if gray is not None and update is not None and isinstance(drawing[name], CHANNELWISE):
+            masks |= _read_channels(own, name, gray, update, shares[name])
+    masks = {name: mask for name, mask in masks.items() if not _is_unlikely(mask, drawing[name], shares[name])}
     if not drawing or masks.keys() != drawing.keys():
         return Silenced(own, tuple(drawing))
     for name, mask in masks.items():
@@ -200,7 +208,7 @@ def _cause(silenced: Silenced, why: str) -> str:
         )
     return (
         f"got dropout ({names}), whose masks this update does not tell: they are read where an nn.Linear takes what "
-        "nn.Dropout returns as it is, and show by weights that did not move"
+        "nn.Dropout returns as it is, or a layer takes channels of nn.Dropout2d, and show by weights that did not move"
     )
 
 
@@ -326,9 +334,81 @@ def _read_masks(
     return found
 
 
-def _is_unlikely(mask: Tensor, share: float) -> bool:
+def _read_channels(
+    model: nn.Module, name: str, inputs: Tensor, update: Mapping[str, Tensor], share: float
+) -> dict[str, Tensor]:
+    """Return the mask of a module that drops whole channels, by its name; none where no layer shows it.
+
+    A linear layer or a convolution shows it that takes of each channel what no other makes, and zeros where the channel
+    is zero: behind activations and pooling, say. Channels are told apart by an example for each, of that one alone.
+
+    Args:
+        model: without dropout.
+        name: of the module.
+        inputs: one example that it takes.
+        update: of one step on one example.
+        share: what the module leaves out.
+    """
+    shapes: list[torch.Size] = []
+
+    def note(output: Tensor) -> Tensor:
+        shapes.append(output.shape)
+        return output
+
+    _run_with(model, name, inputs, note, update)
+    if len(shapes) != 1 or len(shapes[0]) < 2 or shapes[0][1] * shapes[0].numel() > MOST_PROBED:
+        return {}
+    count, ones = shapes[0][1], (1,) * (len(shapes[0]) - 2)
+    single = torch.eye(count).to(inputs).view(count, count, *ones).expand(count, *shapes[0][1:])
+    runs = [_run_with(model, name, inputs, partial(_instead, factor * single), update) for factor in (0, 1, -1)]
+    for layer in runs[0]:
+        if any(layer not in run or len(run[layer]) != count for run in runs) or bool(runs[0][layer].any()):
+            continue
+        made = (_by_column(runs[1][layer]) | _by_column(runs[2][layer])).to(inputs.device)  # (channels, columns)
+        weight = update[f"{layer}.weight"]
+        moved = (weight != 0).transpose(0, 1).flatten(1).any(1).to(inputs.device)
+        if made.shape[1] == len(moved) and bool((made.sum(0) <= 1).all()) and bool(made.any(1).all()):
+            scale = 1 / (1 - share) if share < 1 else 0.0
+            kept = (made & moved).any(1).view(count, *ones)
+            return {name: scale * kept.expand(shapes[0][1:])}
+    return {}
+
+
+def _run_with(
+    model: nn.Module, name: str, inputs: Tensor, change: Callable[[Tensor], Tensor], update: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return what layers whose weights are in an update take, by name, where what a module returns is changed."""
+    probe, taken = copy_model(model).eval(), dict[str, Tensor]()
+
+    def take(layer: str, given: Sequence[Tensor]) -> None:
+        if given:
+            taken.setdefault(layer, given[0].clone())
+
+    probe.get_submodule(name).register_forward_hook(lambda _, __, output: change(output))
+    for layer, module in probe.named_modules():
+        plain = isinstance(module, nn.Linear) or (
+            isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d) and module.groups == 1
+        )
+        if plain and f"{layer}.weight" in update:
+            module.register_forward_pre_hook(lambda _, given, layer=layer: take(layer, given))
+    with torch.no_grad(), suppress(*RUN_ERRORS):  # behind the layer that is asked about it may be of any batch size
+        probe(inputs)
+    return taken
+
+
+def _instead(given: Tensor, _output: Tensor) -> Tensor:
+    return given
+
+
+def _by_column(taken: Tensor) -> Tensor:
+    """Return which columns of a layer's weight meet numbers that are not zero, for each example."""
+    return (taken != 0).flatten(2).any(2) if taken.ndim > 2 else taken != 0
+
+
+def _is_unlikely(mask: Tensor, module: nn.Module, share: float) -> bool:
     """Return whether nothing at all was left out where some would have been: something else moved all weights."""
-    kept = (1 - share) ** mask.numel()
+    draws = mask.shape[0] if isinstance(module, CHANNELWISE) else mask.numel()
+    kept = (1 - share) ** draws
     return bool(mask.all()) and kept < UNLIKELY
 
 

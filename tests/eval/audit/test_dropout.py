@@ -77,6 +77,34 @@ def test_masks_of_one_example_are_read_and_confirm_its_picture(method: FedAvg | 
     assert "masks of dropout were read off the update: 3" in report.notes
 
 
+CHANNELS = {
+    "linear": (nn.Dropout2d(0.5), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 5)),
+    "convolution": (nn.ReLU(), nn.Dropout2d(0.5), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(16, 5)),
+}
+
+
+@pytest.mark.parametrize("kind", CHANNELS)
+def test_masks_of_whole_channels_are_read_behind_activations_and_pooling(kind: str) -> None:
+    model = made(lambda: nn.Sequential(nn.Conv2d(1, 8, 5), *(copy.deepcopy(layer) for layer in CHANNELS[kind])))
+    update = captured(model)
+    view = from_update(model, update, input_shape=SHAPE)
+    (mask,) = (module for module in view.task.model.modules() if isinstance(module, Mask))
+    assert set(mask.values[:, 0, 0].tolist()) == {0.0, 2.0}
+    inputs, labels = examples(1)
+    again = copy.deepcopy(view.task.model)
+    nn.functional.cross_entropy(again(inputs), labels).backward()
+    for name, value in again.named_parameters():
+        torch.testing.assert_close(LR * value.grad, update[name], rtol=0, atol=1e-6)
+
+
+def test_channels_that_meet_before_a_layer_show_no_mask() -> None:
+    model = made(
+        lambda: nn.Sequential(nn.Conv2d(1, 8, 5), nn.Dropout2d(0.5), nn.Softmax(1), nn.Flatten(), nn.Linear(128, 5))
+    )
+    with pytest.raises(ValueError, match="does not tell"):
+        from_update(model, captured(model), input_shape=SHAPE)
+
+
 def test_a_view_has_the_masks_in_the_place_of_dropout() -> None:
     model = made(lambda: dense(nn.Dropout(0.5)))
     view = from_update(model, captured(model), input_shape=SHAPE)

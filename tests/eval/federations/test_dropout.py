@@ -112,7 +112,7 @@ def test_another_rule_is_contradicted_under_known_masks_too(kind: str) -> None:
         (Functional, "what first takes is recovered up to a factor: 196 numbers (analytic)"),
         (
             lambda: nn.Sequential(
-                *(nn.Conv2d(1, 4, 5), nn.Dropout2d(0.25), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+                *(nn.Conv2d(1, 4, 5), nn.Dropout(0.25), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
                 *(nn.Linear(100, 24), nn.ReLU(), nn.Dropout(0.5), nn.Linear(24, 10)),
             ),
             "what 5 takes is recovered up to a factor: 100 numbers (cascade)",
