@@ -14,7 +14,7 @@ import torch
 from support import worlds
 from support.compare import tensors
 from support.forkserver import use_spawn
-from support.spreading import Telling, leaving
+from support.spreading import TOLD, Telling, leaving
 
 import attacks
 from attacks import parallel
@@ -59,8 +59,7 @@ def telling(**settings: Any) -> Telling:
 def told(result: object) -> list[int]:
     """Process, threads, views together, seed."""
     assert isinstance(result, Reconstruction)
-    assert result.inputs is not None
-    return [int(x) for x in result.inputs]
+    return [int(x) for x in result.private[TOLD]]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,9 @@ from attacks.base import Attack, Reconstruction, Result
 from eval.run.run_directory import RunDir
 from fl.view import ServerView
 
+TOLD = "told"
+"""Name of what it says: process, threads, views together, seed."""
+
 
 def leaving() -> None:
     """Have this process say when it ends in order."""
@@ -57,6 +60,5 @@ class Telling(Attack):
             os._exit(1)
         if action == "raise":
             raise ValueError("no good")
-        return [
-            Reconstruction(torch.tensor([os.getpid(), torch.get_num_threads(), len(views), seed])) for seed in seeds
-        ]
+        told = [os.getpid(), torch.get_num_threads(), len(views)]
+        return [Reconstruction(inputs=None, private={TOLD: torch.tensor([*told, seed])}) for seed in seeds]

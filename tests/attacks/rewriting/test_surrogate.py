@@ -194,10 +194,23 @@ class Apart(FedAvg):
     ids=["hyperfl", "scaffold", "fedsam", "adam", "apart"],
 )
 def test_what_is_not_plain_sgd_is_refused(method: Method, why: str) -> None:
-    view, _ = Federation(Client(worlds.task(), method), [ClientData(worlds.images(4), worlds.images(4))]).observe(0)
+    federation = Federation(Client(worlds.task(), method), [ClientData(worlds.images(4), worlds.images(4))])
+    federation.run_round()  # before it the control terms of SCAFFOLD are known to be zero
+    view, _ = federation.observe(0)
     refused = Surrogate().rewrite(view)
     assert isinstance(refused, NotApplicable)
     assert why in refused.reason
+
+
+def test_the_first_round_of_scaffold_is_one_step_of_plain_sgd() -> None:
+    rounds = [ClientData(worlds.images(4), worlds.images(4))]
+    made = {}
+    for name in ("fedavg", "scaffold"):
+        method = replace(ROWS[name].method, lr=0.1, momentum=0.0, epochs=1, batch_size=2)
+        view, _ = Federation(Client(worlds.task(), method), rounds).observe(0)
+        made[name] = rewritten(view).update
+    assert made["scaffold"].keys() == made["fedavg"].keys()
+    assert all(torch.allclose(value, made["fedavg"][name]) for name, value in made["scaffold"].items())
 
 
 def test_results_say_that_they_rest_on_an_approximation() -> None:
