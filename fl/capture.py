@@ -21,7 +21,7 @@ from fl.inputs.form import InputForm, InputHook, Inputs, tensors_of
 from fl.local import sampling
 from fl.losses import Loss
 from fl.losses.cross_entropy import ONE_CLASS
-from fl.losses.function import FunctionError, TargetKind, build_loss, function_errors_named, known_loss
+from fl.losses.function import IN_ONE_TYPE, FunctionError, TargetKind, build_loss, function_errors_named, known_loss
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import (
@@ -234,6 +234,7 @@ def from_batch(
         with function_errors_named():
             view, truth = Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
     except FunctionError as error:
+        several = "" if str(error).endswith(IN_ONE_TYPE) else several
         raise ValueError(f"{error}, in the client's own step on {len(batch)} example(s){several}") from error
     if bad := [name for name, value in view.update.items() if not bool(dense(value).isfinite().all())]:
         raise ValueError(

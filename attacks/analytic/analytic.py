@@ -475,8 +475,11 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
     if view.private or not view.method.uses_labels:
         return "what flows back can't be computed: the network above the layer is private"
     if layer.possible_labels() is None:
+        said = "several examples are told apart by trying the targets that each may have"
+        if view.labels is not None:
+            return f"{said}, of which there are few under classes alone: try spear, which takes those that are known"
         return (
-            f"several examples are told apart by trying their targets, which under {view.task.loss.name} are too many "
-            "or any numbers: audit one example in an update (--batch-size 1), or try ig"
+            f"{said}, which under {view.task.loss.name} are too many or any numbers: audit one example in an update "
+            "(--batch-size 1), or try ig"
         )
     return None

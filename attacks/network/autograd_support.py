@@ -51,7 +51,7 @@ def autograd_obstacle(view: ServerView, error: Exception) -> str | None:
     """
     if isinstance(error, torch.OutOfMemoryError) or _arose_in_attacks(error):
         return None
-    return flat_obstacle(view) or _double_backward_obstacle(view) or _vmap_obstacle(view)
+    return flat_obstacle(view) or _double_backward_obstacle(view) or _loss_obstacle(view) or _vmap_obstacle(view)
 
 
 def _arose_in_attacks(error: Exception) -> bool:
@@ -134,4 +134,34 @@ def _double_backward_obstacle(view: ServerView) -> str | None:
         except AUTOGRAD_ERRORS as error:
             said = " ".join(str(error).split())
             return f"a search differentiates the network's gradient, and torch can't: {said}"
+    return None
+
+
+def _loss_obstacle(view: ServerView) -> str | None:
+    """Return why the gradient of the loss can't be differentiated by the outputs.
+
+    Some of torch's functions have no second derivative (ctc_loss).
+    """
+    loss, draw, count = view.task.loss, stream(0, "loss"), max(view.batch_size or 1, 1)
+    shape = loss.variable_shape(view.task.output_shape)
+    if view.labels is not None:
+        targets = view.labels.to(view.device)
+    elif shape is not None:
+        targets = loss.relax(torch.randn(count, *shape, generator=draw)).to(view.device, view.dtype)
+    else:
+        return None
+    outputs = torch.randn(len(targets), *view.task.output_shape, generator=draw).to(view.device, view.dtype)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        outputs.requires_grad_()
+        try:
+            (gradient,) = torch.autograd.grad(loss(outputs, targets), [outputs], create_graph=True)
+        except (*AUTOGRAD_ERRORS, *RUN_ERRORS):  # what it does not take is said where it has to
+            return None
+        try:
+            torch.autograd.grad(gradient.square().sum(), [outputs], allow_unused=True)
+        except AUTOGRAD_ERRORS as error:
+            said = " ".join(str(error).split())
+            if "does not require grad" in said:
+                return None  # of a loss that is linear in the outputs
+            return f"a search differentiates the gradient of the loss, and torch can't: {said}"
     return None

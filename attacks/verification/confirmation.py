@@ -36,7 +36,7 @@ from attacks.verification.explanation import (
 )
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.nearly_told import say_nearly_told
-from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried
+from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried, leaves_order_open
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.unverified import say_why_unverified
 from attacks.verification.update_comparison import UpdateComparison
@@ -46,6 +46,7 @@ from attacks.verification.words import (
     FEWER_GIVEN,
     FOLDED,
     LABELS_UNTRIED,
+    ORDER_UNTOLD,
     POSSIBLE_RULES,
     RULE_DOUBTED,
     RULE_UNKNOWN,
@@ -192,7 +193,7 @@ def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None
     reason, other = _find_doubt(view, result, answer)
     if not reason:
         return hold_to_rounding(view, result)
-    contradicted = answer is False and reason != LABELS_UNTRIED
+    contradicted = answer is False and reason not in {LABELS_UNTRIED, ORDER_UNTOLD}
     unasked = (other and not contradicted) or reason in {TARGETS_UNKNOWN, TARGETS_REFUSED}
     remarks = {
         Remark.CONTRADICTED: contradicted,
@@ -210,6 +211,8 @@ def _find_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -
     looks = guess_update_rule(view)
     if answer is False and leaves_labels_untried(view, result):
         return LABELS_UNTRIED, False
+    if answer is False and leaves_order_open(view, result):
+        return ORDER_UNTOLD, False
     if answer is False:
         other = fits_under_another_loss(view, result)
         return f"{CONTRADICTED} ({UNDER_ANOTHER_LOSS if other else looks or POSSIBLE_RULES})", other

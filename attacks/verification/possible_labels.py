@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.labels.assignment import assign_labels
+from attacks.labels.known_targets import KnownTargets
 from attacks.labels.targets import FAR_TARGET, fitted_signal, output_signal, outputs_of
 from attacks.result import Reconstruction
 from attacks.update.label_gradients import MAX_TRIED_LABELS
@@ -48,18 +49,43 @@ def candidate_labels(view: ServerView, result: Reconstruction) -> Iterator[Tenso
     if not view.task.loss.is_cross_entropy and not view.task.loss.has_exact_targets and view.labels is None:
         yield from _far_targets(view, result)
         return
-    several = result.inputs is not None and len(result.inputs) > 1
-    # the server knows the labels of several images in no order: those found stand in the order of the images
-    known = [result.labels, assign_labels(view, view.update, result.inputs), view.labels] if several else [view.labels]  # type: ignore[arg-type]
-    known = known if several or view.labels is not None else [result.labels]
-    found = [labels for labels in known if labels is not None]
-    if not view.method.uses_labels:
-        found = found[:1] or [torch.zeros(view.batch_size or 1, dtype=torch.int64)]
-    if found:
-        yield from found
+    if result.inputs is not None and len(result.inputs) > 1:
+        yield from _labels_of_several(view, result, result.inputs)
+        return
+    known = result.labels if view.labels is None else view.labels
+    if known is None and not view.method.uses_labels:
+        known = torch.zeros(view.batch_size or 1, dtype=torch.int64)
+    if known is not None:
+        yield known
     elif view.batch_size == 1:
         every = view.task.loss.every_target(view.task.output_shape, MAX_TRIED_LABELS)
         yield from () if every is None else every[:, None]
+
+
+def _labels_of_several(view: ServerView, result: Reconstruction, images: Tensor) -> Iterator[Tensor]:
+    """Return labels that several images may have (N,), the likeliest first.
+
+    The server knows them in no order: those found stand in the order of the images.
+    """
+    assigned = assign_labels(view, view.update, images)
+    found = [labels for labels in (result.labels, assigned) if labels is not None]
+    if not view.method.uses_labels:
+        labels = [*found, view.labels]
+        yield next((one for one in labels if one is not None), torch.zeros(view.batch_size or 1, dtype=torch.int64))
+        return
+    yield from found
+    if view.labels is not None:
+        yield from KnownTargets.of(view, images).orders
+
+
+def leaves_order_open(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether the server knows the targets of several images, and nothing tells which image has which."""
+    images = result.inputs
+    if images is None or len(images) < 2 or view.labels is None or view.private or not view.method.uses_labels:
+        return False
+    if result.labels is not None or assign_labels(view, view.update, images) is not None:
+        return False
+    return not KnownTargets.of(view, images).complete
 
 
 def _far_targets(view: ServerView, result: Reconstruction) -> Iterator[Tensor]:

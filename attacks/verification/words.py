@@ -29,6 +29,10 @@ TARGETS_UNKNOWN = (
     "not confirmed: the targets are unknown and can't be told from the update, so nobody can ask whether one step on "
     f"the picture makes all of it; to rely on that, {KNOWN_TARGETS}"
 )
+ORDER_UNTOLD = (
+    "not confirmed: nothing tells which example has which of the targets that are known, and in none of the orders "
+    "tried does one step on the pictures make the update"
+)
 TARGETS_REFUSED = (
     "not confirmed: the loss function takes none of the targets that the examples may have, by themselves, so nobody "
     "can ask whether one step on the picture makes all of it"

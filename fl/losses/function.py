@@ -15,12 +15,15 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.loss import _WeightedLoss
 
 from fl.losses import Loss, losses
 from fl.losses.bce import BinaryCrossEntropy
 from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
+from fl.losses.stray_targets import RefuseStrayTargets
 from fl.runtime import user_code
 from fl.runtime.double_precision import KeepDouble, PrecisionError
 from fl.seeds import stream
@@ -36,6 +39,8 @@ TRIED_OUTPUTS, MOST_DIRECTIONS, SAME_DIRECTION = 8, 32, 1e-6
 """Outputs and classes with which it is tried whether all that flows back has one direction, and what that leaves."""
 MISTAKES = (NameError, TypeError, AttributeError, LookupError, NotImplementedError)
 """What a function raises that is written wrong, rather than given numbers it is not for."""
+IN_ONE_TYPE = "take its own tensors in the type of the outputs (weight.to(outputs))"
+"""What helps where a function mixes types that PyTorch does not mix."""
 log = logging.getLogger(__name__)
 
 
@@ -378,7 +383,7 @@ def _tried(loss: Loss, outputs: Tensor, trials: Iterable[Tensor]) -> list[Tensor
     """
     found: list[Tensor] = []
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad():
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad(), RefuseStrayTargets():
             warnings.simplefilter("ignore")  # of targets that do not go with the outputs
             asked = copy.deepcopy(loss)
             for targets in trials:
@@ -396,11 +401,22 @@ def _find(target: str) -> Callable[..., object]:
 
 
 def _called(function: Callable[..., object], outputs: Tensor, targets: Tensor) -> object:
-    """Return what a function returns, in double precision where outputs are, whatever it fixes (weights of classes)."""
+    """Return what a function returns, in double precision where outputs are, whatever it fixes (weights of classes).
+
+    Weights of a loss of torch.nn are taken in the type of other outputs: PyTorch refuses those of another.
+    """
     if outputs.dtype is not torch.float64:
+        if isinstance(function, _WeightedLoss) and (weights := _weights_of_another_type(function, outputs.dtype)):
+            return functional_call(function, weights, (outputs, targets))
         return function(outputs, targets)
     with KeepDouble():
         return function(outputs, targets)
+
+
+def _weights_of_another_type(loss: nn.Module, kind: torch.dtype) -> dict[str, Tensor]:
+    """Return the weights of a loss that are in another floating-point type, in this one."""
+    other = {name: value for name, value in loss.named_buffers() if value.dtype is not kind}
+    return {name: value.to(kind) for name, value in other.items() if value.is_floating_point()}
 
 
 @contextmanager
@@ -416,7 +432,8 @@ def function_errors_named() -> Iterator[None]:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if _called.__code__ in codes and not isinstance(error, torch.OutOfMemoryError | PrecisionError):
             said = " ".join(str(error).split())
-            raise FunctionError(f"the loss function raised {type(error).__name__}: {said}") from error
+            hint = f"; {IN_ONE_TYPE}" if "expected scalar type" in said else ""
+            raise FunctionError(f"the loss function raised {type(error).__name__}: {said}{hint}") from error
         raise
 
 

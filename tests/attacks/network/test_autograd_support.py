@@ -2,11 +2,14 @@
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attacks.base import NotApplicable, Reconstruction, build
 from attacks.network.autograd_support import flat_obstacle
 from fl.capture import from_batch
-from fl.view import ServerView
+from fl.view import ServerView, ThreatModel
+
+KNOWN = ThreatModel(knows_labels=True)
 
 
 class Rounded(nn.Module):
@@ -57,3 +60,17 @@ def test_a_batch_of_a_network_in_two_types_is_searched_without_its_labels() -> N
     pictures = torch.rand((2, 3, 2, 2), generator=torch.Generator().manual_seed(2))
     view, _ = from_batch(InTwoTypes(), pictures, torch.tensor([1, 2]))
     assert isinstance(build({"name": "ig", "iterations": 2})(view), Reconstruction)
+
+
+def aligned(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Connectionist temporal classification of steps that come second."""
+    steps = [torch.full((len(outputs),), size) for size in (outputs.shape[1], targets.shape[1])]
+    return functional.ctc_loss(outputs.transpose(0, 1).log_softmax(2), targets, *steps)
+
+
+def test_a_loss_without_a_second_derivative_is_refused_for_that() -> None:
+    model = nn.Sequential(nn.Flatten(1, 2), nn.Linear(2, 4))
+    view, _ = from_batch(model, torch.rand(1, 3, 2, 2), torch.tensor([[1, 2]]), loss=aligned, threat=KNOWN)
+    found = build({"name": "ig", "iterations": 2})(view)
+    assert isinstance(found, NotApplicable)
+    assert "the gradient of the loss, and torch can't: derivative for aten::_ctc_loss_backward" in found.reason

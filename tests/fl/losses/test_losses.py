@@ -12,6 +12,8 @@ from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.function import GivenFunction, NamedFunction, build_loss, known_loss
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
+from fl.losses.stray_targets import RefuseStrayTargets
+from fl.seeds import stream
 
 LOGITS = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.2, 0.3]])
 
@@ -263,3 +265,44 @@ def test_classes_under_a_loss_of_numbers_are_refused_with_what_they_are_for() ->
 def test_a_loss_of_each_example_is_refused_with_what_to_return() -> None:
     with pytest.raises(ValueError, match=r"return one number.*return the mean over the batch .reduction='mean'"):
         build_loss(torch.nn.CrossEntropyLoss(reduction="none"))(torch.zeros(2, 3), torch.tensor([0, 1]))
+
+
+def test_a_loss_of_sequences_is_not_tried_with_targets_that_are_no_classes():
+    """PyTorch would read beyond its memory, and the process may end."""
+    taken = []
+
+    def aligned(outputs, targets):
+        taken.append(targets)
+        steps = [torch.full((len(outputs),), size) for size in (outputs.shape[1], targets.shape[1])]
+        return functional.ctc_loss(outputs.transpose(0, 1).log_softmax(2), targets, *steps)
+
+    own = GivenFunction(call=aligned)
+    assert known_loss(own, torch.Size((12, 6))) == own
+    assert any(bool((targets >= 6).any()) for targets in taken)
+
+
+@pytest.mark.parametrize(
+    ("targets", "lengths", "said"),
+    [
+        ([[1, 4], [3, 1]], (2, 2), "targets from 0 to 3"),
+        ([[-1, 2], [3, 1]], (2, 2), "targets from 0 to 3"),
+        ([1, 2, 3], (2, 2), "target_lengths up to the 3"),
+    ],
+)
+def test_stray_targets_of_sequences_are_refused_with_words(targets, lengths, said):
+    outputs = torch.randn(5, 2, 4, generator=stream(0, "steps")).log_softmax(2)
+    with RefuseStrayTargets():
+        functional.ctc_loss(outputs, torch.tensor([1, 2, 3]), (5, 5), (2, 1))
+        with pytest.raises(ValueError, match=said):
+            nn.CTCLoss()(outputs, torch.tensor(targets), (5, 5), lengths)
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("weights", [torch.float16, torch.float32, torch.float64])
+def test_weights_of_classes_go_with_outputs_of_any_type(weights, kind):
+    own = GivenFunction(call=nn.CrossEntropyLoss(weight=torch.tensor([0.5, 1.0, 2.0], dtype=weights)))
+    outputs, labels = LOGITS.to(kind), torch.tensor([2, 0])
+    like = functional.cross_entropy(outputs, labels, weight=torch.tensor([0.5, 1.0, 2.0], dtype=kind))
+    assert torch.equal(own(outputs, labels), like)
+    assert known_loss(own, torch.Size((3,))).takes_classes
+    assert own.call.weight.dtype is weights
