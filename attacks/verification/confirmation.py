@@ -97,7 +97,8 @@ def _confirm(view: ServerView, result: Result) -> Result:
     """Return the result, `verified` only where the update bears it out, and no picture that a network does not see."""
     held = _hold_to_update(view, result)
     if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
-        return replace(held, verified=False, fixed=None, approximate=False)
+        ruled_out = None if coarse_form(view) else False  # a miss may be no more than rounding
+        return replace(held, verified=ruled_out, fixed=None, approximate=False)
     if not isinstance(held, Reconstruction) or held.inputs is None or view.task.inputs.has_ids:
         return held
     asked = held.verified or held.approximate

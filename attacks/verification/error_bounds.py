@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _NormBase
 
+from attacks.update.classifier_update import classifier_names
 from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers, sent_types
 from attacks.update.training_phases import training_phases
 from attacks.verification.picture_changes import change_last_digit, changed_inside, noise_like
@@ -183,8 +184,22 @@ class ErrorBounds:
         draw = stream(len(predicted.changes), "last digit")
         near = changed_inside(predicted.images.double(), eps * noise_like(predicted.images, draw))
         weights = {n: change_last_digit(v, eps, draw) for n, v in self.predictor.in_double.shared.items()}
-        changed = self.predictor.predict_in_double(near, predicted.labels, weights)
+        targets = self._round_targets(predicted.labels, draw)
+        changed = self.predictor.predict_in_double(near, targets, weights)
         return {n: abs(factor) * float((v - predicted.made[n]).norm()) for n, v in changed.items()}
+
+    def _round_targets(self, targets: Tensor, draw: torch.Generator) -> Tensor:
+        """Return targets as far off as rounding may put those that were read from a bias, as unknown numbers are."""
+        view = self.view
+        name = classifier_names(view, {**self.observed})[1]
+        if not view.task.loss.is_linear_in_targets or view.labels is not None or name is None:
+            return targets
+        seen = self.observed[name]
+        if targets.shape != (1, *seen.shape) or not bool(seen.any()):
+            return targets
+        size = float(targets.abs().max()) / float(seen.abs().max())  # they lie far away, in the direction of the bias
+        noise = torch.randn(seen.shape, generator=draw, dtype=torch.float64).to(targets)
+        return targets + size * self.deviations[name].to(targets) * noise
 
     @cached_property
     def _last_predicted(self) -> list[_Predicted]:

@@ -50,7 +50,8 @@ def atomic_write(path: Path, *, into_new_folder: bool = False) -> Iterator[Binar
             yield file
             file.flush()
             before_disk_change("fsync", path)
-            os.fsync(raw.fileno())
+            with _named(path):
+                os.fsync(raw.fileno())
             before_disk_change("rename", path)
             part.replace(path)  # while it is held
     finally:
@@ -133,7 +134,7 @@ def refuse_link(path: Path) -> None:
 def fsync_file(path: Path) -> None:
     """Make a file's content last."""
     before_disk_change("fsync", path)
-    with path.open("rb") as file:
+    with path.open("rb") as file, _named(path):
         os.fsync(file.fileno())
 
 
@@ -142,7 +143,8 @@ def fsync_folder(folder: Path) -> None:
     before_disk_change("fsync", folder)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with _named(folder):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -168,18 +170,33 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 class _CheckedFile(io.FileIO):
-    """A new file, every write to which can be made to fail."""
+    """A new file, every write to which can be made to fail, and says in whose place it is if it does."""
+
+    def __init__(self, temporary: Path, path: Path) -> None:
+        super().__init__(str(temporary), "xb", opener=_opener)
+        self.path = path
 
     def write(self, content: object) -> int:
         before_disk_change("write", Path(str(self.name)))
-        return super().write(content)  # type: ignore[arg-type]
+        with _named(self.path):
+            return super().write(content)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have an error of the system say of which file it is, as those of a file that is open do not (a full disk)."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _create_locked_file(path: Path) -> _CheckedFile:
     """Return a new file beside `path`, held."""
     while True:
         before_disk_change("open", path)
-        raw = _CheckedFile(str(_temporary_path(path)), "xb", opener=_opener)
+        raw = _CheckedFile(_temporary_path(path), path)
         if _lock(raw.fileno()):
             return raw
         raw.close()

@@ -10,11 +10,15 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import hyperleak
-from attacks.base import NotApplicable, Reconstruction, build
-from fl.capture import from_batch
+from attacks.base import NotApplicable, Reconstruction, Remark, build
+from attacks.verification.confirmation import confirm
+from attacks.verification.words import ROUNDED_FURTHER
+from fl.capture import from_batch, from_update
 from fl.losses.function import GivenFunction, known_loss
 from fl.losses.segmentation import Segmentation
+from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.tensors import dense
 
 ONE = torch.tensor([1])
 
@@ -153,3 +157,27 @@ def test_a_search_is_scored_by_the_pixels_that_the_network_is_given() -> None:
     (row,) = found.rows
     assert row["seen"] == pytest.approx(36 / 64)
     assert row["psnr_seen"] is not None
+
+
+def test_numbers_read_off_a_rounded_bias_do_not_speak_against_the_right_picture() -> None:
+    model = initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 192))).float()
+    names, target = dict(model.named_parameters()), picture().flatten(1)
+    grads = torch.autograd.grad(functional.mse_loss(model(picture()), target), list(names.values()))
+    update = {n: (p - (p - 0.01 * grad)).detach() for (n, p), grad in zip(names.items(), grads, strict=True)}
+    method = FedAvg(lr=0.01, steps=1, batch_size=None)
+    found = build("analytic")(from_update(model, update, input_shape=(3, 8, 8), loss="mse", method=method))
+    assert isinstance(found, Reconstruction)
+    assert found.verified is True, found.note
+
+
+def test_two_bytes_a_number_leave_it_open_whether_a_picture_is_right() -> None:
+    body = nn.Conv2d(3, 12, 3, padding=1), nn.ReLU(), nn.Conv2d(12, 12, 3, stride=2, padding=1), nn.ReLU()
+    model = initialized(nn.Sequential(*body, nn.Flatten(), nn.Linear(192, 10))).float()
+    view, truth = from_batch(model, picture(), ONE)
+    sent = {n: (1024 * dense(v)).half() for n, v in view.update.items()}
+    view = from_update(model, sent, input_shape=(3, 8, 8), kind="gradient")
+    near = truth.inputs + 1e-3 * torch.randn(truth.inputs.shape, generator=stream(0, "near"))
+    found = confirm(view, Reconstruction(inputs=near, verified=False, remarks=frozenset({Remark.PARTLY_TOLD})))
+    assert isinstance(found, Reconstruction)
+    assert found.verified is None
+    assert ROUNDED_FURTHER in found.note

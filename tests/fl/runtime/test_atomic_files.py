@@ -1,6 +1,7 @@
 """Files are there whole or not at all, and nothing is written through a link."""
 
 import os
+import resource
 import threading
 
 import pytest
@@ -131,3 +132,15 @@ def test_in_a_new_folder_nothing_is_looked_for(tmp_path, monkeypatch):
             file.write(b"x")
     assert looked == ["b"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+
+
+def test_a_full_disk_is_told_by_the_file_that_did_not_fit(tmp_path):
+    """Errors of files that are open have no name."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as told, atomic_write(tmp_path / "large") as file:
+            file.write(bytes(1000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert told.value.filename == str(tmp_path / "large")
