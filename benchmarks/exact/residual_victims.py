@@ -23,6 +23,7 @@ from benchmarks.exact.residual_networks import (
     vgg,
 )
 from benchmarks.exact.residual_training import trained_resnet18
+from benchmarks.hyperfl.peel import uploaded
 from defenses import defenses
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.client import Client
@@ -31,8 +32,11 @@ from fl.defense import Defense
 from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
+from fl.methods.hyperfl import HyperFL
+from fl.methods.hyperfl_lpm import HyperFLLPM
 from fl.models.building_blocks.layers import Normalize
 from fl.models.building_blocks.model_checks import find_head
+from fl.models.hypernetworks.hyperfl_hypernetwork import Hypernetwork
 from fl.seeds import stream
 from fl.types import Batch, Task
 from fl.view import ServerView, ThreatModel
@@ -40,6 +44,10 @@ from fl.view import ServerView, ThreatModel
 Sent = Literal["gradient", "float16", "bfloat16", "weights", "mean"]
 Construct = Callable[[int], nn.Module]
 """A network in evaluation mode, from a seed."""
+ADAPTED = "weights/resnet18_imagenet_to_layer3_bnfolded_fp16.npz"
+"""Weights of a published ResNet-18 up to its third stage, in the data folder."""
+HIDDEN = 16
+"""Hidden units of the hypernetworks: those of ResNet-18 take 700 MB; with the 128 of the authors it would be 6 GB."""
 NOISE = "noise"
 """In place of a file of pictures: made-up ones, of whole numbers."""
 
@@ -77,6 +85,8 @@ class Case:
             the "mean" of such differences over as many clients as there are pictures, by secure aggregation.
         step: size of the step, where weights are sent.
         training: further settings of the client's `FedAvg` there.
+        hypernetwork: class of the method where a shared hypernetwork makes the network, and embedding and classifier
+            are private; None is `FedAvg`.
         knows_optimizer: whether the attack is told how the client trains, and the size of its step.
         rewriter: what goes before the attack in its name, as `first-step` does for several steps; empty is nothing.
         train_mode: whether batch norm takes the batch's own statistics.
@@ -95,6 +105,7 @@ class Case:
     sent: Sent = "gradient"
     step: float = 1.0
     training: Mapping[str, Any] = field(default_factory=dict)
+    hypernetwork: type[HyperFL] | None = None
     knows_optimizer: bool = True
     rewriter: str = ""
     train_mode: bool = False
@@ -107,7 +118,7 @@ class Case:
     def __post_init__(self) -> None:
         if self.train_mode and self.sent != "gradient":
             raise ValueError(f"expected gradients in training mode, got {self.sent!r}")
-        if self.sent != "weights" and (self.training or not self.knows_optimizer):
+        if self.sent != "weights" and (self.training or self.hypernetwork or not self.knows_optimizer):
             raise ValueError(f"expected weights where training is of one's own or unknown, got {self.sent!r}")
 
     @property
@@ -126,9 +137,12 @@ class Case:
         words = [f"{name.replace('_', ' ')} {value:g}" for name, value in self.training.items()]
         return words if self.knows_optimizer else [*words, "the optimizer and its step unknown"]
 
-    def method(self) -> FedAvg:
-        """How the client trains."""
+    def method(self) -> FedAvg | HyperFL:
+        """How the client trains; the classifier is at rest where a hypernetwork makes the rest."""
         settings = {"steps": 1, "batch_size": None, **self.training}
+        if self.hypernetwork is not None:
+            makes = Hypernetwork(hidden=HIDDEN, init="network")
+            return self.hypernetwork(lr=self.step, head_epochs=0, parametrization=makes, **settings)
         return FedAvg(lr=self.step, train_mode=self.train_mode, **settings)
 
     def attack(self, tested: str) -> str:
@@ -153,6 +167,7 @@ class Victim:
     gradient: list[Tensor] | None
 
 
+adapted_resnet18 = partial(registered, "resnet18-adapter", stages=3, weights=ADAPTED, image_size=64)
 resnet18, resnet34, resnet50 = (partial(registered, f"resnet{depth}") for depth in (18, 34, 50))
 imagenet_resnet18 = partial(registered, "resnet18", classes=1000, stem="imagenet")
 
@@ -221,6 +236,30 @@ CASES = (
         step=0.01,
         training={"steps": 2},
         rewriter="first-step",
+    ),
+    *(
+        Case(
+            f"resnet18-hyperfl{'' if batch == 1 else f'-{batch}'}",
+            "ResNet-18 made by HyperFL's hypernetwork, by `peel+backsolve`",
+            resnet18,
+            batch,
+            10,
+            sent="weights",
+            step=0.02,
+            hypernetwork=HyperFL,
+            rewriter="peel",
+        )
+        for batch in (1, 2)
+    ),
+    Case(
+        "hyperfl-lpm",
+        "HyperFL-LPM's adapters in a pre-trained ResNet-18 up to its third stage, by `peel+backsolve`",
+        adapted_resnet18,
+        count=5,
+        sent="weights",
+        step=0.01,
+        hypernetwork=HyperFLLPM,
+        rewriter="peel",
     ),
     Case("resnet18-epoch1", "ResNet-18 after 1 epoch", _fixed(partial(trained_resnet18, 1))),
     Case("resnet18-epoch10", "ResNet-18 after 10 epochs", _fixed(partial(trained_resnet18, 10))),
@@ -318,6 +357,7 @@ def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim
     threat = ThreatModel(knows_optimizer=case.knows_optimizer)
     options = ClientSettings(method=case.method(), defense=defense, threat=threat, mean=mean, std=std)
     view, _ = from_batch(model, images.inputs, images.labels, num_classes=case.classes, seed=number, options=options)
+    view = uploaded(view) if case.hypernetwork else view
     return Victim(view if case.knows_optimizer else replace(view, scale_unknown=True), images, model, None)
 
 

@@ -111,6 +111,7 @@ def _solve(
         solver.begin_at_linear_layers()
         told, pixels = sum(tensor.count for tensor in solver.solved), math.prod(shape)
         if solver.solved and told < MIN_TOLD_SHARE * pixels:
+            end = _explain_end(solver)
             few = f"from its linear layers down {told} numbers other than zero are solved for, too few for the {pixels}"
             return NotApplicable(f"{end}; {few} of the picture", limit=True)
     if not solver.solved:

@@ -77,6 +77,26 @@ class LayerEquations:
             and self.padding == (kernel[0] // 2, kernel[1] // 2)
         )
 
+    @property
+    def is_pointwise(self) -> bool:
+        """Return whether it takes single positions, and several of them."""
+        return self.groups == 1 and max(self.weight.shape[2:]) == 1 and self.unknown_signals > 1
+
+    def count_factors(self) -> tuple[int, int]:
+        """Return how many independent equations there are at most for the input and the signal of a pointwise layer.
+
+        At N positions of all images the gradient is a product of matrices (C, N) and (N, K), of rank r. A bias behind
+        it is that of (C, N) and ones. Where r is N, the columns of (C, N) are known but for their mixing, of which it
+        tells N numbers; else it tells C.
+
+        Returns:
+            The equations, and the N (C + K) numbers that they are for.
+        """
+        positions, (channels, inputs) = self.unknown_signals, self.weight.shape[:2]
+        rank = min(positions, channels, inputs)
+        sums = positions if rank == positions else channels
+        return rank * (channels + inputs - rank) + sums, positions * (channels + inputs)
+
     def pull_back(self, signal: Tensor) -> Tensor:
         """Return what flows back into the input (n, K, H, W) from the signal (n, C, h, w)."""
         found: Tensor = conv2d_input(

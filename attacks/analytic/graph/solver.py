@@ -148,21 +148,35 @@ class GraphSolver:
     def begin_at_linear_layers(self) -> None:
         """Solve from linear layers with a bias down: of one image, the bias gradient is what flows back into them.
 
-        A convolution of one position is a linear layer.
+        A convolution of one position is a linear layer. A normalization's shift behind it is as good as a bias.
         """
-        for number, layer in self.network.layers.items():
-            if layer.unknown_signals != 1:
-                continue  # its bias gradient sums several positions
+        for number in self._operations_of_one_position():
             like = self.network.graph.value(Ref(number))
             for _, name in self.network.bias_like_parameters(number):
                 sent = self.network.gradient[name]
                 if bool(sent.any()) and sent.numel() == like.numel():  # not one number for all outputs
-                    self.known.set_signal(Ref(number), sent.reshape(like.shape))
-                    self.scaled = True
+                    self._begin_with(number, sent.reshape(like.shape))
         if self.scaled:
             self.ends.clear()
             self.waiting.clear()
             self.run()
+
+    def _begin_with(self, number: int, signal: Tensor) -> None:
+        """Note what flows back into what an operation made, and into the layers of which that is a scaling."""
+        self.known.set_signal(Ref(number), signal)
+        self.scaled = True
+        for below in self.network.layers:
+            out = Ref(below)
+            while (above := self.network.sole_scaling(out)) is not None and above[0] <= number:
+                out = Ref(above[0])
+            if out == Ref(number) != Ref(below):
+                self.known.set_signal(Ref(below), self.known.signal(Ref(below)))
+
+    def _operations_of_one_position(self) -> list[int]:
+        """Return the operations that make one number of each channel of one image, weighted layers first."""
+        shapes = ((number, node.outputs[0].shape) for number, node in enumerate(self.network.graph.nodes))
+        single = [number for number, shape in shapes if len(shape) > 1 and shape[1] == shape.numel()]
+        return sorted(single, key=lambda number: number not in self.network.layers)
 
     def _inputs(self) -> list[Ref]:
         """Return what weighted layers take, the last made first."""
@@ -212,12 +226,12 @@ class GraphSolver:
     def _find_anchor(self, number: int) -> tuple[Tensor, bool] | None:
         """Return what flows back into a convolution, by image (C, P, B) up to factors, and whether it is two-valued."""
         layer = self.network.layers[number]
-        if not bool(layer.gradient.any()):
-            self.ends[layer.name] = "its gradient is zero"
-            return None
         if not layer.keeps_size:
             if not self.anchor and max(layer.weight.shape[2:]) > 1:
                 self.ends.setdefault(layer.name, UNSHIFTED)
+            return None
+        if not bool(layer.gradient.any()):
+            self.ends[layer.name] = "its gradient is zero or no more than rounding"
             return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
@@ -407,8 +421,20 @@ class GraphSolver:
                 self.known.layer_signal(number)
                 users.append(number)
             except UnknownError as error:
-                self.waiting[layer.name] = str(error)
+                self.waiting[layer.name] = f"{error}{self._count_pointwise(number)}"
         return users
+
+    def _count_pointwise(self, number: int) -> str:
+        """Say of a pointwise convolution why nothing is known of it but by what flows back from above."""
+        layer = self.network.layers[number]
+        if self.network.graph.nodes[number].operation != "convolution" or not layer.is_pointwise:
+            return ""
+        equations, numbers = layer.count_factors()
+        return (
+            "; a pointwise convolution's gradient has no shifts of a map: with the biases behind it, it is at most "
+            f"{equations:,} independent equations for the {numbers:,} numbers that go in and flow back at "
+            f"{layer.unknown_signals:,} positions"
+        )
 
     def _note_bits(self, users: list[int], signals: list[KnownSignal]) -> None:
         for number, known in zip(users, signals, strict=True):

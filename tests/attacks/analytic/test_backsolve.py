@@ -21,6 +21,7 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.search_control import SearchControl
 from defenses import defenses
 from fl.capture import from_batch, from_update
+from fl.methods.fedper import FedPer
 from fl.models.resnet20 import ResNet20
 from fl.tensors import dense
 
@@ -310,6 +311,21 @@ def test_one_picture_is_begun_with_at_linear_layers() -> None:
     images, labels = pictures(1, size=16)
     images = (255 * images[..., :12, :12]).round() / 255
     assert_exact(attacks.build("backsolve")(from_batch(model, images, labels)[0]), images)
+
+
+def test_one_picture_is_begun_with_at_a_normalization_of_one_position() -> None:
+    """Its shift's gradient is what flows back, as a bias's is, where the classifier stays with the client."""
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(0)
+        features = nn.Conv2d(3, 24, 8, bias=False), nn.BatchNorm2d(24), nn.ReLU(), nn.Flatten()
+        model = nn.Sequential(*features, nn.Linear(24, 10)).eval()
+    images, labels = pictures(1)
+    found = attacks.build("backsolve")(
+        from_batch(
+            model, images, labels, method=FedPer(lr=1.0, steps=1, batch_size=None, head_lr=0.0, train_mode=False)
+        )[0]
+    )
+    assert_exact(found, images)
 
 
 class OneBias(nn.Linear):

@@ -8,12 +8,15 @@ import torch
 from support import worlds
 from support.compare import assert_near
 from support.cover import one_at_a_time, pairwise
+from support.residual import assert_exact, pictures
+from support.residual import victim as residual_network
 
 from attacks import NotApplicable, Reconstruction
 from attacks.base import Attack, build
 from attacks.hypernetworks.peel import MAX_RESIDUAL, HypernetPeel, SolvedHypernet
 from defenses.noise import Noise
 from defenses.prune import Prune
+from defenses.secagg import SecAgg
 from fl.client import Client
 from fl.defense import Defense
 from fl.federation import ClientData, Federation
@@ -403,3 +406,31 @@ def test_the_picture_of_a_residual_extractor_comes_back_without_its_classifier()
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert float((found.inputs - image).square().mean()) < 1e-4
+
+
+@pytest.mark.parametrize("as_weights", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_pictures_of_a_normalized_residual_extractor_are_verified(count: int, as_weights: bool) -> None:
+    """Heads that start at the network's own values make it; embedding and classifier stay with the client."""
+    images, labels = pictures(count)
+    task, data = Task(residual_network(), (3, 8, 8), 10), Batch(images, labels)
+    method = replace(STEP, parametrization=replace(TINY, init="network"))
+    view, _ = Federation(Client(task, method), [ClientData(data, data)]).observe(0)
+    assert set(view.private) == {EMBEDDING, "head.weight", "head.bias"}
+    if as_weights:  # as the difference of two models in float32
+        view = replace(
+            view, update={n: dense(view.shared[n]) - dense(sub(view.shared[n], u)) for n, u in view.update.items()}
+        )
+    assert_exact(build("peel+backsolve")(view), images)
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("attack", ["peel", "peel+backsolve", "peel+cascade"])
+def test_the_mean_of_clients_with_secrets_of_their_own_is_refused(attack: str, training: bool) -> None:
+    images, labels = pictures(2)
+    task, data = Task(residual_network().train(training), (3, 8, 8), 10), Batch(images, labels)
+    clients = [ClientData(own, own) for own in (data.take(torch.tensor([i])) for i in range(2))]
+    method = replace(STEP, train_mode=training)
+    found = build(attack)(Federation(Client(task, method, SecAgg(group_size=2)), clients).observe(0)[0])
+    assert isinstance(found, NotApplicable)
+    assert found.reason == "only the mean of 2 clients: every client of the group has private tensors of its own"

@@ -159,3 +159,19 @@ def test_a_step_shorter_than_the_clip_keeps_its_size(max_norm: float | None) -> 
     name = "body.adapter1.conv.weight"
     ratio = float(dense(plain.update[name]).norm() / dense(predicted[name]).detach().norm())
     assert (abs(ratio - 1) < 1e-9) == (max_norm != 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("n", "counts"),
+    [
+        (1, "at most 52 independent equations for the 64 numbers that go in and flow back at 4 positions"),
+        (2, "at most 72 independent equations for the 128 numbers that go in and flow back at 8 positions"),
+    ],
+)
+@pytest.mark.parametrize("attack", ["peel+backsolve", "peel+cascade"])
+def test_exact_attacks_count_what_pointwise_adapters_tell(attack: str, n: int, counts: str) -> None:
+    """The frozen layers between them send nothing, and the classifier, from which signals would come, is private."""
+    found = build(attack)(victim("resnet18-adapter", n, torch.float32)[0])
+    assert isinstance(found, NotApplicable)
+    assert found.reason.endswith(counts)
+    assert "body.adapter2.conv.weight" in found.reason

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks import common
 from benchmarks.exact import residual, residual_page, residual_training, residual_victims
 from benchmarks.exact.residual_networks import CifarResNet, drawn
 from benchmarks.exact.residual_victims import CASES, SMOKE, Case, Goal, observe
+from fl.methods.hyperfl import HyperFL
 from fl.types import Batch
 
 Row = dict[str, Any]
@@ -70,6 +72,18 @@ def test_rows_of_another_state_of_the_code_are_measured_again(results: Path, mon
     monkeypatch.setattr(residual, "measure", lambda *given: measured.append(given))
     residual.main([*options, "--outdated"])
     assert not measured
+
+
+def test_hypernetworks_send_weights_and_keep_embedding_and_classifier() -> None:
+    case = replace(SMOKE[1], batch=1, hypernetwork=HyperFL, rewriter="peel")
+    victim = observe(case, 0)
+    assert set(victim.view.private) == {"embedding", *(n for n in victim.view.task.parameters if "linear" in n)}
+    assert all(isinstance(value, torch.Tensor) for value in victim.view.update.values())
+    assert case.setting == "weights before minus after, step 0.1"
+    found = residual.scored(attacks.build(case.attack("backsolve"))(victim.view), victim.images)
+    assert (found["exact"], found["verified"], found["labels"]) == ([True], True, None)
+    with pytest.raises(ValueError, match="expected weights"):
+        replace(case, sent="mean")
 
 
 def test_a_failing_attack_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

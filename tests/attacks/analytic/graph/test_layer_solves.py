@@ -132,3 +132,23 @@ def off_but_for_mixing(found: Tensor, true: Tensor) -> float:
     """Return by how much signals (B, C, h, w) are off where their images are mixed back as well as can be."""
     one, other = found.flatten(1).mT, true.flatten(1).mT
     return float((one @ torch.linalg.lstsq(one, other).solution - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize(
+    ("channels", "inputs", "positions"), [(5, 4, 1), (5, 4, 2), (4, 6, 4), (3, 5, 6), (5, 3, 4), (2, 2, 3)]
+)
+def test_equations_of_a_pointwise_convolution_are_counted(channels: int, inputs: int, positions: int) -> None:
+    """They are the rank of the derivative of the gradient, and of the bias's, by what goes in and what flows back."""
+    given, signal = noise(positions, inputs), noise(positions, channels)
+    shapes = torch.Size((1, inputs, positions, 1)), torch.Size((1, channels, positions, 1))
+    zero = torch.zeros(channels, inputs, 1, 1, dtype=torch.float64)
+    layer = LayerEquations("weight", zero, zero, (1, 1), (0, 0), (1, 1), 1, *shapes)
+
+    def sent(x: Tensor, s: Tensor) -> Tensor:
+        return torch.cat([(s.T @ x).flatten(), s.sum(0)])
+
+    by = torch.autograd.functional.jacobian(sent, (given, signal))
+    equations, numbers = layer.count_factors()
+    assert layer.is_pointwise == (positions > 1)
+    assert numbers == given.numel() + signal.numel()
+    assert int(torch.linalg.matrix_rank(torch.cat([part.flatten(1) for part in by], 1))) == min(equations, numbers)
