@@ -13,6 +13,7 @@ from torch import Tensor
 
 from attacks.analytic.analytic import Analytic
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
+from attacks.labels.assignment import count_labels
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.observed_update import ObservedUpdate
@@ -351,9 +352,12 @@ def _independent_rows(rows: Tensor) -> Iterator[int]:
 def _result(layer: LinearLayer, found: DirectionChoice) -> Reconstruction:
     complete = layer.view.batch_size in {None, len(found.inputs)}  # noise may have drowned an image
     features = {} if layer.is_given_images else {"features": found.inputs.to(layer.view.dtype)}
+    images, labels = layer.pixels(found.inputs) if layer.is_given_images else None, found.labels
+    if images is not None and not complete and (repeated := _repeat(layer.view, images)) is not None:
+        images, labels, complete = *repeated, True  # which the whole update is asked for
     return Reconstruction(
-        inputs=layer.pixels(found.inputs) if layer.is_given_images else None,
-        labels=found.labels,
+        inputs=images,
+        labels=labels,
         objective=1 - found.score,
         private=features,  # type: ignore[arg-type]
         verified=found.is_confirmed
@@ -361,3 +365,13 @@ def _result(layer: LinearLayer, found: DirectionChoice) -> Reconstruction:
         and complete
         and layer.has_true_size(found.inputs, found.signals),
     )
+
+
+def _repeat(view: ServerView, images: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return distinct images as often as the batch has them (N, C, H, W), with their labels (N,); None if untold."""
+    counts = count_labels(view, ObservedUpdate(view).change, images, view.batch_size or 0)
+    if counts is None:
+        return None
+    which, labels = counts.nonzero().unbind(1)
+    times = counts[which, labels]
+    return images[which.repeat_interleave(times)], labels.repeat_interleave(times)

@@ -22,8 +22,8 @@ MOST_ALIKE_ROWS = 2
 """Of a matrix, whose update has one direction whatever the layer was given."""
 NEARLY_TOLD = (
     "not confirmed: the {what} explains all but {share:.1g} of the layers that it was read from, as where further "
-    "steps, examples or clients, a control variate or noise went into the update. It may be near the true one, or a "
-    "mixture: state what else went in, or take that off"
+    "steps, examples or clients, a control variate or noise went into the update, or as computing in half precision "
+    "(autocast) leaves it. It may be near the true one, or a mixture: state what else went in, or take that off"
 )
 
 

@@ -13,8 +13,8 @@ CONTRADICTED = (
 )
 POSSIBLE_RULES = (
     "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer or "
-    "group of parameters, dropout, further steps, examples or clients, an added control variate, other weights before, "
-    "or a turned sign?"
+    "group of parameters, dropout, half precision (autocast), further steps, examples or clients, an added control "
+    "variate, other weights before, or a turned sign?"
 )
 """What may be the reason where sizes alone do not tell."""
 UNDER_ANOTHER_LOSS = (

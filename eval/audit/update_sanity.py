@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from attacks.update.update_rule import guess_update_rule
 from eval.audit.merged_adapters import find_merged_adapter
 from fl.defense import Defense, UnknownDefense
 from fl.predict import predict
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Candidate
 from fl.view import ServerView
@@ -28,6 +31,8 @@ ALL_ZERO = (
     "round, all it trains is frozen, or its step size is 0), or the same weights were taken for before and after"
 )
 """What is said of an update of zeros."""
+TRIED_PICTURES = 4
+"""Pictures at random on which it is tried what a step leaves at zero."""
 SIGN_THRESHOLD = 1e-4
 """Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
@@ -88,8 +93,15 @@ def missing_share(view: ServerView) -> float:
     One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
     numbers of some of the examples: there are 2 to the power of these patterns. That is so of matrices alone:
     convolutions take many patches of each example. A step far below the weights' last
-    place leaves zeros, too; its other numbers are then a few such places.
+    place leaves zeros, too; its other numbers are then a few such places. Numbers that the network's own step leaves at
+    zero, whatever the example, count as sent (those that a parametrization of weights does not look at, say).
     """
+    share = _missing_share(view, {})
+    return share and _missing_share(view, _always_zero(view))
+
+
+def _missing_share(view: ServerView, always: Mapping[str, Tensor]) -> float:
+    """Return the same, where some numbers are always zero."""
     steps = sum(len(phase) for phase in training_phases(view)[1] or ())
     if type(view.client.defense) not in {Defense, UnknownDefense} or steps != 1 or view.batch_size is None:
         return 0.0
@@ -98,14 +110,36 @@ def missing_share(view: ServerView) -> float:
         sent = dense(value)
         if sent.ndim != 2 or not bool(sent.any()):
             continue
-        rest = sent[sent.any(1)][:, sent.any(0)]
+        rows, columns = sent.any(1), sent.any(0)
+        rest = sent[rows][:, columns]
         least = float(rest[rest != 0].abs().min())
+        rest = rest.masked_fill(always[name][rows][:, columns], least) if name in always else rest
         before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0
         fine = not view.rounded or least > MIN_STEPS_OF_GRID * torch.finfo(view.dtype).eps * before
         patterns = torch.unique(rest == 0, dim=0)
         if fine and len(rest) >= MIN_SPARSE_ROWS and len(patterns) > max(2**view.batch_size, len(rest) // 2):
             missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()
     return missing / whole if whole and missing >= MIN_MISSING_SHARE * whole else 0.0
+
+
+def _always_zero(view: ServerView) -> dict[str, Tensor]:
+    """Return where a step on any picture leaves an update at zero, by trying some; nothing where none can be taken."""
+    count, shape = view.batch_size or 1, view.task.loss.variable_shape(view.task.output_shape)
+    if view.private or view.parts or (shape is None and not view.task.loss.takes_classes):
+        return {}
+    zeros: dict[str, Tensor] = {}
+    for number in range(TRIED_PICTURES):
+        draw = stream(number, "always zero")
+        images = torch.rand(count, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
+        targets = torch.randint(view.task.num_classes, (count,), generator=draw)
+        if not view.task.loss.takes_classes and shape is not None:
+            targets = view.task.loss.relax(torch.randn(count, *shape, generator=draw)).to(view.dtype)
+        with torch.no_grad():
+            made = predict(view, Candidate(images, targets.to(view.device)))
+        for name, value in made.items():
+            still = dense(value) == 0
+            zeros[name] = zeros.get(name, still) & still
+    return zeros
 
 
 def find_mistaken_weights(view: ServerView) -> str:

@@ -345,7 +345,7 @@ def _explained_words(rows: Sequence[Row]) -> str:
     if Remark.CONTRADICTED in remarks:
         how_much = "what it was read from, but training as stated does not make the rest of the update of it"
     elif Remark.NEARLY_TOLD in remarks:
-        how_much = "nearly all of what it was read from, and more went into the update than it"
+        how_much = "nearly all of what it was read from, and more may have gone into the update than it"
     else:
         return "the attack found nothing that explains the update, which does not show that nothing leaks"
     what = "a picture" if any(row.get("candidates") for row in rows) else "an input of a layer"

@@ -2,8 +2,9 @@
 
 Whether a module draws is its own mode's to say: a client may freeze a part of a network in training mode by `eval()`.
 
-Of one step on one example the update tells them where a linear layer takes what dropout returns: no gradient flows into
-the weights of an input that is zero. Elsewhere each layer still obeys its own equations, whatever is drawn above it.
+Of one step on one example the update tells them where a layer takes what dropout returns, as it is or behind
+activations and pooling: no gradient flows into the weights of an input that is zero, and weight decay that is stated is
+taken off. Elsewhere each layer still obeys its own equations, whatever is drawn above it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fl.defense import Defense
 from fl.local import sampling
+from fl.local.weight_decay import decay_shares
 from fl.method import Method
 from fl.runtime.module_copies import copy_model
 from fl.runtime.random_state import watch_draws
@@ -33,6 +35,8 @@ CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 """Modules that leave whole channels out."""
 MOST_PROBED = 2**25
 """Numbers up to which examples are made up that have one channel each."""
+_ONE_STEP = (((1,),),)
+"""The schedule of one step on one example."""
 UNLIKELY = 1e-6
 """Probability below which it is no chance that dropout left nothing out."""
 
@@ -127,8 +131,9 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
         return Silenced(own, tuple(drawing), evaluating=True)
     masks = _read_masks(own, gray, update, shares) if gray is not None and update is not None else {}
     for name in shares.keys() - masks.keys():
-        if gray is not None and update is not None and isinstance(drawing[name], CHANNELWISE):
-            masks |= _read_channels(own, name, gray, update, shares[name])
+        if gray is not None and update is not None:
+            whole = isinstance(drawing[name], CHANNELWISE)
+            masks |= _read_behind(own, name, gray, update, shares[name], channels=whole)
     masks = {name: mask for name, mask in masks.items() if not _is_unlikely(mask, drawing[name], shares[name])}
     if not drawing or masks.keys() != drawing.keys():
         return Silenced(own, tuple(drawing))
@@ -155,8 +160,8 @@ def with_masks_read_off(
     model = in_client_mode(task.model, None if method is None else method.train_mode)
     if not drawing_modules(model):
         return task
-    why = _why_untold(task, method, defense, examples)
-    silenced = silence(model, task.input_shape, None if why else update)
+    why = _why_untold(task, update, method, defense, examples)
+    silenced = silence(model, task.input_shape, None if why else _without_decay(task, update, method))
     if not silenced.masked:
         if not silenced.evaluating and not _draws_at_all(model, task.input_shape):
             return task  # a number that a part of the user's own keeps under the name that PyTorch has for it
@@ -207,12 +212,15 @@ def _cause(silenced: Silenced, why: str) -> str:
             f"got dropout ({names}), whose masks are read off an update of one plain step on one example alone: {why}"
         )
     return (
-        f"got dropout ({names}), whose masks this update does not tell: they are read where an nn.Linear takes what "
-        "nn.Dropout returns as it is, or a layer takes channels of nn.Dropout2d, and show by weights that did not move"
+        f"got dropout ({names}), whose masks are not read off this update: they are where a layer takes what "
+        "nn.Dropout or nn.Dropout2d returns, as it is or behind activations and pooling, and show by weights that did "
+        "not move (weight decay has to be stated). Masks of attention, recurrent layers and AlphaDropout are not read"
     )
 
 
-def _why_untold(task: Task, method: Method | None, defense: Defense | None, examples: int) -> str:
+def _why_untold(
+    task: Task, update: Mapping[str, Tensor] | None, method: Method | None, defense: Defense | None, examples: int
+) -> str:
     """Return why an update tells no masks, whatever the network; "" where it may."""
     if examples != 1:
         return f"here it is of {examples} examples, each with masks of its own"
@@ -224,9 +232,27 @@ def _why_untold(task: Task, method: Method | None, defense: Defense | None, exam
     steps = sum(map(len, sampling.plan_batches(phases, examples, stream(0, "capture", "order"))))
     if steps != 1:
         return f"here it is of {steps} steps, each with masks of its own"
-    if any(group.weight_decay for phase in phases for group in phase.groups):
-        return "here weight decay moves those weights, too"
+    shares = decay_shares(phases, _ONE_STEP, update or ())
+    if any(name not in shares for name in update or ()):
+        return f"here {getattr(method, 'optimizer', 'the optimizer')} mixes weight decay into every weight's step"
     return ""
+
+
+def _without_decay(
+    task: Task, update: Mapping[str, Tensor] | None, method: Method | None
+) -> Mapping[str, Tensor] | None:
+    """Return an update of one step without weight decay, with zeros where no more than rounding is left of a number."""
+    if method is None or update is None:
+        return update
+    shares, left = decay_shares(method.phases(task, 0), _ONE_STEP, update), dict(update)
+    sent = dict(task.model.named_parameters())
+    for name, share in shares.items():
+        if share and name in sent and update[name].shape == sent[name].shape:
+            before = sent[name].detach().to(update[name])
+            rest = update[name] - share * before
+            spacing = torch.finfo(rest.dtype).eps * before.abs()
+            left[name] = rest.masked_fill(rest.abs() <= spacing, 0.0)
+    return left
 
 
 def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -334,13 +360,13 @@ def _read_masks(
     return found
 
 
-def _read_channels(
-    model: nn.Module, name: str, inputs: Tensor, update: Mapping[str, Tensor], share: float
+def _read_behind(
+    model: nn.Module, name: str, inputs: Tensor, update: Mapping[str, Tensor], share: float, *, channels: bool
 ) -> dict[str, Tensor]:
-    """Return the mask of a module that drops whole channels, by its name; none where no layer shows it.
+    """Return the mask of a module that a layer further up shows, by the module's name; none where no layer does.
 
-    A linear layer or a convolution shows it that takes of each channel what no other makes, and zeros where the channel
-    is zero: behind activations and pooling, say. Channels are told apart by an example for each, of that one alone.
+    A linear layer or a convolution shows it that takes of each number (or channel) what no other makes, and zeros where
+    that is zero: behind activations and pooling, say. They are told apart by an example for each, of that one alone.
 
     Args:
         model: without dropout.
@@ -348,6 +374,7 @@ def _read_channels(
         inputs: one example that it takes.
         update: of one step on one example.
         share: what the module leaves out.
+        channels: whether it leaves out whole channels.
     """
     shapes: list[torch.Size] = []
 
@@ -356,21 +383,25 @@ def _read_channels(
         return output
 
     _run_with(model, name, inputs, note, update)
-    if len(shapes) != 1 or len(shapes[0]) < 2 or shapes[0][1] * shapes[0].numel() > MOST_PROBED:
+    if len(shapes) != 1 or len(shapes[0]) < 2 or shapes[0][0] != 1:
         return {}
-    count, ones = shapes[0][1], (1,) * (len(shapes[0]) - 2)
-    single = torch.eye(count).to(inputs).view(count, count, *ones).expand(count, *shapes[0][1:])
+    shape = shapes[0][1:]
+    count = shape[0] if channels else shape.numel()
+    if count * shape.numel() > MOST_PROBED:
+        return {}
+    own = (count, *(1 for _ in shape[1:])) if channels else tuple(shape)
+    single = torch.eye(count).to(inputs).view(count, *own).expand(count, *shape)
     runs = [_run_with(model, name, inputs, partial(_instead, factor * single), update) for factor in (0, 1, -1)]
     for layer in runs[0]:
         if any(layer not in run or len(run[layer]) != count for run in runs) or bool(runs[0][layer].any()):
             continue
-        made = (_by_column(runs[1][layer]) | _by_column(runs[2][layer])).to(inputs.device)  # (channels, columns)
+        made = (_by_column(runs[1][layer]) | _by_column(runs[2][layer])).to(inputs.device)  # (numbers, columns)
         weight = update[f"{layer}.weight"]
         moved = (weight != 0).transpose(0, 1).flatten(1).any(1).to(inputs.device)
         if made.shape[1] == len(moved) and bool((made.sum(0) <= 1).all()) and bool(made.any(1).all()):
             scale = 1 / (1 - share) if share < 1 else 0.0
-            kept = (made & moved).any(1).view(count, *ones)
-            return {name: scale * kept.expand(shapes[0][1:])}
+            kept = (made & moved).any(1).view(own)
+            return {name: scale * kept.expand(shape)}
     return {}
 
 

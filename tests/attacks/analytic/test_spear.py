@@ -182,3 +182,18 @@ def test_real_pictures_come_out() -> None:
     assert isinstance(result, Reconstruction)
     assert result.verified
     assert torch.equal(result.labels[index], labels)  # type: ignore[index]
+
+
+@pytest.mark.parametrize("labels", [[1, 1, 0], [1, 2, 0]])
+def test_a_picture_that_is_there_twice_is_found_as_often(labels: list[int]) -> None:
+    task = build("mlp", num_classes=worlds.CLASSES, input_shape=(1, 8, 8), widths=(48,)).to(dtype=torch.float64)
+    pictures = worlds.images(2, "spear").inputs.double()[[0, 0, 1]]
+    view, truth = from_batch(task.model, pictures, torch.tensor(labels))
+    result = Spear()(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified is True, result.note
+    assert result.inputs is not None
+    assert result.labels is not None
+    far = (truth.inputs[:, None] - result.inputs[None]).flatten(2).abs().amax(2)
+    assert torch.equal((far < 1e-6).sum(1), torch.tensor([2, 2, 1]))
+    assert sorted(result.labels.tolist()) == sorted(labels)

@@ -101,7 +101,7 @@ def test_channels_that_meet_before_a_layer_show_no_mask() -> None:
     model = made(
         lambda: nn.Sequential(nn.Conv2d(1, 8, 5), nn.Dropout2d(0.5), nn.Softmax(1), nn.Flatten(), nn.Linear(128, 5))
     )
-    with pytest.raises(ValueError, match="does not tell"):
+    with pytest.raises(ValueError, match="are not read off this update"):
         from_update(model, captured(model), input_shape=SHAPE)
 
 
@@ -130,7 +130,10 @@ def test_several_examples_are_refused_by_name_and_the_way_on_works() -> None:
     ("settings", "why"),
     [
         ({"method": FedAvg(lr=LR, steps=2, batch_size=None)}, "here it is of 2 steps"),
-        ({"method": FedAvg(lr=LR, steps=1, batch_size=None, weight_decay=0.1)}, "here weight decay moves"),
+        (
+            {"method": FedAvg(lr=LR, steps=1, batch_size=None, optimizer="adam", weight_decay=0.1)},
+            "here adam mixes weight decay into every weight's step",
+        ),
         ({"defense": defenses.build({"name": "prune", "ratio": 0.5})}, "here the defense prune may have changed"),
     ],
 )
@@ -140,18 +143,38 @@ def test_what_tells_no_masks_is_named(settings: dict[str, object], why: str) -> 
         audited(model, captured(model), **settings)
 
 
-@pytest.mark.parametrize("build", [lambda: dense(nn.AlphaDropout(0.5)), lambda: dense(nn.Dropout(0.5), nn.Tanh())])
+@pytest.mark.parametrize("build", [lambda: dense(nn.AlphaDropout(0.5)), lambda: dense(nn.Dropout(0.5), nn.Sigmoid())])
 def test_masks_that_no_layer_shows_are_refused(build: Callable[[], nn.Module]) -> None:
     model = made(build)
-    with pytest.raises(ValueError, match=r"got dropout \('3'\), whose masks this update does not tell"):
+    with pytest.raises(ValueError, match=r"got dropout \('3'\), whose masks are not read off this update"):
         audited(model, captured(model))
+
+
+@pytest.mark.parametrize("decay", [5e-4, 0.1])
+def test_weight_decay_that_is_stated_is_taken_off_before_masks_are_read(decay: float) -> None:
+    model = made(lambda: dense(nn.Dropout(0.5)))
+    method = FedAvg(lr=LR, steps=1, batch_size=None, weight_decay=decay)
+    update = captured(model)
+    names = dict(model.named_parameters())
+    update = {n: (p - (p - (LR * decay * p + update[n]))).detach() for n, p in names.items()}
+    report = audited(model, update, method=method)
+    assert "masks of dropout were read off the update: 3" in report.notes
+    assert report.findings[0].rows[0]["verified"]
+
+
+def test_masks_show_behind_an_activation_that_keeps_zero() -> None:
+    between = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 5))
+    model = made(lambda: between)
+    report = audited(model, captured(model))
+    assert "masks of dropout were read off the update: 2" in report.notes
+    assert report.findings[0].rows[0]["verified"]
 
 
 def test_an_update_that_leaves_nothing_out_is_no_dropout() -> None:
     """It is that of a client that had dropout off, or something else moved all weights."""
     model = made(lambda: dense(nn.Dropout(0.9)))
     update = captured(model.eval())
-    with pytest.raises(ValueError, match="does not tell"):
+    with pytest.raises(ValueError, match="are not read off this update"):
         audited(model.train(), update)
     assert audited(model, update, method=STILL).findings[0].rows[0]["verified"]
 

@@ -205,3 +205,11 @@ def test_zeros_of_a_convolutional_networks_gradient_are_no_sparsification() -> N
     images = torch.rand(1, 3, 14, 14, generator=torch.Generator().manual_seed(0))
     view, _ = from_batch(model, images, torch.tensor([3]))
     assert "sparsified" not in find_inconsistency(view)
+
+
+def test_numbers_that_a_parametrization_does_not_look_at_are_not_called_sparsified():
+    layer = nn.utils.parametrizations.orthogonal(nn.Linear(36, 20))
+    model = nn.Sequential(nn.Flatten(), layer, nn.ReLU(), nn.Linear(20, CLASSES))
+    seen = view(1, model=model, method=FedAvg(steps=1, batch_size=None))
+    assert float((seen.update["1.parametrizations.weight.original"] == 0).double().mean()) > 0.2
+    assert find_inconsistency(seen) == ""
