@@ -135,6 +135,10 @@ class Case:
 
     def _training_words(self) -> list[str]:
         words = [f"{name.replace('_', ' ')} {value:g}" for name, value in self.training.items()]
+        if self.hypernetwork is not None:
+            words += [
+                f"{HIDDEN} hidden units, heads that start at the network's own values, classifier private, at rest"
+            ]
         return words if self.knows_optimizer else [*words, "the optimizer and its step unknown"]
 
     def method(self) -> FedAvg | HyperFL:

@@ -20,6 +20,7 @@ from fl.methods.hyperfl import HyperFL
 from fl.types import Batch
 
 Row = dict[str, Any]
+AT_REST = "classifier private, at rest"
 IMAGES = Batch(torch.tensor([0.2, 0.6])[:, None, None, None].expand(2, 3, 4, 4).clone(), torch.tensor([3, 3]))
 
 
@@ -79,7 +80,7 @@ def test_hypernetworks_send_weights_and_keep_embedding_and_classifier() -> None:
     victim = observe(case, 0)
     assert set(victim.view.private) == {"embedding", *(n for n in victim.view.task.parameters if "linear" in n)}
     assert all(isinstance(value, torch.Tensor) for value in victim.view.update.values())
-    assert case.setting == "weights before minus after, step 0.1"
+    assert case.setting.endswith("step 0.1, 16 hidden units, heads that start at the network's own values, " + AT_REST)
     found = residual.scored(attacks.build(case.attack("backsolve"))(victim.view), victim.images)
     assert (found["exact"], found["verified"], found["labels"]) == ([True], True, None)
     with pytest.raises(ValueError, match="expected weights"):
