@@ -22,7 +22,7 @@ from fl.defense import Defense
 from fl.methods.fedavg import FedAvg
 from fl.predict import predict
 from fl.ranges import CountFrom0
-from fl.tensors import Tensors, add_scaled, dot, norm, scale_tensors
+from fl.tensors import Tensors, add_scaled, dense, scale_tensors
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -32,6 +32,9 @@ PROGRESS_FACTOR = 0.7
 """Share of what was left unexplained that a correction has to come below to count as progress."""
 MAX_PERMUTED_IMAGES = 4
 """Images up to which all arrangements are simulated: attacks return them in an order of their own."""
+TINY = 1e-300
+MAX_ORDERED_IMAGES = 3
+"""Images up to which all orders are simulated, too, where nobody knows which was fed when: each with all labels."""
 PATIENCE = 2
 """Corrections without progress after which the search ends."""
 
@@ -54,7 +57,8 @@ class FirstStep(ViewRewriter):
     or whose label an attack leaves open all arrangements are simulated.
 
     Threat model: an honest server that knows the local optimizer, the schedule, and the order of the batches unless
-    every step feeds all images; the classifier is shared, and labels are known or read off its update.
+    every step feeds all images, or each of up to three is fed once; the classifier is shared, and labels are known or
+    read off its update.
 
     Attributes:
         corrections: at most; each is another reconstruction.
@@ -79,8 +83,7 @@ class FirstStep(ViewRewriter):
             return NotApplicable("the classifier is private: what it made of later steps can't be simulated")
         if view.schedule is None:
             return NotApplicable("the number of local steps is unknown: they can't be simulated")
-        fed = {size for phase in training_phases(view)[1] or () for step in phase for size in step if size}
-        if view.order is None and fed != {view.batch_size}:
+        if view.order is None and _feeds_parts(view) and not _is_order_searched(view):
             return NotApplicable("batches are smaller than all images and their order is unknown")
         size = _round_step_size(view)
         method = FedAvg(lr=size, steps=1, batch_size=None, train_mode=view.method.train_mode)
@@ -151,7 +154,11 @@ class _DefectCorrection:
     @property
     def is_open(self) -> bool:
         """Whether another reconstruction may help."""
-        return not self.is_over and self.futile_corrections <= PATIENCE and self.unexplained > 0.1 * MAX_UNEXPLAINED
+        if self.is_over or self.futile_corrections > PATIENCE or self.unexplained <= 0.1 * MAX_UNEXPLAINED:
+            return False
+        best = self.best if isinstance(self.best, Reconstruction) else None
+        settled = best is not None and best.verified and best.fixed is not None and bool(best.fixed.all())
+        return not (settled and self.unexplained < MAX_UNEXPLAINED)  # else the same pictures would come again
 
     def correct_by(self, result: Result) -> None:
         """Compare a result with the update, and correct the view by it."""
@@ -166,14 +173,15 @@ class _DefectCorrection:
         arranged, mean, unit, left, guess = min(found, key=lambda one: (not one[2] > 0, one[3]))
         self.history.append(left)
         self.futile_corrections = 0 if left < PROGRESS_FACTOR * self.unexplained else self.futile_corrections + 1
-        if left < self.unexplained:
+        better = left < self.unexplained
+        if better or (left < MAX_UNEXPLAINED and _is_verified(arranged) > _is_verified(self.best)):
             self.best, self.unexplained = arranged, left
         self.is_over = not unit > 0  # it would point back, or nowhere
         if not self.is_over:
             with torch.no_grad():
                 first = predict(self.easier, replace(guess, order=None), defended=False)
             # at equal sizes: that gradients shrink along the round is no error of the image
-            like = float(dot(first, mean) / norm(mean) ** 2)
+            like = _best_factor(first, mean)
             corrected = add_scaled(scale_tensors(self.sent, like / unit), add_scaled(first, mean, -like))
             self.easier = replace(self.easier, update=corrected)
 
@@ -184,14 +192,20 @@ class _DefectCorrection:
         own = result.labels is not None and self.view.labels is None
         labels = result.labels if own else self.labels
         assert labels is not None
-        count = len(labels)
-        open_to = count <= MAX_PERMUTED_IMAGES and (order_matters(self.view) or not own)
+        turns = list(permutations(range(len(labels)))) if len(labels) <= MAX_PERMUTED_IMAGES else []
+        here = [tuple(range(len(labels)))]
+        ordered = self.view.order is None and _feeds_parts(self.view)
+        moves = turns if (ordered or order_matters(self.view) or not own) and turns else here
+        relabelings = turns if ordered and not own else here
         made = []
-        for turn in permutations(range(count)) if open_to else [tuple(range(count))]:
+        for turn in moves:
             index = torch.tensor(turn, device=labels.device)
             fixed = None if result.fixed is None else result.fixed[index]
             mine = labels[index] if own else labels
-            made.append(replace(result, inputs=result.inputs[index], labels=mine, fixed=fixed))
+            made += [
+                replace(result, inputs=result.inputs[index], labels=mine[list(other)], fixed=fixed)
+                for other in relabelings
+            ]
         return made
 
     def _simulate(self, result: Reconstruction) -> tuple[Tensors, float, float, Candidate]:
@@ -202,8 +216,8 @@ class _DefectCorrection:
         guess = Candidate(result.inputs, result.labels, order=order)
         with torch.no_grad():
             mean = _simulated_mean_gradient(self.view, predict(self.view, guess, defended=False))
-        unit = float(dot(self.sent, mean) / norm(mean) ** 2)  # clipping hides it
-        return mean, unit, float(norm(add_scaled(self.sent, mean, -unit)) / norm(self.sent)), guess
+        unit = _best_factor(self.sent, mean)  # clipping hides it
+        return mean, unit, _missed_share(self.sent, mean, unit), guess
 
     def result(self) -> Result:
         """Return the best found, and whether it explains the update."""
@@ -223,6 +237,38 @@ class _DefectCorrection:
             verified=self.best.verified if done else False,
             fixed=self.best.fixed if done else None,
         )
+
+
+def _feeds_parts(view: ServerView) -> bool:
+    """Return whether some step feeds fewer than all images."""
+    fed = {size for phase in training_phases(view)[1] or () for step in phase for size in step if size}
+    return fed != {view.batch_size}
+
+
+def _is_order_searched(view: ServerView) -> bool:
+    """Return whether an unknown order is one of those that are simulated: of few images, each fed once."""
+    fed = sum(size for phase in training_phases(view)[1] or () for step in phase for size in step)
+    return fed == view.batch_size and fed <= MAX_ORDERED_IMAGES
+
+
+def _is_verified(result: Result | None) -> bool:
+    return isinstance(result, Reconstruction) and bool(result.verified)
+
+
+def _best_factor(x: Tensors, y: Tensors) -> float:
+    """Return by what y comes nearest to x.
+
+    In double precision: sums over the millions of numbers of a network are off by a thousandth in single precision.
+    """
+    pairs = [(dense(value).double(), dense(y[name]).double()) for name, value in x.items()]
+    return sum(float((a * b).sum()) for a, b in pairs) / max(sum(float(b.square().sum()) for _, b in pairs), TINY)
+
+
+def _missed_share(x: Tensors, y: Tensors, factor: float) -> float:
+    """Return the norm of what a multiple of y misses of x, relative to x; in double precision."""
+    pairs = [(dense(value).double(), dense(y[name]).double()) for name, value in x.items()]
+    missed = sum(float((a - factor * b).square().sum()) for a, b in pairs)
+    return math.sqrt(missed / max(sum(float(a.square().sum()) for a, _ in pairs), TINY))
 
 
 def _round_step_size(view: ServerView) -> float:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attacks import Attack, NotApplicable, Reconstruction, Result
 from attacks.base import build
-from attacks.rewriting.first_step import FirstStep
+from attacks.rewriting.first_step import FirstStep, _best_factor, _missed_share
 from attacks.rewriting.surrogate import ONE_STEP_SURROGATE
 from defenses.clip import Clip
 from fl.client import Client
@@ -22,6 +22,7 @@ from fl.federation import ClientData, Federation
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.seeds import stream
 from fl.tensors import dense
 from fl.types import Batch
 from fl.view import ServerView, ThreatModel
@@ -136,6 +137,51 @@ def test_images_that_come_in_another_order_are_put_in_their_places(threat: dict[
         assert torch.equal(image, true[int(label)])
     assert found.knowledge == tuple(name.removeprefix("knows_") for name in threat)
     assert found.verified
+
+
+def test_an_unknown_order_of_few_images_fed_once_each_is_found() -> None:
+    """Small steps on one image each are a batch, but for what the network moves between."""
+    (found,) = FirstStep().attack_rewritten(Mixed(), [seen(FedAvg(lr=3e-3, epochs=1, batch_size=1), images=3)], [0])
+    assert isinstance(found, Reconstruction)
+    assert found.objective < 1e-8
+    assert found.knowledge == ()
+    assert found.labels is not None
+    assert found.labels.tolist() == [seen_label(image) for image in found.inputs]
+
+
+def seen_label(image: Tensor) -> int:
+    """Return the label of one of the three pictures."""
+    (label,) = (i for i, one in enumerate(pictures(3)) if torch.equal(one, image))
+    return label
+
+
+def test_what_a_large_network_leaves_is_not_rounding_of_its_sums() -> None:
+    large = {"weight": torch.rand(2**23, generator=stream(0, "large"))}
+    twice = {"weight": 2 * large["weight"]}
+    assert abs(_best_factor(twice, large) - 2) < 1e-12
+    assert _missed_share(twice, large, 2.0) == 0
+
+
+class Exact(Attack):
+    """Returns the true image, all of it fixed, and counts how often it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def run(self, views: Sequence[ServerView], seeds: Sequence[int]) -> list[Result]:
+        self.asked += 1
+        return [Reconstruction(pictures(1), verified=True, fixed=torch.ones(1, 1, 14, 14, dtype=torch.bool))]
+
+
+def test_an_image_that_is_fixed_and_explains_all_is_not_asked_for_again() -> None:
+    single = seen(FedAvg(lr=3e-3, steps=3))
+    noisy = replace(single, update={n: dense(v) * (1 + 5e-6 * (dense(v) > 0)) for n, v in single.update.items()})
+    attack = Exact()
+    (found,) = FirstStep().attack_rewritten(attack, [noisy], [0])
+    assert isinstance(found, Reconstruction)
+    assert found.verified
+    assert 1e-6 < found.objective < 1e-5
+    assert attack.asked == 1
 
 
 def test_a_part_of_the_images_is_handed_on_without_a_claim() -> None:
