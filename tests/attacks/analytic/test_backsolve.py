@@ -21,9 +21,14 @@ from attacks.base import NotApplicable, Reconstruction
 from attacks.search_control import SearchControl
 from defenses import defenses
 from fl.capture import from_batch, from_update
+from fl.client import Client
+from fl.federation import ClientData, Federation
+from fl.methods.fedavg import FedAvg
 from fl.methods.fedper import FedPer
+from fl.models.building_blocks.model_checks import find_head
 from fl.models.resnet20 import ResNet20
 from fl.tensors import dense
+from fl.types import Batch, Task
 
 
 @pytest.mark.parametrize(
@@ -520,3 +525,16 @@ def test_a_batch_above_a_convolution_of_one_position_is_refused_by_its_signals()
     found = attacks.build("backsolve")(view)
     assert isinstance(found, NotApplicable)
     assert "the signals of 0 of 2 images could be told apart" in found.reason
+
+
+def test_a_mean_of_clients_in_training_mode_is_no_batch() -> None:
+    """Each normalizes by its own picture; in evaluation mode the mean is one step on all of them."""
+    images, _ = pictures(2)
+    model = victim().train()
+    task, data = Task(model, (3, 8, 8), 10, find_head(model, None, 10)), Batch(images, torch.tensor([7, 3]))
+    clients = [ClientData(own, own) for own in (data.take(torch.tensor([i])) for i in range(2))]
+    group = defenses.build({"name": "secagg", "group_size": 2})
+    view, _ = Federation(Client(task, FedAvg(lr=1.0, steps=1, batch_size=None), group), clients).observe(0)
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert found.reason == "only the mean of 2 clients: batch norm takes every client's statistics apart"
