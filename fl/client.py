@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from fl.defense import Defense
 from fl.gradient import DEFENSE_DRAWS, Derivative, Gradient, autograd_derivative, draws_for_buffers, func_derivative
+from fl.local.hook_results import expect_direction, expect_network
 from fl.local.optimizers import OptimState, optimize
 from fl.method import Method
 from fl.network import Network
@@ -50,7 +51,8 @@ class Client:
     task: Task = field(init=False)
 
     def __post_init__(self) -> None:
-        model = self.defense.wrap_model(self.method.client_model(self.base))
+        made = self.defense.wrap_model(self.method.client_model(self.base))
+        model = expect_network(self.defense.name, made)
         object.__setattr__(self, "task", replace(self.base, model=model.train(self.method.train_mode)))
         self.defense.check(self.method, self.task)
         drops = [n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
@@ -59,6 +61,12 @@ class Client:
                 f"expected a model without dropout in train mode, got {drops}: its masks are drawn from the global "
                 f"generator and can't be replayed; set train_mode=False in the method"
             )
+
+    @property
+    def rule_name(self) -> str:
+        """The names of what makes a step: the method's, and the defense's where there is one."""
+        method = getattr(self.method, "name", type(self.method).__name__)  # of a class that is not registered
+        return method if type(self.defense) is Defense else f"{method} with {self.defense.name}"
 
     @cached_property
     def fixed_statistics_model(self) -> nn.Module:
@@ -408,7 +416,8 @@ class _Course:
         model = client.task.model if training.track_statistics and not looks else still
         raw = LossGradient(client, step, moving, self.buffers, model, fixed, training.derivative)
         defended = DefendedGradient(raw, client.defense, training.generator, training.use_search_gradient)
-        return client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
+        found = client.method.gradient(defended, params, batches, step)  # type: ignore[arg-type]
+        return expect_direction(client.rule_name, found, None if looks else params)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from fl.aggregated_view import combine_views
 from fl.client import Client
 from fl.engines import EngineName, choose
 from fl.engines.sequential import Engine
+from fl.local.hook_results import expect_made
+from fl.method import ServerState
 from fl.parametrization import Parametrization
 from fl.simulation.client_round import Round, observe, prepare, to_contiguous
 from fl.simulation.diagnostics import TrainingDiagnostics
@@ -76,6 +78,7 @@ class Federation(FederationState):
         asked_for = evaluate and "server" in self.protocol.diagnostics
         self.server_metrics = method.server_metrics(self.server, uploads.kept, task) if asked_for else None
         after = method.aggregate(self.server, uploads.kept, task)
+        expect_made(self.client.rule_name, "aggregate", ServerState, after)
         self.clients = states
         self.server = replace(
             after, shared=to_contiguous(after.shared), own={k: to_contiguous(v) for k, v in after.own.items()}

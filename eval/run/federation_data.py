@@ -16,6 +16,7 @@ from fl.aggregated_view import AggregationGroups
 from fl.data import Dataset
 from fl.data.augment import Augmentation
 from fl.data.checked_loading import load_checked
+from fl.data.partitions.checked_split import split_checked
 from fl.data.partitions.partition import Partition
 from fl.federation import ClientData
 from fl.registry import UnknownNameError
@@ -196,7 +197,7 @@ def load(
             f"expected input_shape {list(dataset.input_shape)} for data set {dataset.name!r}, got {list(wanted)}; "
             "change the model's input_shape, or the data set's size if it has one",
         )
-    partition = federation.partition(dataset)
+    partition = split_checked(federation.partition, dataset)
     train, test = (Batch(part.inputs.to(device), part.labels.to(device)) for part in (dataset.train, dataset.test))
     moved = replace(dataset, train=train, test=test)
     augment = None if type(federation.augment) is Augmentation else federation.augment

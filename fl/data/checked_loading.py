@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch import Tensor
 
 from fl.data import Dataset, Source, datasets
 from fl.runtime.user_code import RUN_ERRORS, error_origin
@@ -27,22 +30,42 @@ def load_checked(source: Source) -> Dataset:
         raise ValueError(f"data set {name!r}: load() raised {type(error).__name__}: {error}{where}") from error
     if not isinstance(dataset, Dataset):
         raise ValueError(f"data set {name!r}: expected load() to return a Dataset, got {type(dataset).__name__}")
+    names = dataset.class_names
+    if not isinstance(names, Sequence) or isinstance(names, str):
+        raise ValueError(f"data set {name!r}: expected class_names as a tuple of words, got {type(names).__name__}")
     for part, batch in (("train", dataset.train), ("test", dataset.test)):
         if problem := _find_problem(batch, dataset.num_classes):
             raise ValueError(f"data set {name!r}: {part}: {problem}")
     train, test = (tuple(batch.inputs.shape[1:]) for batch in (dataset.train, dataset.test))
     if train != test:
         raise ValueError(f"data set {name!r}: expected test images of shape {train} as in training, got {test}")
+    groups = dataset.groups
+    if groups is not None:
+        for part, of, batch in (("train", groups.train, dataset.train), ("test", groups.test, dataset.test)):
+            if of.shape != batch.labels.shape or not (int(of.min()) >= 0 and int(of.max()) < len(groups.names)):
+                raise ValueError(
+                    f"data set {name!r}: {part}: expected the group of each of {len(batch)} images, in "
+                    f"[0, {len(groups.names)}), got {tuple(of.shape)} in [{int(of.min())}, {int(of.max())}]"
+                )
     return dataset
 
 
 def _find_problem(batch: Batch, classes: int) -> str:
     """Return what is wrong with images and labels; empty where nothing is."""
+    if not isinstance(batch, Batch):
+        return f"expected a Batch(inputs, labels), got {type(batch).__name__}"
     inputs, labels = batch.inputs, batch.labels
+    for value in (inputs, labels):
+        if not isinstance(value, Tensor):
+            return f"expected tensors, got {type(value).__name__}; torch.as_tensor(...) makes one"
     if inputs.ndim != 4 or not inputs.is_floating_point():
         return (
             f"expected inputs (N, C, H, W) of floating-point pixels in [0, 1], got {inputs.dtype} {tuple(inputs.shape)}"
         )
+    if inputs.dtype != torch.float32:
+        return f"expected pixels in torch.float32, got {inputs.dtype}; give inputs.float()"
+    if inputs.requires_grad:
+        return "expected images without a gradient; give inputs.detach()"
     if labels.dtype != torch.int64 or labels.shape != inputs.shape[:1]:
         return f"expected labels int64 ({len(inputs)},), got {labels.dtype} {tuple(labels.shape)}"
     if not len(inputs):

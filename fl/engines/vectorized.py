@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from fl.client import Client, DefendedGradient, LocalResult, LossGradient
 from fl.engines.sequential import Engine
+from fl.local.hook_results import expect_direction
 from fl.local.optimizers import OptimState, optimize
 from fl.method import Step
 from fl.parametrization import Parametrization
@@ -240,8 +241,10 @@ class _Stack:
         groups, derivative = self.phase.assign(params), partial(_buffered_derivative, buffers)
         raw = LossGradient(client, step, tuple(groups), buffers, client.task.model, rest["fixed"], derivative)
         defended = DefendedGradient(raw, client.defense, _StackedNoise(row, streams=self.streams), False)  # type: ignore[arg-type]
-        grads = client.method.gradient(defended, params, [Batch(*batch) for batch in batches], step)  # type: ignore[arg-type]
-        if self.phase.records_direction_as is not None:
+        found = client.method.gradient(defended, params, [Batch(*batch) for batch in batches], step)  # type: ignore[arg-type]
+        looks = self.phase.records_direction_as is not None
+        grads = expect_direction(client.rule_name, found, None if looks else params)
+        if looks:
             return {**state, "recorded": grads}
         optim = OptimState(s, state["first"], state["second"])
         params, optim = optimize(self.phase, groups, params, grads, optim)

@@ -13,6 +13,7 @@ from fl.client import Client, LocalInput, LocalResult, LocalTraining, gather_bat
 from fl.defense import UnknownDefense, overrides
 from fl.gradient import DEFENSE_DRAWS
 from fl.local import sampling
+from fl.local.hook_results import expect_batch
 from fl.method import Download
 from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
@@ -257,7 +258,8 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
                 batches = []
                 for chosen in step:
                     batch = data.take(chosen) if augment is None else augment(data.take(chosen), generator)
-                    batch = client.defense.transform_batch(batch, client.task, generator)
+                    instead = client.defense.transform_batch(batch, client.task, generator)
+                    batch = expect_batch(client.defense.name, instead, batch)
                     fed.append(batch)
                     index.append(chosen)
                     batches.append(position + torch.arange(len(batch)))

@@ -10,6 +10,7 @@ import torch
 
 from fl.aggregated_view import AggregationGroups
 from fl.client import Client
+from fl.local.hook_results import expect_made
 from fl.method import Download, ServerState
 from fl.models.building_blocks.model_checks import FORWARD_ERRORS
 from fl.runtime.module_copies import deep_copy
@@ -141,7 +142,9 @@ class FederationState:
 
     def download(self, number: int) -> Download:
         """Return what client `number` receives now."""
-        return self.client.method.broadcast(self.server, number, self.client.task)
+        method = self.client.method
+        sent = method.broadcast(self.server, number, self.client.task)
+        return expect_made(self.client.rule_name, "broadcast", Download, sent)
 
     def prediction_download(self, number: int) -> Download:
         """Return what client number `number` would predict by now, of the server's."""

@@ -44,8 +44,9 @@ def check_finite(uploads: Iterable[Upload], round: int, known: dict[int, Tensor]
                 bad = int((~part.isfinite()).sum())
                 raise ValueError(
                     f"client {upload.client}: its update is not finite in round {round} ({bad:,} of {part.numel():,} "
-                    f"numbers of {name!r} are NaN or infinite): its training diverged; lower the method's step size "
-                    "(lr) or clip its gradients (max_norm)"
+                    f"numbers of {name!r} are NaN or infinite): its training diverged, and the method's step size (lr) "
+                    "is to be lowered or its gradients clipped (max_norm), or a hook of the method or of the defense "
+                    "makes such numbers"
                 )
 
 

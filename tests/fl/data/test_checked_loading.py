@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from fl.data import Dataset, Source, checked_loading
+from fl.data import Dataset, Groups, Source, checked_loading
 from fl.data.checked_loading import load_checked
 from fl.seeds import stream
 from fl.types import Batch
@@ -56,6 +56,15 @@ def test_images_of_any_size_are_taken() -> None:
         (lambda: of(labels=LABELS + 5), r"train: expected labels in \[0, 3\), one for each of class_names, got 5 to 7"),
         (lambda: of(IMAGES[:0], LABELS[:0]), "train: expected images, got none"),
         (lambda: of(test=IMAGES[..., :20]), r"expected test images of shape \(1, 40, 24\) .*got \(1, 40, 20\)"),
+        (lambda: of(IMAGES.double()), r"train: expected pixels in torch.float32, got torch.float64; give inputs.float"),
+        (lambda: of(IMAGES.clone().requires_grad_()), r"train: expected images without a gradient; give inputs.detach"),
+        (lambda: of(IMAGES.numpy()), r"train: expected tensors, got ndarray; torch.as_tensor"),
+        (lambda: replace(of(), train=(IMAGES, LABELS)), r"train: expected a Batch\(inputs, labels\), got tuple"),
+        (lambda: replace(of(), class_names=None), "expected class_names as a tuple of words, got NoneType"),
+        (
+            lambda: replace(of(), groups=Groups(LABELS[:2], LABELS, ("x", "y", "z"))),
+            "train: expected the group",
+        ),
         (lambda: None, "expected load.* to return a Dataset, got NoneType"),
         (lambda: {}["nowhere"], r"load\(\) raised KeyError: 'nowhere' \(test_checked_loading.py, line \d+\)"),
     ],
