@@ -28,6 +28,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.assignment import assign_labels
 from attacks.labels.recovery import single_label
 from attacks.network.autograd_support import flat_obstacle
+from attacks.network.curved_activations import ValleyActivation
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer, trace_view
 from attacks.network.recurrent import SEARCH, recurrent_obstacle
 from attacks.search_control import StoppedError
@@ -77,7 +78,8 @@ class Cascade(Attack):
     which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out. Of one image, layers that
     can't be undone one by one are solved together below the lowest linear layer
     (`attacks.analytic.recursive.joint_inversion`): several convolutions before a pooling, pooling that overlaps or
-    averages what an activation bent, activations that rise and fall, the steps of recurrent layers.
+    averages what an activation bent, the steps of recurrent layers. Of activations that fall before they rise, as GELU
+    and SiLU do, a value's larger input is taken, or the smaller where all else says so.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -132,6 +134,8 @@ class Cascade(Attack):
         if isinstance(found, NotApplicable):
             other = _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
             return _solve_tokens(view, other) if isinstance(other, NotApplicable) else other
+        if not found.verified and (finished := _finish_valleys(view, found)) is not None:
+            return finished
         if found.verified or not found.objective > MAX_CHAIN_ERROR:
             return found
         return _better_explained(view, seed, found)
@@ -145,7 +149,7 @@ class Cascade(Attack):
         count = sum(sum(step) for steps in training_phases(view)[1] or () for step in steps)
         # the ratio of all is what counts: in a unit of their own no square overflows or runs under
         precise = {n: dense(g).detach().to(device, torch.float64) for n, g in gradient.items()}
-        stages = extract_layer_chain(view, max_pooling=True, device=device)
+        stages = extract_layer_chain(view, lossy=True, device=device)
         if isinstance(stages, NotApplicable):
             return stages
         sent = gradients_by_layer(stages, precise)
@@ -320,6 +324,23 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
         return other
     note = "; ".join(filter(None, (found.note and f"layer by layer: {found.note}", f"by backsolve: {other.note}")))
     return replace(other, objective=its, verified=False, fixed=None, note=note)
+
+
+def _finish_valleys(view: ServerView, found: Reconstruction) -> Reconstruction | None:
+    """Return what all equations together make of one picture where sides of an activation's lowest value are open.
+
+    None where the network has no such activation, or a picture that explains more was not found.
+    """
+    gradient, stages = _even_gradient(view), extract_layer_chain(view, lossy=True, device=_solving_device(view))
+    if gradient is None or found.inputs is None or isinstance(stages, NotApplicable):
+        return None
+    if not any(isinstance(stage.activation, ValleyActivation) for stage in stages):
+        return None
+    jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
+    if not isinstance(jointly, Reconstruction) or jointly.inputs is None or jointly.verified:
+        return jointly if isinstance(jointly, Reconstruction) else None
+    misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, jointly.inputs])
+    return None if misfits is None or misfits[0] <= misfits[1] else jointly
 
 
 def _note_both(jointly: Reconstruction, by_graph: Reconstruction) -> Reconstruction:

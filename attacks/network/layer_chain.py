@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from attacks.network.curved_activations import TWO_INPUTS, CurvedActivation, ValleyActivation
 from attacks.network.kept_readings import kept_reading
 from attacks.network.layer_sequence import Piece, read_pieces
 from attacks.network.operation_recognition import (
     ElementwiseAffine,
-    MonotoneActivation,
     Permutation,
     Reshape,
     UnknownRest,
@@ -26,7 +26,7 @@ from fl.tensors import dense
 from fl.view import ServerView
 
 WEIGHTED = (nn.Conv2d, nn.Linear)
-ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, MonotoneActivation)
+ACTIVATIONS = (nn.LeakyReLU, nn.ReLU, nn.Sigmoid, nn.Tanh, CurvedActivation)
 RESHAPING = (nn.Identity, nn.Flatten, Reshape)
 POINTWISE = (*RESHAPING, ElementwiseAffine)
 """Linear maps that move or scale numbers one by one, so that they can be undone."""
@@ -187,11 +187,12 @@ def make_trace(
 
 
 def extract_layer_chain(
-    view: ServerView, *, max_pooling: bool = False, device: torch.device | str = "cpu"
+    view: ServerView, *, lossy: bool = False, device: torch.device | str = "cpu"
 ) -> tuple[Stage, ...] | NotApplicable:
     """Return the network of `view` as stages on `device`, bottom first, or why it is no such chain.
 
-    `max_pooling` lets it stand among the linear maps, for attacks that know what to do with it.
+    `lossy` lets max pooling stand among the linear maps, and activations that fall and rise above layers, for
+    attacks that know what to do with them.
 
     What the network computes from two images of noise is recorded, operation by operation
     (`attacks.network.operation_trace`), cut where all of it passes through one tensor, and each part told by what it
@@ -201,7 +202,7 @@ def extract_layer_chain(
 
     Args:
         view: the server's.
-        max_pooling: whether max pooling may stand between layers.
+        lossy: whether what hides some of its input may stand between layers.
         device: where the stages are made.
     """
     found = trace_view(view, device)
@@ -209,7 +210,7 @@ def extract_layer_chain(
         return found
     model, graph = found
     pieces: list[Piece] = []  # those that the chain reaches to
-    stages = _build_stages(view, _record_pieces(read_pieces(graph), pieces), max_pooling)
+    stages = _build_stages(view, _record_pieces(read_pieces(graph), pieces), lossy)
     if isinstance(stages, NotApplicable):
         return stages
     if apart := _forward_mismatch(stages, pieces, graph.image) or _gradient_mismatch(
@@ -280,14 +281,14 @@ def _record_pieces(pieces: Iterable[Piece], kept: list[Piece]) -> Iterator[Piece
         yield piece
 
 
-def _build_stages(view: ServerView, pieces: Iterable[Piece], max_pooling: bool) -> tuple[Stage, ...] | NotApplicable:
+def _build_stages(view: ServerView, pieces: Iterable[Piece], lossy: bool) -> tuple[Stage, ...] | NotApplicable:
     """Return the pieces put together to stages, as far up as they go."""
     stages: list[Stage] = []
     pending: list[nn.Module] = []
     shape, closed = torch.Size(view.task.input_shape), True
     refused: NotApplicable | None = None
     for piece in pieces:
-        refused = _refusal(view, piece, max_pooling)
+        refused = _refusal(view, piece, lossy)
         if refused is None and isinstance(piece.module, ACTIVATIONS) and closed:
             reason = f"no weighted layer stands between the activation {piece.place} and "
             reason += "the one below" if stages else "the image"
@@ -390,16 +391,18 @@ def _permute_inputs(
     return turned, places[:, back]
 
 
-def _refusal(view: ServerView, piece: Piece, max_pooling: bool) -> NotApplicable | None:
+def _refusal(view: ServerView, piece: Piece, lossy: bool) -> NotApplicable | None:
     """Return why a piece can't be undone, or None."""
     hidden = sorted(name for name in piece.sources if name in view.private)
     if hidden and not hidden[0].startswith(view.task.head or "?"):
         return NotApplicable(f"the server does not know {hidden[0]}")
     if piece.refusal:
-        hint = "; see the attack cascade" if "max pooling" in piece.refusal and not max_pooling else ""
+        hint = "; see the attack cascade" if "max pooling" in piece.refusal and not lossy else ""
         return NotApplicable(f"{piece.refusal}{hint}", limit=True)
     parts = piece.module if isinstance(piece.module, nn.Sequential) else [piece.module]
-    if not max_pooling and any(isinstance(part, nn.MaxPool2d) for part in parts):
+    if not lossy and any(isinstance(part, nn.MaxPool2d) for part in parts):
         hides = "max pooling is not linear and hides which values it took; see the attack cascade"
         return NotApplicable(f"{piece.place}: {hides}", limit=True)
+    if not lossy and isinstance(piece.module, ValleyActivation):
+        return NotApplicable(f"{TWO_INPUTS.format(piece.place)}; see the attack cascade", limit=True)
     return None

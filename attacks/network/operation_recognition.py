@@ -12,21 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.network.curved_activations import TWO_INPUTS, CurvedActivation, MonotoneActivation, ValleyActivation
 from attacks.network.operation_trace import IMAGE, MODEL_ERRORS, Graph, Node, Ref, Segment
 from fl.seeds import stream
-
-SEARCH_SPAN = 40.0
-"""Inputs of an activation are looked for up to so far from zero."""
-BISECTIONS = 70
-"""Of that span: more than double precision can tell apart."""
-
-
-MIN_SLOPE = 1e-9
-"""Slope below which an activation says nothing of what it was given."""
-SATURATION = 1e-12
-"""Share of an activation's range within which a value is taken for its level end."""
-DIFFERENCE_STEP = 1e-5
-"""Distance over which an activation's slope is taken to change evenly."""
 
 
 class Reshape(nn.Module):
@@ -82,59 +70,6 @@ class ElementwiseAffine(ReplayedMap):
 
 class LinearMap(ReplayedMap):
     """Any other affine map that has no parameters: a permutation, a resize, a blur, a mean taken off."""
-
-
-class MonotoneActivation(nn.Module):
-    """An activation that never falls as what it is given grows, alike for every number, e.g. ELU or softplus.
-
-    Args:
-        run: takes (1, *shape).
-        shape: of one image's numbers.
-    """
-
-    def __init__(self, run: Callable[[Tensor], Tensor], shape: torch.Size) -> None:
-        super().__init__()
-        self.run, self.shape = run, shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the activation makes of `x`, in the shape of `x`, whatever that is."""
-        size = self.shape.numel()
-        flat = x.flatten()
-        filled = torch.cat([flat, flat.new_zeros(-len(flat) % size)])
-        parts = [self.run(part.view(1, *self.shape)).flatten() for part in filled.split(size)]
-        return torch.cat(parts)[: len(flat)].view_as(x)
-
-    def derivatives(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the first and second derivative at `x`."""
-        bend = (self._slope(x + DIFFERENCE_STEP) - self._slope(x - DIFFERENCE_STEP)) / (
-            2 * DIFFERENCE_STEP
-        )  # some have no second derivative
-        return self._slope(x), bend
-
-    def _slope(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            (slope,) = torch.autograd.grad(self(x).sum(), x)
-        return slope
-
-    def inverse(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what it was given where it returned `values`, and where that can be told: not on a level stretch."""
-        low, high = torch.full_like(values, -SEARCH_SPAN), torch.full_like(values, SEARCH_SPAN)
-        with torch.no_grad():
-            least, most = self(low), self(high)
-            for _ in range(BISECTIONS):
-                middle = (low + high) / 2
-                above = self(middle) > values
-                low, high = torch.where(above, low, middle), torch.where(above, middle, high)
-        found = (low + high) / 2
-        slope, _ = self.derivatives(found)
-        # what came out beyond its level ends, which is impossible, says how far off all values may be
-        beyond = torch.maximum((least - values).amax(), (values - most).amax()).clamp_min(0)
-        slack = torch.maximum(2 * beyond, SATURATION * (most - least).amax())
-        level = self._slope(values.new_tensor([-SEARCH_SPAN, SEARCH_SPAN])) < MIN_SLOPE
-        bottom, top = torch.where(level, slack, torch.zeros_like(slack)).unbind()
-        within = (values > least + bottom) & (values < most - top) & (found.abs() < SEARCH_SPAN * (1 - 1e-9))
-        return found, within & (slope > MIN_SLOPE)
 
 
 class UnknownRest(nn.Identity):
@@ -354,14 +289,14 @@ def function_on_grid(run: Map, taken: Tensor) -> tuple[Tensor, Tensor] | None:
 def _on_grid(run: Map, taken: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return a grid and a function's values there; None where some numbers fare otherwise than others."""
     grid = torch.cat([torch.linspace(-30, 30, 2401), torch.linspace(-2, 2, 1601)]).to(taken)
-    function = MonotoneActivation(run, taken.shape[1:])
+    function = CurvedActivation(run, taken.shape[1:])
     with torch.no_grad():
         values, shifted = function(grid), function(grid.roll(1)).roll(-1)
     return (grid, values) if torch.allclose(values, shifted, rtol=ROUNDING, atol=ROUNDING) else None
 
 
 def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
-    """Return one function of each number, the same for all of them, that never falls."""
+    """Return one function of each number, the same for all of them, that never falls, or falls and then rises."""
     curve = _on_grid(run, taken)
     if curve is None:
         return None
@@ -377,7 +312,17 @@ def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
             return known
     order = grid.argsort()
     steps = values[order].diff()
-    return function if bool((steps >= -ROUNDING).all()) and bool((steps > ROUNDING).any()) else None
+    if bool((steps >= -ROUNDING).all()):
+        return function if bool((steps > ROUNDING).any()) else None
+    lowest = int(values[order].argmin())
+    if (
+        0 < lowest < len(steps)
+        and bool((steps[:lowest] <= ROUNDING).all())
+        and bool((steps[lowest:] >= -ROUNDING).all())
+    ):
+        near = float(grid[order][lowest - 1]), float(grid[order][lowest + 1])
+        return ValleyActivation(run, taken.shape[1:], near)
+    return None
 
 
 def _as_pooling(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
@@ -429,7 +374,7 @@ def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) ->
     same_shape = run is not None and graph.value(segment.end).shape == taken.shape
     if run is not None and same_shape and _is_elementwise(run, partial(_noise, taken)):
         if _is_not_monotone(run, taken):
-            return f"{last} takes the same value at several inputs, so that neither they nor its slope follow from it"
+            return TWO_INPUTS.format(last)
         return f"{last} treats numbers one by one, but not all alike or not so that it rises"
     if len(nodes) > 1:
         return f"from {first} to {last} {BRANCHES}"
@@ -448,7 +393,7 @@ def _is_not_monotone(run: Map, taken: Tensor) -> bool:
     """Return whether a function of single numbers, alike for all of them, rises and falls."""
     grid = torch.linspace(-30, 30, 4801).to(taken)
     with torch.no_grad():
-        steps = MonotoneActivation(run, taken.shape[1:])(grid).diff()
+        steps = CurvedActivation(run, taken.shape[1:])(grid).diff()
     return bool((steps > ROUNDING).any() and (steps < -ROUNDING).any())
 
 

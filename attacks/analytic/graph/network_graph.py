@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.network.autograd_support import pull_back_or_zeros
+from attacks.network.curved_activations import MonotoneActivation
 from attacks.network.operation_recognition import (
-    MonotoneActivation,
     has_trained_weight,
     parameters_behind,
     product_operands,

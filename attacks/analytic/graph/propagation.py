@@ -16,7 +16,7 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.sibling_activations import find_output_by_siblings
-from attacks.network.operation_recognition import MonotoneActivation
+from attacks.network.curved_activations import MonotoneActivation
 from attacks.network.operation_trace import IMAGE, Ref
 from fl.tensors import per_image
 

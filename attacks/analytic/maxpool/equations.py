@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -28,15 +28,17 @@ class Equations:
         gradient: G, of its weight (O, M).
         target: t, pooled outputs before the activation (O, K).
         signal: s, the loss's derivative with respect to them (O, K).
-        target_known: whether a target is known (O, K); where not (a ReLU at rest) it is an upper bound, 0.
+        target_known: whether a target is known (O, K); where not it is an upper bound: 0 of a ReLU at rest.
         target_std: standard deviation of the targets (O, K): an activation's gentle slope magnifies rounding.
         side_factor: what the signal is multiplied by, and the target divided by, if an output lies on the other side of
-            the activation's bend (O, K); 1 where that is out of the question.
+            the activation's bend or lowest value (O, K); 1 where that is out of the question.
         gradient_noise: how far `gradient` may be off, relative to its root mean square.
         rounding: how far each of its numbers may be off by rounding, relative to its root mean square (O, M); None
             where that is not known.
         signal_noise: how far `signal` may be off, relative to its root mean square: no number of the gradient tells
             more than that lets it, however it was rounded.
+        other_target: targets on the other side of the activation's lowest value (O, K), which no factor leads to; None
+            of an activation that only rises. Until the side is chosen such a target is not known.
     """
 
     layer: ConvPoolLayer
@@ -49,6 +51,7 @@ class Equations:
     gradient_noise: float = 1e-7
     rounding: Tensor | None = None
     signal_noise: float = 0.0
+    other_target: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -88,6 +91,26 @@ class Equations:
     def noise_floor(self) -> Tensor:
         """How far each of the gradient's equations may be off: rounding of the model, alike for all filters."""
         return max(self.gradient_noise, MIN_RELATIVE_NOISE) * self.gradient.square().mean().sqrt()
+
+    @cached_property
+    def open_side_std(self) -> Tensor:
+        """How far each filter's equations may be off by sides of an activation's lowest value not chosen yet (O,).
+
+        In the root mean square of its gradient the signals of all cells have the weight of their squares.
+        """
+        change = self.signal * (self.side_factor - 1) * ~self.target_known
+        share = change.square().sum(1) / self.signal.square().sum(1).clamp_min(torch.finfo(change.dtype).tiny)
+        return share.sqrt() * self.gradient.square().mean(1).sqrt()
+
+    @cached_property
+    def on_rising_side(self) -> Equations:
+        """The same with all outputs above the input with the activation's lowest value."""
+        if self.other_target is None:
+            return self
+        asked = self.side_factor != 1
+        return replace(
+            self, target_known=self.target_known | asked, side_factor=self.side_factor.masked_fill(asked, 1.0)
+        )
 
     @cached_property
     def rounding_variance(self) -> Tensor:

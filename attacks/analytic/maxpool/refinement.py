@@ -18,6 +18,9 @@ TIE = 1e-5
 """Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
 MAX_PATCH_NUMBERS = 2**24
 """Numbers of patches, at most, for as many filters as are decided at once; for one filter it may be more."""
+SIDE_MARGIN, SIDE_DEVIATIONS = 0.25, 4.0
+"""Share of the distance between both sides of an activation's lowest value within which an output lies on one of them,
+and root mean squares of what outputs miss that are taken off that."""
 FALLING = 0.9
 """Share of what was left unexplained above which another round brings nothing."""
 
@@ -117,7 +120,7 @@ def solve_linear(equations: Equations, prior: GaussianPrior | None = None) -> Fi
     Trusted less at the start, the gradient would win that trust back only slowly: the outputs, often as many as there
     are unknowns, are explained by what leaves a thousandth of it.
     """
-    std = equations.noise_floor.expand(len(equations.gradient))
+    std = equations.noise_floor.maximum(equations.open_side_std)
     system = NormalEquations.of(
         equations,
         equations.uniform_selection,
@@ -138,8 +141,42 @@ def normal_equations_of(equations: Equations, fit: Fit, prior: GaussianPrior | N
     return NormalEquations.of(equations, fit.selection, gradient_std, output_std, prior=prior, per_equation=True)
 
 
-# ---- outputs near an activation's bend -------------------------------------------------------------------------------
+# ---- outputs near an activation's bend or lowest value ---------------------------------------------------------------
 def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, Fit]:
+    """Choose the side of the activation's bend, or of its lowest value, that outputs lie on, as far as `fit` tells.
+
+    Returns:
+        The equations and the fit, the same objects where nothing is chosen.
+    """
+    if equations.other_target is None:
+        return _choose_by_gradient(equations, fit)
+    chosen = _choose_by_outputs(equations, equations.other_target, fit)
+    return (equations, fit) if chosen is equations else (chosen, evaluate(chosen, fit.x, fit.selection))
+
+
+def _choose_by_outputs(equations: Equations, other_target: Tensor, fit: Fit) -> Equations:
+    """Take each target that is not known yet for the one of both that the outputs of `fit` are near, if they are."""
+    asked = ~equations.target_known & (equations.side_factor != 1)
+    apart = equations.target - other_target
+    outputs = equations.layer.pooled_outputs(fit.x)
+    near = SIDE_MARGIN * apart - SIDE_DEVIATIONS * fit.output_error * equations.output_scale
+    this = asked & ((outputs - equations.target).abs() < near)
+    other = asked & ~this & ((outputs - other_target).abs() < near)
+    if not bool((this | other).any()):
+        return equations
+    factor = torch.where(other, equations.side_factor, 1.0)
+    level = factor == 0  # whatever lies there gives the same value: the target stays a bound
+    return replace(
+        equations,
+        target=torch.where(other, other_target, equations.target),
+        target_known=equations.target_known | ((this | other) & ~level),
+        target_std=equations.target_std / factor.abs().masked_fill(level, 1.0),
+        signal=equations.signal * factor,
+        side_factor=torch.where(this | other, 1.0, equations.side_factor),
+    )
+
+
+def _choose_by_gradient(equations: Equations, fit: Fit) -> tuple[Equations, Fit]:
     """Move outputs to the other side of the activation's bend where that explains the gradient better.
 
     Outputs too small for their sign to be known give their filter a signal that is off by the ratio of the two slopes.

@@ -80,6 +80,12 @@ class LayerSolution:
         own = evaluate(self.equations, x)
         return LayerSolution(self.equations, evaluate(self.equations, x, resolve_ties(self.equations, own)))
 
+    def chose_sides_of(self, equations: Equations) -> bool:
+        """Return whether targets on either side of an activation's lowest value are known that were not before."""
+        return equations.other_target is not None and bool(
+            (self.equations.target_known & ~equations.target_known).any()
+        )
+
     @property
     def is_satisfied(self) -> bool:
         """Whether the equations are explained up to rounding, or up to the gradient's own noise."""

@@ -62,6 +62,8 @@ come no nearer before the search is given up."""
 MAX_REWEIGHTINGS, REWEIGHTING_FALLS, REWEIGHTING_GROWS = 5, 0.9, 1.5
 """Times that features are solved for anew; the share of what was left above which that was the last time, and above
 which it is not believed."""
+MAX_SIDE_ROUNDS = 6
+"""Times that a layer is solved for while sides of an activation's lowest value are chosen."""
 MAX_BATCH_ROUNDS, BATCH_FALLS = 6, 0.9
 """Rounds in which a batch is solved anew, and the share of what was left above which a round brought nothing."""
 FAST, SLOW = cooling_schedule(30.0, 0.65), cooling_schedule(100.0, 0.75)
@@ -103,9 +105,25 @@ def solve_layer(equations: Equations, statistics: tuple[Tensor, Tensor] | None =
     """
     if not equations.layer.positions_unknown:
         prior = None if statistics is None else image_prior(equations.layer, *statistics, 0.3).with_smoothness(1e-5)
-        start = solve_linear(equations, prior)
-        return LayerSolution.of(equations, refine(equations, start.x, prior=prior))
+        return _solve_without_positions(equations, prior)
     return _solve_features(equations) if statistics is None else _solve_pixels(equations, *statistics)
+
+
+def _solve_without_positions(equations: Equations, prior: GaussianPrior | None) -> LayerSolution:
+    """Return what linear equations lead to, solved anew for as long as sides of an activation follow from it."""
+    best: LayerSolution | None = None
+    for start in {id(x): x for x in (equations, equations.on_rising_side)}.values():
+        guess, known = solve_linear(start, prior), equations
+        for _ in range(MAX_SIDE_ROUNDS):
+            chosen, _ = choose_activation_sides(known, evaluate(known, guess.x))
+            now = LayerSolution.of(chosen, refine(chosen, guess.x, prior=prior))
+            best = now.better_of(best)
+            if best.is_satisfied or not now.chose_sides_of(known):
+                break
+            known = now.equations
+            guess = solve_linear(known, prior)
+    assert best is not None
+    return best
 
 
 # ---- features --------------------------------------------------------------------------------------------------------
@@ -217,7 +235,11 @@ def _solve_pixels(equations: Equations, mean: Tensor, std: Tensor) -> LayerSolut
     for schedule in schedules(math.prod(equations.layer.image_shape))[: 1 if large else None]:
         prior = image_prior(equations.layer, mean, std, schedule.deviation)
         levels = None if schedule.levels is None else PixelLevels.of(mean, std, schedule.levels)
-        before, best = best, _solve_by_propagation(equations, prior, schedule, levels).better_of(best)
+        found = _solve_by_propagation(equations, prior, schedule, levels)
+        if not found.is_satisfied and found.chose_sides_of(equations):
+            equations = found.equations  # it knows more targets now, which lead to positions
+            found = _solve_by_propagation(equations, prior, schedule, levels).better_of(found)
+        before, best = best, found.better_of(best)
         if best is before:
             continue
         if best.fit.error < RIM_PIXELS_OFF:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.network.curved_activations import MonotoneActivation, ValleyActivation
 from attacks.network.layer_chain import Stage
-from attacks.network.operation_recognition import MonotoneActivation
 from attacks.search_control import check_time_for
 
 SATURATION = 1e-12
@@ -83,7 +83,8 @@ def invert_activation(activation: nn.Module, values: Tensor) -> tuple[Activation
     """Return what an activation was given, where that can be told, and its slope there; all from what it returned.
 
     The slope of a common activation is a function of its value. Of a ReLU's values those that came out below zero,
-    which is impossible, say how far off all of them may be: only larger ones count as active.
+    which is impossible, say how far off all of them may be: only larger ones count as active. Of an activation that
+    falls and rises it is the larger of both inputs.
     """
     if isinstance(activation, nn.Sigmoid):
         known = (values > SATURATION) & (values < 1 - SATURATION)
@@ -93,7 +94,7 @@ def invert_activation(activation: nn.Module, values: Tensor) -> tuple[Activation
         known = values.abs() < 1 - SATURATION
         safe = torch.where(known, values, 0.0)
         return ActivationInputs(torch.atanh(safe), known), (1 - safe.square()) * known
-    if isinstance(activation, MonotoneActivation):
+    if isinstance(activation, MonotoneActivation | ValleyActivation):
         given, known = activation.inverse(values)
         return ActivationInputs(given * known, known), activation.derivatives(given)[0] * known
     low = negative_slope(activation)
@@ -108,7 +109,7 @@ def slope_change(activation: nn.Module, values: Tensor) -> Tensor:
     """Return how fast an activation's slope changes with what it returned, 0 where the activation is made of lines."""
     if isinstance(activation, nn.Sigmoid):
         return 1 - 2 * values
-    if isinstance(activation, MonotoneActivation):
+    if isinstance(activation, MonotoneActivation | ValleyActivation):
         given, known = activation.inverse(values)
         first, second = activation.derivatives(given)
         return torch.where(known, second / first.clamp_min(1e-9), 0.0)

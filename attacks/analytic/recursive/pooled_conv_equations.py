@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.recursive.layer_equations import ActivationInputs, invert_activation, slope_change
+from attacks.network.curved_activations import MIN_SLOPE, ValleyActivation
 from attacks.network.layer_chain import Stage
 from attacks.network.operation_recognition import ElementwiseAffine, Reshape
 from attacks.update.float_rounding import relative_entry_rounding
@@ -20,6 +21,8 @@ OPEN_STD = 1e-2
 """Standard deviation, relative to the root mean square of all, from which on a number counts as not known at all."""
 MAX_OPEN_SHARE = 0.1
 """Share of such numbers from which on a layer counts as unsolved: the one below is to contradict what came out."""
+PLAUSIBLE_DEVIATIONS = 5.0
+"""Standard deviations below the mean of what an activation was given down to which it may have been given numbers."""
 UNBOUNDED = 1e3
 """Bound of an output of which nothing is known, relative to the largest known one."""
 
@@ -71,9 +74,11 @@ class ActivationOutputs:
         inputs: what its activation was given. What is not known is no more than `inputs.values`.
         signal: what flows back into that.
         std: how far `inputs` may be off.
-        side_factor: between the slopes on both sides of a bend where `std` leaves the side open, else 1.
+        side_factor: between the slopes on both sides of a bend where `std` leaves the side open, else 1. Of an
+            activation that falls and rises the side is open where both its inputs are plausible.
         signal_noise: how far the activation's slope may put the signal off, relative to its root mean square: of
             activations without bends it changes with what they are given.
+        other_inputs: the smaller of both inputs of an activation that falls and rises; None of any other.
     """
 
     inputs: ActivationInputs
@@ -81,6 +86,7 @@ class ActivationOutputs:
     std: Tensor
     side_factor: Tensor
     signal_noise: float
+    other_inputs: Tensor | None = None
 
     @classmethod
     def of(cls, stage: Stage, above: Stage, values: Tensor, signal: Tensor, off: Tensor) -> ActivationOutputs:
@@ -101,11 +107,13 @@ class ActivationOutputs:
         values, signal = values.flatten(1), signal.flatten(1)
         error = off.flatten(1) * values.square().mean().sqrt()
         inputs, slope = invert_activation(stage.activation, values)
-        side_factor = torch.ones_like(slope)
+        side_factor, other = torch.ones_like(slope), None
+        if isinstance(stage.activation, ValleyActivation):
+            inputs, side_factor, other = _open_falling_side(stage.activation, values, inputs, slope)
         if isinstance(stage.activation, nn.LeakyReLU):
             gentle = stage.activation.negative_slope
-            other = torch.where(values >= 0, gentle, 1 / gentle).to(values)
-            side_factor = torch.where(values.abs() > 5 * error, side_factor, other)
+            ratio = torch.where(values >= 0, gentle, 1 / gentle).to(values)
+            side_factor = torch.where(values.abs() > 5 * error, side_factor, ratio)
         back = signal * slope
         change = (signal * slope_change(stage.activation, values) * error).norm()
         noise = float(change / back.norm()) if bool(back.any()) else 0.0  # where nothing flows back nothing is off
@@ -113,7 +121,22 @@ class ActivationOutputs:
         if 0 < float(lost.double().mean()) < MAX_OPEN_SHARE:
             most = UNBOUNDED * inputs.values.abs().amax()
             inputs = ActivationInputs(torch.where(lost, most, inputs.values), inputs.known & ~lost)
-        return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise)
+        return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise, other)
+
+
+def _open_falling_side(
+    activation: ValleyActivation, values: Tensor, inputs: ActivationInputs, slope: Tensor
+) -> tuple[ActivationInputs, Tensor, Tensor]:
+    """Return inputs that are not known where the falling side has a plausible one, too; its share of slopes; and it."""
+    known = inputs.values[inputs.known]
+    falling = activation.falling_inverse(values)
+    if not len(known):
+        return inputs, torch.ones_like(slope), falling
+    plausible = inputs.known & (falling > known.mean() - PLAUSIBLE_DEVIATIONS * known.std(correction=0))
+    there = activation.derivatives(torch.where(plausible, falling, 0.0))[0]
+    there = there * (there.abs() > MIN_SLOPE)
+    factor = torch.where(plausible, there / slope.clamp_min(MIN_SLOPE), 1.0)
+    return ActivationInputs(inputs.values, inputs.known & ~plausible), factor, falling
 
 
 def conv_equations(
@@ -155,11 +178,13 @@ def conv_equations(
     )
     rows, columns = replace(layer, visible_cells=None).pooled_size
     gradient = gradients[f"{stage.name}.weight"]
-    target, target_known, signal, target_std, side_factor = (
+    known = (returned.inputs.values, returned.inputs.known, returned.signal, returned.std, returned.side_factor)
+    parts = known if returned.other_inputs is None else (*known, returned.other_inputs)
+    target, target_known, signal, target_std, side_factor, *other = (
         part.view(count, len(weight), rows, columns)[..., : layer.pooled_size[0], : layer.pooled_size[1]]
         .transpose(0, 1)
         .flatten(1)
-        for part in (returned.inputs.values, returned.inputs.known, returned.signal, returned.std, returned.side_factor)
+        for part in parts
     )
     return Equations(
         layer,
@@ -170,6 +195,7 @@ def conv_equations(
         target_std,
         side_factor,
         rounding=_relative_rounding(view, stage, gradient),
+        other_target=other[0] if other else None,
     )
 
 

@@ -137,7 +137,7 @@ def test_pooling_is_told_by_what_it_does() -> None:
             lambda m, x, p=pooled: m.fc(F.leaky_relu(p(m.conv(x)), 0.2).flatten(1)), conv=conv(24), fc=nn.Linear(384, 4)
         )
         view, _ = chains.seen(chains.initialized(model))
-        stages = extract_layer_chain(view, max_pooling=True)
+        stages = extract_layer_chain(view, lossy=True)
         assert isinstance(stages, tuple)
         assert isinstance(stages[0].after[0], nn.MaxPool2d if i > 2 else nn.AvgPool2d | nn.AdaptiveAvgPool2d)
     whole = Forward(lambda m, x: m.fc(m.conv(x).mean((2, 3))), conv=conv(24), fc=nn.Linear(24, 4))

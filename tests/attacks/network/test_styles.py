@@ -186,8 +186,8 @@ def test_the_same_network_gives_the_same_bytes_however_it_is_written(
     assert torch.equal(result.inputs, right.inputs)
     assert result.objective == right.objective
     stages, others = (
-        extract_layer_chain(view, max_pooling=True),
-        extract_layer_chain(view_of(Modules), max_pooling=True),
+        extract_layer_chain(view, lossy=True),
+        extract_layer_chain(view_of(Modules), lossy=True),
     )
     assert isinstance(stages, tuple)
     assert isinstance(others, tuple)
@@ -214,7 +214,7 @@ class Quickstart(nn.Module):
 
 def test_the_quickstart_network_is_a_chain() -> None:
     view, _ = from_batch(Quickstart(), photograph(32, 3).float(), LABEL)
-    stages = extract_layer_chain(view, max_pooling=True)
+    stages = extract_layer_chain(view, lossy=True)
     assert isinstance(stages, tuple)
     assert [stage.name for stage in stages] == ["conv1", "conv2", "fc1", "fc2", "fc3"]
     assert all(isinstance(stage.activation, nn.ReLU) for stage in stages[:-1])

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.propagation import Propagation, UnknownError
-from attacks.network.operation_recognition import MonotoneActivation
+from attacks.network.curved_activations import MonotoneActivation
 from attacks.network.operation_trace import IMAGE, Graph, Ref, trace_operations
 from fl.seeds import stream
 
