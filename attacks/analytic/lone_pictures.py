@@ -14,6 +14,11 @@ within a tolerance. So a picture is asked for more:
 
 Where a picture may count more or less, by the classes beside it, the mean of several that are nearly alike looks like
 one that counts as much as all of these. Then it has to be at levels of 8 bits, or signals of mixtures far off.
+
+So right pictures are lost where nothing tells them from mixtures. Where all that flows back has one direction (one
+output, two classes) and no further weights moved, as behind frozen layers, no question is left. In float16 a row is
+further off than a picture that counts as right may be, or the rank test's equations than they tell. Levels of 8 bits
+prove nothing there: the mean of two pictures that differ by even levels is at levels, too.
 """
 
 from __future__ import annotations

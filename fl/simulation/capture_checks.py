@@ -325,9 +325,11 @@ def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> No
 
 def _check_pictures(inputs: Tensor, input_range: Range | None) -> None:
     if not inputs.is_floating_point():
+        hint = "of whole numbers give inputs.float() / 255"
+        if inputs.is_complex():
+            hint = "give real and imaginary part as channels: torch.cat([inputs.real, inputs.imag], 1)"
         raise ValueError(
-            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}; of whole numbers "
-            "give inputs.float() / 255"
+            f"expected floating-point inputs (B, C, H, W), got {inputs.dtype} {tuple(inputs.shape)}; {hint}"
         )
     low, high = float(inputs.min()), float(inputs.max())
     if input_range is None and not (low >= 0 and high <= 1):

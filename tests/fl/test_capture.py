@@ -570,3 +570,16 @@ def test_a_model_that_converts_between_its_parts_is_asked_about_its_inputs(batch
     from_batch(Converting(), *batch)
     with pytest.raises(ValueError, match="shapes cannot be multiplied"):
         from_batch(Converting(), batch[0][..., :3], batch[1])
+
+
+def test_complex_inputs_and_outputs_whose_examples_come_second_are_told_how_to_be_given():
+    labels = torch.tensor([1])
+    with pytest.raises(ValueError, match=r"got torch.complex64 .*torch.cat\(\[inputs.real, inputs.imag\], 1\)"):
+        from_batch(nn.Flatten(), torch.zeros(1, 1, 2, 2, dtype=torch.complex64), labels)
+
+    class Steps(nn.Linear):
+        def forward(self, x):
+            return super().forward(x.flatten(2)).transpose(0, 1)
+
+    with pytest.raises(ValueError, match=r"got \(3, 1, 2\); where examples come second"):
+        from_batch(Steps(4, 2), torch.zeros(1, 3, 2, 2), labels)

@@ -103,8 +103,10 @@ def prepare_outputs(
     if found.ndim == 1 and len(found) == len(inputs) and not loss.is_cross_entropy:
         found = found[:, None]
     elif found.ndim == 0 or len(found) != len(inputs):
+        second = found.ndim > 1 and found.shape[1] == len(inputs)
+        hint = "; where examples come second (T, B, ...), say output=a function that transposes it" if second else ""
         raise ValueError(
-            f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}"
+            f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}{hint}"
         )
     loss.check_outputs(found)
     if found is not output or _returns_parts_in_training(model, inputs):
