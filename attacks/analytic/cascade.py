@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -77,9 +78,9 @@ class Cascade(Attack):
     signal are known, the gradient of its weight and its own forward equations are linear in its input once it is known
     which position each pooling cell passed on; `attacks.analytic.maxpool` finds that out. Of one image, layers that
     can't be undone one by one are solved together below the lowest linear layer
-    (`attacks.analytic.recursive.joint_inversion`): several convolutions before a pooling, pooling that overlaps or
-    averages what an activation bent, the steps of recurrent layers. Of activations that fall before they rise, as GELU
-    and SiLU do, a value's larger input is taken, or the smaller where all else says so.
+    (`attacks.analytic.recursive.joint_inversion`): several convolutions before a pooling, pooling with padding or
+    that averages what an activation bent, the steps of recurrent layers. Of activations that fall before they rise
+    (GELU, SiLU) a value's larger input is taken, or the smaller where all else says so.
 
     `verified` needs no truth: every layer's input explains the layer's gradient and outputs up to rounding, and these
     fix every pixel to a level of 8 bits; `fixed` says which pixels they fix. At the rim, where few outputs see a pixel,
@@ -134,8 +135,8 @@ class Cascade(Attack):
         if isinstance(found, NotApplicable):
             other = _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
             return _solve_tokens(view, other) if isinstance(other, NotApplicable) else other
-        if not found.verified and (finished := _finish_valleys(view, found)) is not None:
-            return finished
+        if not found.verified:
+            found = _finish_together(view, found) or found
         if found.verified or not found.objective > MAX_CHAIN_ERROR:
             return found
         return _better_explained(view, seed, found)
@@ -326,21 +327,28 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
     return replace(other, objective=its, verified=False, fixed=None, note=note)
 
 
-def _finish_valleys(view: ServerView, found: Reconstruction) -> Reconstruction | None:
-    """Return what all equations together make of one picture where sides of an activation's lowest value are open.
+def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction | None:
+    """Return what all equations together make of one picture where layer by layer often leaves some of it open.
 
-    None where the network has no such activation, or a picture that explains more was not found.
+    None where the network is not of that kind, or a picture that explains more was not found.
     """
     gradient, stages = _even_gradient(view), extract_layer_chain(view, lossy=True, device=_solving_device(view))
-    if gradient is None or found.inputs is None or isinstance(stages, NotApplicable):
-        return None
-    if not any(isinstance(stage.activation, ValleyActivation) for stage in stages):
+    if gradient is None or found.inputs is None or isinstance(stages, NotApplicable) or not _is_hard(stages):
         return None
     jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
     if not isinstance(jointly, Reconstruction) or jointly.inputs is None or jointly.verified:
         return jointly if isinstance(jointly, Reconstruction) else None
     misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, jointly.inputs])
     return None if misfits is None or misfits[0] <= misfits[1] else jointly
+
+
+def _is_hard(stages: Sequence[Stage]) -> bool:
+    """Return whether an activation of a chain falls before it rises, or windows of its pooling overlap."""
+    if any(isinstance(stage.activation, ValleyActivation) for stage in stages):
+        return True
+    pairs = [pair for pair in itertools.pairwise(stages) if isinstance(pair[0].layer, nn.Conv2d)]
+    pools = [pooled for pair in pairs if (pooled := pooling_between(*pair)) is not None]
+    return any(pooled.stride != pooled.window for pooled in pools)
 
 
 def _note_both(jointly: Reconstruction, by_graph: Reconstruction) -> Reconstruction:
@@ -433,9 +441,7 @@ def _module_names(modules: Iterable[nn.Module]) -> str:
     return ", ".join(str(getattr(module, "place", type(module).__name__)) for module in modules)
 
 
-SUPPORTED = (
-    "it takes at most one normalization and one pooling whose windows do not overlap, averages before activations"
-)
+SUPPORTED = "it takes at most one normalization and one pooling without padding, averages before activations"
 """What may stand between two layers."""
 
 

@@ -14,7 +14,7 @@ def solve_by_row_space(equations: Equations) -> Tensor | None:
     The gradient is S Phi, with S (O, L) the signal at every position and Phi (L, M) the patches. Where S has full
     column rank, its rows span what the patches span: every patch of X vanishes under the projection N onto the
     rest, so X minimizes sum_l U_l^T N U_l, up to a factor. The factor follows from S = gradient Phi^+, which in every
-    cell must add up to the known signal.
+    cell must add up to the known signal, and where cells overlap over all of them.
     """
     layer = equations.layer
     positions = layer.positions
@@ -29,8 +29,10 @@ def solve_by_row_space(equations: Equations) -> Tensor | None:
         return None
     x = direction.view(layer.shape)
     signal = equations.gradient @ torch.linalg.pinv(layer.patches(x), rtol=1e-6)
-    cells = signal[:, layer.cells].sum(-1)
-    factor = (cells * equations.signal).sum() / equations.signal.square().sum()
+    apart = layer.window_stride == layer.window
+    found = signal[:, layer.cells].sum(-1) if apart else signal.sum(1)
+    known = equations.signal if apart else equations.signal.sum(1)
+    factor = (found * known).sum() / known.square().sum()
     return x * factor
 
 

@@ -25,11 +25,12 @@ class ConvPoolLayer:
         shape: (I, H, W), with H the height of all images together.
         padding: zeros on every side of an image, by axis.
         stride: by axis.
-        window: of the pooling, by axis, also its stride; (1, 1) is none.
+        window: of the pooling, by axis; (1, 1) is none.
         is_average: whether pooling averages instead of taking the maximum.
         images: how many.
         visible_cells: rows and columns of each image's cells of which anything is known: the layer above saw no
             others. All if None.
+        pool_stride: between windows, by axis, which may overlap; None is the window's own size.
     """
 
     weight: Tensor
@@ -41,6 +42,12 @@ class ConvPoolLayer:
     is_average: bool = False
     images: int = 1
     visible_cells: tuple[int, int] | None = None
+    pool_stride: tuple[int, int] | None = None
+
+    @property
+    def window_stride(self) -> tuple[int, int]:
+        """Positions between one window and the next, by axis."""
+        return self.pool_stride or self.window
 
     @cached_property
     def image_shape(self) -> tuple[int, int, int]:
@@ -57,8 +64,10 @@ class ConvPoolLayer:
     @cached_property
     def output_size(self) -> tuple[int, int]:
         """Height and width of the outputs that the visible cells cover; only these positions are counted."""
-        kept = self.visible_cells or self.full_output_size
-        height, width = (min(n, k * w) for n, k, w in zip(self.full_output_size, kept, self.window, strict=True))
+        if self.visible_cells is None:
+            return self.full_output_size
+        sides = zip(self.full_output_size, self.visible_cells, self.window, self.window_stride, strict=True)
+        height, width = (min(n, (k - 1) * s + w) for n, k, w, s in sides)
         return height, width
 
     @property
@@ -79,24 +88,24 @@ class ConvPoolLayer:
     @cached_property
     def pooled_size(self) -> tuple[int, int]:
         """Height and width of an image after pooling, as far as it is kept."""
-        return self.output_size[0] // self.window[0], self.output_size[1] // self.window[1]
+        sides = zip(self.output_size, self.window, self.window_stride, strict=True)
+        height, width = ((n - w) // s + 1 for n, w, s in sides)
+        return height, width
 
     @cached_property
     def visible_input_size(self) -> tuple[int, int]:
         """Height and width of the part of an image that the cells see: pooling leaves out what fills no window."""
-        sides = zip(
-            self.image_shape[1:], self.pooled_size, self.window, self.stride, self.kernel, self.padding, strict=True
-        )
-        height, width = (min(n, (c * w - 1) * s + k - p) for n, c, w, s, k, p in sides)
+        seen = ((c - 1) * t + w for c, t, w in zip(self.pooled_size, self.window_stride, self.window, strict=True))
+        sides = zip(self.image_shape[1:], seen, self.stride, self.kernel, self.padding, strict=True)
+        height, width = (min(n, (o - 1) * s + k - p) for n, o, s, k, p in sides)
         return height, width
 
     @cached_property
     def cells(self) -> Tensor:
         """The positions of every cell (K, P)."""
-        (height, width), (rows, columns) = self.pooled_size, self.window
         grid = torch.arange(self.positions, device=self.weight.device).view(self.images, *self.output_size)
-        grid = grid[:, : height * rows, : width * columns].reshape(-1, height, rows, width, columns)
-        return grid.transpose(2, 3).reshape(-1, rows * columns)
+        (rows, columns), (down, right) = self.window, self.window_stride
+        return grid.unfold(1, rows, down).unfold(2, columns, right).reshape(-1, rows * columns)
 
     @cached_property
     def merged_convolution(self) -> ConvPoolLayer:
@@ -108,7 +117,7 @@ class ConvPoolLayer:
             for b in range(columns):
                 top, left = a * down, b * right
                 weight[:, :, top : top + self.kernel[0], left : left + self.kernel[1]] += self.weight / (rows * columns)
-        stride = (down * rows, right * columns)
+        stride = (down * self.window_stride[0], right * self.window_stride[1])
         return self._with_filters(weight, self.bias, stride)
 
     @cached_property
@@ -143,10 +152,9 @@ class ConvPoolLayer:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
     def scatter(self, values: Tensor) -> Tensor:
-        """Return values by cell (O, K, P) at their positions (O, L), zero at those that no cell covers."""
+        """Return values by cell (O, K, P) at their positions (O, L), summed over cells; zero where there is none."""
         result = values.new_zeros(values.shape[0], self.positions)
-        result[:, self.cells.flatten()] = values.flatten(1)
-        return result
+        return result.index_add_(1, self.cells.flatten(), values.flatten(1))
 
     def weight_gradient(self, signal: Tensor, x: Tensor) -> Tensor:
         """Return the weight's gradient (O, M) where `signal` (O, L) flows back into the outputs."""
@@ -211,7 +219,7 @@ class ConvPoolLayer:
             top, left = p // columns * down, p % columns * right
             weight[:, p, :, top : top + height, left : left + width] = self.weight
         bias = self.bias.repeat_interleave(rows * columns)
-        stride = (down * rows, right * columns)
+        stride = (down * self.window_stride[0], right * self.window_stride[1])
         return self._with_filters(weight.flatten(0, 1), bias, stride)
 
     def _sum_patch_forms(self, forms: Tensor) -> Tensor:

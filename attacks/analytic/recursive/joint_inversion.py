@@ -8,11 +8,11 @@ With f the network up to that input and theta its weights, the picture x answers
 
 which takes no label, no loss and nothing of what lies above. Layer by layer these are linear only where pooling and
 activations can be undone one by one. Taken together they are nonlinear least squares, each equation weighed by its
-rounding, whatever stands between the layers: several convolutions before a pooling, pooling that overlaps or averages
-what an activation bent, activations that rise and fall. They are solved by Levenberg and Marquardt's steps from gray,
-with the whole matrix: diagonals leave it too ill-conditioned for conjugate gradients. Smooth networks lead from gray to
-the picture; of those made of lines the search may end elsewhere, and says so. Weights that are used step after step
-have gradients that are sums over the steps; that is no matter here.
+rounding, whatever stands between the layers: several convolutions before a pooling, pooling with padding or that
+averages what an activation bent, activations that rise and fall. They are solved by Levenberg and Marquardt's steps
+from gray, with the whole matrix: diagonals leave it too ill-conditioned for conjugate gradients. Smooth networks lead
+from gray to the picture; of those made of lines the search may end elsewhere, and says so. Weights that are used step
+after step have gradients that are sums over the steps; that is no matter here.
 
 A smooth Gaussian prior counts beside the equations, and decides where rounding leaves them nothing to say. Pixels of
 the solution are put on levels, and moved by single levels for as long as that explains more. They count as

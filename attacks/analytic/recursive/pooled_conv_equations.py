@@ -29,10 +29,11 @@ UNBOUNDED = 1e3
 
 @dataclass(frozen=True)
 class Pooling:
-    """Pooling of windows side by side; (1, 1) is none."""
+    """Pooling of windows side by side or overlapping; (1, 1) is none."""
 
     window: tuple[int, int] = (1, 1)
     average: bool = False
+    stride: tuple[int, int] = (1, 1)
 
 
 def pooling_between(stage: Stage, above: Stage) -> Pooling | None:
@@ -51,7 +52,7 @@ def pooling_between(stage: Stage, above: Stage) -> Pooling | None:
     window, stride = _pair(pool.kernel_size), _pair(pool.stride)
     average = isinstance(pool, nn.AvgPool2d)
     if (
-        window != stride
+        any(step > side for step, side in zip(stride, window, strict=True))
         or _pair(pool.padding) != (0, 0)
         or pool.ceil_mode
         or _pair(getattr(pool, "dilation", 1)) != (1, 1)
@@ -59,7 +60,7 @@ def pooling_between(stage: Stage, above: Stage) -> Pooling | None:
         return None
     if average and pool in before and not isinstance(stage.activation, nn.Identity):
         return None  # averages of what an activation bent are not linear in the convolution's outputs
-    return Pooling(window, average)
+    return Pooling(window, average, stride)
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
@@ -175,6 +176,7 @@ def conv_equations(
         pooled.average,
         count,
         visible_cells,
+        pooled.stride,
     )
     rows, columns = replace(layer, visible_cells=None).pooled_size
     gradient = gradients[f"{stage.name}.weight"]

@@ -29,6 +29,10 @@ SHAPES = {
     "padded": dict(shape=(1, 6, 6), padding=(1, 2), stride=(1, 1), window=(2, 2)),
     "strided": dict(shape=(2, 9, 8), padding=(1, 1), stride=(2, 1), window=(1, 1)),
     "odd": dict(shape=(1, 9, 9), padding=(0, 0), stride=(1, 1), window=(3, 2)),
+    "overlapping": dict(shape=(2, 9, 10), padding=(1, 1), stride=(1, 1), window=(3, 2), pool_stride=(2, 1)),
+    "strided and overlapping": dict(
+        shape=(1, 15, 14), padding=(0, 1), stride=(2, 1), window=(3, 3), pool_stride=(2, 2)
+    ),
     "average": dict(shape=(2, 8, 8), padding=(1, 1), stride=(1, 1), window=(2, 2), is_average=True),
 }
 
@@ -64,7 +68,7 @@ def test_the_maps_of_a_layer_are_autograd_s(name: str) -> None:
     weight, x = made.weight.clone().requires_grad_(), x.requires_grad_()
     outputs = F.conv2d(x[None], weight, made.bias, made.stride, made.padding)
     pool = F.avg_pool2d if made.is_average else F.max_pool2d
-    pooled = pool(outputs, made.window)[0].flatten(1)
+    pooled = pool(outputs, made.window, made.window_stride)[0].flatten(1)
     assert torch.allclose(made.pooled_outputs(x), pooled)
     equations = problem(made, x.detach())
     back, down = torch.autograd.grad((pooled * equations.signal).sum(), [weight, x])
@@ -98,8 +102,9 @@ def test_the_matrices_of_a_layer_are_the_forms_they_stand_for(name: str) -> None
     )
 
 
-def test_what_a_cell_sees_is_one_patch_of_its_window() -> None:
-    made, x = layer("plain"), randn(2, 8, 7)
+@pytest.mark.parametrize("name", ["plain", "overlapping", "strided and overlapping"])
+def test_what_a_cell_sees_is_one_patch_of_its_window(name: str) -> None:
+    made, x = layer(name), randn(*SHAPES[name]["shape"])  # type: ignore[misc]
     outputs = made.cell_layer.linear_outputs(x).unflatten(0, (3, -1)).transpose(1, 2)
     assert torch.allclose(outputs + made.bias[:, None, None], made.outputs(x))
 
