@@ -335,7 +335,10 @@ def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction 
     gradient, stages = _even_gradient(view), extract_layer_chain(view, lossy=True, device=_solving_device(view))
     if gradient is None or found.inputs is None or isinstance(stages, NotApplicable) or not _is_hard(stages):
         return None
-    jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
+    try:
+        jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
+    except StoppedError as error:
+        return replace(found, cut_short=f"not done before {error}: all layers together")
     if not isinstance(jointly, Reconstruction) or jointly.inputs is None or jointly.verified:
         return jointly if isinstance(jointly, Reconstruction) else None
     misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, jointly.inputs])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 import pytest
 import torch
 from support.pictures import attack, error, network, photograph, victim
 from torch import Tensor, nn
 
+from attacks.analytic import cascade
 from attacks.analytic.cascade import Cascade
+from attacks.search_control import StoppedError
 from fl.types import Task
 
 ON_LEVELS = (photograph(14) * 255).round() / 255
@@ -47,6 +50,17 @@ def test_what_lies_on_the_falling_side_is_found_out() -> None:
     result = attack(victim(task, ON_LEVELS))
     assert error(result, ON_LEVELS) < 1e-6
     assert result.verified
+
+
+def test_what_layer_by_layer_found_stays_where_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object) -> NoReturn:
+        raise StoppedError("the time limit")
+
+    monkeypatch.setattr(cascade, "_solve_jointly", stopped)
+    result = attack(victim(network(nn.Conv2d(1, 12, 3, padding=1), nn.SiLU()), ON_LEVELS))
+    assert error(result, ON_LEVELS) < 1e-6
+    assert not result.verified
+    assert result.cut_short == "not done before the time limit: all layers together"
 
 
 def test_a_gradient_of_another_picture_is_not_verified() -> None:
