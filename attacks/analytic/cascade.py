@@ -135,11 +135,7 @@ class Cascade(Attack):
         if isinstance(found, NotApplicable):
             other = _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
             return _solve_tokens(view, other) if isinstance(other, NotApplicable) else other
-        if not found.verified:
-            found = _finish_together(view, found) or found
-        if found.verified or not found.objective > MAX_CHAIN_ERROR:
-            return found
-        return _better_explained(view, seed, found)
+        return found if found.verified else _finish(view, seed, found)
 
     def _solve_chain(self, view: ServerView) -> Result:
         """Return what one round gives away of a chain of layers."""
@@ -327,22 +323,40 @@ def _better_explained(view: ServerView, seed: int, found: Reconstruction) -> Rec
     return replace(other, objective=its, verified=False, fixed=None, note=note)
 
 
-def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction | None:
+def _finish(view: ServerView, seed: int, chain: Reconstruction) -> Reconstruction:
+    """Return what explains most of the update, beginning at a picture of the chain that is not verified.
+
+    Where the chain left much, `backsolve` is asked, too.
+    """
+    finished = _finish_together(view, chain)
+    if finished.verified or finished.cut_short or not chain.objective > MAX_CHAIN_ERROR:
+        return finished
+    other = _better_explained(view, seed, chain)
+    if other is chain:
+        return finished
+    again = other if other.verified else _finish_together(view, other)
+    return again if again.verified or finished is chain or again.objective < finished.objective else finished
+
+
+def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction:
     """Return what all equations together make of one picture where layer by layer often leaves some of it open.
 
-    None where the network is not of that kind, or a picture that explains more was not found.
+    It is `found` itself where the network is not of that kind, or nothing that explains more was found. Where `found`
+    says which pixels its equations fix, these were explained, and only a verified picture replaces it.
     """
     gradient, stages = _even_gradient(view), extract_layer_chain(view, lossy=True, device=_solving_device(view))
     if gradient is None or found.inputs is None or isinstance(stages, NotApplicable) or not _is_hard(stages):
-        return None
+        return found
     try:
         jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
     except StoppedError as error:
         return replace(found, cut_short=f"not done before {error}: all layers together")
-    if not isinstance(jointly, Reconstruction) or jointly.inputs is None or jointly.verified:
-        return jointly if isinstance(jointly, Reconstruction) else None
+    if not isinstance(jointly, Reconstruction) or jointly.inputs is None:
+        return found
+    if jointly.verified or found.fixed is not None:
+        return jointly if jointly.verified else found
     misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, jointly.inputs])
-    return None if misfits is None or misfits[0] <= misfits[1] else jointly
+    return found if misfits is None or misfits[0] <= misfits[1] else jointly
 
 
 def _is_hard(stages: Sequence[Stage]) -> bool:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-SEARCH_SPAN = 40.0
-"""Inputs of an activation are looked for up to so far from zero."""
+SEARCH_SPAN, MAX_DOUBLINGS = 40.0, 20
+"""Inputs of an activation are looked for up to so far from zero, doubled so often at most while values reach beyond."""
 BISECTIONS = 70
 """Of that span: more than double precision can tell apart."""
 MIN_SLOPE = 1e-9
@@ -56,6 +56,19 @@ class CurvedActivation(nn.Module):
             (slope,) = torch.autograd.grad(self(x).sum(), x)
         return slope
 
+    def _search_end(self, values: Tensor, end: float, *, largest: bool) -> float:
+        """Return `end`, doubled until the activation is level there or beyond the largest (or least) of `values`."""
+        limit = values.amax() if largest else values.amin()
+        for _ in range(MAX_DOUBLINGS):
+            at = values.new_tensor([end])
+            with torch.no_grad():
+                made = self(at)[0]
+            short = made < limit if largest else made > limit
+            if not bool(short & made.isfinite()) or not bool(self._slope(at).abs() > MIN_SLOPE):
+                break
+            end *= 2
+        return end
+
     def _bisect(self, values: Tensor, low: float, high: float) -> Tensor:
         """Return where between two inputs the activation takes `values`, if it rises or falls all the way."""
         left, right = torch.full_like(values, low), torch.full_like(values, high)
@@ -73,17 +86,23 @@ class MonotoneActivation(CurvedActivation):
     """An activation that never falls as what it is given grows, e.g. ELU or softplus."""
 
     def inverse(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what it was given where it returned `values`, and where that can be told: not on a level stretch."""
-        ends = values.new_tensor([-SEARCH_SPAN, SEARCH_SPAN])
+        """Return what it was given where it returned `values`, and where that can be told: not on a level stretch.
+
+        On a level stretch it is that stretch's larger end, as far as was looked.
+        """
+        low = self._search_end(values, -SEARCH_SPAN, largest=False)
+        high = self._search_end(values, SEARCH_SPAN, largest=True)
+        ends = values.new_tensor([low, high])
         with torch.no_grad():
             least, most = self(ends)
-        found = self._bisect(values, -SEARCH_SPAN, SEARCH_SPAN)
+        found = self._bisect(values, low, high)
         # what came out beyond its level ends, which is impossible, says how far off all values may be
         beyond = torch.maximum((least - values).amax(), (values - most).amax()).clamp_min(0)
         slack = torch.maximum(2 * beyond, SATURATION * (most - least))
         level = self._slope(ends) < MIN_SLOPE
         bottom, top = torch.where(level, slack, torch.zeros_like(slack)).unbind()
-        within = (values > least + bottom) & (values < most - top) & (found.abs() < SEARCH_SPAN * (1 - 1e-9))
+        inside = (found > low * (1 - 1e-9)) & (found < high * (1 - 1e-9))
+        within = (values > least + bottom) & (values < most - top) & inside
         return found, within & (self._slope(found) > MIN_SLOPE)
 
 
@@ -95,35 +114,41 @@ class ValleyActivation(CurvedActivation):
     Args:
         run: as of any curved activation.
         shape: likewise.
-        near: an input below and one above the one with the lowest value.
+        near: an input below and one above the one with the lowest value (2,), in the type and where `run` takes them.
 
     Attributes:
         lowest: the input with the lowest value.
     """
 
-    def __init__(self, run: Callable[[Tensor], Tensor], shape: torch.Size, near: tuple[float, float]) -> None:
+    def __init__(self, run: Callable[[Tensor], Tensor], shape: torch.Size, near: Tensor) -> None:
         super().__init__(run, shape)
-        low, high = near
+        low, high = near.tolist()
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            falls = float(self._slope(torch.tensor([middle], dtype=torch.float64))) < 0
+            falls = float(self._slope(near.new_tensor([middle]))) < 0
             low, high = (middle, high) if falls else (low, middle)
         self.lowest = high
 
     def inverse(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the larger of the inputs that have such values, and where there is one."""
-        found = self._bisect(values, self.lowest, SEARCH_SPAN)
+        """Return the larger of the inputs that have such values, and where there is one.
+
+        Where values are too low to tell it from the smaller one, it is the largest that they may have.
+        """
+        high = self._search_end(values, SEARCH_SPAN, largest=True)
         with torch.no_grad():
             least = self(values.new_tensor([self.lowest]))
         slack = 2 * (least - values).amax().clamp_min(0)  # impossible values say how far off all may be
-        return found, (values > least + slack) & (self._slope(found) > MIN_SLOPE)
+        found = self._bisect(values.maximum(least + slack), self.lowest, high)
+        known = (values > least + slack) & (found < high * (1 - 1e-9)) & (self._slope(found) > MIN_SLOPE)
+        return found, known
 
     def falling_inverse(self, values: Tensor) -> Tensor:
         """Return the smaller of the inputs that have such values; minus infinity where none has.
 
         On a level stretch it is that stretch's right end.
         """
-        found = self._bisect(values, -SEARCH_SPAN, self.lowest)
+        low = self._search_end(values, -SEARCH_SPAN, largest=True)
+        found = self._bisect(values, low, self.lowest)
         with torch.no_grad():
-            most = self(values.new_tensor([-SEARCH_SPAN]))
+            most = self(values.new_tensor([low]))
         return torch.where(values > most + SATURATION, -torch.inf, found)

@@ -320,8 +320,7 @@ def _as_activation(run: Map, taken: Tensor) -> nn.Module | None:
         and bool((steps[:lowest] <= ROUNDING).all())
         and bool((steps[lowest:] >= -ROUNDING).all())
     ):
-        near = float(grid[order][lowest - 1]), float(grid[order][lowest + 1])
-        return ValleyActivation(run, taken.shape[1:], near)
+        return ValleyActivation(run, taken.shape[1:], grid[order][[lowest - 1, lowest + 1]])
     return None
 
 

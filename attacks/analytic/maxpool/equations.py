@@ -55,9 +55,11 @@ class Equations:
 
     @property
     def count(self) -> int:
-        """How many equations there are: of outputs with a target, and of the gradients of filters that moved."""
-        moved = self.gradient.any(1)
-        return int(self.target_known.sum()) + int(moved.sum()) * self.gradient.shape[1]
+        """How many equations there are: of outputs with a target or two, and of gradients of filters that moved."""
+        moved, told = self.gradient.any(1), self.target_known
+        if self.other_target is not None:
+            told = told | (self.side_factor != 1)
+        return int(told.sum()) + int(moved.sum()) * self.gradient.shape[1]
 
     @cached_property
     def target_minus_bias(self) -> Tensor:

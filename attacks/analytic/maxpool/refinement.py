@@ -155,13 +155,18 @@ def choose_activation_sides(equations: Equations, fit: Fit) -> tuple[Equations, 
 
 
 def _choose_by_outputs(equations: Equations, other_target: Tensor, fit: Fit) -> Equations:
-    """Take each target that is not known yet for the one of both that the outputs of `fit` are near, if they are."""
+    """Take each target that is not known yet for the one of both that the outputs of `fit` are near, if they are.
+
+    On a level stretch every output below the other target is as good.
+    """
     asked = ~equations.target_known & (equations.side_factor != 1)
     apart = equations.target - other_target
     outputs = equations.layer.pooled_outputs(fit.x)
     near = SIDE_MARGIN * apart - SIDE_DEVIATIONS * fit.output_error * equations.output_scale
     this = asked & ((outputs - equations.target).abs() < near)
-    other = asked & ~this & ((outputs - other_target).abs() < near)
+    level_there = equations.side_factor == 0
+    above = outputs - other_target
+    other = asked & ~this & (torch.where(level_there, above, above.abs()) < near)
     if not bool((this | other).any()):
         return equations
     factor = torch.where(other, equations.side_factor, 1.0)

@@ -37,7 +37,7 @@ class ActivationInputs:
     """What the activation of a stage was given.
 
     Attributes:
-        values: (N, ...).
+        values: (N, ...); where they are not known, no less than what was given.
         known: where they are known (N, ...).
     """
 
@@ -96,7 +96,8 @@ def invert_activation(activation: nn.Module, values: Tensor) -> tuple[Activation
         return ActivationInputs(torch.atanh(safe), known), (1 - safe.square()) * known
     if isinstance(activation, MonotoneActivation | ValleyActivation):
         given, known = activation.inverse(values)
-        return ActivationInputs(given * known, known), activation.derivatives(given)[0] * known
+        at_most = torch.where(known, given, given.clamp_min(0))  # well above a level stretch that ends below zero
+        return ActivationInputs(at_most, known), activation.derivatives(given)[0] * known
     low = negative_slope(activation)
     if low == 0:
         known = values > torch.maximum(-2 * values.min(), SATURATION * values.abs().max())

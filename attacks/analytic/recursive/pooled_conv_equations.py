@@ -122,6 +122,8 @@ class ActivationOutputs:
         if 0 < float(lost.double().mean()) < MAX_OPEN_SHARE:
             most = UNBOUNDED * inputs.values.abs().amax()
             inputs = ActivationInputs(torch.where(lost, most, inputs.values), inputs.known & ~lost)
+            if other is not None:
+                side_factor = side_factor.masked_fill(lost, 1.0)  # neither side's input is known
         return cls(inputs, back, error / slope.clamp_min(1e-6), side_factor, noise, other)
 
 

@@ -63,6 +63,27 @@ def test_what_layer_by_layer_found_stays_where_time_is_up(monkeypatch: pytest.Mo
     assert result.cut_short == "not done before the time limit: all layers together"
 
 
+def test_what_lies_far_below_a_level_stretch_is_found_out() -> None:
+    task = pooled(nn.Hardswish)
+    with torch.no_grad():
+        task.model.get_parameter("body.0.weight").mul_(4)
+    result = attack(victim(task, ON_LEVELS))
+    assert error(result, ON_LEVELS) < 1e-6
+    assert result.verified
+
+
+def test_pixels_that_layers_fix_stay_fixed_where_others_are_open() -> None:
+    task = pooled(nn.GELU)
+    with torch.no_grad():
+        task.model.get_parameter("body.0.weight").mul_(12)
+    result = attack(victim(task, ON_LEVELS))
+    assert not result.verified
+    assert result.inputs is not None
+    assert result.fixed is not None
+    assert 190 <= int(result.fixed.sum()) < 196
+    assert torch.allclose(result.inputs[result.fixed], ON_LEVELS[result.fixed])
+
+
 def test_a_gradient_of_another_picture_is_not_verified() -> None:
     task = pooled(nn.SiLU)
     view, other = victim(task, ON_LEVELS), victim(task, 1 - ON_LEVELS)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from attacks.analytic.recursive.layer_equations import invert_activation
 from attacks.network.curved_activations import MonotoneActivation, ValleyActivation
 
 LOWEST: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
@@ -20,7 +22,7 @@ LOWEST: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 def valley(kind: str) -> ValleyActivation:
     run, lowest = LOWEST[kind]
-    return ValleyActivation(run, torch.Size([4]), (lowest - 0.3, lowest + 0.2))
+    return ValleyActivation(run, torch.Size([4]), torch.tensor([lowest - 0.3, lowest + 0.2], dtype=torch.float64))
 
 
 @pytest.mark.parametrize("kind", list(LOWEST))
@@ -51,6 +53,35 @@ def test_nothing_is_known_below_the_lowest_value() -> None:
     values[0] -= 0.01
     _, known = valley("gelu").inverse(values)
     assert known.tolist() == [False, True]
+
+
+def test_what_is_too_low_to_be_told_is_bounded() -> None:
+    run = partial(torch.sub, other=1.0)
+    activation = ValleyActivation(lambda x: run(x).square(), torch.Size([4]), torch.tensor([0.9, 1.2]).double())
+    found, known = activation.inverse(torch.tensor([-1e-8, 4.0], dtype=torch.float64))
+    assert known.tolist() == [False, True]
+    assert found[0] == pytest.approx(1 + 2e-8**0.5)
+    assert found[1] == pytest.approx(3)
+
+
+@pytest.mark.parametrize("made", [nn.ELU(), nn.Softplus(), nn.SiLU()])
+def test_large_inputs_are_found(made: nn.Module) -> None:
+    near = torch.tensor([-1.4, -1.2], dtype=torch.float64)
+    curved = MonotoneActivation(made, torch.Size([4]))
+    activation = ValleyActivation(made, torch.Size([4]), near) if isinstance(made, nn.SiLU) else curved
+    given = torch.tensor([-0.5, 39.0, 60.0, 3e4], dtype=torch.float64)
+    found, known = activation.inverse(made(given))
+    assert known.all()
+    assert torch.allclose(found, given)
+
+
+def test_a_level_top_bounds_nothing() -> None:
+    inputs, _ = invert_activation(
+        MonotoneActivation(nn.ReLU6(), torch.Size([3])), torch.tensor([0.0, 2.0, 6.0]).double()
+    )
+    assert inputs.known.tolist() == [False, True, False]
+    assert inputs.values[0] == pytest.approx(0, abs=1e-15)
+    assert inputs.values[2] > 6
 
 
 @pytest.mark.parametrize("made", [nn.ELU(), nn.Softplus()])

@@ -6,12 +6,14 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from attacks.analytic.maxpool.conv_pool_layer import ConvPoolLayer
 from attacks.analytic.maxpool.equations import Equations
 from attacks.analytic.maxpool.refinement import evaluate
 from attacks.analytic.maxpool.solution import LayerSolution
 from attacks.analytic.recursive.pooled_conv_equations import OPEN_STD, ActivationOutputs
+from attacks.network.curved_activations import ValleyActivation
 from attacks.network.layer_chain import Stage
 from fl.seeds import stream
 
@@ -44,6 +46,10 @@ def test_what_no_passed_on_position_sees_is_uncertain() -> None:
     assert bool((off[~unseen] < OPEN_STD).all())
 
 
+def _silu() -> ValleyActivation:
+    return ValleyActivation(functional.silu, torch.Size([16]), torch.tensor([-1.4, -1.2], dtype=torch.float64))
+
+
 def test_an_uncertain_output_has_no_target() -> None:
     conv = nn.Conv2d(1, 1, 1).double()
     stage = Stage("below", conv, torch.Size((1, 4, 4)), activation=nn.ReLU())
@@ -58,3 +64,15 @@ def test_an_uncertain_output_has_no_target() -> None:
     assert float(found.inputs.values[0, 2]) == 0
     unsolved = ActivationOutputs.of(stage, above, values, torch.ones_like(values), torch.full_like(off, 0.5))
     assert int(unsolved.inputs.known.sum()) == 15
+
+
+def test_neither_input_of_an_uncertain_output_is_a_target() -> None:
+    stage = Stage("below", nn.Conv2d(1, 1, 1).double(), torch.Size((1, 4, 4)), activation=_silu())
+    above = Stage("above", nn.Conv2d(1, 1, 1).double(), torch.Size((1, 4, 4)))
+    values = torch.full((1, 1, 4, 4), -0.2).double()
+    values[..., 2:, :] = 0.5
+    off = torch.full_like(values, 1e-6)
+    off[..., 0, 1] = 0.5
+    found = ActivationOutputs.of(stage, above, values, torch.ones_like(values), off)
+    assert found.inputs.known[0].tolist() == [False] * 8 + [True] * 8
+    assert (found.side_factor[0] != 1).tolist() == [True, False] + [True] * 6 + [False] * 8
