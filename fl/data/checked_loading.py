@@ -42,10 +42,15 @@ def load_checked(source: Source) -> Dataset:
     groups = dataset.groups
     if groups is not None:
         for part, of, batch in (("train", groups.train, dataset.train), ("test", groups.test, dataset.test)):
-            if of.shape != batch.labels.shape or not (int(of.min()) >= 0 and int(of.max()) < len(groups.names)):
+            if not isinstance(of, Tensor) or of.shape != batch.labels.shape:
+                found = tuple(of.shape) if isinstance(of, Tensor) else type(of).__name__
                 raise ValueError(
-                    f"data set {name!r}: {part}: expected the group of each of {len(batch)} images, in "
-                    f"[0, {len(groups.names)}), got {tuple(of.shape)} in [{int(of.min())}, {int(of.max())}]"
+                    f"data set {name!r}: {part}: expected groups int64 ({len(batch)},), one for each image, got {found}"
+                )
+            if not (int(of.min()) >= 0 and int(of.max()) < len(groups.names)):
+                raise ValueError(
+                    f"data set {name!r}: {part}: expected groups in [0, {len(groups.names)}), one for each of their "
+                    f"names, got {int(of.min())} to {int(of.max())}"
                 )
     return dataset
 

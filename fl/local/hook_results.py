@@ -34,6 +34,8 @@ def expect_direction(method: str, found: object, params: Tensors | None) -> Tens
     for name, value in found.items():
         if name not in params:
             raise ValueError(f"{method}: gradient() returned {name!r}, which is no parameter of this step")
+        if not hasattr(value, "shape"):
+            raise TypeError(f"{method}: expected gradient() to return tensors, got {type(value).__name__} for {name!r}")
         if tuple(value.shape) != tuple(params[name].shape):
             raise ValueError(
                 f"{method}: expected gradient() to return {name!r} of shape {tuple(params[name].shape)}, got "

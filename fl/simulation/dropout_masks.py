@@ -213,8 +213,9 @@ def _cause(silenced: Silenced, why: str) -> str:
         )
     return (
         f"got dropout ({names}), whose masks are not read off this update: they are where a layer takes what "
-        "nn.Dropout or nn.Dropout2d returns, as it is or behind activations and pooling, and show by weights that did "
-        "not move (weight decay has to be stated). Masks of attention, recurrent layers and AlphaDropout are not read"
+        "nn.Dropout or nn.Dropout2d returns, as it is or (nothing else taking it) behind activations and pooling, and "
+        "show by weights that did not move (weight decay has to be stated). Masks of attention, recurrent layers and "
+        "AlphaDropout are not read"
     )
 
 
@@ -367,6 +368,7 @@ def _read_behind(
 
     A linear layer or a convolution shows it that takes of each number (or channel) what no other makes, and zeros where
     that is zero: behind activations and pooling, say. They are told apart by an example for each, of that one alone.
+    Where it takes those of one sign alone, as behind a ReLU, nothing else may take the others.
 
     Args:
         model: without dropout.
@@ -392,10 +394,13 @@ def _read_behind(
     own = (count, *(1 for _ in shape[1:])) if channels else tuple(shape)
     single = torch.eye(count).to(inputs).view(count, *own).expand(count, *shape)
     runs = [_run_with(model, name, inputs, partial(_instead, factor * single), update) for factor in (0, 1, -1)]
-    for layer in runs[0]:
+    for layer in [name for name in runs[0] if name]:
         if any(layer not in run or len(run[layer]) != count for run in runs) or bool(runs[0][layer].any()):
             continue
-        made = (_by_column(runs[1][layer]) | _by_column(runs[2][layer])).to(inputs.device)  # (numbers, columns)
+        signs = [_by_column(run[layer]).to(inputs.device) for run in runs[1:]]
+        made = signs[0] | signs[1]  # (numbers, columns)
+        if any(_is_seen(run, runs[0], ~shown.any(1)) for run, shown in zip(runs[1:], signs, strict=True)):
+            continue
         weight = update[f"{layer}.weight"]
         moved = (weight != 0).transpose(0, 1).flatten(1).any(1).to(inputs.device)
         if made.shape[1] == len(moved) and bool((made.sum(0) <= 1).all()) and bool(made.any(1).all()):
@@ -408,7 +413,10 @@ def _read_behind(
 def _run_with(
     model: nn.Module, name: str, inputs: Tensor, change: Callable[[Tensor], Tensor], update: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return what layers whose weights are in an update take, by name, where what a module returns is changed."""
+    """Return what layers whose weights are in an update take, by name, where what a module returns is changed.
+
+    What the network returns is under "", if it does, as a tensor.
+    """
     probe, taken = copy_model(model).eval(), dict[str, Tensor]()
 
     def take(layer: str, given: Sequence[Tensor]) -> None:
@@ -423,8 +431,16 @@ def _run_with(
         if plain and f"{layer}.weight" in update:
             module.register_forward_pre_hook(lambda _, given, layer=layer: take(layer, given))
     with torch.no_grad(), suppress(*RUN_ERRORS):  # behind the layer that is asked about it may be of any batch size
-        probe(inputs)
+        returned = probe(inputs)
+        if isinstance(returned, Tensor):
+            taken[""] = returned
     return taken
+
+
+def _is_seen(run: Mapping[str, Tensor], without: Mapping[str, Tensor], which: Tensor) -> bool:
+    """Return whether some of the examples (n,) change what any layer takes from what it takes without them."""
+    pairs = [(value, without[name]) for name, value in run.items() if name in without and len(value) == len(which)]
+    return any(len(one) == len(which) and not torch.equal(value[which], one[which]) for value, one in pairs)
 
 
 def _instead(given: Tensor, _output: Tensor) -> Tensor:

@@ -105,6 +105,24 @@ def test_channels_that_meet_before_a_layer_show_no_mask() -> None:
         from_update(model, captured(model), input_shape=SHAPE)
 
 
+class Branching(nn.Module):
+    """A network that adds what dropout returns to what a layer makes of its numbers above zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(64, 16), nn.Dropout(0.5), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = self.drop(self.first(x.flatten(1)).tanh())
+        return self.second(kept.relu()) + kept[:, :5]
+
+
+def test_numbers_that_a_layer_takes_above_zero_alone_show_no_mask_where_more_takes_them() -> None:
+    model = made(Branching)
+    with pytest.raises(ValueError, match="are not read off this update"):
+        from_update(model, captured(model), input_shape=SHAPE)
+
+
 def test_a_view_has_the_masks_in_the_place_of_dropout() -> None:
     model = made(lambda: dense(nn.Dropout(0.5)))
     view = from_update(model, captured(model), input_shape=SHAPE)

@@ -63,7 +63,15 @@ def test_images_of_any_size_are_taken() -> None:
         (lambda: replace(of(), class_names=None), "expected class_names as a tuple of words, got NoneType"),
         (
             lambda: replace(of(), groups=Groups(LABELS[:2], LABELS, ("x", "y", "z"))),
-            "train: expected the group",
+            r"train: expected groups int64 \(6,\), one for each image, got \(2,\)",
+        ),
+        (
+            lambda: replace(of(), groups=Groups(LABELS[:0], LABELS, ("x", "y", "z"))),
+            r"train: .*one for each image, got \(0,\)",
+        ),
+        (
+            lambda: replace(of(), groups=Groups(LABELS, LABELS, ("x",))),
+            r"train: expected groups in \[0, 1\).*got 0 to 2",
         ),
         (lambda: None, "expected load.* to return a Dataset, got NoneType"),
         (lambda: {}["nowhere"], r"load\(\) raised KeyError: 'nowhere' \(test_checked_loading.py, line \d+\)"),

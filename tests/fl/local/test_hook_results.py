@@ -48,6 +48,7 @@ def step(method=None, defense=None):
             {"gradient": lambda grad, params, batches, step: {"1.bias": torch.zeros(3).double()}},
             "in torch.float32, got torch.float64",
         ),
+        ({"gradient": lambda grad, params, batches, step: {"1.bias": 0.0}}, "return tensors, got float for '1.bias'"),
         ({"aggregate": lambda server, uploads, task: None}, r"aggregate\(\) to return a ServerState, got NoneType"),
         ({"broadcast": lambda server, client, task: {}}, r"broadcast\(\) to return a Download, got dict"),
     ],
