@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fl.data import Dataset, Source, datasets
-from fl.runtime.user_code import RUN_ERRORS, error_origin
+from fl.runtime.user_code import place_errors
 from fl.types import Batch
 
 
@@ -20,14 +20,8 @@ def load_checked(source: Source) -> Dataset:
         FileNotFoundError: a file is not there.
     """
     name = str(datasets.spec(source).get("name", type(source).__name__))
-    try:
+    with place_errors(f"data set {name!r}: load()"):
         dataset = source.load()
-    except (ValueError, OSError, MemoryError):
-        raise
-    except RUN_ERRORS as error:
-        origin = error_origin(error)
-        where = f" ({origin[0].name}, line {origin[1]})" if origin else ""
-        raise ValueError(f"data set {name!r}: load() raised {type(error).__name__}: {error}{where}") from error
     if not isinstance(dataset, Dataset):
         raise ValueError(f"data set {name!r}: expected load() to return a Dataset, got {type(dataset).__name__}")
     names = dataset.class_names

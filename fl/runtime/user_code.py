@@ -41,6 +41,26 @@ WEIGHT_FILES = (".pt", ".pth", ".pt2", ".bin", ".ckpt", ".safetensors", ".onnx",
 TARGET_FORMAT = "expected module:function such as my_model:build"
 
 
+@contextmanager
+def place_errors(action: str) -> Iterator[None]:
+    """Say of what code of the user's own raises while the block runs what it did and in which line.
+
+    Args:
+        action: that raises, in words: "data set 'mine': load()".
+
+    Raises:
+        ValueError: it raised something else; what the machine says of files and memory stays as it is.
+    """
+    try:
+        yield
+    except (ValueError, OSError, MemoryError):
+        raise
+    except RUN_ERRORS as error:
+        origin = error_origin(error)
+        where = f" ({origin[0].name}, line {origin[1]})" if origin else ""
+        raise ValueError(f"{action} raised {type(error).__name__}: {error}{where}") from error
+
+
 def split_target(target: str) -> tuple[str, str]:
     """Return the module and the function that `module:function` names.
 

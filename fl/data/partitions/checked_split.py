@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl.data import Dataset
 from fl.data.partitions.partition import Partition, Partitioner, partitions
-from fl.runtime.user_code import RUN_ERRORS, error_origin
+from fl.runtime.user_code import place_errors
 
 
 def split_checked(partitioner: Partitioner, dataset: Dataset) -> Partition:
@@ -20,14 +20,8 @@ def split_checked(partitioner: Partitioner, dataset: Dataset) -> Partition:
             line.
     """
     name = str(partitions.spec(partitioner).get("name", type(partitioner).__name__))
-    try:
+    with place_errors(f"partition {name!r}: it"):
         made = partitioner(dataset)
-    except (ValueError, OSError, MemoryError):
-        raise
-    except RUN_ERRORS as error:
-        origin = error_origin(error)
-        where = f" ({origin[0].name}, line {origin[1]})" if origin else ""
-        raise ValueError(f"partition {name!r}: it raised {type(error).__name__}: {error}{where}") from error
     if not isinstance(made, Partition):
         raise ValueError(
             f"partition {name!r}: expected a Partition(train=..., test=...), indices of every client's images, "
