@@ -54,6 +54,10 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
         "1,000 test images right after one epoch. After ten it is 79 %. The pre-trained ResNet-20 is a published one "
         "with 92 %.",
         "",
+        "In rows of HyperFL and HyperFL-LPM the classifier is at rest in the attacked step, the step size is in the "
+        "row, and pixels are normalized. What a round of the published algorithm gives away is "
+        "[measured apart](published_hyperfl.md).",
+        "",
         false,
         "",
         *_star(own),

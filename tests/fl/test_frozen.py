@@ -113,6 +113,6 @@ def test_attacks_see_through_them() -> None:
     torch.testing.assert_close(dense(found.private["features"]), given[0], rtol=1e-9, atol=1e-12)
     linear = attacks.build({"name": "ig", "iterations": 2})(view)
     assert isinstance(linear, attacks.Reconstruction)
-    stages = extract_layer_chain(view, max_pooling=True)
+    stages = extract_layer_chain(view, lossy=True)
     assert not isinstance(stages, attacks.NotApplicable)
     assert torch.equal(stages[0].layer.weight, task().model.get_submodule("body.conv1").weight)
