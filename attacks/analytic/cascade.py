@@ -344,8 +344,11 @@ def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction:
     It is `found` itself where the network is not of that kind, or nothing that explains more was found. Where `found`
     says which pixels its equations fix, these were explained, and only a verified picture replaces it.
     """
-    gradient, stages = _even_gradient(view), extract_layer_chain(view, lossy=True, device=_solving_device(view))
-    if gradient is None or found.inputs is None or isinstance(stages, NotApplicable) or not _is_hard(stages):
+    gradient = None if found.inputs is None else _even_gradient(view)
+    if gradient is None or found.inputs is None:
+        return found
+    stages = extract_layer_chain(view, lossy=True, device=_solving_device(view))
+    if isinstance(stages, NotApplicable) or not _has_valley_or_overlap(stages):
         return found
     try:
         jointly = _solve_jointly(view, NotApplicable(found.note), found.inputs)
@@ -353,13 +356,15 @@ def _finish_together(view: ServerView, found: Reconstruction) -> Reconstruction:
         return replace(found, cut_short=f"not done before {error}: all layers together")
     if not isinstance(jointly, Reconstruction) or jointly.inputs is None:
         return found
-    if jointly.verified or found.fixed is not None:
-        return jointly if jointly.verified else found
+    if jointly.verified:
+        return jointly
+    if found.fixed is not None:
+        return found
     misfits = measure_misfits(view, gradient, _solving_device(view), [found.inputs, jointly.inputs])
     return found if misfits is None or misfits[0] <= misfits[1] else jointly
 
 
-def _is_hard(stages: Sequence[Stage]) -> bool:
+def _has_valley_or_overlap(stages: Sequence[Stage]) -> bool:
     """Return whether an activation of a chain falls before it rises, or windows of its pooling overlap."""
     if any(isinstance(stage.activation, ValleyActivation) for stage in stages):
         return True

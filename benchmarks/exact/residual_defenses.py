@@ -144,7 +144,9 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
         "",
         f"One picture's step of an untrained ResNet-18, attacked by `{TESTED}`. The attacker knows the network, that "
         "the step is of one picture, and the defense with its settings. Victims are the first of the row `resnet18-1` "
-        "of [the benchmark of deep networks](residual.md), and send weights before minus after at a step of 1.",
+        "of [the benchmark of deep networks](residual.md), and send weights before minus after at a step of 1. "
+        "Numbers that pruning left out count as zero. Gradients are of low rank in the upper layers, so an attack that "
+        "fills in what is missing may do better; none was measured, and no row says that pruning is safe.",
         "",
         "Exact: every pixel to 8 bits. No picture counts as 0 dB. PSNR ends at 100 dB. The update moved by: the "
         "distance between what is sent and what would be sent without the defense, relative to the latter. "

@@ -107,8 +107,6 @@ class Equations:
     @cached_property
     def on_rising_side(self) -> Equations:
         """The same with all outputs above the input with the activation's lowest value."""
-        if self.other_target is None:
-            return self
         asked = self.side_factor != 1
         return replace(
             self, target_known=self.target_known | asked, side_factor=self.side_factor.masked_fill(asked, 1.0)

@@ -112,7 +112,8 @@ def solve_layer(equations: Equations, statistics: tuple[Tensor, Tensor] | None =
 def _solve_without_positions(equations: Equations, prior: GaussianPrior | None) -> LayerSolution:
     """Return what linear equations lead to, solved anew for as long as sides of an activation follow from it."""
     best: LayerSolution | None = None
-    for start in {id(x): x for x in (equations, equations.on_rising_side)}.values():
+    rises = equations.other_target is None
+    for start in (equations,) if rises else (equations, equations.on_rising_side):
         guess, known = solve_linear(start, prior), equations
         for _ in range(MAX_SIDE_ROUNDS):
             chosen, _ = choose_activation_sides(known, evaluate(known, guess.x))

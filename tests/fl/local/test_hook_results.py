@@ -31,8 +31,7 @@ def step(method=None, defense=None):
     model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
     batch = Batch(torch.rand(2, 1, 2, 2, generator=stream(0, "hooks")), torch.tensor([0, 2]))
     client = Client(Task(model, (1, 2, 2), 3, "1."), method or OwnMethod(), defense or Defense())
-    federation = Federation(client, [ClientData(batch, batch)])
-    federation.step(evaluate=False)
+    return Federation(client, [ClientData(batch, batch)]).run_round()
 
 
 @pytest.mark.parametrize(
@@ -75,4 +74,6 @@ def test_what_a_defense_must_not_return_is_named(hooks, said, monkeypatch):
 
 
 def test_whole_steps_are_taken():
-    step()
+    (taken,) = step()
+    assert taken.upload.update.keys() == {"1.weight", "1.bias"}
+    assert all(bool(value.any()) for value in taken.upload.update.values())
