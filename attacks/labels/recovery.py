@@ -79,6 +79,7 @@ def idlg_label(observed: ObservedUpdate) -> Tensor | None:
     features, so that the true row alone points against all others (Eq. 4, which needs no sign of the features). Of two
     rows each points against the other, so two classes can't be told apart like this. An optimizer that divides every
     number by a size of its own (Adam) keeps the signs and no sizes: then one entry must be negative, and one only.
+    Where no entry of the bias is (a random mask may have dropped the true class's), rows are asked likewise.
 
     Args:
         observed: the update of one image in one or more steps.
@@ -92,10 +93,12 @@ def idlg_label(observed: ObservedUpdate) -> Tensor | None:
     weight, bias = classifier_tensors(view, observed.change)
     adaptive = adaptive_optimizer_obstacle(training_phases(view)[0]) is not None
     if bias is not None:
-        if adaptive and int((bias < 0).sum()) != 1:  # no size tells which of several it is
+        negative = int((bias < 0).sum())
+        if adaptive and negative != 1:  # no size tells which of several it is
             return None
-        return bias.argmin().view(1) if bool(bias.any()) else None
-    if weight is None:
+        if negative:
+            return bias.argmin().view(1)
+    if weight is None or (bias is not None and not bool(bias.any())):
         return None
     against = ((weight @ weight.mT) < 0).sum(1)
     most = (against == against.max()).nonzero().flatten()

@@ -58,8 +58,9 @@ def find_inconsistency(view: ServerView) -> str:
     if share := missing_share(view):
         return (
             f"{share:.0%} of its numbers are missing in other places of each row, as of no step: it was sparsified "
-            "(state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor; with error "
-            "feedback, where a client adds what earlier rounds left out, no statement explains it), or the model is "
+            "(state how, such as --defense '{name: prune, ratio: 0.9}', the largest tenth of each tensor, or with "
+            "keep: random a random tenth; with error feedback, where a client adds what earlier rounds left out, no "
+            "statement explains it), or the model is "
             "pruned (let your function return it with its masks, torch.nn.utils.prune)"
         )
     if merged := find_merged_adapter(view):

@@ -154,6 +154,18 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
     assert (Counter(found) & Counter(labels)).total() >= 6
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.9])
+def test_rows_name_the_label_whose_bias_a_random_mask_has_dropped(ratio: float) -> None:
+    step, images = task(), torch.rand(1, 1, 28, 28, generator=stream(0, "dropped"))
+    dropped = 0
+    for seed in range(4):
+        mask = Prune(ratio=ratio, keep="random")
+        view, _ = from_batch(step.model, images, torch.tensor([2]), method=STEP, defense=mask, seed=seed, head="head.")
+        dropped += float(view.update["head.bias"][2]) == 0  # type: ignore[index]
+        assert named(view) == [2]
+    assert dropped
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_defense_is_looked_at_only_where_it_is_known(known: bool) -> None:
     view, _ = victim([0, 0, 0, 3, 3, 7, 7, 9], defense=Prune(ratio=0.5))
