@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,12 +29,22 @@ class Partition:
     Attributes:
         train: for each client, the ascending indices of its images in the training set (n,) int64.
         test: for each client, indices into the test set.
+
+    Raises:
+        ValueError: either is no sequence of clients, or they are of different length.
     """
 
     train: tuple[Tensor, ...]
     test: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
+        for part in ("train", "test"):
+            clients: object = getattr(self, part)
+            if isinstance(clients, Iterator):
+                object.__setattr__(self, part, tuple(clients))
+            elif isinstance(clients, Mapping | Set | str | bytes) or not hasattr(clients, "__len__"):
+                kind = type(clients).__name__
+                raise ValueError(f"expected {part} as a tuple with the indices of every client's images, got {kind}")
         if len(self.train) != len(self.test):
             raise ValueError(f"expected train and test for every client, got {len(self.train)} and {len(self.test)}")
 
