@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from defenses import defenses
-from fl.defense import Defense, overrides
+from fl.defense import Defense, ask_surrogate, overrides
 from fl.gradient import Gradient
 from fl.method import Method
 from fl.tensors import Tensors
@@ -106,7 +106,7 @@ class Chain(Defense):
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """Return the prediction through the stand-in of each."""
         for part in self.parts:
-            predicted = part.surrogate(predicted, observed)
+            predicted = ask_surrogate(part, predicted, observed)
         return predicted
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:

@@ -13,8 +13,9 @@ from torch.nn import functional
 
 from fl.defense import Defense
 from fl.gradient import DEFENSE_DRAWS, Derivative, Gradient, autograd_derivative, draws_for_buffers, func_derivative
-from fl.local.hook_results import expect_direction, expect_network
+from fl.local.hook_results import expect_direction, expect_network, expect_scope
 from fl.local.optimizers import OptimState, optimize
+from fl.losses.returned_value import expect_number
 from fl.method import Method
 from fl.network import Network
 from fl.runtime.module_copies import deep_copy
@@ -118,8 +119,13 @@ class Client:
         return model
 
     def scopes(self, names: Mapping[str, object]) -> dict[str, Scope]:
-        """Return who holds each of `names`."""
-        return {name: self.method.scope(name, self.task) for name in names}
+        """Return who holds each of `names`.
+
+        Raises:
+            TypeError: the method says other than a `Scope` of one.
+        """
+        scope, task, rule = self.method.scope, self.task, self.rule_name
+        return {name: expect_scope(rule, name, scope(name, task)) for name in names}
 
     @property
     def draws(self) -> bool:
@@ -180,7 +186,8 @@ class LossGradient(Gradient):
         """Return the loss itself, which no defense touches; running statistics stay as they are."""
         network = self.network(self.weights(params))
         network = replace(network, buffers={name: value.clone() for name, value in network.buffers.items()})
-        return (self.loss or self.client.method.loss)(network, batch, self.step)
+        value = (self.loss or self.client.method.loss)(network, batch, self.step)
+        return expect_number(f"{self.client.rule_name}: loss()", value)
 
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
         """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
@@ -228,11 +235,12 @@ class LossGradient(Gradient):
 
         def loss(chosen: dict[str, Tensor]) -> Tensor:
             try:
-                return (self.loss or client.method.loss)(self.network({**weights, **chosen}), batch, self.step)
+                value = (self.loss or client.method.loss)(self.network({**weights, **chosen}), batch, self.step)
             except ValueError as error:
                 if SINGLE_VALUE not in str(error):
                     raise
                 raise ValueError(SINGLE_VALUE_ADVICE.format(count=len(batch))) from error
+            return expect_number(f"{client.rule_name}: loss()", value)
 
         return derivative(loss, {name: weights[name] for name in wanted})
 

@@ -6,12 +6,13 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fl.gradient import Gradient
+from fl.local.hook_results import expect_numbers, expect_tensors
 from fl.method import Method
 from fl.privacy_statement import PrivacyStatement
 from fl.registry import FormerHooks, Registry
@@ -123,7 +124,7 @@ class Defense(FormerHooks):
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """Return what is left in `observed` of a known summand of the update, such as that of weight decay."""
-        return self.surrogate(known, observed)
+        return ask_surrogate(self, known, observed)
 
     def preserves_norm_ratios(self) -> bool:
         """Say whether the norms of tensors keep their ratios to each other, but for noise and rounding."""
@@ -178,6 +179,24 @@ class UnknownDefense(Defense):
     def wrap_model(self, model: nn.Module) -> nn.Module:
         """Return the network as the wrapped defense makes it."""
         return self.wrapped.wrap_model(model)
+
+
+def ask_surrogate(defense: Defense, predicted: Tensors, observed: Tensors) -> Tensors:
+    """Return a defense's `surrogate` of a prediction, which is one of some of its tensors.
+
+    Raises:
+        TypeError, ValueError: it returns something else; says what.
+    """
+    return expect_tensors(defense.name, "surrogate", defense.surrogate(predicted, observed), predicted)
+
+
+def ask_numbers(defense: Defense, hook: Literal["noise_std", "tensor_trust"], observed: Tensors) -> dict[str, float]:
+    """Return what a hook of a defense says of each observed tensor.
+
+    Raises:
+        TypeError, ValueError: it returns something else; says what.
+    """
+    return expect_numbers(defense.name, hook, getattr(defense, hook)(observed), observed)
 
 
 def overrides(defense: Defense, hook: str) -> bool:

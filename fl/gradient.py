@@ -33,6 +33,11 @@ def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dic
     leaves = {k: v if again and v.requires_grad else v.detach().requires_grad_() for k, v in values.items()}
     with torch.enable_grad():
         value = loss(leaves)
+    if leaves and not value.requires_grad:
+        raise ValueError(
+            "expected a loss that depends on the parameters, got one without a gradient: is it detached (.detach(), "
+            ".item(), torch.no_grad()), or made of other tensors?"
+        )
     grads = torch.autograd.grad(value, list(leaves.values()), create_graph=again, materialize_grads=True)
     return dict(zip(leaves, grads, strict=True))
 

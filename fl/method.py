@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fl.gradient import Gradient
+from fl.losses.returned_value import expect_number
 from fl.network import Network
 from fl.parametrization import Parametrization
 from fl.privacy_statement import PrivacyStatement
@@ -170,7 +171,8 @@ class Method(FormerHooks):
 
     def loss(self, network: Network, batch: Batch, step: Step) -> Tensor:
         """Return the mean loss of a batch; penalties on parameters belong into `gradient`."""
-        return step.task.loss(network(batch.inputs), batch.labels)
+        own = step.task.loss
+        return expect_number(f"the loss {own.name}", own(network(batch.inputs), batch.labels))
 
     def uses_plain_cross_entropy(self, task: Task, round: int) -> bool:
         """Return whether what trains the predictor is mean cross entropy alone; attacks rest on it."""

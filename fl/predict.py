@@ -10,6 +10,7 @@ from torch import Tensor
 from fl.aggregated_view import member_view, sequential_order, weighted_update
 from fl.client import Client, LocalInput, LocalTraining, gather_batches, local_update
 from fl.gradient import Derivative, autograd_derivative
+from fl.local.hook_results import expect_tensors
 from fl.tensors import Payloads, Tensors, dense
 from fl.types import Candidate
 from fl.view import ServerView
@@ -104,7 +105,9 @@ def _predict_client(
     sent = local_update(
         client, start, gather_batches(candidate.inputs, candidate.labels, candidate.order), training
     ).sent()
-    return view.defense.transform_update(sent, None) if defended and view.threat.knows_defense else sent
+    if not (defended and view.threat.knows_defense):
+        return sent
+    return expect_tensors(view.defense.name, "transform_update", view.defense.transform_update(sent, None), sent)
 
 
 def _check_candidate(view: ServerView, candidate: Candidate) -> None:

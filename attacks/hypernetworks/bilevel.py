@@ -25,6 +25,7 @@ from attacks.hypernetworks.hypernet_view import HypernetView, parse_hypernet_vie
 from attacks.hypernetworks.peel import SolvedHypernet
 from attacks.search_control import SearchControl, SearchMonitor
 from fl.client import Client
+from fl.defense import ask_surrogate
 from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, TRUNK_WEIGHT, Hypernetwork
 from fl.network import Network
 from fl.ranges import Count, Limit, StepSize, Weight
@@ -107,7 +108,7 @@ class EmbeddingProblem:
             residuals = {n: r.tanh() for n, r in residuals.items()}
         predicted = generator.pull_back(params, residuals, client.task, list(constants["observed"]))
         if view.threat.knows_defense:
-            predicted = view.defense.surrogate(predicted, view.update)
+            predicted = ask_surrogate(view.defense, predicted, view.update)
         return l2(predicted, constants["observed"], constants["size"])
 
     @property

@@ -20,7 +20,8 @@ from attacks.update.label_gradients import batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
 from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
-from fl.defense import overrides
+from fl.defense import ask_numbers, overrides
+from fl.local.hook_results import expect_made
 from fl.losses.function import OwnLoss
 from fl.method import Step
 from fl.network import Network
@@ -388,7 +389,7 @@ def _sent(view: ServerView, names: Mapping[str, str]) -> dict[str, Tensor | None
 def _trust(view: ServerView, weight: str, bias: str) -> float:
     """Return how far a known defense lets the bias's update be trusted, relative to the weight's."""
     defense = view.client.defense
-    trusts, noise = defense.tensor_trust(view.update), defense.noise_std(view.update)
+    trusts, noise = (ask_numbers(defense, hook, view.update) for hook in ("tensor_trust", "noise_std"))
     cleaner = noise[weight] / noise[bias] if noise[weight] > 0 and noise[bias] > 0 else 1.0
     return cleaner * trusts[bias] / trusts[weight]
 
@@ -397,12 +398,14 @@ def _gap_limit(observed: ObservedUpdate, names: Iterable[str]) -> float:
     """Return the largest size that a number can have had which came as zero; infinite beside weight decay."""
     if observed.decay_shares.keys() & set(names):
         return math.inf
-    return observed.view.client.defense.gap_limit(observed.view.update)
+    defense = observed.view.client.defense
+    limit = defense.gap_limit(observed.view.update)
+    return expect_made(defense.name, "gap_limit", float, float(limit) if isinstance(limit, int) else limit)
 
 
 def _noise(view: ServerView, names: Iterable[str], unit: float) -> tuple[float, float]:
     """Return the standard deviation of a known defense's noise in weight and bias."""
-    stds = view.client.defense.noise_std(view.update)
+    stds = ask_numbers(view.client.defense, "noise_std", view.update)
     weight, bias = (stds[name] / unit for name in names)
     return weight, bias
 

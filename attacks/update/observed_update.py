@@ -24,7 +24,7 @@ from attacks.update.float_rounding import RMS_ROUNDING
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
 from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
-from fl.defense import Defense, overrides
+from fl.defense import Defense, ask_surrogate, overrides
 from fl.local.weight_decay import decay_shares, without_decay
 from fl.predict import predict
 from fl.tensors import Tensors, Value, dense
@@ -249,7 +249,7 @@ def without_unsent_gradient(defense: Defense, predicted: Tensors, change: Tensor
     """
     for part in defense.members():
         if overrides(part, "search_gradient"):
-            predicted = part.surrogate(predicted, change)
+            predicted = ask_surrogate(part, predicted, change)
     return predicted
 
 

@@ -24,7 +24,7 @@ from attacks.verification.possible_labels import taken_labels
 from attacks.verification.step_prediction import StepPredictor
 from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import LEFT_OUT, LEFT_OUT_NEARLY
-from fl.defense import Defense, overrides
+from fl.defense import Defense, ask_numbers, ask_surrogate, overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.view import ServerView
@@ -115,7 +115,7 @@ def _comparison(view: ServerView) -> SentComparison | None:
     each_gradient = [part for part in defense.members() if overrides(part, "gradient")]
     own_gradient = any(not overrides(part, "search_gradient") for part in each_gradient)
     changed = own_gradient or any(overrides(defense, hook) for hook in ("transform_batch", "wrap_model"))
-    if changed or any(defense.noise_std(view.update).values()) or not _leaves_rest_alone(view):
+    if changed or any(ask_numbers(defense, "noise_std", view.update).values()) or not _leaves_rest_alone(view):
         return None
     bare = replace(view, defense=Defense())
     if view.private or not can_replay(bare):
@@ -131,7 +131,7 @@ def _leaves_rest_alone(view: ServerView) -> bool:
     """Return whether a known defense changes no number that it lets through but by one factor for all."""
     draw = stream(0, "left out")
     probe: Tensors = {n: torch.randn(dense(v).shape, generator=draw).to(dense(v)) for n, v in view.update.items()}
-    passed = view.client.defense.surrogate(probe, view.update)
+    passed = ask_surrogate(view.client.defense, probe, view.update)
     if passed.keys() != probe.keys():
         return False
     sent = {name: ObservedUpdate(view).transmitted(name) for name in probe}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+import numpy as np
 from torch import Tensor, nn
 
 from fl.tensors import Tensors
-from fl.types import Batch
+from fl.types import Batch, Scope
 
 Kind = TypeVar("Kind")
 
@@ -79,6 +80,69 @@ def expect_network(defense: str, found: object) -> nn.Module:
     if not isinstance(found, nn.Module):
         raise TypeError(f"{defense}: expected wrap_model() to return a network, got {type(found).__name__}")
     return found
+
+
+def expect_scope(method: str, name: str, found: object) -> Scope:
+    """Return who holds a tensor, as a method's `scope` says.
+
+    Raises:
+        TypeError: it says something else: a word, which is never the same object as a `Scope`, or nothing.
+    """
+    if not isinstance(found, Scope):
+        words = ", ".join(f"Scope.{scope.name}" for scope in Scope)
+        got = repr(found) if isinstance(found, str) else type(found).__name__
+        raise TypeError(
+            f"{method}: expected scope() to return {words} (fl.types), got {got} for {name!r}; "
+            "super().scope(name, task) returns what holds for others"
+        )
+    return found
+
+
+def expect_tensors(defense: str, hook: str, found: object, given: Tensors) -> Tensors:
+    """Return what a hook of a defense made of some tensors, each in the shape in which it was given.
+
+    Args:
+        defense: its name.
+        hook: that made them.
+        found: tensors by name.
+        given: that the hook was given, or more.
+
+    Raises:
+        TypeError: they are no tensors by name.
+        ValueError: a name was not given, or a shape is another.
+    """
+    if not isinstance(found, Mapping):
+        raise TypeError(f"{defense}: expected {hook}() to return tensors by name, got {type(found).__name__}")
+    for name, value in found.items():
+        if name not in given:
+            raise ValueError(f"{defense}: {hook}() returned {name!r}, which it was not given")
+        if not hasattr(value, "shape") or isinstance(value, np.ndarray):
+            raise TypeError(f"{defense}: expected {hook}() to return tensors, got {type(value).__name__} for {name!r}")
+        if tuple(value.shape) != tuple(given[name].shape):
+            raise ValueError(
+                f"{defense}: expected {hook}() to return {name!r} of shape {tuple(given[name].shape)}, got "
+                f"{tuple(value.shape)}"
+            )
+    return {**found}
+
+
+def expect_numbers(defense: str, hook: str, found: object, names: Iterable[str]) -> dict[str, float]:
+    """Return the numbers that a hook of a defense returned, one for each tensor.
+
+    Raises:
+        TypeError: they are no real numbers by name.
+        ValueError: that of a tensor is missing.
+    """
+    if not isinstance(found, Mapping) or not all(isinstance(value, int | float) for value in found.values()):
+        got = type(found).__name__
+        if isinstance(found, Mapping):
+            got = type(next(value for value in found.values() if not isinstance(value, int | float))).__name__
+        raise TypeError(f"{defense}: expected {hook}() to return a number by name of each tensor, got {got}")
+    if missing := [name for name in names if name not in found]:
+        raise ValueError(
+            f"{defense}: expected {hook}() to return a number for each tensor it is given, {missing[0]!r} is missing"
+        )
+    return {**found}
 
 
 def expect_made(method: str, hook: str, kind: type[Kind], found: object) -> Kind:

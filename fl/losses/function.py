@@ -22,6 +22,7 @@ from fl.losses import Loss, losses
 from fl.losses.bce import BinaryCrossEntropy
 from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
+from fl.losses.returned_value import expect_number
 from fl.losses.segmentation import Segmentation
 from fl.losses.stray_targets import RefuseStrayTargets
 from fl.runtime import user_code
@@ -176,7 +177,7 @@ class NamedFunction(OwnLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what the function returns."""
-        return _checked(_called(_find(self.function), outputs, targets), self.function)
+        return expect_number(f"the loss {self.function}", _called(_find(self.function), outputs, targets))
 
 
 @declared("loss")
@@ -195,7 +196,8 @@ class GivenFunction(OwnLoss):
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return what the function returns."""
-        return _checked(_called(self.call, outputs, targets), getattr(self.call, "__name__", type(self.call).__name__))
+        name = getattr(self.call, "__name__", type(self.call).__name__)
+        return expect_number(f"the loss {name}", _called(self.call, outputs, targets))
 
 
 def build_loss(given: object, targets: TargetKind | None = None) -> Loss:
@@ -435,12 +437,3 @@ def function_errors_named() -> Iterator[None]:
             hint = f"; {IN_ONE_TYPE}" if "expected scalar type" in said else ""
             raise FunctionError(f"the loss function raised {type(error).__name__}: {said}{hint}") from error
         raise
-
-
-def _checked(value: object, name: str) -> Tensor:
-    if not isinstance(value, Tensor) or value.ndim or not value.is_floating_point():
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        each = isinstance(value, Tensor) and value.ndim > 0 and value.is_floating_point()
-        hint = "; return the mean over the batch (reduction='mean')" if each else ""
-        raise ValueError(f"expected the loss {name} to return one number, a floating-point tensor (), got {got}{hint}")
-    return value

@@ -21,7 +21,7 @@ from attacks.network.layer_chain import Stage
 from attacks.result import NotApplicable
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
-from fl.defense import overrides
+from fl.defense import ask_surrogate, overrides
 from fl.tensors import dense, scale_tensors
 from fl.types import frozen
 from fl.view import ServerView
@@ -188,7 +188,8 @@ def _size_is_known(view: ServerView, name: str) -> bool:
     """Return whether the size of the gradient of `name` is known, not only its direction."""
     phases = view.method.phases(view.client.task, view.round)
     clipped = any(group.max_norm is not None for phase in phases for group in phase.groups)
-    once, twice = (view.defense.surrogate(scale_tensors(view.update, size), view.update)[name] for size in (1.0, 2.0))
+    sizes = (scale_tensors(view.update, size) for size in (1.0, 2.0))
+    once, twice = (ask_surrogate(view.defense, update, view.update)[name] for update in sizes)
     hidden = dense(twice).norm() < 1.5 * dense(once).norm()  # a longer update would have been shortened to the same
     changed = not view.threat.knows_defense or overrides(view.defense, "gradient")
     return not (view.scale_unknown or clipped or hidden or changed)

@@ -18,7 +18,7 @@ from attacks.labels.recovery import recover_labels
 from attacks.update.observed_update import ObservedUpdate, without_unsent_gradient
 from fl.aggregated_view import sequential_order
 from fl.client import Client
-from fl.defense import overrides
+from fl.defense import ask_numbers, ask_surrogate, overrides
 from fl.gradient import autograd_derivative, func_derivative
 from fl.predict import predict
 from fl.runtime.digests import digest
@@ -180,7 +180,7 @@ class MatchingProblem:
         known: dict[str, float] = dict.fromkeys(observed, 1.0)
         trusted = view.threat.knows_defense and overrides(view.defense, "tensor_trust")
         if trusted:
-            known |= view.defense.tensor_trust(view.update)
+            known |= ask_numbers(view.defense, "tensor_trust", view.update)
         if self.balance:
             sizes = {name: rms(value) for name, value in normalize(observed)[0].items()}
             floor = SCALE_FLOOR * max(sizes.values())
@@ -280,7 +280,7 @@ class MatchingProblem:
             use_search_gradient=self.uses_surrogate,
         )
         if self.uses_surrogate:
-            predicted = view.defense.surrogate(predicted, view.update)
+            predicted = ask_surrogate(view.defense, predicted, view.update)
         predicted = _weigh_tensors(self.update.without_decay(predicted, view), constants["weights"])
         if self.uses_surrogate:
             predicted = without_unsent_gradient(view.defense, predicted, constants["observed"])

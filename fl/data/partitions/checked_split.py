@@ -113,7 +113,7 @@ def _as_tensor(given: object) -> Tensor:
     if isinstance(given, Mapping | Set | str | bytes) or not (isinstance(given, Iterable) or np.isscalar(given)):
         hint = "; sorted(...) makes a list of it" if isinstance(given, Set) else ""
         raise ValueError(f"expected indices int64 (n,), got {kind}{hint}")
-    values = given if isinstance(given, np.ndarray) or np.isscalar(given) else list(given)  # type: ignore[call-overload]
+    values = given if isinstance(given, np.ndarray) or not isinstance(given, Iterable) else list(given)
     if isinstance(values, np.ma.MaskedArray):
         raise ValueError("expected indices int64 (n,), got a masked array; give index.compressed()")
     try:
