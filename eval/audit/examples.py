@@ -22,10 +22,12 @@ class Examples:
     Attributes:
         inputs: one tensor (N, ...), several in the order of forward's arguments, or several by their names.
         labels: (N, ...), in the form that the loss takes.
+        source_labels: of all examples of which these are a part; None where they are all.
     """
 
     inputs: Inputs
     labels: Tensor
+    source_labels: Tensor | None = None
 
     @classmethod
     def of(cls, given: Examples | Batch) -> Examples:
@@ -37,7 +39,8 @@ class Examples:
 
     def part(self, which: slice) -> Examples:
         """Return some of them."""
-        return replace(self._map(lambda value: value[which]), labels=self.labels[which])
+        whole = self.labels if self.source_labels is None else self.source_labels
+        return replace(self._map(lambda value: value[which]), labels=self.labels[which], source_labels=whole)
 
     def stated(self) -> tuple[int, ...] | Inputs:
         """Return the shape of one example, or an example where no shape says what inputs are."""

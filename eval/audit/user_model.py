@@ -10,6 +10,7 @@ from eval.audit.examples import Examples, check_examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.metrics.update_prediction_error import prediction_error
 from fl.capture import ClientSettings, from_batch
+from fl.losses.cross_entropy import FROM_ONE, count_from_one
 from fl.models.function import require_weights
 from fl.runtime.user_code import call_user_function, find_callable
 from fl.types import Batch, Truth
@@ -121,5 +122,19 @@ def of_batches(
         with with_command_hints(model, client.method):
             own = data.part(part)
             view, truth = from_batch(model, own.inputs, own.labels, options=client, seed=seed + number)
+        _check_all_labels(view, own, source)
         found.append(Subject(view, truth, prediction_error(view, truth)))
     return found
+
+
+def _check_all_labels(view: ServerView, part: Examples, source: str) -> None:
+    """Refuse examples of a source whose labels count from 1: those of a part may fit the model all the same.
+
+    Raises:
+        ValueError: says so, and what to do.
+    """
+    task, labels = view.client.task, part.source_labels
+    if labels is not None and task.loss.is_cross_entropy and count_from_one(labels, task.output_shape):
+        raise ValueError(
+            f"{source}: expected labels in [0, {task.num_classes}), got 1 to {task.num_classes}; {FROM_ONE}"
+        )

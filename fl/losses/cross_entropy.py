@@ -16,6 +16,8 @@ ONE_CLASS = (
     "loss='mse'"
 )
 """Why a classifier of one output is refused."""
+FROM_ONE = "where classes are numbered from 1, take labels - 1"
+"""What helps where a label is one more than there may be."""
 ROUNDING = 1e-3
 """By which probabilities may miss a sum of 1."""
 
@@ -54,7 +56,10 @@ class CrossEntropy(Loss):
             got = f"{targets.dtype} {tuple(targets.shape)}"
             raise ValueError(f"expected labels int64 ({len(targets)},), got {got}{_conversion_hint(targets, classes)}")
         if int(targets.min()) < 0 or int(targets.max()) >= classes:
-            raise ValueError(f"expected labels in [0, {classes}), got {int(targets.min())} to {int(targets.max())}")
+            hint = f"; {FROM_ONE}" if count_from_one(targets, output_shape) else ""
+            raise ValueError(
+                f"expected labels in [0, {classes}), got {int(targets.min())} to {int(targets.max())}{hint}"
+            )
         return targets
 
     def relax(self, variables: Tensor) -> Tensor:
@@ -73,6 +78,12 @@ class CrossEntropy(Loss):
         """Return 1 for a wrong class."""
         found, true = (labels.argmax(1) if labels.ndim == 2 else labels for labels in (found, true))
         return (found != true.to(found.device)).double()
+
+
+def count_from_one(labels: Tensor, output_shape: torch.Size) -> bool:
+    """Return whether the classes of examples are numbered from 1, as the last one's number of outputs says."""
+    whole = labels.ndim == 1 and labels.dtype == torch.int64 and len(labels) > 0 and len(output_shape) == 1
+    return whole and int(labels.min()) >= 1 and int(labels.max()) == output_shape[0]
 
 
 def _conversion_hint(targets: Tensor, classes: int) -> str:

@@ -1,6 +1,7 @@
 """Data sets in `.npz` files: `images` uint8 [N, H, W, C] or, gray, [N, H, W], `labels` [N], `class_names` [K].
 
-Without `class_names` the classes are numbered, from 0 to the largest label.
+Without `class_names` the classes are numbered, from 0 to the largest label. Of a data set to train on each of them then
+has to occur: labels that count from 1, or leave numbers out, would make classes of which there is no image.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ class Pixels:
         images: uint8 [N, H, W, 1 or 3].
         labels: integers [N] in [0, K).
         class_names: K strings.
+        numbered: whether these are the numbers up to the largest label, since the file names no classes.
     """
 
     images: NDArray[np.uint8]
     labels: NDArray[Any]
     class_names: tuple[str, ...]
+    numbered: bool = False
 
     def batch(self, index: NDArray[np.int64] | None = None, limit: int | None = None) -> Batch:
         """Return the images at `index`, or all, of them the first `limit`, as float32 (N, C, H, W) in [0, 1].
@@ -114,6 +117,7 @@ class Npz(LimitedSource):
         if self.test is not None:
             return _join_parts(path.stem, path, find_file(self.test), self)
         pixels = read_pixels(path)
+        expect_every_class(pixels, path)
         train, test = stratified_split(torch.from_numpy(pixels.labels.astype(np.int64)), self.test_share, self.seed)
         parts = (pixels.batch(train.numpy(), self.limit), pixels.batch(test.numpy(), self.test_limit))
         return Dataset(*parts, path.stem, pixels.class_names, path.name)
@@ -171,7 +175,7 @@ def find_file(name: str, remedy: str = "") -> Path:
     raise DatasetMissingError(
         f"no file {name}: looked for {' and '.join(map(str, places))}; that folder has {others}{unset}. "
         f"{first} {DATA_VARIABLE} to the folder that has it, or write it from any copy of the data with "
-        "fl.data.sources.npz_files.save(path, images, labels, class_names)"
+        "fl.data.sources.npz_files.save_images(path, images, labels, class_names)"
     )
 
 
@@ -202,7 +206,32 @@ def read_pixels(path: Path) -> Pixels:
     if images.dtype == np.uint8 and images.ndim == 3:  # gray
         images = images[..., None]
     _check(images, labels, names, path)
-    return Pixels(images, labels, tuple(names.astype(str).tolist()))
+    return Pixels(images, labels, tuple(names.astype(str).tolist()), numbered=CLASS_NAMES not in arrays)
+
+
+def expect_every_class(pixels: Pixels, path: Path) -> None:
+    """Refuse images to train on whose classes go by their numbers, where there is no image of one.
+
+    Raises:
+        ValueError: labels count from 1, or leave a number out; says which, and what to write.
+    """
+    if not pixels.numbered:
+        return
+    absent = np.flatnonzero(np.bincount(pixels.labels.astype(np.int64)) == 0)
+    if not len(absent):
+        return
+    largest, shown = int(pixels.labels.max()), ", ".join(map(str, absent[:MAX_SHOWN_NAMES]))
+    more = f" and {len(absent) - MAX_SHOWN_NAMES} more" if len(absent) > MAX_SHOWN_NAMES else ""
+    if absent.tolist() == [*range(int(pixels.labels.min()))]:
+        remedy = f"if they count from {len(absent)}, write labels - {len(absent)}"
+    else:
+        remedy = (
+            "numpy.unique(labels, return_inverse=True) gives the names of those there are and labels that count them"
+        )
+    raise ValueError(
+        f"expected labels in {path} that count the classes from 0, each with an image, got none of {shown}{more} up to "
+        f"{largest}: {remedy}; if there are such classes without images, write {CLASS_NAMES}, a name for each number"
+    )
 
 
 def save_images(path: Path, images: NDArray[np.uint8], labels: NDArray[Any], class_names: Sequence[str]) -> None:
@@ -237,13 +266,38 @@ def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise ValueError(f"expected class_names as a list of strings in {path}, got {names.dtype} {names.shape}")
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
-        raise ValueError(f"expected labels int [{len(images)}] in {path}, got {labels.dtype} {labels.shape}")
+        hint = _label_hint(labels, len(images))
+        raise ValueError(f"expected labels int [{len(images)}] in {path}, got {labels.dtype} {labels.shape}{hint}")
     if labels.min() < 0 or labels.max() >= len(names):
-        raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}")
+        from_one = labels.min() == 1 and labels.max() == len(names)
+        hint = "; they seem to count from 1: write labels - 1" if from_one else ""
+        hint = "; leave images without a label (-1, say) out" if labels.min() < 0 else hint
+        raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}{hint}")
+
+
+def _label_hint(labels: NDArray[Any], count: int) -> str:
+    """Return how what is given as labels of so many images becomes their classes; "" where nobody can tell."""
+    if labels.shape == (count, 1):
+        return f"; write labels[:, 0]{' as integers' if labels.dtype.kind not in 'iu' else ''}"
+    if labels.ndim == 2 and len(labels) == count and labels.dtype.kind in "biuf":
+        one_hot = bool(((labels == 0) | (labels == 1)).all() and (labels.sum(1, dtype=np.float64) == 1).all())
+        return "; they are one-hot: write labels.argmax(1)" if one_hot else "; write one class for each image"
+    if labels.shape != (count,):
+        return ""
+    if labels.dtype.kind in "SU":
+        return f"; {CLASS_NAMES}, labels = numpy.unique(labels, return_inverse=True) makes both of their names"
+    if labels.dtype.kind == "b":
+        return "; write labels.astype('int64')"
+    if labels.dtype.kind == "f":
+        whole = bool((labels == np.round(labels)).all())
+        return "; they are whole: write labels.astype('int64')" if whole else "; a data set has classes, not numbers"
+    return ""
 
 
 def _join_parts(name: str, train: Path, test: Path, settings: LimitedSource) -> Dataset:
-    first, class_names = read_batch(train, settings.limit)
+    given = read_pixels(train)
+    expect_every_class(given, train)
+    first, class_names = given.batch(limit=settings.limit), given.class_names
     second, others = read_batch(test, settings.test_limit)
     if first.inputs.shape[1:] != second.inputs.shape[1:]:
         shapes = tuple(first.inputs.shape[1:]), tuple(second.inputs.shape[1:])

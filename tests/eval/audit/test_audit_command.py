@@ -129,6 +129,8 @@ def test_gray_images_from_a_file_need_no_channels_and_no_names(mine, tmp_path):
     assert (bare.exit_code, bare.stdout) == (0, full.stdout)
     np.savez(tmp_path / "bare.npz", images=pixels, labels=labels + 1)  # more classes than the model has outputs
     assert "expected labels in [0, 3), got" in audit(*words, tmp_path / "bare.npz", "--count", 6).output
+    first = audit(*words, tmp_path / "bare.npz", "--count", 1)  # whose own label would do
+    assert "got 1 to 3; where classes are numbered from 1, take labels - 1" in first.output
     np.savez(tmp_path / "bare.npz", images=pixels.astype(np.int64), labels=labels)
     assert "expected images uint8 [N, H, W, 1 or 3] in" in audit(*words, tmp_path / "bare.npz").output
 

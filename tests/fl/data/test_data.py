@@ -151,6 +151,25 @@ def test_gray_images_need_no_axis_of_channels_and_classes_no_names(tmp_path: Pat
     assert names == others
 
 
+@pytest.mark.parametrize(
+    ("labels", "message"),
+    [
+        ([1, 2, 3, 3], "none of 0 up to 3: if they count from 1, write labels - 1; if there are such classes"),
+        ([0, 2, 2, 5], "none of 1, 3, 4 up to 5: numpy.unique"),
+        ([7, 8, 8, 7], "if they count from 7, write labels - 7"),
+    ],
+)
+def test_classes_that_go_by_their_numbers_have_to_have_images_to_train_on(labels, message, tmp_path: Path) -> None:
+    arrays = {"images": _images(4), "labels": np.array(labels)}
+    np.savez(tmp_path / "x.npz", **arrays)
+    np.savez(tmp_path / "named.npz", **arrays, class_names=np.array(list("abcdefghi")))
+    for test in (None, str(tmp_path / "x.npz")):
+        with pytest.raises(ValueError, match=message):
+            load("npz", train=str(tmp_path / "x.npz"), test=test)
+    named = str(tmp_path / "named.npz")
+    assert load("npz", train=named, test=named).num_classes == 9  # which was said
+
+
 GOOD = {"images": _images(4), "labels": np.arange(4), "class_names": np.array(list("abcd"))}
 
 
@@ -172,6 +191,12 @@ GOOD = {"images": _images(4), "labels": np.arange(4), "class_names": np.array(li
             {"labels": np.array([0, 1, 2, 10**12]), "class_names": None},
             r"in \[0, 65536\) in .*, got 0 to 1000000000000",
         ),
+        ({"labels": np.arange(4) + 1}, r"got 1 to 4; they seem to count from 1: write labels - 1"),
+        ({"labels": np.eye(4)}, r"they are one-hot: write labels.argmax\(1\)"),
+        ({"labels": np.arange(4)[:, None]}, r"write labels\[:, 0\]$"),
+        ({"labels": np.arange(4.0)}, r"they are whole: write labels.astype\('int64'\)"),
+        ({"labels": np.arange(4) + 0.5}, "a data set has classes, not numbers"),
+        ({"labels": np.array(list("abcd"))}, r"class_names, labels = numpy.unique\(labels, return_inverse=True\)"),
         ({"class_names": np.arange(4)}, "expected class_names as a list of strings"),
         ({"class_names": np.array(list("abcd"), dtype=object)}, "expected a .npz file without objects"),
     ],
