@@ -186,8 +186,7 @@ class LossGradient(Gradient):
         """Return the loss itself, which no defense touches; running statistics stay as they are."""
         network = self.network(self.weights(params))
         network = replace(network, buffers={name: value.clone() for name, value in network.buffers.items()})
-        value = (self.loss or self.client.method.loss)(network, batch, self.step)
-        return expect_number(f"{self.client.rule_name}: loss()", value)
+        return (self.loss or self.client.method.loss)(network, batch, self.step)
 
     def per_sample(self, params: Tensors, batch: Batch) -> Tensors:
         """Return one gradient per image of the batch, stacked in the first dimension (of the factors, if structured).
