@@ -295,6 +295,16 @@ def run_checked(
         return _run_and_confirm(attack, name, views, seeds, control)
 
 
+def _tried_targets(view: ServerView) -> str:
+    """Return of which targets a loss function of the user's own was asked, in words."""
+    if view.labels is None:
+        return "targets that the attack tried"
+    return (
+        f"the labels that were stated, {view.labels.dtype} {tuple(view.labels.shape)}, beside outputs "
+        f"{(len(view.labels), *view.task.output_shape)}: give them as the function takes them"
+    )
+
+
 def _run_and_confirm(
     attack: Attack, name: str, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None
 ) -> list[Result]:
@@ -320,7 +330,7 @@ def _run_and_confirm(
         except PrecisionError as error:
             results = [NotApplicable(str(error), limit=True) for _ in views]
         except FunctionError as error:
-            results = [NotApplicable(f"{error}, with targets that the attack tried", limit=True) for _ in views]
+            results = [NotApplicable(f"{error}, with {_tried_targets(view)}", limit=True) for view in views]
         except AUTOGRAD_ERRORS as error:
             found = autograd_obstacle(views[0], error)  # one method's views have the network in common
             if found is None:

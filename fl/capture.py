@@ -214,7 +214,7 @@ def from_batch(
     chosen = options_or_settings(ClientSettings, options, settings)
     chosen.check()
     loss = chosen.built_loss
-    check_given(inputs, labels, chosen.input_range)
+    check_given(inputs, labels, chosen.input_range, classes=loss.is_cross_entropy)
     form = chosen.input_form(inputs, count_ids(model, inputs))
     own = _trainable(model)
     packed = form.pack(inputs, _float_type(own, inputs)).detach().clone()
@@ -225,8 +225,9 @@ def from_batch(
     shape = prepare_outputs(own, packed, loss, chosen.output, described)
     if num_classes not in {None, shape[0]}:
         raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")
-    labels = loss.prepare(labels, shape)
-    client = chosen.client(chosen.task(own, form, shape))
+    task = chosen.task(own, form, shape)
+    labels = _prepare_targets(loss, task.loss, labels, shape)
+    client = chosen.client(task)
     check_training(client, packed, default=chosen.method is None)
     batch = Batch(packed, labels)
     several = "; a loss that compares examples takes several (batch_size)" if len(batch) == 1 else ""
@@ -235,7 +236,11 @@ def from_batch(
             view, truth = Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
     except FunctionError as error:
         several = "" if str(error).endswith(IN_ONE_TYPE) else several
-        raise ValueError(f"{error}, in the client's own step on {len(batch)} example(s){several}") from error
+        several = "; give targets as the function takes them" if "must match" in str(error) else several
+        given = (
+            f"{len(batch)} example(s), outputs {(len(batch), *shape)} and targets {labels.dtype} {tuple(labels.shape)}"
+        )
+        raise ValueError(f"{error}, in the client's own step on {given}{several}") from error
     if bad := [name for name, value in view.update.items() if not bool(dense(value).isfinite().all())]:
         raise ValueError(
             f"expected a step that can be taken on these {len(batch)} example(s), got numbers that are not finite in "
@@ -243,6 +248,26 @@ def from_batch(
             f"gradient is not finite{several}"
         )
     return view, truth
+
+
+def _prepare_targets(given: Loss, known: Loss, labels: Tensor, output_shape: torch.Size) -> Tensor:
+    """Return targets as the loss that was given takes them.
+
+    Args:
+        given: by the user.
+        known: the same where nothing else is known of it (`known_loss`).
+        labels: a target for each example.
+        output_shape: of one example.
+
+    Raises:
+        ValueError: the loss does not take them; where it is one that is known, says what is wrong with them.
+    """
+    prepared = given.prepare(labels, output_shape)
+    if known is not given and type(known) is not type(given):
+        outputs = torch.randn(len(prepared), *output_shape, generator=stream(0, "targets"))
+        if not given.takes(outputs, prepared.cpu()):
+            known.prepare(labels, output_shape)
+    return prepared
 
 
 def _with_inputs(model: nn.Module, form: InputForm, packed: Tensor) -> Tensor:
@@ -447,10 +472,13 @@ def _knowledge(client: Client, known: CapturedUpdateSettings) -> dict[str, objec
             raise ValueError(f"expected a threat model without {key}: a captured update does not come with it")
     if labels is None and threat is not None and threat.knows_labels:
         raise ValueError("expected labels under a threat model that knows them, got none")
-    if labels is not None and not isinstance(labels, Tensor):
-        raise ValueError(f"expected labels as a tensor int64 ({batch_size},), got {tensor_conversion_hint(labels)}")
-    if labels is not None and (not labels.ndim or len(labels) != batch_size):
-        raise ValueError(f"expected labels int64 ({batch_size},), got {labels.dtype} {tuple(labels.shape)}")
+    if labels is not None:
+        wanted = task.loss.targets_in_words(batch_size, task.output_shape)
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"expected {wanted}, as a tensor, got {tensor_conversion_hint(labels)}")
+        if not labels.ndim or len(labels) != batch_size:
+            several = f" (batch_size={batch_size} says how many)" if labels.ndim else ""
+            raise ValueError(f"expected {wanted}, got {labels.dtype} {tuple(labels.shape)}{several}")
     labels = None if labels is None else task.loss.prepare(labels, task.output_shape)
     threat = replace(threat or ThreatModel(), knows_labels=labels is not None)
     order = sampling.plan_batches(client.method.phases(client.task, 0), batch_size, stream(0, "capture", "order"))

@@ -471,7 +471,7 @@ def _as_tensor(labels: object) -> Tensor:
     if isinstance(labels, (list, tuple)):
         try:
             labels = torch.tensor(labels)
-        except (ValueError, TypeError) as error:  # words, or lists of several lengths
+        except (ValueError, TypeError, RuntimeError) as error:  # words, or lists of several lengths
             raise ValueError(f"labels: expected a number for each image, counted from 0, got {labels!r:.80}") from error
     _check_tensor("labels", labels)
     assert isinstance(labels, Tensor)

@@ -75,6 +75,16 @@ class Loss:
             raise ValueError("expected finite targets, got NaN or infinity")
         return targets.reshape(len(targets), *output_shape)
 
+    def targets_in_words(self, count: int, output_shape: torch.Size) -> str:
+        """Return what `count` examples need as targets, in words, such as "labels int64 (4,)".
+
+        Args:
+            count: of examples.
+            output_shape: of one example's outputs.
+        """
+        shape = ", ".join(map(str, (count, *output_shape)))
+        return f"targets of {self.name} ({shape}{'' if output_shape else ','}), as the model's outputs"
+
     def takes(self, outputs: Tensor, targets: Tensor) -> bool:
         """Return whether it returns a finite number, and derivatives, for such targets of a batch.
 

@@ -62,6 +62,10 @@ class CrossEntropy(Loss):
             )
         return targets
 
+    def targets_in_words(self, count: int, output_shape: torch.Size) -> str:
+        """Return a class for each."""
+        return f"labels int64 ({count},)"
+
     def relax(self, variables: Tensor) -> Tensor:
         """Return probabilities (B, K)."""
         return variables.softmax(-1)

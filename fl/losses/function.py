@@ -70,6 +70,14 @@ class OwnLoss(Loss):
         _check_call(self, prepared, output_shape)
         return prepared
 
+    def targets_in_words(self, count: int, output_shape: torch.Size) -> str:
+        """Return that the first dimension is of examples; the form is the function's own affair."""
+        if self.takes_classes:
+            return f"labels int64 ({count},)"
+        if self.targets == "known":
+            return f"targets ({count}, ...), one for each example, as the loss function takes them"
+        return super().targets_in_words(count, output_shape)
+
     def takes(self, outputs: Tensor, targets: Tensor) -> bool:
         """Return whether the function returns a finite number, and derivatives, for such targets of a batch."""
         return any(bool(found.isfinite().all()) for found in _tried(self, outputs, (targets.to(outputs.device),)))

@@ -47,6 +47,10 @@ class Segmentation(Loss):
             raise ValueError(f"expected classes in [0, {classes}), got {int(targets.min())} to {int(targets.max())}")
         return targets
 
+    def targets_in_words(self, count: int, output_shape: torch.Size) -> str:
+        """Return a class for each pixel."""
+        return f"masks int64 ({', '.join(map(str, (count, *output_shape[1:])))}), a class for each pixel"
+
     def relax(self, variables: Tensor) -> Tensor:
         """Return probabilities (B, K, ...)."""
         return variables.softmax(1)

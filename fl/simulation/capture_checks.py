@@ -298,8 +298,14 @@ def _check_derivative(model: nn.Module, inputs: Tensor) -> None:
             )
 
 
-def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> None:
+def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None, *, classes: bool = True) -> None:
     """Refuse what is no batch of inputs with a target each, and pictures that are not in [0, 1].
+
+    Args:
+        inputs: of the model.
+        labels: a target for each.
+        input_range: of the inputs, if one is stated.
+        classes: whether targets are classes, as cross entropy takes them.
 
     Raises:
         ValueError: says which of both, and what it is.
@@ -318,7 +324,8 @@ def check_given(inputs: Inputs, labels: Tensor, input_range: Range | None) -> No
     if not labels.ndim or len(labels) != len(first):
         alone = first.ndim == 3 and labels.numel() == 1
         hint = "; one picture needs a dimension of the batch: inputs[None]" if alone else ""
-        raise ValueError(f"expected labels int64 ({len(first)},), got {labels.dtype} {tuple(labels.shape)}{hint}")
+        wanted = f"labels int64 ({len(first)},)" if classes else f"targets ({len(first)}, ...), one for each example"
+        raise ValueError(f"expected {wanted}, got {labels.dtype} {tuple(labels.shape)}{hint}")
     if isinstance(inputs, Tensor) and inputs.ndim == 4:
         _check_pictures(inputs, input_range)
 

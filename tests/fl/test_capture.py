@@ -443,7 +443,7 @@ def test_what_is_no_tensor_is_named(model, gradient):
     for inputs, labels, what in ((image.numpy(), label, "inputs"), (image, [1], "labels")):
         with pytest.raises(ValueError, match=f"expected {what} as a tensor"):
             from_batch(model, inputs, labels)
-    with pytest.raises(ValueError, match="expected labels as a tensor"):
+    with pytest.raises(ValueError, match="expected labels int64.*as a tensor"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, labels=[1])
     for update in (None, list(gradient.values())):
         with pytest.raises(ValueError, match="update: expected tensors by name"):
@@ -583,3 +583,37 @@ def test_complex_inputs_and_outputs_whose_examples_come_second_are_told_how_to_b
 
     with pytest.raises(ValueError, match=r"got \(3, 1, 2\); where examples come second"):
         from_batch(Steps(4, 2), torch.zeros(1, 3, 2, 2), labels)
+
+
+def weighted(outputs, targets):
+    return (torch.tensor([1.0, 2.0, 3.0]).to(outputs) * (outputs - targets) ** 2).mean()
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "said"),
+    [
+        ("mse", [1, 2], r"targets of mse \(1, 3\), as the model's outputs, as a tensor, got list"),
+        ("mse", torch.rand(2, 3, generator=stream(0, "x")), r"mse \(1, 3\).*\(2, 3\) \(batch_size=1 says how many"),
+        (weighted, torch.tensor([1, 2]), r"targets \(1, ...\), one for each example, as the loss function takes them"),
+        ("cross-entropy", torch.tensor([1, 2]), r"labels int64 \(1,\), got torch.int64 \(2,\) \(batch_size=1"),
+    ],
+)
+def test_known_targets_of_another_number_or_type_are_named_as_the_loss_takes_them(loss, labels, said):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    update = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+    with pytest.raises(ValueError, match=said):
+        from_update(model, update, input_shape=(1, 2, 2), labels=labels, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("loss", "labels", "said"),
+    [
+        (torch.nn.functional.mse_loss, torch.ones(1, 2), r"expected a target of shape \(3,\) .*, got \(2,\)"),
+        (weighted, torch.ones(1, 2), r"outputs \(1, 3\) and targets torch.float32 \(1, 2\); give targets as the func"),
+        ("mse", torch.ones(2, 3), r"expected targets \(1, ...\), one for each example, got torch.float32 \(2, 3\)"),
+    ],
+)
+def test_targets_that_a_loss_does_not_take_are_named_in_place_of_the_loss(loss, labels, said):
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    with pytest.raises(ValueError, match=said):
+        from_batch(model, torch.rand(1, 1, 2, 2, generator=stream(0, "x")), labels, loss=loss)
