@@ -16,8 +16,7 @@ def expect_number(name: str, value: object) -> Tensor:
     Raises:
         ValueError: it is something else; says what, and what to return.
     """
-    usable = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta
-    if usable and isinstance(value, Tensor) and not value.ndim and value.is_floating_point():
+    if isinstance(value, Tensor) and not value.ndim and value.is_floating_point() and value.layout is torch.strided:
         return value
     got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     hint = _hint(value)
@@ -34,8 +33,6 @@ def _hint(value: object) -> str:
         return "return the loss alone"
     if not isinstance(value, Tensor):
         return "return the tensor that PyTorch computes, without float(...), .item() or .numpy(): it has the gradient"
-    if value.is_meta:
-        return "compute it on the device of the outputs (device=outputs.device)"
     if value.layout is not torch.strided:
         return "return value.to_dense()"
     if value.is_complex():
