@@ -443,7 +443,7 @@ def test_what_is_no_tensor_is_named(model, gradient):
     for inputs, labels, what in ((image.numpy(), label, "inputs"), (image, [1], "labels")):
         with pytest.raises(ValueError, match=f"expected {what} as a tensor"):
             from_batch(model, inputs, labels)
-    with pytest.raises(ValueError, match="expected labels int64.*as a tensor"):
+    with pytest.raises(ValueError, match=r"expected labels int64.*as a tensor"):
         from_update(model, gradient, input_shape=SHAPE, num_classes=CLASSES, labels=[1])
     for update in (None, list(gradient.values())):
         with pytest.raises(ValueError, match="update: expected tensors by name"):
