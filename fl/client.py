@@ -19,6 +19,7 @@ from fl.losses.returned_value import expect_number
 from fl.method import Method
 from fl.network import Network
 from fl.runtime.module_copies import deep_copy
+from fl.runtime.random_state import draws_masks
 from fl.tensors import Payloads, Tensors, add_scaled, dense, flatten, sub, zeros
 from fl.types import Batch, Draws, Order, Phase, Scope, Step, Task
 
@@ -56,7 +57,7 @@ class Client:
         model = expect_network(self.defense.name, made)
         object.__setattr__(self, "task", replace(self.base, model=model.train(self.method.train_mode)))
         self.defense.check(self.method, self.task)
-        drops = [n for n, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0]
+        drops = [name for name, module in model.named_modules() if draws_masks(module)]
         if self.method.train_mode and drops:
             raise ValueError(
                 f"expected a model without dropout in train mode, got {drops}: its masks are drawn from the global "

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from attacks.update.decay_reading import with_decay_read_off
 from eval.audit import fed_images, update_sanity
@@ -30,7 +31,8 @@ from fl.inputs.description import check_values
 from fl.inputs.form import Inputs, tensors_of
 from fl.parametrization import Parametrization
 from fl.runtime.module_copies import copy_model
-from fl.simulation.dropout_masks import drawing_modules, with_masks_of
+from fl.simulation.capture_checks import floating_weight
+from fl.simulation.dropout_masks import drawing_modules, draws_in_training, with_masks_of
 from fl.tensors import dense
 from fl.types import Batch, Scope
 from fl.view import ServerView
@@ -212,9 +214,24 @@ def _with_truth(
 
 
 def _dropout_off(view: ServerView) -> str:
-    """Say that dropout counts as off, of whose masks the one example's update may tell; "" where there is none."""
-    names = list(drawing_modules(copy_model(view.task.model).train()))
-    if not names or view.method.train_mode or view.batch_size != 1:
+    """Say that dropout counts as off, of whose masks the one example's update may tell, or what else draws numbers.
+
+    It is "" where nothing does.
+    """
+    if view.method.train_mode:
+        return ""
+    trained = copy_model(view.task.model).train()
+    names = list(drawing_modules(trained))
+    if not all(isinstance(trained.get_submodule(name), _DropoutNd) for name in names) or not names:
+        gray = torch.full((1, *view.task.input_shape), 0.5).to(floating_weight(trained))
+        if places := draws_in_training(trained, gray):
+            return (
+                f"in training mode the model draws random numbers in {places}, which count as off: an update that was "
+                "made with them can't be computed again; have the client train without them to tell whether the "
+                "images fit"
+            )
+        return ""
+    if view.batch_size != 1:
         return ""
     return (
         f"dropout ({', '.join(names)}) counts as off; if it was on, give --method '{{name: fedavg, train_mode: true, "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,18 @@ from torch import nn
 
 OWN_GENERATORS = {"random", "numpy.random.mtrand"}
 """Modules whose objects are generators with a state of Python and of NumPy's older kind."""
+
+
+def draws_masks(module: nn.Module) -> bool:
+    """Return whether a module of PyTorch leaves numbers out at random in training mode, as it is set.
+
+    Those are dropout, attention, and recurrent layers of several levels, which draw between these.
+    """
+    if isinstance(module, nn.RNNBase):
+        return module.num_layers > 1 and module.dropout > 0
+    if isinstance(module, nn.MultiheadAttention):
+        return module.dropout > 0
+    return isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
 
 
 @contextmanager
@@ -48,18 +60,62 @@ def watch_draws(*models: nn.Module, device: torch.device) -> Iterator[Callable[[
         device: that they run on.
     """
     own = [generator for model in models for generator in _own_generators(model)]
-
-    def states() -> list[str]:
-        python, numpy = sys.modules.get("random"), sys.modules.get("numpy.random")
-        torch_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-        shared = [torch_state.numpy().tobytes().hex()]
-        shared += [repr(python.getstate())] if python is not None else []
-        shared += [_numpy_words(numpy.get_state())] if numpy is not None else []
-        return [*shared, *map(_state_of, own)]
-
     with preserve_global_rng(device):
-        before = states()
-        yield lambda: states() != before
+        before = _states(own, device)
+        yield lambda: _states(own, device) != before
+
+
+def find_drawing_modules(model: nn.Module, run: Callable[[], object], device: torch.device) -> list[str]:
+    """Return the modules whose own forward draws random numbers while a network runs, by name, with their types.
+
+    Args:
+        model: the network that runs, itself and no copy of it; its hooks are as before at the end.
+        run: runs it; what it raises is raised.
+        device: that it runs on.
+    """
+    own, found = _own_generators(model), dict[str, str]()
+    within, states = [""], list[list[str]]()  # names of the modules that run, the innermost last
+    kinds = {name: type(module).__name__ for name, module in model.named_modules()}
+
+    def note() -> None:
+        states.append(_states(own, device))
+        if states[-1] != states.pop(0):
+            name = within[-1]
+            found[name] = (
+                f"{name!r} ({kinds[name]})" if name else f"the forward of {kinds[name]} (functional dropout, say)"
+            )
+
+    def enter(name: str) -> None:
+        note()
+        within.append(name)
+
+    def leave() -> None:
+        note()
+        within.pop()
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: enter(name), prepend=True))
+        hooks.append(module.register_forward_hook(lambda *_: leave()))
+    try:
+        with preserve_global_rng(device):
+            states.append(_states(own, device))
+            run()
+            note()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(found.values())
+
+
+def _states(own: Sequence[Any], device: torch.device) -> list[str]:
+    """Return the states of the generators that a process shares, and of some more."""
+    python, numpy = sys.modules.get("random"), sys.modules.get("numpy.random")
+    torch_state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    shared = [torch_state.numpy().tobytes().hex()]
+    shared += [repr(python.getstate())] if python is not None else []
+    shared += [_numpy_words(numpy.get_state())] if numpy is not None else []
+    return [*shared, *map(_state_of, own)]
 
 
 def _own_generators(model: nn.Module) -> list[Any]:

@@ -24,7 +24,7 @@ from fl.losses import Loss
 from fl.method import Method
 from fl.models.building_blocks.model_checks import FORWARD_ERRORS
 from fl.runtime.module_copies import copy_model, deep_copy
-from fl.runtime.random_state import preserve_global_rng, watch_draws
+from fl.runtime.random_state import find_drawing_modules, preserve_global_rng, watch_draws
 from fl.seeds import stream
 from fl.view import ThreatModel
 
@@ -54,6 +54,8 @@ AS_MODULES = (
     "masks of nn.Dropout are read off a captured update of one step on one example: write functional dropout so"
 )
 """What helps with dropout in a forward, of an update that is there already."""
+MOST_PLACES = 4
+"""Modules that a message names, at most."""
 QUANTIZED = ("torch.ao.nn.quantized", "torch.ao.nn.intrinsic.quantized")
 """Where PyTorch has layers of integers."""
 
@@ -261,13 +263,34 @@ def check_training(client: Client, inputs: Tensor, *, default: bool, captured: b
             ) from error
         drawn = has_drawn()
     if drawn or not torch.allclose(first, second, equal_nan=True):
-        remedy += f"; {AS_MODULES}" if captured else ""
-        always = "draw them under `if self.training` alone (functional dropout: training=self.training)"
+        places = name_draws(copies[0], batch)
+        if training and captured:
+            remedy = (
+                f"to attack the update as if nothing had been drawn, which confirms nothing, {remedy}; {AS_MODULES}"
+            )
+        always = (
+            "draw them under `if self.training` alone (functional dropout: training=self.training), and put what "
+            "always draws (nn.FractionalMaxPool2d, say) out of the network that is audited"
+        )
         raise ValueError(
-            f"expected a model without random numbers {mode}, got some (functional dropout or a random flip, say), "
-            f"which can't be replayed; {remedy if training else always}"
+            f"expected a model without random numbers {mode}, got some in {places}, which nobody can draw again; "
+            f"{remedy if training else always}"
         )
     _check_derivative(copies[0], batch[:MOST_RUN])
+
+
+def name_draws(model: nn.Module, inputs: Tensor) -> str:
+    """Return in words in which modules a network draws random numbers as it is; where it does not tell, an example.
+
+    A copy of the network is run.
+    """
+    probe, found = deep_copy(model), list[str]()
+    with torch.no_grad(), suppress(*FORWARD_ERRORS):
+        found = find_drawing_modules(probe, lambda: probe(inputs), inputs.device)
+    more = f" and {len(found) - MOST_PLACES} more" if len(found) > MOST_PLACES else ""
+    return (
+        f"{', '.join(found[:MOST_PLACES])}{more}" if found else "its forward (functional dropout or a random flip, say)"
+    )
 
 
 def _check_derivative(model: nn.Module, inputs: Tensor) -> None:

@@ -25,10 +25,10 @@ from fl.local import sampling
 from fl.local.weight_decay import decay_shares
 from fl.method import Method
 from fl.runtime.module_copies import copy_model
-from fl.runtime.random_state import watch_draws
+from fl.runtime.random_state import draws_masks, watch_draws
 from fl.runtime.user_code import RUN_ERRORS
 from fl.seeds import stream
-from fl.simulation.capture_checks import AS_MODULES, floating_weight, unwrap_model
+from fl.simulation.capture_checks import AS_MODULES, floating_weight, name_draws, unwrap_model
 from fl.types import Task
 
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -49,13 +49,21 @@ class Silenced:
         model: a copy of the network.
         names: of the modules that drew; empty where none did.
         masked: whether all masks that were drawn are known, and stand in their place.
-        evaluating: whether it draws in training mode all the same, so that it has to be in evaluation mode.
+        places: where it draws in training mode all the same, so that it has to be in evaluation mode, in words; "" for
+            nowhere.
+        unread: those modules whose masks the update does not tell.
     """
 
     model: nn.Module
     names: tuple[str, ...] = ()
     masked: bool = False
-    evaluating: bool = False
+    places: str = ""
+    unread: tuple[str, ...] = ()
+
+    @property
+    def evaluating(self) -> bool:
+        """Whether it draws in training mode all the same."""
+        return bool(self.places)
 
     @property
     def replayable(self) -> bool:
@@ -70,7 +78,7 @@ class Silenced:
         unheld = "what a layer's own equations tell was not held against the layers above it"
         if self.evaluating:
             return (
-                "the network draws random numbers in its forward, which nobody can draw again: an image that is "
+                f"the network draws random numbers in {self.places}, which nobody can draw again: an image that is "
                 f"recovered is as these left it (turned, shifted or noisy, say), and {unheld}"
             )
         return f"dropout in training mode draws masks that nobody can draw again: {unheld}"
@@ -127,8 +135,8 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
     for module in dropping:
         setattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
     gray = None if shape is None else torch.full((1, *shape), 0.5).to(floating_weight(own))
-    if gray is not None and _draws_numbers(own, gray):
-        return Silenced(own, tuple(drawing), evaluating=True)
+    if gray is not None and (places := draws_in_training(own, gray)):
+        return Silenced(own, tuple(drawing), places=places)
     masks = _read_masks(own, gray, update, shares) if gray is not None and update is not None else {}
     for name in shares.keys() - masks.keys():
         if gray is not None and update is not None:
@@ -136,7 +144,8 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
             masks |= _read_behind(own, name, gray, update, shares[name], channels=whole)
     masks = {name: mask for name, mask in masks.items() if not _is_unlikely(mask, drawing[name], shares[name])}
     if not drawing or masks.keys() != drawing.keys():
-        return Silenced(own, tuple(drawing))
+        unread = tuple(f"{name!r} ({type(drawing[name]).__name__})" for name in drawing if name not in masks)
+        return Silenced(own, tuple(drawing), unread=unread)
     for name, mask in masks.items():
         _put(own, name, Mask(mask, of_pixels=gray is not None and _takes_pixels(own, name, gray)))
     return Silenced(own, tuple(drawing), masked=True)
@@ -203,19 +212,17 @@ def _cause(silenced: Silenced, why: str) -> str:
     """Return what was drawn, and why nobody can tell."""
     names = ", ".join(map(repr, silenced.names))
     if silenced.evaluating:
-        return (
-            f"got some in its forward beside {names} (functional dropout or a random flip, say), which nobody can draw "
-            f"again; {AS_MODULES}"
-        )
+        return f"got some in {silenced.places} beside {names}, which nobody can draw again; {AS_MODULES}"
     if why:
         return (
             f"got dropout ({names}), whose masks are read off an update of one plain step on one example alone: {why}"
         )
     return (
-        f"got dropout ({names}), whose masks are not read off this update: they are where a layer takes what "
-        "nn.Dropout or nn.Dropout2d returns, as it is or (nothing else taking it) behind activations and pooling, and "
-        "show by weights that did not move (weight decay has to be stated). Masks of attention, recurrent layers and "
-        "AlphaDropout are not read"
+        f"got dropout ({names}), whose masks are not read off this update: it does not tell those of "
+        f"{', '.join(silenced.unread) or names}. They are read where a linear layer takes one row of what nn.Dropout "
+        "returns (no tokens; a convolution: nn.Dropout2d), as it is or (nothing else taking it) behind activations and "
+        "pooling, and show by weights that did not move (weight decay has to be stated). Masks inside attention and "
+        "recurrent layers, and of AlphaDropout, are not read"
     )
 
 
@@ -262,8 +269,10 @@ def drawing_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _draws(module: nn.Module) -> bool:
-    """Return whether a module of PyTorch draws a mask in training mode: dropout, attention and recurrent layers."""
-    share = module.p if isinstance(module, _DropoutNd) else getattr(module, "dropout", 0.0)
+    """Return whether a module draws a mask in training mode, or may: one of a user's own that names a share."""
+    if isinstance(module, _DropoutNd | nn.MultiheadAttention | nn.RNNBase):
+        return draws_masks(module)
+    share = getattr(module, "dropout", 0.0)
     return isinstance(share, int | float) and share > 0
 
 
@@ -310,6 +319,11 @@ def _draws_at_all(model: nn.Module, shape: Sequence[int]) -> bool:
     return _draws_numbers(model, torch.full((1, *shape), 0.5).to(floating_weight(model)))
 
 
+def draws_in_training(model: nn.Module, inputs: Tensor) -> str:
+    """Return in words in which modules a network draws random numbers as it is; "" where it draws none."""
+    return name_draws(model, inputs) if _draws_numbers(model, inputs) else ""
+
+
 def _draws_numbers(model: nn.Module, inputs: Tensor) -> bool:
     """Return whether a network draws random numbers in the modes of its modules; False where it does not run."""
     probe = copy_model(model)
@@ -333,7 +347,7 @@ def _read_masks(
         shares: what each module of dropout leaves out, by name.
     """
     returned: dict[str, list[Tensor]] = {name: [] for name in shares}
-    taken: dict[str, Tensor] = {}
+    taken: dict[str, list[Tensor]] = {}
 
     def mark(name: str, output: Tensor) -> Tensor:
         returned[name].append(output.clone())  # kept, so that its place in memory is no other's
@@ -341,7 +355,7 @@ def _read_masks(
 
     def take(name: str, given: Sequence[Tensor]) -> None:
         if given:
-            taken.setdefault(name, given[0])
+            taken.setdefault(name, []).append(given[0])
 
     probe = copy_model(model).eval()
     for name, layer in probe.named_modules():
@@ -353,7 +367,9 @@ def _read_masks(
         probe(inputs)
     found = {}
     for name, outputs in returned.items():
-        layers = [layer for layer, value in taken.items() if len(outputs) == 1 and _is_same(outputs[0], value)]
+        once = {layer: given[0] for layer, given in taken.items() if len(given) == len(outputs) == 1}
+        # of several rows, such as tokens, a column of the weight sums what each row left of it
+        layers = [n for n, value in once.items() if _is_same(outputs[0], value) and value.numel() == value.shape[-1]]
         if layers:
             kept = (update[f"{layers[0]}.weight"] != 0).any(0)
             scale = 1 / (1 - shares[name]) if shares[name] < 1 else 0.0

@@ -229,11 +229,14 @@ def test_running_statistics_move_in_training_only() -> None:
     assert torch.equal(still["body.norm1.running_mean"], torch.zeros(4, dtype=torch.float64))
 
 
-def test_dropout_in_train_mode_is_refused() -> None:
+@pytest.mark.parametrize(
+    "drop", [nn.Dropout(0.5), nn.MultiheadAttention(64, 2, dropout=0.5), nn.LSTM(64, 64, 2, dropout=0.5)]
+)
+def test_dropout_in_train_mode_is_refused(drop: nn.Module) -> None:
     class Dropped(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.drop, self.flatten, self.head = nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, worlds.CLASSES)
+            self.drop, self.flatten, self.head = drop, nn.Flatten(), nn.Linear(64, worlds.CLASSES)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.drop(self.flatten(x)))

@@ -35,6 +35,31 @@ class Functional(nn.Module):
         return self.second(nn.functional.dropout(hidden, 0.5, self.training and self.drops))
 
 
+class DropPath(nn.Module):
+    """Leaves out a branch for each example by chance, as timm has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.new_empty((len(x), 1)).bernoulli_(0.5) / 0.5 if self.training else x
+
+
+class Rows(nn.Module):
+    """Gives a picture's rows to a layer that takes a series, and the last step of what that makes to a classifier."""
+
+    def __init__(self, series: nn.Module) -> None:
+        super().__init__()
+        self.series, self.head = series, nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x[:, 0]
+        attention = isinstance(self.series, nn.MultiheadAttention)
+        made = self.series(rows, rows, rows) if attention else self.series(rows)
+        return self.head((made if isinstance(made, Tensor) else made[0])[:, -1])
+
+
+def encoder() -> nn.Module:
+    return Rows(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True))
+
+
 def dense(*after: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.Tanh(), *after, nn.Linear(16, 5))
 
@@ -222,3 +247,38 @@ def test_a_masked_picture_is_called_that(before: tuple[nn.Module, ...]) -> None:
     assert f"{left_out} of 64 were left out or were 0" in report.notes[0]
     assert report.notes[0].endswith("which attacks call features, is the picture without them")
     assert report.findings[0].rows[0]["psnr"] is None
+
+
+UNREAD = [
+    (lambda: Rows(nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)), r"'series' \(MultiheadAttention\)"),
+    (lambda: Rows(nn.LSTM(8, 8, 2, dropout=0.3, batch_first=True)), r"'series' \(LSTM\)"),
+    (encoder, r"'series.self_attn' \(MultiheadAttention\), 'series.dropout' \(Dropout\)"),
+    (lambda: dense(nn.AlphaDropout(0.3)), r"'3' \(AlphaDropout\)"),
+    (lambda: nn.Sequential(nn.FeatureAlphaDropout(0.3), dense()), r"'0' \(FeatureAlphaDropout\)"),
+    (
+        lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 5)),
+        "'1'",
+    ),
+    (lambda: dense(DropPath()), r"'3' \(DropPath\)"),
+    (lambda: dense(nn.RReLU()), r"'3' \(RReLU\)"),
+    (Functional, r"the forward of Functional"),
+]
+"""Networks that draw what no update tells, and the modules that a refusal has to name."""
+
+
+@pytest.mark.parametrize(("build", "named"), UNREAD)
+def test_modules_whose_random_numbers_no_update_tells_are_named(build: Callable[[], nn.Module], named: str) -> None:
+    model = made(build)
+    update = captured(model)
+    with pytest.raises(ValueError, match=named + r".*confirms nothing, call model\.eval\(\)"):
+        audited(model, update)
+    report = audited(model, update, method=STILL)
+    (row,) = report.findings[0].rows
+    assert row["psnr"] is None or not row["verified"]  # what a classifier was given is told whatever was drawn before
+    assert "count as off" in report.mismatch or "counts as off" in report.mismatch
+
+
+@pytest.mark.filterwarnings("ignore:dropout option")
+def test_a_recurrent_layer_of_one_level_drops_nothing() -> None:
+    model = made(lambda: Rows(nn.LSTM(8, 8, 1, dropout=0.3, batch_first=True)))
+    assert not audited(model, captured(model)).mismatch
