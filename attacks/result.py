@@ -51,7 +51,7 @@ class Remark(StrEnum):
     LABELS_CONFIRMED = "labels confirmed"
     """One step with these labels makes the whole update to its rounding."""
     LABELS_DOUBTFUL = "labels doubtful"
-    """A search did not explain the update, so that nothing confirms the labels that it found."""
+    """Nothing confirms the labels: those of a search that did not explain the update, or the likeliest counts."""
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
-from attacks.labels.recovery import fixed_labels
+from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
 from attacks.network.embeddings import embedded_ids, embedding_weights
+from attacks.result import Remark
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient
 from fl.predict import predict
@@ -70,7 +71,7 @@ class Tokens(Attack):
             )
         private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
         known = view.threat.knows_optimizer and view.threat.knows_defense
-        return Reconstruction(
+        found_ids = Reconstruction(
             inputs=None,
             labels=fixed_labels(view, "auto"),
             private=private,
@@ -78,6 +79,9 @@ class Tokens(Attack):
             verified=True if known else None,
             note="" if known else UNSTATED,
         )
+        counted = found_ids.labels is not None and view.labels is None and view.task.loss.is_cross_entropy
+        doubtful = counted and view.method.uses_labels and not are_labels_proven(view)
+        return found_ids.with_note(LABELS_COUNTED, Remark.LABELS_DOUBTFUL) if doubtful else found_ids
 
     def confirm(self, view: ServerView, result: Result) -> Result:
         """Return the result as it is: that rows at rest were not looked up holds for any rule that starts from rest."""

@@ -57,6 +57,8 @@ WITHIN_CLASS_SPREAD = 0.5
 """How far predictions of images of one class are taken to lie apart, as a share of how far those of classes do."""
 MAX_POINTS = 16
 """Networks between the start and the end of a round, at most."""
+MIN_COMMON_FEATURE = 0.25
+"""Share of the mean square of features that their mean has to have to stand for each of them."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ class ClassifierGradient:
         if bias_name is not None:
             bias = dense(update[bias_name]).double() / whole
             offset = dense(view.shared[bias_name]).double()
-        elif noise is not None and bool(noise.any()):
+        elif noise is not None and _has_direction(noise):
             mean = noise.mean((0, 1))
             bias, offset = weight @ mean / (mean @ mean), start.new_zeros(len(start))
         else:
@@ -297,6 +299,12 @@ def _clients_count_alike(view: ServerView, name: str, whole: float) -> bool:
         if abs(counted - (part.batch_size or 0) / (view.batch_size or 1)) > 1e-6:
             return False
     return True
+
+
+def _has_direction(features: Tensor) -> bool:
+    """Return whether features (T, M, d) have a direction in common: embeddings of ids, say, have none."""
+    mean, own = features.mean((0, 1)).square().sum(), features.square().sum(-1).mean()
+    return bool(mean > MIN_COMMON_FEATURE * own)
 
 
 def _noise_features(view: ServerView, weight: str, marks: list[float]) -> Tensor | None:

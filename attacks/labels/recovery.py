@@ -15,6 +15,8 @@ from fl.view import ServerView
 
 MAX_FRACTION = 0.1
 """How far a number of images that a client states may be off a whole one."""
+LABELS_COUNTED = "the labels are the likeliest counts of classes, which nothing in the update proves"
+"""What is to be noted of labels that `are_labels_proven` does not hold for."""
 
 
 def recover_labels(observed: ObservedUpdate) -> Tensor | None:
@@ -44,6 +46,20 @@ def recover_labels(observed: ObservedUpdate) -> Tensor | None:
     """
     counts = label_counts(observed)
     return None if counts is None else torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+
+
+def are_labels_proven(view: ServerView) -> bool:
+    """Return whether labels that `recover_labels` reads off a view can't be others, if training was as stated.
+
+    Those of several images are where the signs of the classifier's bias leave no choice, or clients state them.
+    """
+    observed, count = ObservedUpdate(view), view.batch_size
+    if count == 1 or view.method.disclosed_label_shares(view.shared, observed.change) is not None:
+        return True
+    if adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
+        return True  # signs alone are read
+    gradient = ClassifierGradient.of(observed)
+    return gradient is not None and count is not None and int(gradient.proven_counts(count).sum()) == count
 
 
 def label_counts(observed: ObservedUpdate) -> Tensor | None:

@@ -13,7 +13,7 @@ import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -83,6 +83,7 @@ def plan_updates(subjects: Sequence[Subject], attacks: Mapping[str, Attack], req
     truths = [subject.truth.inputs for subject in subjects if subject.truth is not None]
     for label, attack in attacks.items():
         auxiliary_overlap.check_no_overlap(attack, label, truths)
+    pictured = view.task.inputs.is_image and bool(truths)  # else LPIPS, which takes seconds to load, has no use
     spec = CaptureSpec(
         title=f"Audit of {request.name}",
         source=request.source,
@@ -93,7 +94,7 @@ def plan_updates(subjects: Sequence[Subject], attacks: Mapping[str, Attack], req
         images=sum(len(truth) for truth in truths) or None,
         batch_size=view.batch_size,
         seeds=(request.seed,),
-        score=request.score,
+        score=request.score if pictured or request.score.lpips != "auto" else replace(request.score, lpips="off"),
         imports=request.imports,
     )
     observation = Observation(tuple(_watched_update(i, subject) for i, subject in enumerate(subjects)), request.seed)

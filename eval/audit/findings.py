@@ -52,7 +52,7 @@ class AttackFinding:
         outcomes: what it came to on every update (`eval.report.sections.inconclusive`).
         leaked: whether content or identity of images leaked, by the bar of reports.
         too_few_images: how many images there are where they are too few to tell content from chance; else 0.
-        doubtful: whether the labels are guesses of a search that did not explain the update.
+        doubtful: whether the labels are guesses: of a search that did not explain the update, or counted.
         failed: the error that it ended with, or nothing.
         origin: the file and the line that raised it, where known.
         traceback: the file that has the traceback of that, where one was kept.

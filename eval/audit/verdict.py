@@ -9,6 +9,7 @@ from operator import itemgetter
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
+from attacks.labels.recovery import LABELS_COUNTED
 from attacks.result import Remark
 from eval.io.text import join_words
 from eval.metrics.score import Row
@@ -50,7 +51,8 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
     if any(
         label is not None for label in labels
     ):  # an image for which none came back counts as one whose label did not
-        doubt = f" (doubtful: {LABELS_UNCONFIRMED})" if any(row.get("labels_doubtful") for row in rows) else ""
+        why = [_label_doubt(row) for row in rows if row.get("labels_doubtful")]
+        doubt = f" (doubtful: {why[0]})" if why else ""
         said.append(f"{round(sum(label or 0.0 for label in labels))} of {len(labels)} label(s) recovered{doubt}")
     for what, secret in private.items():
         word = "leaked: " if secret.n_recovered else ""
@@ -60,6 +62,11 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
             f"(relative error below {RECOVERED_BELOW:g}{closest})"
         )
     return "; ".join(said)
+
+
+def _label_doubt(row: Row) -> str:
+    """Return why labels are doubtful, in the words of the attack."""
+    return LABELS_COUNTED if LABELS_COUNTED in row.get("note", "") else LABELS_UNCONFIRMED
 
 
 def token_verdict(rows: Sequence[Row]) -> str:

@@ -4,6 +4,7 @@ from torch import nn
 
 import attacks
 from attacks.base import NotApplicable
+from attacks.result import Remark
 from defenses.noise import Noise
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
@@ -66,6 +67,33 @@ def test_ids_of_an_update_by_an_unknown_rule_are_not_confirmed():
     assert found.private["tokens/embedding.weight"].tolist() == [2, 3, 7, 11]
     assert found.verified is None
     assert "the optimizer or the defense was not stated" in found.note
+
+
+class NextWord(nn.Module):
+    """Skip-gram of word2vec: scores all words by the embedding of one."""
+
+    def __init__(self, *, bias: bool) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(40, 8), nn.Linear(8, 40, bias=bias)
+        with torch.no_grad():
+            for value in self.parameters():
+                value.normal_(0, 0.5, generator=stream(0, "words"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids)[:, 0])
+
+
+def test_labels_of_a_batch_are_told_where_they_are_proven_and_called_doubtful_where_counted():
+    words, nexts = torch.tensor([[5], [5], [11]]), torch.tensor([7, 9, 5])
+    proven = attacks.build("tokens")(from_batch(NextWord(bias=True), words, nexts)[0])
+    assert sorted(proven.labels.tolist()) == [5, 7, 9]
+    assert Remark.LABELS_DOUBTFUL not in proven.remarks
+    counted = attacks.build("tokens")(from_batch(NextWord(bias=True), words, nexts, method=FedAvg(steps=3))[0])
+    assert Remark.LABELS_DOUBTFUL in counted.remarks
+    assert "likeliest counts" in counted.note
+    without = attacks.build("tokens")(from_batch(NextWord(bias=False), words, nexts)[0])
+    assert without.labels is None  # embeddings have no direction in common that would stand for a bias
+    assert without.verified is True
 
 
 def test_what_can_not_read_ids_says_so():

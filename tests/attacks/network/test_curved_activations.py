@@ -75,6 +75,21 @@ def test_large_inputs_are_found(made: nn.Module) -> None:
     assert torch.allclose(found, given)
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_many_values_of_an_activation_of_few_numbers_take_few_runs(together: bool) -> None:
+    runs = 0
+
+    def made(x: torch.Tensor) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        return nn.functional.elu(x if together else x.view(1, 2))  # as recorded of one image: takes no more
+
+    given = torch.linspace(-3, 3, 200, dtype=torch.float64)
+    activation = MonotoneActivation(made, torch.Size([2]))
+    assert torch.allclose(activation(given), nn.functional.elu(given))
+    assert (runs <= 4) == together
+
+
 def test_a_level_top_bounds_nothing() -> None:
     inputs, _ = invert_activation(
         MonotoneActivation(nn.ReLU6(), torch.Size([3])), torch.tensor([0.0, 2.0, 6.0]).double()

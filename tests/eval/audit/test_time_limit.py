@@ -18,6 +18,7 @@ from eval import cli
 from eval.commands import terminal
 from eval.commands.system_errors import first_interrupt_ends_search
 from eval.commands.terminal import duration, iterations_words, seconds_of
+from eval.run import plan
 
 MODULE = """
 import torch
@@ -229,3 +230,16 @@ def test_elsewhere_than_on_a_terminal_a_search_has_a_line_now_and_then(clock, ca
         "fedavg: ig: 300 of 2,880 iterations, about 4 min left",
     ]
     assert len(lines) == 2 + 9 + 1
+
+
+def test_no_time_goes_into_similarity_of_pictures_where_there_are_none(monkeypatch):
+    """Loading LPIPS takes seconds."""
+    asked = []
+    monkeypatch.setattr(plan, "load_lpips", lambda *words, **settings: asked.append(words))
+    table, model = torch.rand(1, 5), torch.nn.Linear(5, 3)
+    hyperleak.audit(model, table, [1], attacks="analytic")
+    update = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+    hyperleak.audit(model, update=update, input_shape=(5,), attacks="analytic")
+    assert not asked
+    hyperleak.audit(torch.nn.Sequential(torch.nn.Flatten(), model), table.view(1, 1, 1, 5), [1], attacks="analytic")
+    assert asked
