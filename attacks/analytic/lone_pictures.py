@@ -36,7 +36,7 @@ from attacks.update.float_rounding import LEAST_SPACING, rounding_of_numbers
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
 from attacks.verification.picture_changes import change_last_digit
-from attacks.verification.pixel_levels import at_levels, is_on_coarse_grid
+from attacks.verification.pixel_levels import are_levels_of_no_mixture, at_levels
 from fl.seeds import stream
 from fl.tensors import dense
 
@@ -236,7 +236,7 @@ class LonePictures:
         Means are at levels of 8 bits by chance alone.
         """
         pixels = self.layer.to_pixels(inputs[None])
-        if self.layer.view.task.inputs.is_image and at_levels(pixels) is not None and not is_on_coarse_grid(pixels):
+        if self.layer.view.task.inputs.is_image and at_levels(pixels) is not None and are_levels_of_no_mixture(pixels):
             return True
         return not self._has_one_direction and self._bends_at_mixtures(row, inputs, target, allowed)
 

@@ -11,7 +11,7 @@ from attacks.result import Reconstruction, Remark
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, comparison
 from attacks.verification.label_comparison import tells_every_picture, tells_other_labels
-from attacks.verification.pixel_levels import are_between_levels, at_levels, is_on_coarse_grid
+from attacks.verification.pixel_levels import are_between_levels, are_levels_of_no_mixture, at_levels
 from attacks.verification.update_comparison import PAIR_DISTANCE, UNLIKE_DISTANCE, UpdateComparison
 from attacks.verification.words import (
     BEYOND_ROUNDING,
@@ -38,8 +38,8 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
     """Return a result that the update bears out, not verified where several pictures may have been stated as one.
 
     Pictures at levels of 8 bits count as no means of others: only those of pictures are that differ by even numbers of
-    levels in every pixel, which small steps may hide. But those of few levels, far apart, do not: so the mean of three
-    black and white ones is.
+    levels in every pixel, which small steps may hide. Those of few levels count as means: so the mean of three black
+    and white ones is.
 
     Args:
         view: that was attacked.
@@ -63,7 +63,7 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
             return replace(result.with_note(SOME_UNTOLD), verified=None, fixed=None)
         averaged = levels and are_between_levels(inputs)
         result = _with_labels(asked.check, view, result, inputs, labels)
-        if whole is not None and not is_on_coarse_grid(whole):
+        if whole is not None and are_levels_of_no_mixture(whole):
             return result
         distance = PAIR_DISTANCE if pictured else UNLIKE_DISTANCE
         if not averaged and asked.check.tells_pairs_apart(inputs, labels, distance):
@@ -93,7 +93,7 @@ def _may_be_mixture(check: UpdateComparison, inputs: Tensor, labels: Tensor, *, 
         pictured: whether they are pictures, which at levels of 8 bits are no mixtures if they leave rounding alone.
     """
     whole = at_levels(inputs) if pictured else None
-    levels = whole is not None and not is_on_coarse_grid(whole)
+    levels = whole is not None and are_levels_of_no_mixture(whole)
     if levels and any(check.is_explained_to_rounding(one, labels) for one in (inputs, whole) if one is not None):
         return False
     return not check.tells_pairs_apart(inputs, labels, FAR_APART * (PAIR_DISTANCE if pictured else UNLIKE_DISTANCE))

@@ -15,7 +15,7 @@ from torch.nn import functional
 from attacks.base import Reconstruction, Remark, build
 from attacks.verification.confirmation import confirm
 from attacks.verification.error_bounds import MAX_PIXEL_ERROR
-from attacks.verification.pixel_levels import are_between_levels
+from attacks.verification.pixel_levels import are_between_levels, at_levels
 from attacks.verification.words import MORE_THAN_ROUNDING, PAIRS_HIDDEN, UNLIKE_HIDDEN
 from fl.capture import CapturedUpdateSettings, from_update
 from fl.methods.fedavg import FedAvg
@@ -218,6 +218,29 @@ def test_the_mean_of_black_and_white_pictures_is_not_verified_though_it_is_at_le
     assert torch.allclose(found.inputs, pictures.mean(0), atol=1e-4)
     assert not found.verified
     alone = build("analytic")(stated_as_one(model, pictures[:1]))
+    assert isinstance(alone, Reconstruction)
+    assert alone.verified
+
+
+def test_a_mixture_of_pictures_of_few_shades_is_not_verified_though_it_is_at_levels() -> None:
+    """Of two classes and active units any mixture makes the update, and its few numbers may be whole ones."""
+    model = network(lambda: nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 2)))
+    layer, head = model.get_submodule("1"), model.get_submodule("3")
+    assert isinstance(layer, nn.Linear)
+    assert isinstance(head, nn.Linear)
+    layer.bias.data.fill_(3.0)
+    drawing = torch.rand(1, *SHAPE, generator=stream(0, "drawing")).round()
+    drawings = torch.cat([drawing, 1 - drawing])
+    at_whole_levels = 0
+    for number in range(6):
+        head.bias.data = torch.tensor([number / 10.0, 0.0])
+        found = build("analytic")(stated_as_one(model, drawings, label=1))
+        assert isinstance(found, Reconstruction)
+        assert found.inputs is not None
+        assert not found.verified
+        at_whole_levels += at_levels(found.inputs) is not None
+    assert at_whole_levels
+    alone = build("analytic")(stated_as_one(model, drawing, label=1))
     assert isinstance(alone, Reconstruction)
     assert alone.verified
 
