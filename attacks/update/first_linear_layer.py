@@ -19,7 +19,7 @@ from attacks.result import NotApplicable
 from attacks.update.label_gradients import batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient
-from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
+from attacks.update.update_rule import SIGNS_ONLY, hides_behind_signs
 from fl.defense import ask_numbers, overrides
 from fl.local.hook_results import expect_made
 from fl.losses.function import OwnLoss
@@ -342,7 +342,7 @@ def _layer_obstacle(view: ServerView, probe: _NetworkProbe, name: str) -> NotApp
     if not probe.reads_signals(name):
         reason = f"what flows back into {name!r} can't be told apart image by image from how forward is written"
         return NotApplicable(reason, limit=True)
-    if is_sign_compressed(view):
+    if hides_behind_signs(view):
         return NotApplicable(SIGNS_ONLY)
     names = dict.fromkeys(probe.parameter_names(name))
     phases = view.method.phases(view.client.task, view.round)

@@ -23,7 +23,7 @@ from attacks.update.classifier_update import is_update_sign_flipped
 from attacks.update.float_rounding import RMS_ROUNDING
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
-from attacks.update.update_rule import SIGNS_ONLY, is_sign_compressed
+from attacks.update.update_rule import SIGNS_ONLY, hides_behind_signs
 from fl.defense import Defense, ask_surrogate, overrides
 from fl.local.weight_decay import decay_shares, without_decay
 from fl.predict import predict
@@ -158,7 +158,7 @@ class ObservedUpdate:
         (phase,) = active
         if (reason := adaptive_optimizer_obstacle([phase])) is not None:
             return NotApplicable(reason)
-        if is_sign_compressed(view):
+        if hides_behind_signs(view):
             return NotApplicable(SIGNS_ONLY)
         assigned = {n: g for n, g in phase.assign(view.shared).items() if n in view.update}
         groups = {n: g for n, g in assigned.items() if g.lr != 0}

@@ -43,6 +43,8 @@ PAIR_TOLERANCE = 1e-6
 """How near the norms of two tensors alone are, beside the rounding of a difference of weights."""
 MIN_ENTRIES_OF_VECTOR = 32
 """Entries of a bias or a scale that are not all of one size by chance."""
+MOST_TARGETS = 64
+"""Targets that one example may have, of a layer that signs are told from by size."""
 MAX_LEVELS, MIN_ENTRIES_FOR_LEVELS = 24, 64
 """Sizes that a tensor of so many entries has where it was sent in few bits."""
 SAMPLED = 4096
@@ -89,6 +91,20 @@ def is_sign_compressed(view: ServerView) -> bool:
         if not bool((tensor.sizes >= (1 - SIZE_TOLERANCE) * tensor.sizes.max()).all()):
             return False
     return not empty
+
+
+def hides_behind_signs(view: ServerView) -> bool:
+    """Return whether an update holds signs, for all that is known: a gradient's factors do not follow from it.
+
+    A black and white picture, or a row of zeros and ones, leaves numbers of one size in a single linear layer of two
+    classes or one output as well. Where a step of SGD and its size were stated, the size says which it is, unless
+    some target explains any (numbers that are searched for).
+    """
+    if not is_sign_compressed(view):
+        return False
+    loss, stated = view.task.loss, view.threat.knows_optimizer and not view.scale_unknown
+    told = view.labels is not None or loss.every_target(view.task.output_shape, MOST_TARGETS) is not None
+    return not (stated and told and view.defense.name == "none" and len(view.update) <= len(("weight", "bias")))
 
 
 def kind_of_update_rule(view: ServerView) -> RuleKind | None:

@@ -14,7 +14,7 @@ from support.cover import pairwise
 from torch import Tensor, nn
 from torch.nn import functional
 
-from attacks.base import Reconstruction, Result, build
+from attacks.base import NotApplicable, Reconstruction, Result, build
 from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.update_rule import guess_update_rule
 from attacks.verification.confirmation import confirm
@@ -337,6 +337,26 @@ def test_a_nearly_uniform_image_is_borne_out_by_the_stated_step_size(lr: float) 
             assert isinstance(found, Reconstruction)
             assert not found.verified
             assert found.approximate is sure, (attack, size)
+
+
+def test_a_black_and_white_image_is_told_from_signs_by_the_stated_step_size() -> None:
+    """Of one layer and two classes its gradient has numbers of one size, too; of free targets any size is a step's."""
+    model = chains.initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 2))).float()
+    x, lr = image().round(), 0.1
+    grads = gradient(model, x, 1)
+    signs = {name: value.sign() for name, value in grads.items()}
+    for made, sure in ((grads, True), (signs, None)):
+        moved = {name: lr * value for name, value in made.items()}
+        for attack in ("analytic", "cascade"):
+            found = build(attack)(view_of(model, moved, FedAvg(lr=lr, steps=1, batch_size=None), classes=2))
+            assert isinstance(found, Reconstruction)
+            assert found.verified is sure
+        unsized = from_update(model, moved, input_shape=tuple(x.shape[1:]), num_classes=2)
+        refused = build("analytic")(unsized)
+        assert isinstance(refused, NotApplicable)
+        assert "only signs" in refused.reason
+    free = from_update(model, moved, input_shape=tuple(x.shape[1:]), loss="mse", method=FedAvg(lr=lr, steps=1))
+    assert isinstance(build("analytic")(free), NotApplicable)
 
 
 @pytest.mark.parametrize("features", [False, True])
