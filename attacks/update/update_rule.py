@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attacks.network.kept_readings import kept_reading
 from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.update.float_rounding import coarse_form
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, UnknownDefense
 from fl.predict import predict
@@ -98,13 +99,14 @@ def hides_behind_signs(view: ServerView) -> bool:
 
     A black and white picture, or a row of zeros and ones, leaves numbers of one size in a single linear layer of two
     classes or one output as well. Where a step of SGD and its size were stated, the size says which it is, unless
-    some target explains any (numbers that are searched for).
+    some target explains any (numbers that are searched for), or some brightness does (of a layer without bias).
     """
     if not is_sign_compressed(view):
         return False
     loss, stated = view.task.loss, view.threat.knows_optimizer and not view.scale_unknown
     told = view.labels is not None or loss.every_target(view.task.output_shape, MOST_TARGETS) is not None
-    return not (stated and told and view.defense.name == "none" and len(view.update) <= len(("weight", "bias")))
+    sized = view.defense.name == "none" and not coarse_form(view)
+    return not (stated and told and sized and len(view.update) == len(("weight", "bias")))
 
 
 def kind_of_update_rule(view: ServerView) -> RuleKind | None:

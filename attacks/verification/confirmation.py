@@ -22,7 +22,7 @@ from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.float_rounding import coarse_form, is_below_rounding
 from attacks.update.unmoved_tensors import without_unmoved
-from attacks.update.update_rule import guess_update_rule
+from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.verification.any_loss import confirm_under_any_loss
 from attacks.verification.comparison import comparison, most_favorable
 from attacks.verification.explanation import (
@@ -173,7 +173,8 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     if answer is False and moved is not view and (explains_update(moved, result) or tells_brightness(moved, result)):
         still = STILL.format(", ".join([name for name in view.update if name not in moved.update][:MOST_NAMED]))
         return _hold_to_update(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
-    if answer or (answer is None and tells_brightness(view, result)):
+    sized = not is_sign_compressed(view) or explains_size(view, result) is not False  # signs have a direction, too
+    if sized and (answer or (answer is None and tells_brightness(view, result))):
         return hold_to_rounding(view, result)
     if answer is False or leaves_targets_unasked(view, result):
         found = confirm_under_any_loss(view, result)

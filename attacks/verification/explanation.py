@@ -17,7 +17,7 @@ from attacks.update.first_linear_layer import first_linear
 from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.returned_buffers import predict_buffers
-from attacks.update.update_rule import guess_update_rule
+from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.update.view_below_classifier import LayerSignal, view_below_classifier
 from attacks.verification.clipped_comparison import is_explained_clipped
 from attacks.verification.comparison import MAX_BORNE_OUT_LABELS, can_replay, comparison, most_favorable
@@ -111,7 +111,9 @@ def explains_size(view: ServerView, result: Reconstruction) -> bool | None:
     guesses, images, target = asked.guesses, result.inputs, result.labels
     if view.task.loss.is_linear_in_targets and view.labels is None:  # what tells a direction alone has no size
         guesses = [] if images is None or target is None else [(images, target)]
-    return most_favorable(asked.check.has_stated_size(*guess) for guess in guesses)
+    exact = is_sign_compressed(view)  # signs have the size of some picture's step, and nothing else tells them apart
+    sized = asked.check.has_stated_size_to_rounding if exact else asked.check.has_stated_size
+    return most_favorable(sized(*guess) for guess in guesses)
 
 
 def explains_statistics(view: ServerView, result: Reconstruction) -> bool | None:

@@ -136,6 +136,12 @@ class UpdateComparison:
         allowed = self._near_bounds(images, labels, made, factor)
         return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
 
+    def has_stated_size_to_rounding(self, images: Tensor, labels: Tensor) -> bool:
+        """Return whether these images make the update at the step size that the view has, to its rounding."""
+        made, allowed = self.bounds.predict_exactly(images, labels)
+        factor = self.stated_factor
+        return all(float((self.observed[n] - factor * v).norm()) <= allowed[n] for n, v in made.items())
+
     def tells_brightness_to_rounding(
         self, images: Tensor, labels: Tensor, read: Callable[[Tensor], Tensor | None] | None = None
     ) -> bool:

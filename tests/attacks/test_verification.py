@@ -355,6 +355,13 @@ def test_a_black_and_white_image_is_told_from_signs_by_the_stated_step_size() ->
         refused = build("analytic")(unsized)
         assert isinstance(refused, NotApplicable)
         assert "only signs" in refused.reason
+    layer = model.get_submodule("1")
+    assert isinstance(layer, nn.Linear)
+    layer.bias.data += torch.tensor([0.5, -0.5]) * (model(x)[0, 1] - model(x)[0, 0] + 4e-4)  # next to p = 1/2
+    half = {name: 0.5 * lr * value.sign() for name, value in gradient(model, x, 1).items()}
+    found = build("analytic")(view_of(model, half, FedAvg(lr=lr, steps=1, batch_size=None), classes=2))
+    assert isinstance(found, Reconstruction)
+    assert not found.verified
     free = from_update(model, moved, input_shape=tuple(x.shape[1:]), loss="mse", method=FedAvg(lr=lr, steps=1))
     assert isinstance(build("analytic")(free), NotApplicable)
 
