@@ -16,6 +16,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
+from attacks.analytic.graph.unsent_entries import find_sent
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
@@ -23,6 +24,7 @@ from attacks.network.elementwise_regions import find_activations, with_activatio
 from attacks.network.layer_chain import trace_view
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.update.classifier_update import classifier_names
+from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
@@ -36,6 +38,10 @@ PIXEL_MARGIN = 1e-2
 """How far outside [0, 1] a pixel of an exact picture may come out."""
 MAX_OPEN_SHARE = 0.02
 """Share of the pictures' numbers that may be open for them to be borne out by the update: of more, others make it."""
+WHOLE_GRADIENTS = (
+    "with batch normalization in training mode it takes whole gradients, and the defense left some of {!r} out"
+)
+"""Why a pruned update in training mode is not solved."""
 SNAP_DISTANCE = 0.2
 """Levels of 8 bits by which every pixel of a picture may miss whole levels to be taken for these."""
 
@@ -54,6 +60,9 @@ class Backsolve(Attack):
        of the activation below, so that the signal goes on down (`graph.layer_solves`, `graph.propagation`). It ends
        where there are fewer equations than unknowns, or at an operation that hides what it took.
     3. The lowest inputs that were solved for are inverted to pixels by least squares (`graph.feature_inversion`).
+
+    Where a known defense left entries of the update out, as pruning does, those that were sent have their equations,
+    and the gradient to begin with is completed by its low rank (`graph.unsent_entries`).
 
     Where the network's batch normalization is in training mode, the steps are those of `graph.training_mode`: residual
     blocks are solved with the batch's statistics, which the buffers as they came back tell
@@ -96,7 +105,10 @@ class Backsolve(Attack):
         if isinstance(network, NotApplicable):
             return network
         solved: SolvedPictures | FeaturesAlone | NotApplicable
-        if norms := find_normalizations(network):
+        norms = find_normalizations(network)
+        if norms and network.sent:
+            return NotApplicable(WHOLE_GRADIENTS.format(next(iter(network.sent))), limit=True)
+        if norms:
             solved = solve_in_training_mode(view, network, norms, seed)
         else:
             solved = self._solve_distinct(view, gradient, network, count, seed)
@@ -211,7 +223,19 @@ def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) 
     even, _ = rescale_to_unit({**sent})
     activations = find_activations(single[1])
     of_batch, of_one = (with_activations(trace[1], activations) for trace in (batch, single))
-    return NetworkGraph(of_batch, of_one, {name: dense(value) for name, value in even.items()})
+    values = {name: dense(value) for name, value in even.items()}
+    return NetworkGraph(of_batch, of_one, values, _find_gaps(view, values))
+
+
+def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return which entries of gradients are known, of tensors of which a known defense left some out."""
+    observed, known = ObservedUpdate(view), {}
+    for name, value in gradient.items():
+        if not observed.is_complete(name):
+            sent = find_sent(value, observed.transmitted(name).to(value.device))
+            if not bool(sent.all()):
+                known[name] = sent
+    return known
 
 
 def _snap(images: Tensor) -> tuple[Tensor, bool]:

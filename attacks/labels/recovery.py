@@ -114,7 +114,7 @@ def idlg_label(observed: ObservedUpdate) -> Tensor | None:
             return None
         if negative:
             return bias.argmin().view(1)
-    if weight is None or (bias is not None and not bool(bias.any())):
+    if weight is None or (bias is not None and not bool(bias.any()) and observed.is_complete(*view.update)):
         return None
     against = ((weight @ weight.mT) < 0).sum(1)
     most = (against == against.max()).nonzero().flatten()

@@ -168,7 +168,9 @@ def _bias_equations(network: NetworkGraph, number: int, signal: Tensor) -> Itera
             one = torch.zeros_like(signal)
             one[image] = signal[image]
             parts.append(network.pull_back(number, one, parameter).flatten())
-        yield torch.stack(parts, 1), network.gradient[name].flatten()
+        made, sent = torch.stack(parts, 1), network.gradient[name].flatten()
+        known = network.sent.get(name)
+        yield (made, sent) if known is None else (made[known.flatten()], sent[known.flatten()])
 
 
 def find_factors_by_biases(known: Propagation) -> Tensor | None:

@@ -63,7 +63,7 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
     """
     layer = signals[0].layer
     n, _, height, width = layer.input_shape
-    if height * width > MAX_POSITIONS:
+    if height * width > MAX_POSITIONS or _have_gaps(signals):
         return None
     a, g, channel = _weighed_equations(signals)
     norms = a.norm(dim=1)
@@ -105,7 +105,7 @@ def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
         signals: of the layers that take the input; of one group of channels.
     """
     n, _, height, width = signals[0].layer.input_shape
-    if n != 1 or not 1 < height * width <= MAX_HEARD_POSITIONS:
+    if n != 1 or not 1 < height * width <= MAX_HEARD_POSITIONS or _have_gaps(signals):
         return None
     check_time_limit()
     a, g, _ = _weighed_equations(signals)
@@ -115,6 +115,11 @@ def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
     share = s / s[0]
     values = v.mT @ (u.mT @ g / s[0])
     return HeardPart(values.mT.reshape(signals[0].layer.input_shape), ((v.mT * share) @ v)[None])
+
+
+def _have_gaps(signals: Sequence[KnownSignal]) -> bool:
+    """Return whether entries of a gradient were not sent: then channels have no equations in common."""
+    return any(known.layer.sent is not None for known in signals)
 
 
 def _weighed_equations(signals: Sequence[KnownSignal]) -> tuple[Tensor, Tensor, Tensor]:

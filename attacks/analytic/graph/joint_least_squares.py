@@ -136,12 +136,24 @@ class GradientEquations:
         right: G (equations, K), weighed alike.
         as_images: from rows of x (n H W, K) to (n, K, H, W).
         as_rows: the way back.
+        known: bool (equations, K), which of G are known, 0 elsewhere; None where all are.
     """
 
     matrix: Tensor
     right: Tensor
     as_images: Callable[[Tensor], Tensor]
     as_rows: Callable[[Tensor], Tensor]
+    known: Tensor | None = None
+
+    @property
+    def known_share(self) -> float:
+        """Return the share of G that is known."""
+        return 1.0 if self.known is None else float(self.known.double().mean())
+
+    def apply_gram(self, x: Tensor) -> Tensor:
+        """Return A^T A x for x (n H W, K), of every channel by its equations that are known."""
+        made = self.matrix @ x
+        return self.matrix.mT @ (made if self.known is None else made * self.known)
 
 
 @dataclass
@@ -195,7 +207,7 @@ class JointSolver:
             return None
         if self._parts is None:
             self._parts = _find_parts(gradients.matrix)
-        gram = _BlockMatrix.gram(gradients.matrix, self._parts)
+        gram = _BlockMatrix.gram(gradients.known_share**0.5 * gradients.matrix, self._parts)
         if gram.numbers * gradients.right.shape[1] > MAX_BLOCK_NUMBERS:
             return None
         product, right = _normal_equations(gradients, gram, self.others, ENTRY_WEIGHT)
@@ -255,7 +267,7 @@ class _System:
     def of(cls, gradients: GradientEquations, others: LinearEquations) -> _System | None:
         """Return the system; None where a direction is in none of the equations."""
         a, as_images, as_rows = gradients.matrix, gradients.as_images, gradients.as_rows
-        basis = _Eigenbasis.of(a.mT @ a)
+        basis = _Eigenbasis.of(gradients.known_share * (a.mT @ a))
         estimate = _Preconditioner.of(basis, gradients, others)
         if estimate is None:
             return None
@@ -263,8 +275,10 @@ class _System:
         right = basis.to(a.mT @ gradients.right + weight * as_rows(others.pull(others.right_side())))
 
         def product(y: Tensor) -> Tensor:
-            heard = as_rows(others.pull(others.push(as_images(basis.back(y)))))
-            return basis.values[:, None] * y + weight * basis.to(heard)
+            x = basis.back(y)
+            heard = as_rows(others.pull(others.push(as_images(x))))
+            of_gradients = basis.values[:, None] * y if gradients.known is None else basis.to(gradients.apply_gram(x))
+            return of_gradients + weight * basis.to(heard)
 
         return cls(a, basis, precondition, right, product)
 
@@ -280,13 +294,19 @@ def _normal_equations(
 ) -> tuple[Callable[[Tensor], Tensor], Tensor]:
     """Return x -> N x, and the right side of N x = A^T G + w F^T t."""
     right = gradients.matrix.mT @ gradients.right
+    by_gradients = _gradient_product(gradients, gram)
     if others is None:
-        return gram.__matmul__, right
+        return by_gradients, right
 
     def product(x: Tensor) -> Tensor:
-        return gram @ x + weight * gradients.as_rows(others.pull(others.push(gradients.as_images(x))))
+        return by_gradients(x) + weight * gradients.as_rows(others.pull(others.push(gradients.as_images(x))))
 
     return product, right + weight * gradients.as_rows(others.pull(others.right_side()))
+
+
+def _gradient_product(gradients: GradientEquations, gram: _BlockMatrix) -> Callable[[Tensor], Tensor]:
+    """Return x -> A^T A x, by the blocks of that where all equations are known."""
+    return gram.__matmul__ if gradients.known is None else gradients.apply_gram
 
 
 def _diagonal_of_others(gradients: GradientEquations, others: LinearEquations | None, weight: float) -> Tensor:
@@ -373,10 +393,11 @@ def _settle(
         upper: what numbers are not above.
         is_late: whether no further system is to be solved.
     """
-    equations = int((gradients.matrix != 0).any(1).sum())
+    equations = int(gradients.known_share * int((gradients.matrix != 0).any(1).sum()))
+    by_gradients = _gradient_product(gradients, system.gram)
     few = MIN_CHANNEL_RATIO * unknown.sum(0) <= equations
-    right = gradients.matrix.mT @ gradients.right - system.gram @ fixed
-    alone = _Restricted(system.gram.__matmul__, right, system.gram, torch.zeros_like(system.own))
+    right = gradients.matrix.mT @ gradients.right - by_gradients(fixed)
+    alone = _Restricted(by_gradients, right, system.gram, torch.zeros_like(system.own))
     near = alone.solve(unknown & few, None, SIGN_TOLERANCES[-1])
     if near is None or bool(few.all()):
         return _settle_signs(system, unknown, upper, is_late) if near is None else near

@@ -33,6 +33,7 @@ class LayerEquations:
         groups: of channels.
         input_shape: (n, K, H, W).
         output_shape: (n, C, h, w).
+        sent: (C, K / groups, kh, kw) bool, which entries of the gradient are known; None where all are.
     """
 
     name: str
@@ -44,6 +45,7 @@ class LayerEquations:
     groups: int
     input_shape: torch.Size
     output_shape: torch.Size
+    sent: Tensor | None = None
 
     @property
     def unknown_inputs(self) -> int:
@@ -57,13 +59,19 @@ class LayerEquations:
 
     @property
     def input_equations(self) -> int:
-        """Return the equations for one input channel where the signal is known."""
-        return self.output_shape[1] // self.groups * self.weight.shape[2] * self.weight.shape[3]
+        """Return the equations for one input channel where the signal is known, on average where some were not sent."""
+        every = self.output_shape[1] // self.groups * self.weight.shape[2] * self.weight.shape[3]
+        return int(self.sent_share * every)
+
+    @property
+    def sent_share(self) -> float:
+        """Return the share of the gradient's entries that are known."""
+        return 1.0 if self.sent is None else float(self.sent.double().mean())
 
     @property
     def signal_equations(self) -> int:
-        """Return the equations for one output channel's signal where the input is known."""
-        return self.weight[0].numel()
+        """Return the equations for one output channel's signal where the input is known, likewise."""
+        return int(self.sent_share * self.weight[0].numel())
 
     @property
     def keeps_size(self) -> bool:
@@ -134,3 +142,18 @@ class LayerEquations:
     def right_side(self) -> Tensor:
         """Return G (C, kh kw, K), the right-hand side of the systems of all input channels; for one group."""
         return self.gradient.flatten(2).transpose(1, 2)
+
+    def sent_equations(self) -> Tensor | None:
+        """Return which entries of `right_side` are known (C, kh kw, K), or None where all are."""
+        return None if self.sent is None else self.sent.flatten(2).transpose(1, 2)
+
+    def unexplained(self, matrix: Tensor, x: Tensor) -> Tensor:
+        """Return what is left of the known entries of G (C, kh kw, K), 0 elsewhere.
+
+        Args:
+            matrix: A (C, kh kw, n H W).
+            x: (n H W, K).
+        """
+        left = self.right_side() - matrix @ x
+        known = self.sent_equations()
+        return left if known is None else left * known

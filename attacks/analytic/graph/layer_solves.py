@@ -25,6 +25,7 @@ from attacks.analytic.graph.joint_least_squares import (
     OutOfTimeError,
 )
 from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.analytic.graph.unsent_entries import EXACT, AndersonAcceleration, masked_least_squares
 from attacks.search_control import check_time_limit
 
 MAX_ROUNDS = 8
@@ -56,8 +57,10 @@ MIN_SIGNED_RATIO = 0.8
 """Likewise where no unknown is below zero: about half of them will turn out to be zero."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
-TURNS = 20
-"""Rounds of fitting an input and a signal in turn, at most."""
+TURNS, MAX_TURNS = 20, 200
+"""Rounds of fitting an input and a signal in turn, at most: where all entries were sent, and else."""
+REMEMBERED, MIN_FALL, PATIENCE = 8, 0.9, 10
+"""Steps that are extrapolated from, the share to which what is left must fall, and turns without that at the end."""
 MIN_GAIN = 0.1
 """Share of a channel's squared misfit that turning a bit must remove."""
 MIN_TOLD_SIGNAL = 1e-2
@@ -165,13 +168,13 @@ def solve_input(
         check_time_limit()
         matrices = [known.layer.signal_matrix(known.masked()) for known in signals]
         joint = None if others is None and entries is None else JointSolver(others, entries, began)
-        solved = _robust_least_squares(_Systems(layers[0], matrices, right, size, joint), good, last)
+        solved = _robust_least_squares(_Systems(layers, matrices, size, joint), good, last)
         if solved is None and last is None and joint is not None and joint.ran_out:
             raise OutOfTimeError(joint.explain_time())
         if solved is None or (joint is not None and _are_few(joint, signals)):
             return last  # too few channels fit
         x, misfits = solved
-        left = [g - m @ x for g, m in zip(right, matrices, strict=True)]
+        left = [layer.unexplained(m, x) for layer, m in zip(layers, matrices, strict=True)]
         typical = _usual_misfit(misfits, good)
         floor = typical / 2 if turn == 0 else floor
         typical = max(typical, floor)  # what is left of few channels may fit by chance
@@ -207,12 +210,39 @@ def estimate_error(signals: Sequence[KnownSignal], solved: SolvedInput) -> float
         )
     )
     values = layers[0].as_channels(solved.values).mT
-    left = (right - matrix @ values).square().sum() / max(1, len(matrix) - matrix.shape[1])
+    share, known = _sent_share(layers), _known_equations(layers)
+    left = right - matrix @ values if known is None else (right - matrix @ values) * known
+    spare = max(1.0, share * len(matrix) - matrix.shape[1])
+    squares = left.square().sum() / share / spare
     factor, failed = torch.linalg.cholesky_ex(matrix.mT @ matrix)
     if int(failed):
         return math.inf
     spread = torch.cholesky_inverse(factor).diagonal().sum()
-    return float((left * spread).sqrt() / values.norm().clamp_min(1e-300))
+    return float((squares * spread).sqrt() / values.norm().clamp_min(1e-300))
+
+
+def _sent_share(layers: Sequence[LayerEquations]) -> float:
+    """Return which share of the entries of gradients are known."""
+    return sum(layer.input_equations for layer in layers) / sum(
+        layer.weight.numel() // layer.weight.shape[1] for layer in layers
+    )
+
+
+def _known_equations(layers: Sequence[LayerEquations], used: Sequence[Tensor] | None = None) -> Tensor | None:
+    """Return which equations of layers' gradients are known (equations, K), layer by layer; None where all are.
+
+    Args:
+        layers: of one input.
+        used: output channels (C,) of each that are asked; all if left out.
+    """
+    if all(layer.sent is None for layer in layers):
+        return None
+    parts = []
+    for number, layer in enumerate(layers):
+        known = layer.sent_equations()
+        known = torch.ones_like(layer.right_side(), dtype=torch.bool) if known is None else known
+        parts.append((known if used is None else known[used[number]]).flatten(0, 1))
+    return torch.cat(parts)
 
 
 def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] | None:
@@ -225,6 +255,8 @@ def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] 
     if layer.signal_equations < MIN_RATIO * layer.unknown_signals:
         return None
     patches = layer.patches(values)
+    if layer.sent is not None:
+        return _solve_signal_by_sent(layer, patches, layer.sent)
     gram = patches @ patches.mT
     factor, failed = torch.linalg.cholesky_ex(gram)
     if int(failed):
@@ -236,20 +268,61 @@ def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] 
     return layer.as_images(found.mT, layer.output_shape), misfit
 
 
+def _solve_signal_by_sent(layer: LayerEquations, patches: Tensor, sent: Tensor) -> tuple[Tensor, float] | None:
+    """Return a layer's signal (n, C, h, w) by the entries of its gradient that are known, and the misfit of these."""
+    found = masked_least_squares(patches.mT, layer.gradient.flatten(1).mT, sent.flatten(1).mT)
+    if found is None:
+        return None
+    left = (layer.gradient.flatten(1) - found.mT @ patches) * sent.flatten(1)
+    return layer.as_images(found.mT, layer.output_shape), float(left.norm() / (layer.gradient * sent).norm())
+
+
 def fit_in_turn(layer: LayerEquations, signal: Tensor) -> Tensor:
     """Return a signal (n, C, h, w) that explains a layer's gradient better, or this one where it has too few equations.
 
     The gradient is linear in the input, given the signal, and in the signal, given the input: least squares in turn.
     The signals of the images may be mixed, by one mixing for all channels and positions.
     """
-    right = layer.right_side().flatten(0, 1)
+    if layer.sent is not None:
+        return _fit_sent_in_turn(layer, signal)
     for _ in range(TURNS):
-        taken = _least_squares(layer.signal_matrix(signal).flatten(0, 1), right)
-        found = None if taken is None else solve_signal(layer, layer.as_images(taken.mT, layer.input_shape))
+        found = _fit_once(layer, signal)
         if found is None:
             break
         signal = found[0]
     return signal
+
+
+def _fit_once(layer: LayerEquations, signal: Tensor) -> tuple[Tensor, float] | None:
+    """Return the signal that explains most with the input that this one explains most with, and the misfit."""
+    known = layer.sent_equations()
+    taken = _least_squares(
+        layer.signal_matrix(signal).flatten(0, 1),
+        layer.right_side().flatten(0, 1),
+        None if known is None else known.flatten(0, 1),
+    )
+    return None if taken is None else solve_signal(layer, layer.as_images(taken.mT, layer.input_shape))
+
+
+def _fit_sent_in_turn(layer: LayerEquations, signal: Tensor) -> Tensor:
+    """Return likewise a signal that explains the entries that were sent, to rounding where it comes to that.
+
+    What is not sent makes turns slow. So steps are extrapolated from the last few (Anderson's acceleration).
+    """
+    accelerated, least, best, since = AndersonAcceleration(REMEMBERED), math.inf, signal, 0
+    for _ in range(MAX_TURNS):
+        check_time_limit()
+        signal = signal / signal.norm()
+        found = _fit_once(layer, signal)
+        if found is None:
+            break
+        made, misfit = found
+        best, since = (made, 0) if misfit < MIN_FALL * least else (best, since + 1)
+        least = min(least, misfit)
+        if misfit < EXACT or since == PATIENCE:
+            break
+        signal = accelerated.extrapolate(signal, made / made.norm())
+    return best
 
 
 def _are_few(joint: JointSolver, signals: Sequence[KnownSignal]) -> bool:
@@ -295,18 +368,20 @@ class _Systems:
     """The equations of all layers that share an input.
 
     Attributes:
-        layer: one of them.
+        layers: with their gradients.
         matrices: A (C, kh kw, n H W) of each.
-        right: G (C, kh kw, K) of each.
         size: of each layer's channels (C,).
         joint: solves them together with what else is known; None where nothing is.
     """
 
-    layer: LayerEquations
+    layers: Sequence[LayerEquations]
     matrices: Sequence[Tensor]
-    right: Sequence[Tensor]
     size: Sequence[Tensor]
     joint: JointSolver | None
+
+    def unexplained(self, x: Tensor) -> list[Tensor]:
+        """Return what x (n H W, K) leaves of each layer's gradient (C, kh kw, K)."""
+        return [layer.unexplained(m, x) for layer, m in zip(self.layers, self.matrices, strict=True)]
 
     def solve(self, weights: Sequence[Tensor], start: Tensor | None, tolerance: float) -> Tensor | None:
         """Return the weighted solution (n H W, K); None if it leaves numbers open.
@@ -319,16 +394,21 @@ class _Systems:
         used = [w > 0 for w in weights]
         a, b = (
             torch.cat([(m[u] * w[u, None, None]).flatten(0, 1) for m, w, u in zip(sides, weights, used, strict=True)])
-            for sides in (self.matrices, self.right)
+            for sides in (self.matrices, [layer.right_side() for layer in self.layers])
         )
+        known = _known_equations(self.layers, used)
         if self.joint is None:
-            return _least_squares(a, b)
-        layer, share = self.layer, b.shape[1] ** 0.5  # the error of each equation is then about the same share of one
+            return _least_squares(a, b, known)
+        layer, share = (
+            self.layers[0],
+            b.shape[1] ** 0.5,
+        )  # the error of each equation is then about the same share of one
         gradients = GradientEquations(
             share * a,
             share * b,
             lambda rows: layer.as_images(rows.mT, layer.input_shape),
             lambda images: layer.as_channels(images).mT,
+            known,
         )
         return self.joint.solve(gradients, start, tolerance)
 
@@ -342,7 +422,7 @@ def _robust_least_squares(
     """
     size = systems.size
     weights = [known.to(norm.dtype) / norm for norm, known in zip(size, good, strict=True)]
-    solved = None if before is None else systems.layer.as_channels(before.values).mT
+    solved = None if before is None else systems.layers[0].as_channels(before.values).mT
     misfits: list[Tensor] = []
     last = math.inf, math.inf
     for turn in range(ROBUST_ROUNDS):
@@ -354,8 +434,7 @@ def _robust_least_squares(
         if now is None:
             break  # too few channels are left with weight
         solved = now
-        sides = zip(systems.right, systems.matrices, size, strict=True)
-        misfits = [_row_norms(g - m @ solved) / n for g, m, n in sides]
+        misfits = [_row_norms(left) / n for left, n in zip(systems.unexplained(solved), size, strict=True)]
         usual, worst = _usual_misfit(misfits, [w > 0 for w in weights]), float(torch.cat(misfits).max())
         final = systems.joint is None or tolerance == TOLERANCES[-1]
         uneven = worst > EVEN_MISFITS * usual
@@ -376,8 +455,16 @@ def _usual_misfit(misfits: Sequence[Tensor], used: Sequence[Tensor]) -> float:
     return max(float(m[u & (m > 0)].median().nan_to_num(0.0)) for m, u in zip(misfits, used, strict=True))
 
 
-def _least_squares(a: Tensor, b: Tensor) -> Tensor | None:
-    """Return the solution of normal equations, refined once; None if they leave numbers open."""
+def _least_squares(a: Tensor, b: Tensor, known: Tensor | None = None) -> Tensor | None:
+    """Return the solution of normal equations, refined once; None if they leave numbers open.
+
+    Args:
+        a: (equations, n).
+        b: (equations, K).
+        known: bool, like b, which of its numbers are; None where all are.
+    """
+    if known is not None:
+        return masked_least_squares(a, b, known)
     scale = a.norm(dim=0)
     if not bool((scale > 0).all()):
         return None  # positions that no output sees, or that nothing flows back to
@@ -398,7 +485,10 @@ def _choose_channels(
 ) -> list[Tensor]:
     """Return the channels that are used next: those that fit, and more in the order of their misfit if they are few."""
     taps = torch.cat(
-        [torch.full_like(m, float(layer.weight[0, 0].numel())) for m, layer in zip(misfits, layers, strict=True)]
+        [
+            torch.full_like(m, layer.sent_share * layer.weight[0, 0].numel())
+            for m, layer in zip(misfits, layers, strict=True)
+        ]
     )
     good, misfit = ~torch.cat(list(bad)), torch.cat(list(misfits))
     need = MIN_REDUNDANCY * layers[0].unknown_inputs
@@ -418,30 +508,33 @@ def _correct_bits(known: KnownSignal, values: Tensor, left: Tensor, wrong: Tenso
     patches = layer.patches(values)  # (n h w, K kk)
     ordered = patches.reshape(len(patches), -1, kernel).transpose(1, 2).flatten(1)  # (n h w, kk K), as `left` lies
     squares = ordered.square().sum(1)
+    sent = layer.sent_equations()
     signal, bits = layer.as_channels(known.signal), layer.as_channels(known.bits).clone()
     doubtful = torch.ones_like(bits) if known.doubtful is None else layer.as_channels(known.doubtful)
     factor: Tensor | None = None
     turned = 0
     for c in torch.nonzero(wrong)[:, 0].tolist():
         rest, row, start = left[c].flatten(), bits[c].clone(), bits[c].clone()
+        heard = ordered if sent is None else ordered * sent[c].flatten()
+        squares = squares if sent is None else heard.square().sum(1)
         step = (1 - known.slope) * signal[c]
         for _ in range(MAX_FLIPS):
             if float(rest.norm()) <= float(allowed[c]):
                 break
             change = torch.where(row, -step, step) * doubtful[c]
-            gain = 2 * change * (ordered @ rest) - change.square() * squares
+            gain = 2 * change * (heard @ rest) - change.square() * squares
             k = int(gain.argmax())
             if not float(gain[k]) > MIN_GAIN * float(rest.square().sum()):
                 break
-            rest = rest - change[k] * ordered[k]
+            rest = rest - change[k] * heard[k]
             row[k] = ~row[k]
         if float(rest.norm()) > float(allowed[c]) and len(ordered) < 0.8 * ordered.shape[1]:
-            if factor is None:
-                gram = ordered @ ordered.mT
+            if factor is None or sent is not None:
+                gram = heard @ heard.mT
                 ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
                 factor = torch.linalg.cholesky_ex(gram + ridge)[0]
             now = torch.where(start, signal[c], known.slope * signal[c])
-            fitted = now + torch.cholesky_solve((ordered @ left[c].flatten())[:, None], factor)[:, 0]
+            fitted = now + torch.cholesky_solve((heard @ left[c].flatten())[:, None], factor)[:, 0]
             told = doubtful[c] & (signal[c].abs() > MIN_TOLD_SIGNAL * signal[c].abs().max())
             row = torch.where(told, fitted / torch.where(told, signal[c], 1.0) > (1 + known.slope) / 2, start)
         turned += int((row != start).sum())

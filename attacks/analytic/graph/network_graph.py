@@ -63,11 +63,13 @@ class NetworkGraph:
         graph: traced at the batch's size.
         single: the same traced with one image, of which activations are recognized.
         gradient: that was sent, by parameter, dense, in float64.
+        sent: bool, by parameter, which entries of its gradient are known; of parameters without a gap none.
     """
 
     graph: Graph
     single: Graph
     gradient: Mapping[str, Tensor]
+    sent: Mapping[str, Tensor] = field(default_factory=dict)
     _affine: dict[int, bool] = field(default_factory=dict)
     _scalings: dict[Ref, tuple[int, Tensor] | None] = field(default_factory=dict)
     _single_entries: dict[Ref, SingleEntries | None] = field(default_factory=dict)
@@ -290,12 +292,13 @@ class NetworkGraph:
         found = self._sent_gradient(pair[1])
         if found is None:
             return None
-        name, gradient = found
+        name, gradient, sent = found
         weight = self.graph.value(pair[1]).mT[..., None, None]
         shape = self.graph.value(pair[0]).shape
         return LayerEquations(
             name, weight, gradient.mT[..., None, None], (1, 1), (0, 0), (1, 1), 1,
             torch.Size((*shape, 1, 1)), torch.Size((*node.outputs[0].shape, 1, 1)),
+            None if sent is None else sent.mT[..., None, None],
         )  # fmt: skip
 
     def _read_convolution(self, number: int) -> LayerEquations | None:
@@ -307,16 +310,21 @@ class NetworkGraph:
             return None
         return LayerEquations(
             found[0], value, found[1], _pair(stride), _pair(padding), _pair(dilation), int(groups),
-            self.graph.value(taken).shape, node.outputs[0].shape,
+            self.graph.value(taken).shape, node.outputs[0].shape, found[2],
         )  # fmt: skip
 
-    def _sent_gradient(self, ref: Ref) -> tuple[str, Tensor] | None:
-        """Return the parameter behind a weight and its gradient, as the weight lies; None if it was not sent."""
+    def _sent_gradient(self, ref: Ref) -> tuple[str, Tensor, Tensor | None] | None:
+        """Return the parameter behind a weight, its gradient and what of that is known, as the weight lies, or None."""
         found = self.graph.as_parameter(ref)
         if found is None or found[0] not in self.gradient:
             return None
-        sent = self.gradient[found[0]]
-        return found[0], (sent if found[1] is None else sent.flatten()[found[1]]).reshape(self.graph.value(ref).shape)
+        shape, places = self.graph.value(ref).shape, found[1]
+
+        def as_weight(values: Tensor) -> Tensor:
+            return (values if places is None else values.flatten()[places]).reshape(shape)
+
+        known = self.sent.get(found[0])
+        return found[0], as_weight(self.gradient[found[0]]), None if known is None else as_weight(known)
 
     def layer_input(self, number: int) -> Ref:
         """Return the tensor that a weighted layer takes."""

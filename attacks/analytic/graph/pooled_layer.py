@@ -62,7 +62,11 @@ def find_pooled_signal(known: Propagation, number: int) -> Tensor | None:
     pooling = None if after is None else read_pooled_activation(network, after.end)
     if after is None or pooling is None or layer.input_shape[0] != 1 or layer.groups != 1 or not _is_tiled(pooling):
         return None
-    if layer.dilation != (1, 1) or count_shortfall([KnownSignal(layer, torch.zeros(layer.output_shape))]):
+    if (
+        layer.sent is not None
+        or layer.dilation != (1, 1)
+        or count_shortfall([KnownSignal(layer, torch.zeros(layer.output_shape))])
+    ):
         return None
     try:
         pooled, signal = known.value(pooling.end), known.signal(pooling.end)

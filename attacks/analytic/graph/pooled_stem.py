@@ -99,7 +99,8 @@ def read_pooled_stem(solver: GraphSolver) -> PooledStem | None:
     """
     network, target = solver.network, min(solver.solved, key=lambda solved: solved.ref.node)
     for number, layer in network.layers.items():
-        after = follow_scalings(network, number) if layer.groups == 1 and layer.dilation == (1, 1) else None
+        readable = layer.groups == 1 and layer.dilation == (1, 1) and layer.sent is None
+        after = follow_scalings(network, number) if readable else None
         pooling = None if after is None else read_pooled_activation(network, after.end)
         if after is not None and pooling is not None and pooling.end == target.ref and target.scaled:
             break

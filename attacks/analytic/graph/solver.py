@@ -32,6 +32,7 @@ from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.shift_structure import count_images, find_signal_columns
 from attacks.analytic.graph.unmixing import unmix_sparse, unmix_two_valued
+from attacks.analytic.graph.unsent_entries import complete_low_rank
 from attacks.network.operation_trace import IMAGE, Ref
 from attacks.search_control import check_time_limit
 
@@ -154,6 +155,8 @@ class GraphSolver:
             like = self.network.graph.value(Ref(number))
             for _, name in self.network.bias_like_parameters(number):
                 sent = self.network.gradient[name]
+                if name in self.network.sent:
+                    continue  # an output of which nothing was sent has an unknown signal
                 if bool(sent.any()) and sent.numel() == like.numel():  # not one number for all outputs
                     self._begin_with(number, sent.reshape(like.shape))
         if self.scaled:
@@ -240,12 +243,24 @@ class GraphSolver:
             equations = f"{min(channels, 3 * inputs)} directions for {rank} positions of {self.images} images"
             self.ends[layer.name] = f"too few channels to tell positions apart: {equations}{self._count_equal(layer)}"
             return None
-        found = find_signal_columns(layer.gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
+        gradient = layer.gradient
+        if layer.sent is not None:
+            complete = complete_low_rank(gradient.flatten(1), layer.sent.flatten(1), rank)
+            if complete is None:
+                few = f"{int(layer.sent.sum())} of its gradient's {gradient.numel()} entries were sent"
+                self.ends.setdefault(layer.name, f"{few}: too few to tell a matrix of rank {rank}")
+                return None
+            gradient = complete.reshape(gradient.shape)
+        found = find_signal_columns(gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
         if not found.weakest > MIN_DIRECTION:
             few = f"what flows back has fewer than {rank} independent directions"
             self.ends[layer.name] = few + self._count_equal(layer)
             return None
-        columns = self._fit_columns(layer, found.columns) if found.gap < CLEAR_GAP else found.columns
+        columns = (
+            self._fit_columns(layer, found.columns)
+            if found.gap < CLEAR_GAP or layer.sent is not None
+            else found.columns
+        )
         # what is not confirmed is believed if it looks right, as the equations below would contradict it
         slope = self._slope_above(number)
         two_valued = unmix_two_valued(columns, slope=slope, rounds=MIN_ROUNDS + self.images)
@@ -279,6 +294,8 @@ class GraphSolver:
 
     def _count_equal(self, layer: LayerEquations) -> str:
         """Note how many distinct images a layer's gradient is of, where these are fewer, and say so."""
+        if layer.sent is not None:
+            return ""
         positions = layer.output_shape[2] * layer.output_shape[3]
         distinct = count_images(layer.gradient, positions, self.images)
         if distinct is None or distinct >= self.images:

@@ -20,6 +20,7 @@ from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction
 from attacks.search_control import SearchControl
 from defenses import defenses
+from defenses.prune import Prune
 from fl.capture import from_batch, from_update
 from fl.client import Client
 from fl.federation import ClientData, Federation
@@ -85,6 +86,26 @@ def test_evaluation_mode_is_not_solved_as_training_mode(monkeypatch: pytest.Monk
     found = attacks.build("backsolve")(view)
     assert isinstance(found, Reconstruction)
     assert found.verified is True
+
+
+@pytest.mark.parametrize("ratio", [0.5, pytest.param(0.75, marks=SLOW)])
+def test_a_random_share_of_the_update_is_enough(ratio: float) -> None:
+    """Where a random mask leaves entries out, those that were sent tell the picture and its label all the same."""
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels, defense=Prune(ratio=ratio, keep="random"))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified is True
+    assert torch.equal((255 * found.inputs).round(), (255 * images).round())  # type: ignore[operator]
+    assert found.labels.tolist() == labels.tolist()  # type: ignore[union-attr]
+
+
+def test_a_pruned_update_in_training_mode_is_refused() -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim().train(), images, labels, defense=Prune(ratio=0.2, keep="random"))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "training mode it takes whole gradients" in found.reason
 
 
 def test_wrong_statistics_of_the_batch_are_not_verified() -> None:

@@ -64,6 +64,20 @@ def test_one_image_has_the_sign_rule(label: int, bias: bool) -> None:
         assert torch.equal(idlg_label(ObservedUpdate(view)), torch.tensor([label]))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("keep", ["bias", "nothing"])
+def test_a_bias_whose_negative_entry_was_left_out_does_not_tell_the_label(keep: str) -> None:
+    """The rows of the weight do, where they were sent."""
+    view, _ = victim([2], given=task(4), defense=Prune(ratio=0.5, keep="random"))
+    weight, bias = (
+        next(n for n in view.update if n.startswith("head.") and n.endswith(end)) for end in ("weight", "bias")
+    )
+    whole, _ = victim([2], given=task(4))
+    sent = {**whole.update, bias: whole.update[bias] * torch.tensor([1.0, 1, 0, 1])}  # type: ignore[operator]
+    if keep == "nothing":
+        sent[weight] = torch.zeros_like(sent[weight])  # type: ignore[arg-type]
+    assert named(replace(view, update=sent)) == ([2] if keep == "bias" else None)
+
+
 @pytest.mark.parametrize("label", range(2))
 def test_two_classes_without_a_bias_are_mirror_images(label: int) -> None:
     given = biasless(task(2))

@@ -1,0 +1,220 @@
+r"""Least squares and low rank where entries of a gradient were not sent, as under pruning.
+
+A gradient G of which only the entries in a set Omega were sent still has its equations there. Of a layer with A x_k =
+G_k for every input channel k (`layer_equations`), the input minimizes
+
+    sum over k and over e with (e, k) in Omega of (A_e x_k - G_ek)^2,
+
+where every channel has equations of its own, and so a matrix of its own, A^T diag(Omega_k) A.
+
+**Completion** (`complete_low_rank`). The gradient of a convolution that sees n positions has rank n at most, over
+output channels and the rest. M = U V^T of that rank is fitted to the entries in Omega by least squares in turn: U given
+V, V given U (Jain, Netrapalli and Sanghavi, Low-rank matrix completion using alternating minimization, STOC 2013). It
+takes more entries than the n (rows + columns - n) numbers that a matrix of rank n has.
+
+**Silent slices** (`find_sent`). A zero that was sent looks like an entry that was not. An input channel or a position
+of the kernel through which nothing flows makes zeros all over its slice. That all of so many entries were left out by
+chance is out of the question, so these zeros count as sent.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from attacks.search_control import check_time_limit
+from fl.seeds import stream
+
+MIN_SPARE = 1.1
+"""Entries sent for one number of a matrix of low rank, at least."""
+SENT_FOR_CERTAIN = 1e-9
+"""Chance at which a slice of zeros was left out entry by entry, at most, for its zeros to count as sent."""
+MAX_TURNS, FIRST_RIDGE, RIDGE_STEP = 60, 0.3, 0.85
+"""Least squares in turn at most, the ridge of the first, relative to the share sent, and that of each next one."""
+EXACT = 3e-8
+"""What is left of the sent entries, relative to them, at which completion ends."""
+ITERATED, MAX_ITERATIONS = 1e-12, 150
+"""Share of what is left at zero, in the preconditioner's norm, at which conjugate gradients end, and steps at most."""
+SAME = 1e-6
+"""How near to a known solution iterations must come, relative to it, for a column's equations to tell all of it."""
+LEAST = 1e-300
+"""What is divided by, at least."""
+MAX_STACKED = 2**25
+"""Numbers of the matrices that are made in one piece."""
+ROWS_TOGETHER = 256
+"""Rows that are solved for as one stack."""
+LEAST_RIDGE = 1e-14
+"""Ridge, at least: it keeps equations solvable."""
+
+
+def find_sent(gradient: Tensor, sent: Tensor) -> Tensor:
+    """Return which entries of a gradient are known: those sent, and zeros of slices through which nothing flows.
+
+    Args:
+        gradient: of any shape, zero where nothing was sent.
+        sent: bool, likewise: what is other than zero, or is known to have been sent.
+    """
+    share = 1 - float(sent.double().mean())
+    if not 0 < share < 1:
+        return sent
+    enough = math.log(SENT_FOR_CERTAIN) / math.log(share)
+    known, axes = sent.clone(), range(gradient.ndim)
+    slices = {(axis,) for axis in axes} | {tuple(other for other in axes if other != axis) for axis in axes}
+    for through in sorted(slices):  # the axes that a slice goes through
+        if math.prod(gradient.shape[axis] for axis in through) >= enough:
+            known |= ~sent.any(dim=through, keepdim=True)
+    return known
+
+
+def masked_least_squares(a: Tensor, b: Tensor, sent: Tensor) -> Tensor | None:
+    """Return x (n, K) of least squares over the equations of each column that were sent; None if one leaves it open.
+
+    Args:
+        a: (equations, n).
+        b: (equations, K), zero where nothing was sent.
+        sent: bool (equations, K).
+    """
+    scale = a.norm(dim=0)
+    if not bool((scale > 0).all()) or int(sent.sum(0).min()) < a.shape[1]:
+        return None
+    even, weights = a / scale, sent.to(a.dtype)
+    probe = torch.randn(a.shape[1], b.shape[1], generator=stream(0, "probe"), dtype=a.dtype).to(a.device)
+    both, ended = _iterate(even, torch.cat([b, even @ probe], 1) * weights.repeat(1, 2), weights.repeat(1, 2))
+    (found, again), (own, probed) = both.chunk(2, 1), ended.chunk(2)
+    # what equations do not hear stays at zero in iterations, as if that were known: in a probe it shows
+    settled = own & probed & ((again - probe).norm(dim=0) <= SAME * probe.norm(dim=0))
+    for columns in (~settled).nonzero()[:, 0].split(max(1, MAX_STACKED // a.numel())):
+        check_time_limit()
+        solved = _solve_each(even, b[:, columns], weights[:, columns])
+        if solved is None:
+            return None
+        found[:, columns] = solved
+    return found / scale[:, None]
+
+
+def _iterate(a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return x (n, K) by conjugate gradients, and of which columns (K,) they ended.
+
+    The matrix of all equations, a^T a, is near to that of each column's own, but for a factor, where what was sent is
+    spread evenly. So it preconditions all columns at once.
+    """
+    x = b.new_zeros(a.shape[1], b.shape[1])
+    factor, failed = torch.linalg.cholesky_ex(a.mT @ a)
+    if int(failed):
+        return x, torch.zeros(b.shape[1], dtype=torch.bool, device=b.device)
+    rest = a.mT @ b
+    step = torch.cholesky_solve(rest, factor)
+    direction, gamma = step, (rest * step).sum(0)
+    goal = ITERATED**2 * gamma
+    for _ in range(MAX_ITERATIONS):
+        check_time_limit()
+        if bool((gamma <= goal).all()):
+            break
+        made = a.mT @ (weights * (a @ direction))
+        length = gamma / (direction * made).sum(0).clamp_min(LEAST)
+        x = x + length * direction
+        rest = rest - length * made
+        step = torch.cholesky_solve(rest, factor)
+        before, gamma = gamma, (rest * step).sum(0)
+        direction = step + gamma / before.clamp_min(LEAST) * direction
+    return x, gamma <= goal
+
+
+def _solve_each(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
+    """Return x (n, K) by each column's own matrix; None if one is singular."""
+    own = weights.mT  # (K, equations)
+    factor, failed = torch.linalg.cholesky_ex(a.mT @ (own[..., None] * a))
+    if bool(failed.any()):
+        return None
+    right = b.mT * own
+    x = torch.cholesky_solve((right @ a)[..., None], factor)[..., 0]
+    left = right - own * (x @ a.mT)
+    return (x + torch.cholesky_solve((left @ a)[..., None], factor)[..., 0]).mT
+
+
+def complete_low_rank(matrix: Tensor, sent: Tensor, rank: int) -> Tensor | None:
+    """Return a matrix of some rank with the entries that were sent; None where these are too few to tell the others.
+
+    Args:
+        matrix: (rows, columns), zero where nothing was sent.
+        sent: bool, likewise.
+        rank: of the whole.
+    """
+    rows, columns = matrix.shape
+    if rank >= min(rows, columns):
+        return None
+    heard_rows, heard_columns = (matrix != 0).any(1), (matrix != 0).any(0)
+    part, known = matrix[heard_rows][:, heard_columns], sent[heard_rows][:, heard_columns]
+    rank = min(rank, *part.shape)
+    if not part.numel() or int(known.sum()) < MIN_SPARE * rank * (sum(part.shape) - rank):
+        return None
+    found = _alternate(part, known, rank)
+    if found is None:
+        return None
+    whole = torch.zeros_like(matrix)
+    whole[heard_rows[:, None] & heard_columns] = found.flatten()
+    return torch.where(sent, matrix, whole)
+
+
+def _alternate(matrix: Tensor, sent: Tensor, rank: int) -> Tensor:
+    """Return U V^T fitted to the sent entries by least squares in turn, with a ridge that fades.
+
+    Without a ridge a column of few entries goes with any basis, and then all of the basis with it.
+    """
+    weights, size = sent.to(matrix.dtype), matrix.norm()
+    share = float(weights.mean())
+    v, ridge = torch.linalg.svd(matrix, full_matrices=False)[2][:rank].mT, FIRST_RIDGE
+    for _ in range(MAX_TURNS):
+        check_time_limit()
+        u = torch.linalg.qr(_fit_rows(matrix, weights, v, share * ridge))[0]
+        v = _fit_rows(matrix.mT, weights.mT, u, share * ridge)
+        made = u @ v.mT
+        if float(((matrix - made) * weights).norm() / size) < EXACT:
+            break
+        v, ridge = torch.linalg.qr(v)[0], max(RIDGE_STEP * ridge, LEAST_RIDGE)
+    return made
+
+
+def _fit_rows(matrix: Tensor, weights: Tensor, basis: Tensor, ridge: float) -> Tensor:
+    """Return for every row of a matrix its coordinates in a basis (columns, rank), by the entries of weight one."""
+    pairs = (basis[:, :, None] * basis[:, None, :]).flatten(1)  # of all products of two coordinates
+    found = []
+    for part, weight in zip(matrix.split(ROWS_TOGETHER), weights.split(ROWS_TOGETHER), strict=True):
+        gram = (weight @ pairs).unflatten(1, (basis.shape[1], -1))
+        gram.diagonal(dim1=1, dim2=2).add_(ridge)
+        factor = torch.linalg.cholesky_ex(gram)[0]
+        found.append(torch.cholesky_solve(((part * weight) @ basis)[..., None], factor)[..., 0])
+    return torch.cat(found)
+
+
+class AndersonAcceleration:
+    """Extrapolates a fixed point from the last steps towards it (Anderson, 1965; Walker and Ni, 2011).
+
+    With steps f_i = F(s_i) - s_i the next s is sum a_i F(s_i), where a minimizes |sum a_i f_i| and sums to one.
+
+    Args:
+        remembered: steps, at most.
+    """
+
+    def __init__(self, remembered: int) -> None:
+        self.remembered = remembered
+        self.made: list[Tensor] = []
+        self.steps: list[Tensor] = []
+
+    def extrapolate(self, at: Tensor, made: Tensor) -> Tensor:
+        """Return where to go on from.
+
+        Args:
+            at: s.
+            made: F(s).
+        """
+        self.made = [*self.made, made.flatten()][-self.remembered :]
+        self.steps = [*self.steps, (made - at).flatten()][-self.remembered :]
+        changes = torch.stack([self.steps[-1] - step for step in self.steps[:-1]], 1) if len(self.steps) > 1 else None
+        if changes is None:
+            return made
+        shares = torch.linalg.lstsq(changes, self.steps[-1][:, None]).solution[:, 0]
+        back = torch.stack([self.made[-1] - before for before in self.made[:-1]], 1) @ shares
+        return (self.made[-1] - back).reshape(made.shape)
