@@ -41,10 +41,10 @@ SAME = 1e-6
 """How near to a known solution iterations must come, relative to it, for a column's equations to tell all of it."""
 LEAST = 1e-300
 """What is divided by, at least."""
-MAX_STACKED = 2**25
-"""Numbers of the matrices that are made in one piece."""
-ROWS_TOGETHER = 256
-"""Rows that are solved for as one stack."""
+MOST_DIRECTLY = 128
+"""Numbers of a column up to which its own matrix is made: of more, iterations take less time."""
+MAX_STACKED = 2**24
+"""Numbers of products that are made in one piece."""
 LEAST_RIDGE = 1e-14
 """Ridge, at least: it keeps equations solvable."""
 
@@ -80,18 +80,21 @@ def masked_least_squares(a: Tensor, b: Tensor, sent: Tensor) -> Tensor | None:
     if not bool((scale > 0).all()) or int(sent.sum(0).min()) < a.shape[1]:
         return None
     even, weights = a / scale, sent.to(a.dtype)
+    found = _solve_together(even, b * weights, weights) if a.shape[1] > MOST_DIRECTLY else None
+    found = _solve_each(even, b * weights, weights) if found is None else found
+    return None if found is None else found / scale[:, None]
+
+
+def _solve_together(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
+    """Return x (n, K) by iterations; None where they do not end, or leave a direction at zero that is not heard.
+
+    A known solution goes along with each column's: a direction that its equations do not hear is missing there, too.
+    """
     probe = torch.randn(a.shape[1], b.shape[1], generator=stream(0, "probe"), dtype=a.dtype).to(a.device)
-    both, ended = _iterate(even, torch.cat([b, even @ probe], 1) * weights.repeat(1, 2), weights.repeat(1, 2))
-    (found, again), (own, probed) = both.chunk(2, 1), ended.chunk(2)
-    # what equations do not hear stays at zero in iterations, as if that were known: in a probe it shows
-    settled = own & probed & ((again - probe).norm(dim=0) <= SAME * probe.norm(dim=0))
-    for columns in (~settled).nonzero()[:, 0].split(max(1, MAX_STACKED // a.numel())):
-        check_time_limit()
-        solved = _solve_each(even, b[:, columns], weights[:, columns])
-        if solved is None:
-            return None
-        found[:, columns] = solved
-    return found / scale[:, None]
+    both, ended = _iterate(a, torch.cat([b, (a @ probe) * weights], 1), weights.repeat(1, 2))
+    found, again = both.chunk(2, 1)
+    heard = (again - probe).norm(dim=0) <= SAME * probe.norm(dim=0)
+    return found if bool(ended.all() and heard.all()) else None
 
 
 def _iterate(a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,15 +126,24 @@ def _iterate(a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _solve_each(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
-    """Return x (n, K) by each column's own matrix; None if one is singular."""
-    own = weights.mT  # (K, equations)
-    factor, failed = torch.linalg.cholesky_ex(a.mT @ (own[..., None] * a))
+    """Return x (n, K) by each column's own matrix, refined once; None if one is singular."""
+    factor, failed = torch.linalg.cholesky_ex(_grams(a, weights))
     if bool(failed.any()):
         return None
-    right = b.mT * own
-    x = torch.cholesky_solve((right @ a)[..., None], factor)[..., 0]
-    left = right - own * (x @ a.mT)
+    x = torch.cholesky_solve((b.mT @ a)[..., None], factor)[..., 0]
+    left = b.mT - weights.mT * (x @ a.mT)
     return (x + torch.cholesky_solve((left @ a)[..., None], factor)[..., 0]).mT
+
+
+def _grams(a: Tensor, weights: Tensor) -> Tensor:
+    """Return a^T diag(w_k) a (K, n, n) for columns w_k of weights (equations, K)."""
+    size = a.shape[1]
+    found = a.new_zeros(weights.shape[1], size * size)
+    rows = max(1, MAX_STACKED // (size * size))
+    for part, weight in zip(a.split(rows), weights.split(rows), strict=True):
+        check_time_limit()
+        found += weight.mT @ (part[:, :, None] * part[:, None, :]).flatten(1)  # of all products of two numbers
+    return found.unflatten(1, (size, size))
 
 
 def complete_low_rank(matrix: Tensor, sent: Tensor, rank: int) -> Tensor | None:
@@ -179,14 +191,10 @@ def _alternate(matrix: Tensor, sent: Tensor, rank: int) -> Tensor:
 
 def _fit_rows(matrix: Tensor, weights: Tensor, basis: Tensor, ridge: float) -> Tensor:
     """Return for every row of a matrix its coordinates in a basis (columns, rank), by the entries of weight one."""
-    pairs = (basis[:, :, None] * basis[:, None, :]).flatten(1)  # of all products of two coordinates
-    found = []
-    for part, weight in zip(matrix.split(ROWS_TOGETHER), weights.split(ROWS_TOGETHER), strict=True):
-        gram = (weight @ pairs).unflatten(1, (basis.shape[1], -1))
-        gram.diagonal(dim1=1, dim2=2).add_(ridge)
-        factor = torch.linalg.cholesky_ex(gram)[0]
-        found.append(torch.cholesky_solve(((part * weight) @ basis)[..., None], factor)[..., 0])
-    return torch.cat(found)
+    grams = _grams(basis, weights.mT)
+    grams.diagonal(dim1=1, dim2=2).add_(ridge)
+    factor = torch.linalg.cholesky_ex(grams)[0]
+    return torch.cholesky_solve(((matrix * weights) @ basis)[..., None], factor)[..., 0]
 
 
 class AndersonAcceleration:
