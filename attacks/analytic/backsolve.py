@@ -16,7 +16,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
-from attacks.analytic.graph.unsent_entries import find_sent
+from attacks.analytic.graph.unsent_entries import are_smallest_left_out, find_sent
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
@@ -228,14 +228,16 @@ def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) 
 
 
 def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return which entries of gradients are known, of tensors of which a known defense left some out."""
-    observed, known = ObservedUpdate(view), {}
-    for name, value in gradient.items():
-        if not observed.is_complete(name):
-            sent = find_sent(value, observed.transmitted(name).to(value.device))
-            if not bool(sent.all()):
-                known[name] = sent
-    return known
+    """Return which entries of gradients are known, of tensors of which a known defense left some out.
+
+    Where it left out the smallest, whole slices are missing, and their zeros are nearer to the truth than nothing.
+    """
+    observed = ObservedUpdate(view)
+    sent = {n: observed.transmitted(n).to(v.device) for n, v in gradient.items() if not observed.is_complete(n)}
+    if are_smallest_left_out([gradient[name][which] for name, which in sent.items()]):
+        return {}
+    known = {name: find_sent(gradient[name], which) for name, which in sent.items()}
+    return {name: which for name, which in known.items() if not bool(which.all())}
 
 
 def _snap(images: Tensor) -> tuple[Tensor, bool]:

@@ -148,8 +148,9 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
         f"One picture's step of an untrained ResNet-18, attacked by `{TESTED}`. The attacker knows the network, that "
         "the step is of one picture, and the defense with its settings. Victims are the first of the row `resnet18-1` "
         "of [the benchmark of deep networks](residual.md), and send weights before minus after at a step of 1. "
-        "Numbers that pruning left out are unknown to the attack; those that were sent have their equations. Where the "
-        "smallest ones are left out, their size is known as well, which the attack does not use yet.",
+        "Numbers that pruning left out by chance are unknown to the attack; those that were sent have their equations. "
+        "The smallest ones count as zero where they are left out. An attack that knows better may be built, so no row "
+        "says that this is safe.",
         "",
         "Exact: every pixel to 8 bits. No picture counts as 0 dB. PSNR ends at 100 dB. The update moved by: the "
         "distance between what is sent and what would be sent without the defense, relative to the latter. "
