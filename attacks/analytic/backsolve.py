@@ -105,11 +105,10 @@ class Backsolve(Attack):
         if isinstance(network, NotApplicable):
             return network
         solved: SolvedPictures | FeaturesAlone | NotApplicable
-        norms = find_normalizations(network)
-        if norms and network.sent:
-            return NotApplicable(WHOLE_GRADIENTS.format(next(iter(network.sent))), limit=True)
-        if norms:
+        if norms := find_normalizations(network):
             solved = solve_in_training_mode(view, network, norms, seed)
+            if isinstance(solved, NotApplicable) and network.sent:
+                return replace(solved, reason=WHOLE_GRADIENTS.format(next(iter(network.sent))), limit=True)
         else:
             solved = self._solve_distinct(view, gradient, network, count, seed)
         if isinstance(solved, FeaturesAlone):
@@ -233,7 +232,8 @@ def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Te
     Where it left out the smallest, whole slices are missing, and their zeros are nearer to the truth than nothing.
     """
     observed = ObservedUpdate(view)
-    sent = {n: observed.transmitted(n).to(v.device) for n, v in gradient.items() if not observed.is_complete(n)}
+    gaps = (name for name, value in gradient.items() if bool(value.any()) and not observed.is_complete(name))
+    sent = {name: observed.transmitted(name).to(gradient[name].device) for name in gaps}
     if are_smallest_left_out([gradient[name][which] for name, which in sent.items()]):
         return {}
     known = {name: find_sent(gradient[name], which) for name, which in sent.items()}

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
 from attacks.update.label_gradients import batches_of_targets
+from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import as_single_client
 from fl.losses import Loss
 from fl.tensors import dense
@@ -57,7 +58,7 @@ def assign_labels_by_features(
     weight = classifier_names(view, view.update)[0]
     if not _takes_classes(view) or weight is None or weight not in gradient:
         return None
-    return _labels_of(view, _columns(gradient[weight], features), outputs)
+    return _labels_of(view, _columns(view, weight, gradient[weight], features), outputs)
 
 
 def _labels_of(view: ServerView, columns: Tensor, outputs: Tensor) -> Tensor | None:
@@ -160,12 +161,17 @@ def read_classifier(view: ServerView, gradient: Mapping[str, Any], images: Tenso
     if seen is None or not all(bool(part.isfinite().all()) for part in seen):
         return None
     features, outputs = seen
-    return _columns(gradient[weight], features), outputs
+    return _columns(view, weight, gradient[weight], features), outputs
 
 
-def _columns(gradient: Any, features: Tensor) -> Tensor:
-    """Return what each image left in a classifier's gradient over its features (N, K)."""
-    return (dense(gradient).to(features) @ torch.linalg.pinv(features)).mT
+def _columns(view: ServerView, weight: str, gradient: Any, features: Tensor) -> Tensor:
+    """Return what each image left in a classifier's gradient over its features (N, K), by the numbers sent."""
+    values, observed = dense(gradient).to(features), ObservedUpdate(view)
+    if observed.is_complete(weight):
+        return (values @ torch.linalg.pinv(features)).mT
+    sent = observed.transmitted(weight).to(features.device)
+    each = [row[which] @ torch.linalg.pinv(features[:, which]) for row, which in zip(values, sent, strict=True)]
+    return torch.stack(each, 1)
 
 
 def order_matters(view: ServerView) -> bool:

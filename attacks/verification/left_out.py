@@ -1,8 +1,8 @@
 """Holds what was found to the numbers that a known defense let through, where it left others out.
 
-An attack that solves layer by layer takes a number that was left out for zero, and the equations of a single layer may
-hold for a picture that is wrong where all that tells of a pixel was left out. What was let through depends on the whole
-picture, and one step on it must make just that.
+An attack that solves layer by layer may take a number that was left out for zero, and the equations of a single layer
+may hold for a picture that is wrong where all that tells of a pixel was left out. What was let through depends on the
+whole picture, and one step on it must make just that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from attacks.verification.pixel_levels import at_levels
 from attacks.verification.possible_labels import taken_labels
 from attacks.verification.step_prediction import StepPredictor
 from attacks.verification.update_comparison import UpdateComparison
-from attacks.verification.words import LEFT_OUT, LEFT_OUT_NEARLY
+from attacks.verification.words import LEFT_OUT, LEFT_OUT_LABELS, LEFT_OUT_NEARLY
 from fl.defense import Defense, ask_numbers, ask_surrogate, overrides
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -99,6 +99,8 @@ def hold_to_sent_numbers(view: ServerView, result: Reconstruction) -> Reconstruc
     whole = at_levels(images) if view.task.inputs.is_image else None
     near = [images] if whole is None else [images, whole]
     guesses = list(taken_labels(check.view, result, images))
+    if not guesses:
+        return replace(result.with_note(LEFT_OUT_LABELS), verified=None, fixed=None)
     if any(check.is_explained_to_rounding(one, labels) for labels in guesses for one in near):
         return result
     if any(check.is_explained(images, labels) for labels in guesses):

@@ -103,6 +103,9 @@ LEFT_OUT = (
     "not confirmed: one step on it does not make the numbers that the defense let through, which tell more than those "
     "that it was read from"
 )
+LEFT_OUT_LABELS = (
+    "not confirmed: what the defense let through does not tell the labels, without which no step on it can be compared"
+)
 LEFT_OUT_NEARLY = (
     "borne out, but not confirmed to a quarter of a level: one step on it makes the numbers that the defense let "
     "through but for more than rounding"

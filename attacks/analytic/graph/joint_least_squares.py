@@ -596,7 +596,11 @@ def _invert_free(matrices: Tensor, free: Tensor, added: Tensor) -> tuple[Tensor,
     whole = whole * kept[..., :, None] * kept[..., None, :]
     ridge = RIDGE * matrices.diagonal(dim1=1, dim2=2).max()
     whole.diagonal(dim1=-2, dim2=-1).add_(torch.where(kept, added.gather(-1, order) + ridge, 1.0))
-    return order, torch.cholesky_inverse(torch.linalg.cholesky_ex(whole)[0])
+    factor, failed = torch.linalg.cholesky_ex(whole)
+    if bool(failed.any()):  # rounding of an ill-conditioned block: its diagonal preconditions as well, more slowly
+        diagonal = torch.diag_embed(whole.diagonal(dim1=-2, dim2=-1).clamp_min(ridge))
+        factor = torch.linalg.cholesky_ex(torch.where(failed[..., None, None] > 0, diagonal, whole))[0]
+    return order, torch.cholesky_inverse(factor)
 
 
 @dataclass(frozen=True)

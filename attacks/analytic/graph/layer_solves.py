@@ -344,7 +344,9 @@ def channel_sizes(known: KnownSignal, right: Tensor) -> Tensor:
     there = sent > 0
     if not bool(there.any()):
         return torch.ones_like(sent)
-    usual = (_row_norms(right)[there] / sent[there]).median()
+    shares = _row_norms(right)[there] / sent[there]
+    heard = shares > 0  # of others nothing was sent, say
+    usual = shares[heard].median() if bool(heard.any()) else shares.new_ones(())
     return (sent * usual).clamp_min(MIN_CHANNEL_SIZE * float((sent[there] * usual).median()) + 1e-300)
 
 
@@ -399,10 +401,8 @@ class _Systems:
         known = _known_equations(self.layers, used)
         if self.joint is None:
             return _least_squares(a, b, known)
-        layer, share = (
-            self.layers[0],
-            b.shape[1] ** 0.5,
-        )  # the error of each equation is then about the same share of one
+        layer = self.layers[0]
+        share = b.shape[1] ** 0.5  # the error of each equation is then about the same share of one
         gradients = GradientEquations(
             share * a,
             share * b,

@@ -247,8 +247,10 @@ class GraphSolver:
         if layer.sent is not None:
             complete = complete_low_rank(gradient.flatten(1), layer.sent.flatten(1), rank)
             if complete is None:
-                few = f"{int(layer.sent.sum())} of its gradient's {gradient.numel()} entries were sent"
-                self.ends.setdefault(layer.name, f"{few}: too few to tell a matrix of rank {rank}")
+                few = f"{int((gradient != 0).sum())} of its gradient's {gradient.numel()} entries are other than zero"
+                self.ends.setdefault(
+                    layer.name, f"{few}, the defense left some out: too few to tell a matrix of rank {rank}"
+                )
                 return None
             gradient = complete.reshape(gradient.shape)
         found = find_signal_columns(gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)

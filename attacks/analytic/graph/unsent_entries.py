@@ -176,11 +176,8 @@ def complete_low_rank(matrix: Tensor, sent: Tensor, rank: int) -> Tensor | None:
     rank = min(rank, *part.shape)
     if not part.numel() or int(known.sum()) < MIN_SPARE * rank * (sum(part.shape) - rank):
         return None
-    found = _alternate(part, known, rank)
-    if found is None:
-        return None
     whole = torch.zeros_like(matrix)
-    whole[heard_rows[:, None] & heard_columns] = found.flatten()
+    whole[heard_rows[:, None] & heard_columns] = _alternate(part, known, rank).flatten()
     return torch.where(sent, matrix, whole)
 
 
@@ -237,6 +234,6 @@ class AndersonAcceleration:
         changes = torch.stack([self.steps[-1] - step for step in self.steps[:-1]], 1) if len(self.steps) > 1 else None
         if changes is None:
             return made
-        shares = torch.linalg.lstsq(changes, self.steps[-1][:, None]).solution[:, 0]
+        shares = torch.linalg.pinv(changes) @ self.steps[-1]
         back = torch.stack([self.made[-1] - before for before in self.made[:-1]], 1) @ shares
         return (self.made[-1] - back).reshape(made.shape)

@@ -20,6 +20,7 @@ from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.base import NotApplicable, Reconstruction
 from attacks.search_control import SearchControl
 from defenses import defenses
+from defenses.clip import Clip
 from defenses.prune import Prune
 from fl.capture import from_batch, from_update
 from fl.client import Client
@@ -98,6 +99,41 @@ def test_a_random_share_of_the_update_is_enough(ratio: float) -> None:
     assert found.verified is True
     assert torch.equal((255 * found.inputs).round(), (255 * images).round())  # type: ignore[operator]
     assert found.labels.tolist() == labels.tolist()  # type: ignore[union-attr]
+
+
+def test_a_pruned_update_of_two_images_tells_their_labels() -> None:
+    images, labels = pictures(2)
+    view, _ = from_batch(victim(), images, labels, defense=Prune(ratio=0.2, keep="random"))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert min(decibels(found.inputs, images)) > 80
+    assert sorted(found.labels.tolist()) == sorted(labels.tolist())  # type: ignore[union-attr]
+    assert found.verified is True
+
+
+@pytest.mark.parametrize("name", ["stem.weight", pytest.param("blocks.1.conv1.weight", marks=SLOW)])
+def test_a_layer_of_which_next_to_nothing_was_sent_is_no_error(name: str) -> None:
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels, defense=Prune(ratio=0.3, keep="random"))
+    value = dense(view.update[name])
+    little = torch.zeros_like(value)
+    little.view(-1)[[0, 5]] = value.view(-1)[[0, 5]]
+    found = attacks.build("backsolve")(replace(view, update={**view.update, name: little}))
+    if isinstance(found, Reconstruction) and found.verified:
+        assert min(decibels(found.inputs, images)) > 80  # type: ignore[arg-type]
+    else:
+        assert found.reason if isinstance(found, NotApplicable) else found.note
+
+
+def test_zeros_of_training_mode_are_no_gaps() -> None:
+    """A parameter that nothing uses, in an update that clipping made shorter."""
+    images, labels = pictures(1)
+    model = victim().train()
+    model.extra = nn.Parameter(torch.ones(3))
+    found = attacks.build("backsolve")(from_batch(model, images, labels, defense=Clip(max_norm=0.1))[0])
+    assert isinstance(found, Reconstruction)
+    assert found.verified is True
 
 
 def test_a_pruned_update_in_training_mode_is_refused() -> None:
