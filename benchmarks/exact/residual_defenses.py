@@ -149,8 +149,8 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
         "the step is of one picture, and the defense with its settings. Victims are the first of the row `resnet18-1` "
         "of [the benchmark of deep networks](residual.md), and send weights before minus after at a step of 1. "
         "Numbers that pruning left out by chance are unknown to the attack; those that were sent have their equations. "
-        "The smallest ones count as zero where they are left out. An attack that knows better may be built, so no row "
-        "says that this is safe.",
+        "Where the least number that was sent shows that the smallest were left out, these count as zero. An attack "
+        "that knows better may be built, so no row says that this is safe.",
         "",
         "Exact: every pixel to 8 bits. No picture counts as 0 dB. PSNR ends at 100 dB. The update moved by: the "
         "distance between what is sent and what would be sent without the defense, relative to the latter. "
