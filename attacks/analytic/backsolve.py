@@ -41,7 +41,7 @@ MAX_OPEN_SHARE = 0.02
 WHOLE_GRADIENTS = (
     "with batch normalization in training mode it takes whole gradients, and the defense left some of {!r} out"
 )
-"""Why a pruned update in training mode is not solved."""
+"""What may be why a pruned update in training mode is not solved, beside what the solver says."""
 SNAP_DISTANCE = 0.2
 """Levels of 8 bits by which every pixel of a picture may miss whole levels to be taken for these."""
 
@@ -108,7 +108,8 @@ class Backsolve(Attack):
         if norms := find_normalizations(network):
             solved = solve_in_training_mode(view, network, norms, seed)
             if isinstance(solved, NotApplicable) and network.sent:
-                return replace(solved, reason=WHOLE_GRADIENTS.format(next(iter(network.sent))), limit=True)
+                whole = WHOLE_GRADIENTS.format(next(iter(network.sent)))
+                return replace(solved, reason=f"{solved.reason}; {whole}", limit=True)
         else:
             solved = self._solve_distinct(view, gradient, network, count, seed)
         if isinstance(solved, FeaturesAlone):

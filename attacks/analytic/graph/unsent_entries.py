@@ -14,7 +14,8 @@ takes more entries than the n (rows + columns - n) numbers that a matrix of rank
 
 **Silent slices** (`find_sent`). A zero that was sent looks like an entry that was not. An input channel or a position
 of the kernel through which nothing flows makes zeros all over its slice. That all of so many entries were left out by
-chance is out of the question, so these zeros count as sent.
+chance is out of the question, so these zeros count as sent. A defense that leaves out whole slices, as Soteria does,
+breaks that: what is found must then fail the comparison with what was sent (`attacks.verification.left_out`).
 """
 
 from __future__ import annotations
