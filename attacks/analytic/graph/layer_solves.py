@@ -317,8 +317,8 @@ def _fit_sent_in_turn(layer: LayerEquations, signal: Tensor) -> Tensor:
         if found is None:
             break
         made, misfit = found
-        best, since = (made, 0) if misfit < MIN_FALL * least else (best, since + 1)
-        least = min(least, misfit)
+        since = 0 if misfit < MIN_FALL * least else since + 1
+        best, least = (made, misfit) if misfit < least else (best, least)
         if misfit < EXACT or since == PATIENCE:
             break
         signal = accelerated.extrapolate(signal, made / made.norm())
