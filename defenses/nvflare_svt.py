@@ -208,7 +208,10 @@ class SVTOfUnknownScale(Defense):
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """Return the prediction where something was sent, and zero elsewhere."""
-        return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
+        return {
+            name: torch.where(dense(observed[name]) != 0, dense(value), torch.zeros_like(dense(value)))
+            for name, value in predicted.items()
+        }
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
         """Return zeros: what is added before numbers are cut does not add to them."""

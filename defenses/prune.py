@@ -53,18 +53,19 @@ class Prune(Defense):
             return update
         matrices = {name: dense(value) for name, value in update.items()}
         if self.scope == "tensor":
-            return {name: matrix * self._transmitted_mask(matrix, generator) for name, matrix in matrices.items()}
+            return {name: _keep(matrix, self._transmitted_mask(matrix, generator)) for name, matrix in matrices.items()}
         kept = self._transmitted_mask(torch.cat([matrix.flatten() for matrix in matrices.values()]), generator)
         masks = kept.split([matrix.numel() for matrix in matrices.values()])
         return {
-            name: matrix * mask.view(matrix.shape) for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
+            name: _keep(matrix, mask.view(matrix.shape))
+            for (name, matrix), mask in zip(matrices.items(), masks, strict=True)
         }
 
     def surrogate(self, predicted: Tensors, observed: Tensors) -> Tensors:
         """Return the predicted update where something was sent, zero elsewhere."""
         if self.ratio == 0:
             return predicted
-        return {name: dense(value) * (dense(observed[name]) != 0) for name, value in predicted.items()}
+        return {name: _keep(dense(value), dense(observed[name]) != 0) for name, value in predicted.items()}
 
     def _transmitted_mask(self, matrix: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return True at the entries of `matrix` that are sent."""
@@ -73,3 +74,8 @@ class Prune(Defense):
             sizes = torch.rand(sizes.shape, generator=generator, dtype=sizes.dtype).to(sizes.device)
         largest = sizes.topk(matrix.numel() - int(self.ratio * matrix.numel())).indices
         return torch.zeros_like(sizes, dtype=torch.bool).scatter(0, largest, True).view(matrix.shape)
+
+
+def _keep(matrix: Tensor, mask: Tensor) -> Tensor:
+    """Return the entries where `mask` holds, and 0 elsewhere: a product would leave -0.0 there, which tells a sign."""
+    return torch.where(mask, matrix, torch.zeros_like(matrix))

@@ -69,4 +69,5 @@ class QSGD(Defense):
         share = rows.abs() / torch.where(norms > 0, norms, 1.0) * self.levels
         draw = torch.rand(rows.shape, generator=generator, dtype=rows.dtype).to(rows.device)
         level = (share + draw).floor().clamp(max=self.levels)
-        return (rows.sign() * level * norms / self.levels).flatten()[: matrix.numel()].view(matrix.shape)
+        signs = torch.where(level > 0, rows.sign(), 0.0)  # of a 0 no sign is sent, not even that of -0.0
+        return (signs * level * norms / self.levels).flatten()[: matrix.numel()].view(matrix.shape)
