@@ -535,7 +535,8 @@ def _subjects(
         batch_size = facts.examples if batch_size == 1 and facts.examples is not None else batch_size
     if stated is not None:
         client = CapturedUpdateSettings(**vars(client), labels=stated)
-    client, captured, assumed = with_open_step_size(client, with_model_names(captured, model), chosen.stated_method)
+    captured = with_model_names(captured, model, shape)
+    client, captured, assumed = with_open_step_size(client, captured, chosen.stated_method)
     subject = captured_update.of_update(
         model,
         captured,

@@ -356,7 +356,8 @@ class AuditRequest:
         if (training := captured.training) is not None:
             client = client if client.method is not None else replace(client, method=training.method(model))
             size = training.examples if size == 1 and training.examples is not None else size
-        captured = with_model_names(captured, model)
+        shape = _shape(self.input_shape, data)
+        captured = with_model_names(captured, model, shape)
         if self.labels:
             client = CapturedUpdateSettings(**vars(client), labels=self._labels(data))
         stated = yaml12.parse_settings(self.method) if self.method else None
@@ -365,7 +366,7 @@ class AuditRequest:
             model,
             captured,
             client,
-            input_shape=_shape(self.input_shape, data),
+            input_shape=shape,
             batch_size=size,
             given=data,
             source="" if self.input_shape or data is None else source,

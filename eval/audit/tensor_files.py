@@ -27,8 +27,10 @@ PICKLE_HINT = (
     "torch.save(tensors, 'update.pt') for tensors by name, torch.save(model.state_dict(), 'after.pt') for a model"
 )
 ARRAYS_HINT = "numpy.savez('update.npz', *arrays), the arrays as torch's model has them"
+KERAS_HINT = "numpy.savez('after.npz', *model.get_weights())"
+FLAX_HINT = "numpy.savez('after.npz', **flax.traverse_util.flatten_dict(variables, sep='/'))"
 FOREIGN = {
-    b"\x89HDF\r\n\x1a\n": f"HDF5, as Keras writes it: {ARRAYS_HINT}",
+    b"\x89HDF\r\n\x1a\n": f"HDF5, as Keras writes it: {KERAS_HINT}",
     b"\x1f\x8b": "gzip: unpack it first",
     b"BZh": "bzip2: unpack it first",
     b"\xfd7zXZ\x00": "xz: unpack it first",
@@ -47,14 +49,14 @@ FOREIGN_ENDINGS = {
     ),
     ".tflite": f"TensorFlow Lite, a network for running it: {ARRAYS_HINT}",
     ".pb": f"a graph of TensorFlow: {ARRAYS_HINT}",
-    ".msgpack": f"MessagePack, as Flax writes it: {ARRAYS_HINT}",
+    ".msgpack": f"MessagePack, as Flax writes it: {FLAX_HINT}",
     ".csv": "text: numpy.savez('update.npz', *arrays)",
     ".txt": "text: numpy.savez('update.npz', *arrays)",
     ".tar": "a tar archive: unpack it first",
 }
 """Endings of files that are not read, where their bytes say nothing."""
 FOREIGN_ZIPS = {
-    re.compile(r"(^|/)model\.weights\.h5$"): f"a model of Keras: {ARRAYS_HINT}",
+    re.compile(r"(^|/)model\.weights\.h5$"): f"a model of Keras: {KERAS_HINT}",
     re.compile(r"/code/"): (
         "TorchScript, which holds code: where you trust it, torch.save(torch.jit.load(file).state_dict(), 'after.pt')"
     ),

@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from eval.audit.captured_files import CapturedUpdate, Unpaired, half_hint
 from eval.audit.coarse_numbers import coarse_note, grid_bounds, grid_note, rounding_bounds, share_note
+from eval.audit.framework_layouts import with_torch_layout
 from eval.audit.recorded_update import subtract
 from eval.audit.scaled_tensors import REMEDY, find_lost_scale
 from eval.audit.tensor_files import packed_hint
 from eval.audit.unnamed_arrays import match_places, split_vector
 from eval.audit.wrapper_names import WRAPPERS, bare
+from fl.inputs.form import Inputs
 from fl.runtime.module_copies import copy_model
 from fl.simulation.capture_checks import untie_parameters, unwrap_model
 from fl.types import frozen
@@ -41,13 +43,21 @@ def without_wrappers(state: Mapping[str, T]) -> dict[str, T]:
     return without_wrappers({name.partition(".")[2]: value for name, value in state.items()})
 
 
-def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+def with_model_names(
+    captured: CapturedUpdate, model: nn.Module, input_shape: Sequence[int] | Inputs | None = None
+) -> CapturedUpdate:
     """Return the update in the model's own names, without what of a state is no part of an update.
 
     Names lose what wrapping a model adds, what stands before all of them where all fit then, and gain the name of
     PEFT's adapter. Arrays without names get those of `model.state_dict()`, in its order; a vector of all numbers is
     taken apart first. Buffers stand by themselves;
-    frozen parameters that have not moved are left out, and so are further names of one parameter.
+    frozen parameters that have not moved are left out, and so are further names of one parameter. Those of other
+    frameworks are brought over (`eval.audit.framework_layouts`).
+
+    Args:
+        captured: with the names of a file.
+        model: whose names are wanted.
+        input_shape: (C, H, W) of pictures, where it is known.
 
     Raises:
         ValueError: two names of one parameter (tied weights) with different numbers, or arrays without names that do
@@ -55,8 +65,8 @@ def with_model_names(captured: CapturedUpdate, model: nn.Module) -> CapturedUpda
     """
     model = unwrap_model(model)
     if captured.unpaired is not None:
-        captured = _pair_up(captured, captured.unpaired, model)
-    captured = split_vector(captured, model)
+        captured = _pair_up(captured, captured.unpaired, model, input_shape)
+    captured = with_torch_layout(split_vector(captured, model), model, input_shape)
     own, said = _own_names(captured, model)
     if (captured.weights or captured.before) and (masked := _masked_weights(own)):
         raise ValueError(
@@ -117,7 +127,9 @@ def _own_names(
     return match_places(captured, model, None if near is None else (near, goal))
 
 
-def _pair_up(captured: CapturedUpdate, halves: Unpaired, model: nn.Module) -> CapturedUpdate:
+def _pair_up(
+    captured: CapturedUpdate, halves: Unpaired, model: nn.Module, input_shape: Sequence[int] | Inputs | None
+) -> CapturedUpdate:
     """Return the update from weights before and after that call their tensors otherwise, by the model's names.
 
     Raises:
@@ -125,11 +137,12 @@ def _pair_up(captured: CapturedUpdate, halves: Unpaired, model: nn.Module) -> Ca
     """
     named, notes, beside = dict[str, CapturedUpdate](), list[str](), None
     for half in sorted(halves.states, key=lambda half: halves.states[half].nameless):
-        state = split_vector(halves.states[half], model)
+        state = with_torch_layout(split_vector(halves.states[half], model), model, input_shape)
         own, said = _own_names(state, model, beside)
         beside = {own[name]: value for name, value in state.update.items() if name in own}
         bounds = {own[name]: value for name, value in state.rounding.items() if name in own}
         named[half] = replace(state, update=beside, rounding=bounds, nameless=False)
+        said = [*state.notes[len(halves.states[half].notes) :], *said]
         notes += [f"{halves.words[half]}: {note}" for note in said]
     both = named["before"].update.keys() & named["after"].update.keys()
     trained = {name for name, value in model.named_parameters() if value.requires_grad}
