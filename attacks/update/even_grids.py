@@ -25,8 +25,10 @@ OWN_SPACINGS = 4.0
 """Last places of the largest weight, up to which a step is one of the weights' own."""
 SAMPLE = 4 * MAX_STEPS
 """Numbers that are looked at first: those of a grid repeat among them."""
-FREE, MIN_TOLD = 2, 6
-"""Numbers beside its largest that a short row has on some grid by chance, and those of all rows beyond, to tell one."""
+APART = 0.25
+"""Steps that two sizes are apart at least which are no one level."""
+MIN_EVIDENCE, MOST_OF_A_LEVEL = 20.0, 12.0
+"""Bits of chance that levels have to be on a grid against, to tell one, and those that count of one level."""
 MIN_FEW = 8
 """Numbers of a small tensor, or a row, from which on a grid through all of them is no chance, whatever its step."""
 
@@ -38,7 +40,8 @@ def grid_step(values: Tensor, least: int = MIN_STEPS) -> float:
 
     Args:
         values: floating-point numbers, finite.
-        least: steps that there have to be between the least and the largest.
+        least: steps that there have to be between the least and the largest; fewer than `MIN_STEPS` asks no more of
+            levels than that they are evenly spaced.
     """
     flat = values.detach().flatten()
     if len(flat) < ENTRIES_PER_LEVEL * least:
@@ -56,7 +59,8 @@ def grid_step(values: Tensor, least: int = MIN_STEPS) -> float:
         if not least <= steps <= MAX_STEPS or not _are_on_grid(known - low, step):
             continue
         on_grid = _are_on_grid(flat.double() - low, step)
-        return step if on_grid and not is_of_one_row(values.detach(), step) else 0.0
+        told = on_grid and (least < MIN_STEPS or _evidence(flat.double(), low, step) >= MIN_EVIDENCE)
+        return step if told and not is_of_one_row(values.detach(), step) else 0.0
     return 0.0
 
 
@@ -65,13 +69,31 @@ def _are_on_grid(values: Tensor, step: float) -> bool:
     return bool(((places - places.round()).abs() < OFF_GRID).all())
 
 
+def _evidence(values: Tensor, origin: float, step: float) -> float:
+    """Return how many bits of chance it took numbers to lie as near to a grid as they do.
+
+    The distance of two levels is the step by choice. Each further one is on the grid by a chance of twice the largest
+    distance from it. Levels of both signs count once: an optimizer's first step moves all numbers by nearly one size.
+
+    Args:
+        values: flat, in double precision.
+        origin: a level.
+        step: of the grid.
+    """
+    places, off = (values - origin) / step, _off_grid(values, origin, step)
+    sizes = (values.abs() / step).sort().values
+    different = int((sizes.diff() > APART).sum()) + int(sizes[0] > APART)
+    free = min(len(torch.unique(places.round())) - 2, different - 1)
+    return max(0, free) * -math.log2(max(2 * off, 2**-MOST_OF_A_LEVEL))
+
+
 def _are_enough(flat: Tensor, levels: int) -> bool:
     """Return whether numbers of so many values are enough for their even spacing to be no chance."""
     repeated = int((flat != 0).sum()) >= ENTRIES_PER_LEVEL * levels
     return repeated or (len(flat) >= MIN_ENTRIES and levels >= MIN_LEVELS)
 
 
-def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
+def grid_steps(values: Tensor, *, of_one_row: bool = False, spacing: float = 0.0) -> Tensor | None:
     """Return the step of the grid that a tensor lies on, or one for each of its rows (m, 1, ...); None of no grid.
 
     Of rows that are all 0 it is 0.
@@ -79,14 +101,13 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
     Args:
         values: as of `grid_step`.
         of_one_row: whether rows that are multiples of one count, too (`were_rows_rounded`).
+        spacing: a step that numbers have anyway, and that tells no grid.
     """
     if step := grid_step(values):
-        return torch.tensor(step, dtype=torch.float64)
+        return torch.tensor(step, dtype=torch.float64) if step > spacing else None
     if values.ndim < 2 or values.shape[0] < 2 or values[0].numel() < MIN_FEW or values.numel() < MIN_ENTRIES:
         return None
     rows, steps = values.detach().flatten(1).double(), []
-    if rows.shape[1] < MIN_ENTRIES and not _are_rows_enough(rows):
-        return None
     longest = rows[int(rows.abs().amax(1).argmax())]
     if not (step := _row_step(longest)) or (not of_one_row and is_of_one_row(values.detach(), step)):
         return None
@@ -94,17 +115,29 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False) -> Tensor | None:
         steps.append(_row_step(row) if bool(row.any()) else 0.0)
         if not steps[-1] and bool(row.any()):
             return None
+    if rows.shape[1] < MIN_ENTRIES and not _are_rows_enough(rows, [step * (step > spacing) for step in steps]):
+        return None
     return torch.tensor(steps, dtype=torch.float64).view(-1, *[1] * (values.ndim - 1))
 
 
-def _are_rows_enough(rows: Tensor) -> bool:
-    """Return whether short rows have enough numbers for their even spacing to be no chance.
+def _are_rows_enough(rows: Tensor, steps: Sequence[float]) -> bool:
+    """Return whether short rows have enough levels for their even spacing to be no chance.
 
-    One or two beside a row's largest lie on some grid, as of rows of which others were clipped, or are 0.
+    Of each row several grids were tried, from 0 or from its least number on.
     """
-    sizes = rows.abs()
-    beside = ((rows != 0) & (sizes < (1 - OFF_ROW / FEW_STEPS) * sizes.amax(1, keepdim=True))).sum(1)
-    return int((beside - FREE).clamp(min=0).sum()) >= MIN_TOLD
+    evidence = 0.0
+    for row, step in zip(rows, steps, strict=True):
+        if step:
+            origins = [origin for origin in (0.0, float(row.min())) if _off_grid(row, origin, step) < OFF_ROW]
+            found = max((_evidence(row, origin, step) for origin in origins), default=0.0)
+            evidence += max(0.0, found - math.log2(2 * FEW_STEPS))
+    return evidence >= MIN_EVIDENCE
+
+
+def _off_grid(values: Tensor, origin: float, step: float) -> float:
+    """Return how far numbers are from a grid at most, in steps."""
+    places = (values - origin) / step
+    return float((places - places.round()).abs().max())
 
 
 def were_rows_rounded(tensors: Iterable[Tensor]) -> bool:
@@ -195,11 +228,9 @@ def bits_of_grid(values: Tensor, start: Tensor | None = None, *, of_one_row: boo
         start: the weights before: a difference of them lies on the grid of their last places, which counts as none.
         of_one_row: as of `grid_steps`.
     """
-    steps = grid_steps(values, of_one_row=of_one_row)
-    if steps is None or (
-        start is not None
-        and float(steps.max()) <= OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
-    ):
+    spacing = 0.0 if start is None else OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
+    steps = grid_steps(values, of_one_row=of_one_row, spacing=spacing)
+    if steps is None or float(steps.max()) <= spacing:
         return 0
     flat = values.flatten(1).double() if steps.ndim else values.flatten()[None].double()
     most = ((flat.amax(1) - flat.amin(1)) / steps.flatten().clamp(min=torch.finfo(torch.float64).tiny)).max()

@@ -245,8 +245,8 @@ def _sees_signs(tensors: Sequence[_TensorUpdate]) -> str:
         return ""
     return (
         "signs, or the first step of an adaptive optimizer (Adam, AdamW, RMSprop, Adagrad): nearly all entries are of "
-        f"one size, {sizes[1]:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {sizes[1]:.2g}) or the "
-        "defense signsgd"
+        f"one size, {sizes[1]:.2g}; state that optimizer (method fedavg, optimizer: adam, lr: {sizes[1]:.2g}; "
+        "of several steps that is their sum) or the defense signsgd"
     )
 
 
@@ -361,9 +361,11 @@ def _sees_quantization(tensors: Sequence[_TensorUpdate]) -> str:
     large = [t for t in tensors if len(t.sizes) >= MIN_ENTRIES_FOR_LEVELS]
     if not large or not all(_count_levels(t.sizes) for t in large):
         return ""
+    steps = [float(_levels(t.sizes)[0]) for t in large]
+    signs = ", if they are no several steps of one size (signSGD, Lion)" if max(steps) < 1.02 * min(steps) else ""
     return (
         f"numbers sent in few bits: {large[0].name} has {_count_levels(large[0].sizes)} sizes, a step apart, in "
-        f"{len(large[0].sizes)} entries; state the defense (quantize, qsgd)"
+        f"{len(large[0].sizes)} entries; state the defense (quantize, qsgd){signs}"
     )
 
 

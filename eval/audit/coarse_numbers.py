@@ -9,7 +9,7 @@ from itertools import zip_longest
 import torch
 from torch import Tensor
 
-from attacks.update.even_grids import MIN_ENTRIES, bits_of_grid, grid_steps, step_beside, were_rows_rounded
+from attacks.update.even_grids import MIN_ENTRIES, OFF_ROW, bits_of_grid, grid_steps, step_beside, were_rows_rounded
 
 DIGITS = {
     torch.float16: "about 3 digits",
@@ -21,6 +21,10 @@ DIGITS = {
     torch.float8_e8m0fnu: "powers of two alone",
 }
 """What numbers of such types hold."""
+SIGN_STEPS = ", or as several steps of one size make them (signSGD, Lion)"
+"""What else leaves a grid that all tensors share."""
+MOST_BITS_OF_SIGNS = 5
+"""Bits of a number that is a sum of some ten signs, of which more take other values than a few."""
 MOST_ROWS = 8
 """Rows of a tensor, with grids of their own, by which small tensors beside it are read."""
 SMALL_SHARE = 0.01
@@ -114,7 +118,17 @@ def grid_note(update: Mapping[str, Tensor], start: Mapping[str, Tensor], known: 
         return []
     counts = " to ".join(dict.fromkeys(str(count) for count in (min(found.values()), max(found.values()))))
     names = f"{', '.join(list(found)[:3])}{f' and {len(found) - 3} more' if len(found) > 3 else ''}"
-    return [f"{names}: numbers on an even grid, as sent in {counts} bits; whether images fit is asked beyond its step"]
+    signs = _may_be_steps_of_signs([plain[name] for name in found], max(found.values()), rows)
+    sent = f"as sent in {counts} bits{SIGN_STEPS if signs else ''}"
+    return [f"{names}: numbers on an even grid, {sent}; whether images fit is asked beyond its step"]
+
+
+def _may_be_steps_of_signs(tensors: Sequence[Tensor], bits: int, rows: bool) -> bool:
+    """Return whether all numbers of an update may be sums of few steps of one size: then all are on one grid."""
+    known = [steps for value in tensors if (steps := grid_steps(value, of_one_row=rows)) is not None]
+    steps = torch.cat([one.flatten() for one in known])
+    times = steps[steps > 0] / steps[steps > 0].min()  # rows of a kernel may lack a level
+    return bits <= MOST_BITS_OF_SIGNS and bool(((times - times.round()).abs() < OFF_ROW * times).all())
 
 
 def _half_spacing(values: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import pytest
 import torch
 from support.chains import initialized
@@ -10,9 +12,12 @@ from torch import Tensor, nn
 import attacks
 import hyperleak
 from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
+from defenses.qsgd import QSGD
+from eval.audit.coarse_numbers import grid_bounds, grid_note
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
+from fl.tensors import Tensors, dense
 
 
 def numbers(count: int = 300) -> Tensor:
@@ -154,3 +159,57 @@ def test_an_image_sent_with_a_scale_for_each_row_is_no_contradiction() -> None:
         assert not found.mismatch
         assert any("on an even grid, as sent in" in note for note in found.notes)
         assert found.findings[0].rows[0]["psnr"] > 18
+
+
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
+    "adam": lambda weights: torch.optim.Adam(weights, lr=1e-4),
+    "adamw": lambda weights: torch.optim.AdamW(weights, lr=1e-5),
+    "adagrad": lambda weights: torch.optim.Adagrad(weights, lr=1e-5),
+    "rmsprop": lambda weights: torch.optim.RMSprop(weights, lr=0.1),
+    "amsgrad": lambda weights: torch.optim.Adam(weights, lr=1e-5, amsgrad=True),
+    "adamax": lambda weights: torch.optim.Adamax(weights, lr=1e-5),
+    "nadam": lambda weights: torch.optim.NAdam(weights, lr=1e-4),
+    "rprop": lambda weights: torch.optim.Rprop(weights, lr=1e-5),
+}
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_steps_of_nearly_one_size_are_no_few_bits(optimizer: str, steps: int, kernels: bool) -> None:
+    """All numbers of the first step have nearly one size, and of a few steps a few sizes: on a grid by chance."""
+    first = [nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 10)]
+    layers = first if kernels else [nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)]
+    model = initialized(nn.Sequential(*layers)).float()
+    start = {name: value.detach().clone() for name, value in model.named_parameters()}
+    step = OPTIMIZERS[optimizer](model.parameters())
+    images = torch.rand(8 if steps == 1 else 1, 1, 8, 8, generator=stream(0, "pictures"))
+    for _ in range(steps):
+        step.zero_grad()
+        nn.functional.cross_entropy(model(images), torch.arange(len(images))).backward()
+        step.step()
+    update = {name: start[name] - value.detach() for name, value in model.named_parameters()}
+    assert grid_note(update, start, {}) == []
+    assert grid_bounds(update, start, {}) == {}
+
+
+@pytest.mark.parametrize("steps", [5, 8])
+def test_sums_of_signs_are_named_beside_few_bits(steps: int) -> None:
+    """Sums of steps of one size lie on one grid in all tensors; bits have a scale for each tensor."""
+    draws = {name: torch.randn(steps, 64, 9, generator=stream(0, name)).sign().sum(0) for name in ("a", "b")}
+    start = {name: torch.randn(64, 9, generator=stream(1, name)) for name in draws}
+    (note,) = grid_note({name: 1e-3 * value for name, value in draws.items()}, start, {})
+    assert "or as several steps of one size make them (signSGD, Lion)" in note
+    scaled = {"a": draws["a"], "b": 0.37 * draws["b"]}
+    (note,) = grid_note(scaled, start, {})
+    assert "signSGD" not in note
+    assert "a, b: numbers on an even grid, as sent in" in note
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+def test_qsgd_is_still_named(bits: int) -> None:
+    values: Tensors = {"a": numbers(2000).view(40, 50), "b": numbers(900).view(9, 100)}
+    sent = QSGD(bits=bits, norm="max").transform_update(values, stream(2))
+    (note,) = grid_note({name: dense(value) for name, value in sent.items()}, {name: numbers(9) for name in sent}, {})
+    assert note.startswith("a, b: ")
+    assert all(bits_of_grid(dense(value)) == bits for value in sent.values())
