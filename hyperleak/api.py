@@ -21,6 +21,7 @@ from eval.audit.captured_files import CapturedUpdate, Part
 from eval.audit.examples import Examples, check_examples
 from eval.audit.execution import audit_updates
 from eval.audit.findings import AuditReport
+from eval.audit.input_shape import SCALED, hook_hint
 from eval.audit.python_words import errors_in_python, report_in_python
 from eval.audit.stated_training import with_open_step_size
 from eval.audit.tensor_names import with_model_names
@@ -488,7 +489,10 @@ def _check_tensor(name: str, value: object) -> None:
 def _check_layout(images: Tensor) -> None:
     """Refuse pictures of bytes, and channels that come last."""
     if images.dtype == torch.uint8 and images.ndim == 4:
-        raise ValueError("images: expected floats in [0, 1], got torch.uint8; give images.float() / 255")
+        raise ValueError(
+            "images: expected floats in [0, 1], got torch.uint8; give images.float() / 255, and where the model "
+            f"divides by 255 itself, {hook_hint(SCALED)} as well"
+        )
     if images.ndim == 4 and images.shape[1] == images.shape[2] > 4 and images.shape[3] in (1, 3):
         shape = tuple(images.shape)
         raise ValueError(f"images: expected (N, C, H, W), got channels last, {shape}; give images.permute(0, 3, 1, 2)")

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from eval.audit.examples import Examples, check_examples
+from eval.audit.input_shape import SCALED, hook_hint
 from eval.io import yaml12
 from eval.io.errors import DAMAGED
 from fl.data import Source, datasets
@@ -134,7 +135,8 @@ def _as_inputs(images: NDArray[Any], labels: NDArray[Any], path: Path) -> Exampl
     if images.ndim == 4 and images.size and 2 < images.max() <= 255 and images.min() >= 0:
         raise ValueError(
             f"expected pixels in [0, 1] in {path}, since they are {images.dtype}, got up to {images.max():g}: "
-            "images / 255; or uint8 [N, H, W, 1 or 3], images.astype('uint8')"
+            "images / 255; or uint8 [N, H, W, 1 or 3], images.astype('uint8'). Where the model divides by 255 itself: "
+            f"{hook_hint(SCALED)}"
         )
     if labels.dtype.kind not in "iuf":
         raise ValueError(f"expected labels as numbers in {path}, got {labels.dtype}")

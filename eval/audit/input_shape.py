@@ -18,6 +18,15 @@ from fl.simulation.capture_checks import floating_weight
 TRIED_SIZES = (8, 16, 28, 32, 48, 64, 96, 128, 224, 256, 299)
 """Heights and widths that are tried on a model that takes no images of those given."""
 Shape = tuple[int, int, int]
+LAST = "inputs[0].permute(0, 2, 3, 1)"
+"""Pictures with channels last, of those with channels first."""
+SCALED = "inputs[0] * 255"
+"""Pixels from 0 to 255, of those from 0 to 1."""
+BYTES_ALONE = (
+    "it runs on bytes (uint8) alone, by which nothing is differentiated: let its forward take floats from 0 to 255 as "
+    f"well, and with pixels in [0, 1]: model.register_forward_pre_hook(lambda module, inputs: ({SCALED},))"
+)
+"""What to do where a model refuses floats."""
 
 
 def check_images_fit(model: nn.Module, shape: Shape, what: str = "inputs", source: str = "") -> None:
@@ -38,9 +47,39 @@ def check_images_fit(model: nn.Module, shape: Shape, what: str = "inputs", sourc
     except RUN_ERRORS as error:
         refuse_parted(model, error)
         got = _size(shape) + (f" of {source}" if source else "")
+        if other := _other_form(probe, shape):
+            raise ValueError(f"expected {what} that fit the model, got {got}; {other}") from error
         taken = sorted(_accepted_shapes(probe))
-        said = _describe_accepted(taken, shape, ready=bool(source)) if taken else f"it says: {error}"
+        own = str(error) or f"{type(error).__name__} without a word"
+        said = _describe_accepted(taken, shape, ready=bool(source)) if taken else f"it says: {own}"
         raise ValueError(f"expected {what} that fit the model, got {got}; {said}") from error
+
+
+def _other_form(probe: nn.Module, shape: Shape) -> str:
+    """Return how a model comes to take pictures that it takes with channels last, or as bytes; empty of another."""
+    like = floating_weight(probe)
+    picture = torch.full((1, *shape), 0.5)
+    turned = picture.permute(0, 2, 3, 1)
+    forms = {
+        f"it runs on them with channels last: {hook_hint(LAST)}, and give them channels first, as here": turned.to(
+            like
+        ),
+        BYTES_ALONE: picture.to(torch.uint8),
+        f"{BYTES_ALONE}; and since it takes channels last: {hook_hint(LAST)}": turned.to(torch.uint8),
+    }
+    for hint, given in forms.items():
+        try:
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                probe(given.to(like.device))
+        except RUN_ERRORS:
+            continue
+        return hint
+    return ""
+
+
+def hook_hint(change: str) -> str:
+    """Return the line that has a model change its inputs first."""
+    return f"model.register_forward_pre_hook(lambda module, inputs: ({change},))"
 
 
 def _describe_accepted(taken: Sequence[Shape], shape: Shape, *, ready: bool) -> str:
