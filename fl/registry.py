@@ -195,7 +195,8 @@ class Registry(Generic[T]):
             return typing.cast(T, spec)
         settings = {"name": spec} if isinstance(spec, str) else spec
         if not isinstance(settings, Mapping) or "name" not in settings:
-            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {format_value(spec)}")
+            got = f"{format_value(spec)}{self._way_on(spec)}"
+            raise ValueError(f"expected {self.kind} as a name or a mapping with 'name', got {got}")
         name = settings["name"]
         entry = self.get(name)
         values = {key: value for key, value in settings.items() if key != "name"}
@@ -239,7 +240,7 @@ class Registry(Generic[T]):
             TypeError: a field holds something that plain data can't (a tensor, a function).
         """
         if not self._holds(instance):
-            raise ValueError(f"expected a registered {self.kind}, got {instance!r}")
+            raise ValueError(f"expected a registered {self.kind}, got {instance!r}{self._way_on(instance)}")
         name: str = instance.name  # type: ignore[attr-defined]
         if not dataclasses.is_dataclass(instance):
             return {"name": name}
@@ -254,7 +255,25 @@ class Registry(Generic[T]):
     def _holds(self, x: object) -> bool:
         """Return whether `x` is an instance (or function) of this registry."""
         entry = self._entries.get(getattr(x, "name", ""), None) if not isinstance(x, str | Mapping) else None
-        return entry is not None and (x is entry or type(x) is entry)
+        return entry is not None and not isinstance(x, type) and (x is entry or type(x) is entry)
+
+    def _way_on(self, x: object) -> str:
+        """Return how what somebody gave for an entry becomes one; empty of plain data."""
+        if x is None or isinstance(x, str | bytes | int | float | complex | list | tuple | Mapping):
+            return ""
+        listed = f"hyperleak list{LIST_ARGUMENTS.get(self.kind, '')}"
+        kind = x if isinstance(x, type) else type(x)
+        names = [name for name, entry in self._entries.items() if entry is kind]
+        if names:
+            return f"; that is the class: give its name, {names[0]!r}, or an object of it, {kind.__name__}(...)"
+        if getattr(kind, "registry", None) is not self:
+            return f"; that is none of ours: `{listed}` names those there are, docs/how-to has how to write one"
+        package = vars(importlib.import_module(self.package))
+        table = next((name for name, value in package.items() if value is self), f"{self.kind}s")
+        return (
+            f"; its class is not registered: write @{self.package}.{table}.register('a-name') above "
+            f"@dataclass(frozen=True, kw_only=True) of class {kind.__name__}, and make the object again"
+        )
 
     def _search(self) -> None:
         if self._searched:

@@ -7,7 +7,9 @@ from typing import Any, ClassVar, Literal
 import pytest
 import yaml
 
+import fl.methods
 from fl.method import methods
+from fl.methods.fedavg import FedAvg
 from fl.registry import Registry, UnknownNameError
 
 priors: Registry[Any] = Registry("prior", "fl")
@@ -173,6 +175,28 @@ def test_a_spec_without_a_name_or_a_needed_value_is_refused() -> None:
         attacks.build({"lr": 1})
     with pytest.raises(ValueError, match="attack 'dlg': expected a value for restarts"):
         attacks.build("dlg")
+
+
+def test_an_object_of_a_class_that_is_not_registered_is_answered_with_how_to_register_it() -> None:
+    """Followed to the letter, the hint ends in an object that is taken."""
+
+    class Mine(FedAvg):
+        """A method of one's own."""
+
+    with pytest.raises(ValueError, match="its class is not registered") as refused:
+        methods.build(Mine(steps=1))
+    assert "@fl.methods.methods.register('a-name') above @dataclass(frozen=True, kw_only=True) of" in str(refused.value)
+    mine = fl.methods.methods.register("a-name")(dataclass(frozen=True, kw_only=True)(Mine))
+    try:
+        made = mine(steps=1)
+        assert methods.build(made) is made
+        assert methods.spec(made)["name"] == "a-name"
+    finally:
+        del methods._entries["a-name"]
+    with pytest.raises(ValueError, match="give its name, 'fedavg', or an object of it"):
+        methods.build(FedAvg)
+    with pytest.raises(ValueError, match="none of ours: `hyperleak list methods` names those"):
+        methods.build(object())
 
 
 @pytest.mark.parametrize(
