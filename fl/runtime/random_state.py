@@ -82,7 +82,9 @@ def find_drawing_modules(model: nn.Module, run: Callable[[], object], device: to
         if states[-1] != states.pop(0):
             name = within[-1]
             found[name] = (
-                f"{name!r} ({kinds[name]})" if name else f"the forward of {kinds[name]} (functional dropout, say)"
+                f"{name!r} ({kinds[name]})"
+                if name
+                else f"the forward of {kinds[name]} (functional dropout, or a VAE's noise, say)"
             )
 
     def enter(name: str) -> None:

@@ -269,8 +269,9 @@ def check_training(client: Client, inputs: Tensor, *, default: bool, captured: b
                 f"to attack the update as if nothing had been drawn, which confirms nothing, {remedy}; {AS_MODULES}"
             )
         always = (
-            "draw them under `if self.training` alone (functional dropout: training=self.training), and put what "
-            "always draws (nn.FractionalMaxPool2d, say) out of the network that is audited"
+            "draw them under `if self.training` alone (functional dropout: training=self.training; a VAE: mu + noise "
+            "if self.training else mu), and put what always draws (nn.FractionalMaxPool2d, say) out of the network "
+            "that is audited"
         )
         raise ValueError(
             f"expected a model without random numbers {mode}, got some in {places}, which nobody can draw again; "

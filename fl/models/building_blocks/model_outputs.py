@@ -66,7 +66,9 @@ def choose_output(output: Any, choice: Choice = None) -> Tensor:
         return tensors[0]
     raise ValueError(
         f"expected a model that returns a tensor, or one of them called {LOGITS!r}, got {_describe(output, parts)}; "
-        "say which by output= (--output): a name, a place such as 0, or a function of the whole output"
+        "say which by output= (--output): a name, a place such as 0, or a function of the whole output. For a loss of "
+        "several (a VAE's) it puts them into one, lambda found: torch.cat([part.flatten(1) for part in found], 1), and "
+        "a loss function of your own takes that apart"
     )
 
 
