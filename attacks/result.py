@@ -51,7 +51,8 @@ class Remark(StrEnum):
     LABELS_CONFIRMED = "labels confirmed"
     """One step with these labels makes the whole update to its rounding."""
     LABELS_DOUBTFUL = "labels doubtful"
-    """Nothing confirms the labels: those of a search that did not explain the update, or the likeliest counts."""
+    """Nothing confirms the labels: those that a search chose, or took and did not explain the update, and the likeliest
+    counts."""
 
 
 @dataclass(frozen=True)

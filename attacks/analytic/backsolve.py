@@ -16,7 +16,7 @@ from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
 from attacks.analytic.graph.solver import SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
-from attacks.analytic.graph.unsent_entries import are_smallest_left_out, find_sent
+from attacks.analytic.graph.unsent_entries import find_sent
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
@@ -24,6 +24,7 @@ from attacks.network.elementwise_regions import find_activations, with_activatio
 from attacks.network.layer_chain import trace_view
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.update.classifier_update import classifier_names
+from attacks.update.left_out_numbers import are_smallest_left_out
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import exact_step_gradient

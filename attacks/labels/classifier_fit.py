@@ -19,6 +19,8 @@ features h, in turn.
 - Signs. An exact g has g_c >= -n_c / N, so that n_c >= -N g_c: a proof, whatever else is assumed.
 - Doubt. Images of a class differ, so (1) holds up to noise. Its variance is taken as that of predictions of images
   that differ half as far as classes do, and what the last fit left of (1). An untrained network predicts all alike.
+- Numbers left out (a known mask). Features are fitted to numbers that were sent. What was left out of g by chance is
+  read off what was sent of the class's row, G_c h / |h|^2, with h the direction that rows have in common.
 - No bias sent. Features of noise have a mean direction m, and G m / |m|^2 stands for g.
 - Several steps. g is a mean over the round with weights that momentum makes, and so is P_c: networks are put on the
   line between the one sent and the one returned (after Dimitrov et al. 2022), along which class features drift as
@@ -36,6 +38,7 @@ from torch import Tensor
 from attacks.labels.counts import map_counts
 from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
+from attacks.update.left_out_numbers import are_smallest_left_out, only_leaves_out
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
@@ -105,8 +108,10 @@ class ClassifierGradient:
         bias: g (K,), or what stands for it.
         path: the classifiers along the round.
         sent: where a known defense let the bias through (K,) bool.
-        exact: whether the bias is a mean over the images to rounding, so that its signs are proofs.
+        exact: whether the bias, where it was sent, is a mean over the images to rounding, so that its signs are proofs.
         sized: whether the gradient's size is known.
+        weight_sent: where it let the weight through (K, d) bool; None for everywhere.
+        read: where the bias was read off rows of the weight, since it was left out (K,) bool; None for nowhere.
     """
 
     weight: Tensor
@@ -115,6 +120,8 @@ class ClassifierGradient:
     sent: Tensor
     exact: bool
     sized: bool
+    weight_sent: Tensor | None = None
+    read: Tensor | None = None
 
     @classmethod
     def of(cls, observed: ObservedUpdate) -> ClassifierGradient | None:
@@ -130,7 +137,9 @@ class ClassifierGradient:
         if steps is None:
             return None
         hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
-        sized = not (steps.clipped or view.scale_unknown or hooks[0] or hooks[1])
+        names = [name for name in (weight_name, bias_name) if name is not None]
+        masked = hooks[1] and hooks[2] and not hooks[0] and only_leaves_out(view, names)
+        sized = not (steps.clipped or view.scale_unknown or hooks[0] or (hooks[1] and not masked))
         if view.parts and not (sized and _clients_count_alike(view, weight_name, float(steps.shares.sum()))):
             return None
         whole = float(steps.shares.sum()) * steps.lr
@@ -154,9 +163,31 @@ class ClassifierGradient:
         sane = all(bool(part.square().square().sum().isfinite()) for part in parts)
         if not bool(sane and bias.any() and sent.any()):
             return None
-        exact = sized and bias_name is not None and len(steps.shares) == 1 and not any(hooks)
+        exact = sized and bias_name is not None and len(steps.shares) == 1 and (masked or not any(hooks))
         shares = (steps.shares / steps.shares.sum()).to(start)
-        return cls(weight, bias, ClassifierPath(weights, biases, shares, noise), sent, exact, sized)
+        found = cls(weight, bias, ClassifierPath(weights, biases, shares, noise), sent, exact, sized)
+        return found.with_rows_read(observed.transmitted(weight_name)) if masked and bias_name is not None else found
+
+    def with_rows_read(self, weight_sent: Tensor) -> ClassifierGradient:
+        """Return the gradient with what was left out of its bias by chance, as rows of the weight tell it.
+
+        Where the smallest numbers were left out, those sent of a row say more than there is.
+
+        Args:
+            weight_sent: where a known defense let the weight through (K, d) bool.
+        """
+        masked = replace(self, weight_sent=weight_sent)
+        if bool(self.sent.all()) or are_smallest_left_out([self.weight[weight_sent]]):
+            return masked
+        there, sizes = weight_sent.to(self.weight), self.bias[:, None].square()
+        tells = (sizes * there).sum(0)
+        common = (self.bias[:, None] * self.weight * there).sum(0) / tells.clamp_min(1e-300) * (tells > 0)
+        seen = (there * common.square()).sum(1)
+        read = ~self.sent & (seen > 0)
+        bias = torch.where(read, (self.weight * there) @ common / seen.clamp_min(1e-300), self.bias)
+        if bool(read.any()) and bool((self.sent | read).all()):  # the entries of the whole sum to zero
+            bias = bias - read * bias.sum() / read.sum()
+        return replace(masked, bias=bias, read=read)
 
     def count_labels(self, images: int) -> Tensor:
         """Return the number of images of each class (K,): whole numbers that add up to `images`."""
@@ -169,7 +200,7 @@ class ClassifierGradient:
             # a direction alone is fitted as it is: beside the freedom of its size a doubt leaves it too little to say
             doubt = self.expected_misfit(features, images) + left_of_bias if self.sized else 0.0
             counts, left = self.fit_counts(predictions, images, least, doubt)
-            left_of_bias = left**2 * float(self.bias[self.sent].square().mean())
+            left_of_bias = left**2 * float(self.bias[self.told].square().mean())
             fitted, left_of_weight = self.fit_features(predictions, counts / images, features)
             left += left_of_weight
             if left < fewest:
@@ -182,7 +213,8 @@ class ClassifierGradient:
 
     def proven_counts(self, images: int) -> Tensor:
         """Return the counts (K,) that the signs of an exact bias prove: n_c >= -N g_c; zero where nothing is proven."""
-        proven = (-images * self.bias - 1e-3).ceil().clamp_min(0) if self.exact else torch.zeros_like(self.bias)
+        signs = (-images * self.bias - 1e-3).ceil().clamp_min(0)
+        proven = signs * self.sent if self.exact else torch.zeros_like(self.bias)
         if float(proven.sum()) > images:  # then something is not as it was taken to be: prove nothing
             proven = torch.zeros_like(proven)
         return proven
@@ -190,8 +222,10 @@ class ClassifierGradient:
     def initial_features(self) -> Tensor:
         """Return the ratios of rows h_c = G_c / g_c (K, d), damped towards their common fit where g_c is small."""
         g, rows = self.bias, self.weight
+        there = torch.ones_like(rows) if self.weight_sent is None else self.weight_sent.to(rows)
         damp = 1e-3 * g.square().mean()
-        features = (g[:, None] * rows + damp * (g @ rows) / (g @ g)) / (g.square() + damp)[:, None]
+        common = (g @ (rows * there)) / (g.square() @ there).clamp_min(1e-300)
+        features = (g[:, None] * rows * there + damp * common) / (g.square()[:, None] * there + damp)
         return features.clamp_min(self.path.lowest_feature)
 
     def expected_misfit(self, features: Tensor, images: int) -> float:
@@ -216,8 +250,9 @@ class ClassifierGradient:
         Returns:
             The counts (K,), and what they leave of g relative to it.
         """
-        signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[self.sent] / images
-        target = self.bias[self.sent]
+        told = self.told
+        signals = (predictions.mT - torch.eye(len(predictions)).to(predictions))[told] / images
+        target = self.bias[told]
         if self.sized:
             counts = map_counts(signals, target, images, least, doubt)
             return counts, float((signals @ counts - target).norm() / target.norm())
@@ -246,9 +281,22 @@ class ClassifierGradient:
         signals = (predictions - torch.eye(len(shares)).to(self.bias)) * shares[:, None]
         sent = self._scale_to_observed(signals.sum(0)) * signals[there].mT  # (K, C)
         pull = (RIDGE * sent.square().sum(0).mean()).sqrt() * torch.eye(sent.shape[1]).to(sent)
-        sides = torch.cat([self.weight, pull @ features[there]])
-        fitted = torch.linalg.lstsq(torch.cat([sent, pull]), sides).solution.clamp_min(self.path.lowest_feature)
-        return fitted, float((sent @ fitted - self.weight).norm() / self.weight.norm())
+        if self.weight_sent is None:
+            sides = torch.cat([self.weight, pull @ features[there]])
+            fitted = torch.linalg.lstsq(torch.cat([sent, pull]), sides).solution
+            whole = torch.ones_like(self.weight)
+        else:
+            whole = self.weight_sent.to(self.weight)
+            grams = torch.einsum("kc,kd,ke->dce", sent, whole, sent) + pull @ pull
+            sides = (sent.mT @ (self.weight * whole) + pull @ pull @ features[there]).mT
+            fitted = torch.linalg.lstsq(grams, sides[..., None]).solution[..., 0].mT
+        fitted = fitted.clamp_min(self.path.lowest_feature)
+        return fitted, float(((sent @ fitted - self.weight) * whole).norm() / self.weight.norm())
+
+    @property
+    def told(self) -> Tensor:
+        """Where the bias is known, or was read off rows (K,) bool."""
+        return self.sent if self.read is None else self.sent | self.read
 
     def _scale_to_observed(self, made: Tensor) -> float:
         """Return the factor that brings a predicted bias gradient (K,) to the observed one's size."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import fmean
 
-from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_UNCONFIRMED
+from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_SEARCHED, LABELS_UNCONFIRMED
 from attacks.labels.recovery import LABELS_COUNTED
 from attacks.result import Remark
 from eval.io.text import join_words
@@ -66,7 +66,8 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 def _label_doubt(row: Row) -> str:
     """Return why labels are doubtful, in the words of the attack."""
-    return LABELS_COUNTED if LABELS_COUNTED in row.get("note", "") else LABELS_UNCONFIRMED
+    said = (words for words in (LABELS_COUNTED, LABELS_SEARCHED) if words in row.get("note", ""))
+    return next(said, LABELS_UNCONFIRMED)
 
 
 def token_verdict(rows: Sequence[Row]) -> str:

@@ -21,7 +21,6 @@ breaks that: what is found must then fail the comparison with what was sent (`at
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from torch import Tensor
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
-MANY_SENT, FAR_FROM_ZERO = 256, 30.0
-"""Numbers of a tensor by which it is told whether its smallest were left out, and how many times as large as by chance
-the smallest one sent must be for that."""
 MIN_SPARE = 1.1
 """Entries sent for one number of a matrix of low rank, at least."""
 SENT_FOR_CERTAIN = 1e-9
@@ -71,16 +67,6 @@ def find_sent(gradient: Tensor, sent: Tensor) -> Tensor:
         if math.prod(gradient.shape[axis] for axis in through) >= enough:
             known |= ~sent.any(dim=through, keepdim=True)
     return known
-
-
-def are_smallest_left_out(sent: Sequence[Tensor]) -> bool:
-    """Return whether the numbers that were sent of each tensor (n,) begin far from zero, as where small ones were not.
-
-    Of n numbers that were sent by chance, the smallest is about their median over n. Tensors of few numbers don't tell.
-    """
-    sizes = [part.abs() for part in sent if len(part) >= MANY_SENT]
-    far = [float(size.min()) > FAR_FROM_ZERO / len(size) * float(size.median()) for size in sizes]
-    return sum(far) > len(far) / 2
 
 
 def masked_least_squares(a: Tensor, b: Tensor, sent: Tensor) -> Tensor | None:

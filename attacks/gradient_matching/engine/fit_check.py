@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
-from attacks.gradient_matching.engine.problem import MatchingProblem, Variables
+from attacks.gradient_matching.engine.problem import LABELS, MatchingProblem, Variables
+from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven
 from attacks.result import Reconstruction, Remark
+from attacks.update.classifier_update import classifier_names
 from fl.defense import Defense
 from fl.privacy.private_method import PrivateMethod
 from fl.view import ServerView
@@ -23,6 +25,8 @@ FALLING_RATIO = 0.9
 """Share of what it was a quarter of the search before, below which an objective still falls."""
 LABELS_UNCONFIRMED = "the search did not explain the update, so nothing confirms the labels"
 """What a result notes then of labels that the server did not know."""
+LABELS_SEARCHED = "the search chose the labels, and with other pictures others may explain the update as well"
+"""What a result notes of labels that no gradient of the outputs tells, even where the search explained the update."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ def note_misfit(
     """
     view, misfit = problem.view, problem.cosine_misfit(row)
     result = replace(result, misfit=misfit)
-    if misfit <= EXPLAINED_BELOW:
-        return result
     guessed = result.labels is not None and view.labels is None and view.method.uses_labels
+    if misfit <= EXPLAINED_BELOW:
+        doubt = _doubt_of_labels(view, searched=LABELS in row) if guessed else ""
+        return result.with_note(doubt, Remark.LABELS_DOUBTFUL) if doubt else result
     if guessed:
         result = result.with_note(LABELS_UNCONFIRMED, Remark.LABELS_DOUBTFUL)
     if not (search.cut_short or is_noiseless(view) or still_falling(result.history, search.constant_lr)):
@@ -67,6 +72,23 @@ def note_misfit(
     how_far = f"1 - cos = {misfit:.2g}" if math.isfinite(misfit) else "no number"
     what = search.cut_short or f"the search (of at most {search.iterations} iterations) ended"
     return replace(result, given_up=f"{what} without explaining the update ({how_far})")
+
+
+def _doubt_of_labels(view: ServerView, *, searched: bool) -> str:
+    """Return why labels may be others though a search explained the update with them; "" where nothing speaks for that.
+
+    Without the classifier's bias nothing tells the gradient of the outputs: what flows back of another label comes in
+    the update times what other pictures make of a layer (adapters that begin at zero, a classifier of two classes or
+    one that is not sent).
+
+    Args:
+        view: that was attacked.
+        searched: whether the search changed the labels.
+    """
+    if searched and classifier_names(view, view.update)[1] is None:
+        return LABELS_SEARCHED
+    counted = not searched and view.task.loss.is_cross_entropy and view.batch_size != 1
+    return LABELS_COUNTED if counted and not are_labels_proven(view) else ""
 
 
 def is_noiseless(view: ServerView) -> bool:

@@ -9,12 +9,15 @@ from reference.label_counts import best_counts
 from support import worlds
 
 from attacks.labels.classifier_fit import ClassifierGradient
-from attacks.labels.recovery import fixed_labels, idlg_label, recover_labels
+from attacks.labels.recovery import are_labels_proven, fixed_labels, idlg_label, recover_labels
 from attacks.update.observed_update import ObservedUpdate
 from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.prune import Prune
+from defenses.qsgd import QSGD
+from defenses.quantize import Quantize
 from defenses.secagg import SecAgg
+from defenses.signsgd import SignSGD
 from eval.metrics.score import score
 from fl.capture import from_batch
 from fl.client import Client
@@ -168,6 +171,41 @@ def test_a_pruned_bias_counts_where_it_was_sent() -> None:
     assert (Counter(found) & Counter(labels)).total() >= 6
 
 
+def with_mask(ratio: float, keep: str, seed: int, labels: list[int]) -> ServerView:
+    mask, given = Prune(ratio=ratio, keep=keep), task()  # type: ignore[arg-type]
+    images = torch.rand(len(labels), 1, 28, 28, generator=stream(0, "masked"))
+    return from_batch(given.model, images, torch.tensor(labels), method=STEP, defense=mask, seed=seed, head="head.")[0]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_a_batch_is_counted_by_rows_whose_bias_a_random_mask_has_dropped(ratio: float) -> None:
+    for seed in range(4):
+        view = with_mask(ratio, "random", seed, [0, 0, 3, 7])
+        assert not (view.update["head.bias"] != 0).all()  # type: ignore[union-attr]
+        assert named(view) == [0, 0, 3, 7]
+
+
+@pytest.mark.parametrize("keep", ["random", "largest"])
+def test_labels_under_a_mask_are_proven_only_by_numbers_that_were_sent(keep: str) -> None:
+    proven = 0
+    for seed in range(4):
+        view = with_mask(0.3, keep, seed, [0, 0, 3, 7])
+        whole = ClassifierGradient.of(ObservedUpdate(view))
+        assert whole is not None
+        least = whole.proven_counts(4)
+        assert bool((least <= torch.tensor([2, 0, 0, 1, 0, 0, 0, 1, 0, 0])).all())
+        assert not bool(least[view.update["head.bias"] == 0].any())  # type: ignore[index]
+        told = are_labels_proven(view)
+        assert told == (int(least.sum()) == 4)
+        proven += told
+    assert proven or keep == "random"
+
+
+@pytest.mark.parametrize("defense", [QSGD(), Quantize(bits=8), SignSGD()], ids=str)
+def test_numbers_that_were_altered_prove_no_labels(defense: Defense) -> None:
+    assert not are_labels_proven(victim([0, 0, 3, 7], defense=defense)[0])
+
+
 @pytest.mark.parametrize("ratio", [0.5, 0.9])
 def test_rows_name_the_label_whose_bias_a_random_mask_has_dropped(ratio: float) -> None:
     step, images = task(), torch.rand(1, 1, 28, 28, generator=stream(0, "dropped"))
@@ -186,7 +224,7 @@ def test_a_defense_is_looked_at_only_where_it_is_known(known: bool) -> None:
     view = replace(view, threat=ThreatModel(knows_defense=known))
     head = ClassifierGradient.of(ObservedUpdate(view))
     assert head is not None
-    assert (head.sized, head.exact, bool(head.sent.all())) == ((False,) * 3 if known else (True,) * 3)
+    assert (head.sized, head.exact, bool(head.sent.all())) == (True, True, not known)
 
 
 def test_what_gives_no_labels_away() -> None:

@@ -9,7 +9,6 @@ from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal, fit_in_turn, solve_input, solve_signal
 from attacks.analytic.graph.unsent_entries import (
     AndersonAcceleration,
-    are_smallest_left_out,
     complete_low_rank,
     find_sent,
     masked_least_squares,
@@ -92,14 +91,6 @@ def test_a_slice_that_chance_may_have_left_out_does_not_count_as_sent() -> None:
     sent = mask(0.1, 4, 3, 3, 3)
     sent[2, 1] = False  # of nine entries, nine in ten of which were left out
     assert not bool(find_sent(noise(4, 3, 3, 3) * sent, sent)[2, 1].any())
-
-
-@pytest.mark.parametrize("share", [0.05, 0.5, 0.95])
-def test_small_numbers_that_are_missing_are_told_from_random_ones(share: float) -> None:
-    numbers, few = noise(20_000), noise(40)
-    assert not are_smallest_left_out([numbers[mask(share, 20_000)], few])
-    assert are_smallest_left_out([numbers[numbers.abs() > numbers.abs().quantile(share)], few])
-    assert not are_smallest_left_out([few])
 
 
 def test_extrapolated_steps_come_to_the_fixed_point_of_a_linear_map() -> None:
