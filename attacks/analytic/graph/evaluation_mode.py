@@ -24,6 +24,7 @@ from attacks.analytic.graph.picture_search import (
 )
 from attacks.analytic.graph.pooled_stem import invert_pooled_stem, read_pooled_stem
 from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.analytic.graph.second_descent import descend_again
 from attacks.analytic.graph.smooth_search import (
     are_too_few,
     count_missing_numbers,
@@ -116,6 +117,7 @@ def _solve(
             return NotApplicable(f"{end}; {few} of the picture", limit=True)
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
+    solver = descend_again(solver)
     stem = read_pooled_stem(solver)
     if stem is not None:
         found = invert_pooled_stem(stem, (count, *shape))

@@ -151,7 +151,7 @@ class Propagation:
             return KnownSignal(layer, self.signal(out).reshape(shape))
         activation, slope = gate
         full = slope * self.signal(Ref(activation)).reshape(slope.shape)
-        bits, doubtful = self._mask(activation).reshape(shape), None
+        bits, doubtful = self.mask(activation).reshape(shape), None
         if (values := self.values.get(Ref(activation))) is not None:
             doubtful = (values.abs() < MAX_DOUBTFUL_VALUE * values.abs().max()).reshape(shape)
         return KnownSignal(layer, full.reshape(shape), bits, self.network.activations[activation].slope, doubtful)
@@ -229,7 +229,7 @@ class Propagation:
             return self.network.pull_back(number, signal, to)
         if number in self.network.activations:
             slope = self.network.activations[number].slope
-            return torch.where(self._mask(number), signal, slope * signal)
+            return torch.where(self.mask(number), signal, slope * signal)
         curved, out = self.network.curved_activations.get(number), self.values.get(Ref(number))
         if curved is not None and out is not None:
             return signal * self._curved_slope(number, curved, out)
@@ -244,7 +244,12 @@ class Propagation:
             kept = self._slopes[number] = (out, curved.derivatives(taken)[0] * told)
         return kept[1]
 
-    def _mask(self, activation: int) -> Tensor:
+    def mask(self, activation: int) -> Tensor:
+        """Return where an activation's slope is 1.
+
+        Raises:
+            UnknownError: it does not follow from the values that were solved for.
+        """
         if activation not in self.masks:
             out = self.value(Ref(activation))
             return out > 0

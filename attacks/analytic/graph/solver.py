@@ -129,10 +129,14 @@ class GraphSolver:
     def __post_init__(self) -> None:
         self.before_anchor = self.known.snapshot()
 
-    def run(self) -> None:
-        """Solve for all that can be solved for, from the last layer down."""
+    def run(self, lowest: int = IMAGE) -> None:
+        """Solve for all that can be solved for, from the last layer down.
+
+        Args:
+            lowest: operation below whose output nothing is asked.
+        """
         for ref in self._inputs():
-            if ref in self.known.values:
+            if ref in self.known.values or ref.node < lowest:
                 continue
             check_time_limit()
             self._solve_tensor(ref)
@@ -234,14 +238,15 @@ class GraphSolver:
                 self.ends.setdefault(layer.name, UNSHIFTED)
             return None
         if not bool(layer.gradient.any()):
-            self.ends[layer.name] = "its gradient is zero or no more than rounding"
+            self.ends.setdefault(layer.name, "its gradient is zero or no more than rounding")
             return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
         channels, inputs = layer.weight.shape[:2]
         if rank > channels or rank > 3 * inputs:
             equations = f"{min(channels, 3 * inputs)} directions for {rank} positions of {self.images} images"
-            self.ends[layer.name] = f"too few channels to tell positions apart: {equations}{self._count_equal(layer)}"
+            few = f"too few channels to tell positions apart: {equations}{self._count_equal(layer)}"
+            self.ends.setdefault(layer.name, few)  # why what is known from above gave no input comes first
             return None
         gradient = layer.gradient
         if layer.sent is not None:
@@ -256,7 +261,7 @@ class GraphSolver:
         found = find_signal_columns(gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
         if not found.weakest > MIN_DIRECTION:
             few = f"what flows back has fewer than {rank} independent directions"
-            self.ends[layer.name] = few + self._count_equal(layer)
+            self.ends.setdefault(layer.name, few + self._count_equal(layer))
             return None
         columns = (
             self._fit_columns(layer, found.columns)
@@ -280,7 +285,7 @@ class GraphSolver:
                 return columns @ sparse.directions, False
             told = max(told, int(sparse.confirmed.sum()))
         few = f"the signals of {told} of {self.images} images could be told apart"
-        self.ends[layer.name] = few + self._count_equal(layer)  # rounding may have hidden it from the directions above
+        self.ends.setdefault(layer.name, few + self._count_equal(layer))  # which rounding may have hidden further up
         return None
 
     @staticmethod
