@@ -25,6 +25,7 @@ from attacks.update.float_rounding import largest_rounding
 from attacks.verification.comparison import can_replay
 from attacks.verification.confirmation import confirm
 from attacks.verification.value_errors import value_errors
+from attacks.verification.words import in_words_of
 from fl.aggregated_view import as_single_client
 from fl.losses.function import FunctionError, function_errors_named
 from fl.registry import FormerHooks, Registry, UnknownNameError
@@ -346,8 +347,16 @@ def _run_and_confirm(
     for i, result in enumerate(results):
         known = held.get(i) if isinstance(result, Reconstruction) else None
         held_to = known or confirm_whole(attack, views[i], above[i], doubt_unaskable(views[i], result))
-        results[i] = _note_unexpected_labels(views[i], held_to)
+        results[i] = _in_words_of_inputs(views[i], _note_unexpected_labels(views[i], held_to))
     return results
+
+
+def _in_words_of_inputs(view: ServerView, result: Result) -> Result:
+    """Return the result with what it says of pictures said of what the network takes."""
+    form = view.task.inputs
+    if isinstance(result, NotApplicable):
+        return replace(result, reason=in_words_of(form, result.reason))
+    return replace(result, note=in_words_of(form, result.note))
 
 
 def _network_above(attack: Attack, view: ServerView) -> ServerView | None:

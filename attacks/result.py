@@ -40,6 +40,8 @@ class Remark(StrEnum):
     """Gradients are centralized, and a step with such ones was held against the update."""
     UNCLIPPED_ROWS = "unclipped rows"
     """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
+    BEYOND_RANGE = "beyond range"
+    """What the first layer takes lies beyond the range of inputs, and is handed out as it is."""
     PARTLY_SEEN = "partly seen"
     """The network is given fewer numbers than the picture has."""
     PARTLY_TOLD = "partly told"

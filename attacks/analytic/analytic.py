@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
-from attacks.analytic.input_scale import OTHER_RANGE, invert_direction
+from attacks.analytic.input_scale import invert_direction, other_range
 from attacks.analytic.lone_pictures import LonePictures, largest_noise
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.batch_weights import batch_weights
@@ -19,6 +19,7 @@ from attacks.labels.recovery import single_label
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
+from attacks.update.left_out_numbers import leaves_out_at_random
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
@@ -36,6 +37,13 @@ ALTERNATIONS = 20
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
+CUT_TO_RANGE = (
+    "what the first layer takes lies beyond the range of inputs as stated, and was cut off there: if that range is "
+    "wrong, state the right one (input_range, --input-range)"
+)
+"""What is noted where nothing tells another range from a wrong size of the update."""
+SENT_FOR_CERTAIN = 1e-9
+"""Chance at which a mask leaves out all numbers of a column, at most, for these to count as zeros that were sent."""
 SAME_SUMMAND = 0.5
 """Overlap of two summands, 0 of different images and 1 of an image with itself, from which they count as one."""
 MOST_COMPARED = 256
@@ -142,9 +150,11 @@ class Analytic(Attack):
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
         whole, images = bool(fit.known.all()), layer.is_given_images
         # under other losses no label can be tried, and nothing would tell another range from a wrong size
-        classified = view.task.loss.takes_classes
+        classified, beyond = view.task.loss.takes_classes, False
         if images and sized and whole and classified and not _is_within_range(layer, fit.inputs):
-            images, note = False, "; ".join(filter(None, (note, OTHER_RANGE)))
+            images, note, beyond = False, "; ".join(filter(None, (note, other_range(view.task.inputs)))), True
+        elif images and sized and whole and not classified and not _is_within_range(layer, fit.inputs):
+            note = "; ".join(filter(None, (note, CUT_TO_RANGE)))
         private: Tensors = {} if images else {"features": fit.inputs.to(view.dtype)}
         if not whole:
             count = f"{int(fit.known.sum())} of {len(fit.known)}"
@@ -159,6 +169,7 @@ class Analytic(Attack):
             verified=whole and sized,
             fixed=fit.known.view(1, *view.task.input_shape) if sized and not whole and layer.lies_as_images else None,
             note=note,
+            remarks=frozenset({Remark.BEYOND_RANGE} if beyond else ()),
         )
         told = whole and int(layer.update.any(1).sum()) > MOST_ALIKE_ROWS
         return mark_nearly_told(view, found) if told else found
@@ -383,7 +394,7 @@ class RankOneFit:
     def of(cls, layer: LinearLayer) -> RankOneFit:
         """Return the fit of weight and bias, each at its trust."""
         moved, bias = layer.update, layer.bias_update
-        sent = torch.ones_like(moved) if layer.transmitted is None else layer.transmitted
+        sent = torch.ones_like(moved) if layer.transmitted is None else _with_dark_pixels(layer, layer.transmitted)
         told = torch.ones_like(bias) if layer.bias_transmitted is None else layer.bias_transmitted
         moved, trust = moved * sent, layer.trust**2
         heard = ((bias != 0) * told).double() * trust
@@ -411,6 +422,18 @@ class RankOneFit:
         if not size or not len(told):
             return math.inf
         return math.hypot(of_weight / size / float(told.min().sqrt()), of_bias / float(layer.bias_update.norm()))
+
+
+def _with_dark_pixels(layer: LinearLayer, sent: Tensor) -> Tensor:
+    """Return 1 where a number was sent (m, n), and for an entry of the input that is 0 and so left none in any row.
+
+    That a random mask left out all of a column is out of the question where there are enough rows.
+    """
+    rows, none = sent.any(1), ~sent.any(0)
+    share = 1 - float(sent[rows][:, ~none].mean()) if bool(rows.any() and none.any()) else 0.0
+    if layer.masked or not share > 0 or share ** int(rows.sum()) > SENT_FOR_CERTAIN:
+        return sent
+    return torch.where(none, 1.0, sent) if leaves_out_at_random(layer.view, [layer.parameter_names[0]]) else sent
 
 
 def _weakest_gap(update: Tensor, signal: Tensor) -> Tensor:

@@ -653,7 +653,8 @@ class _InversionState:
         within = bool((image > -PIXEL_MARGIN).all() and (image < 1 + PIXEL_MARGIN).all())
         if not within:
             self.verified, self.fixed = False, None
-            self.notes.append("the picture came out beyond [0, 1] and was cut off there")
+            stated = "[0, 1]" if view.task.inputs.is_image else "the range that was stated for it"
+            self.notes.append(f"the picture came out beyond {stated} and was cut off there")
         found = Reconstruction(
             inputs=image.clamp(0, 1).to(view.device, view.dtype),
             knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),

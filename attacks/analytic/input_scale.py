@@ -39,6 +39,7 @@ from attacks.verification.explanation import explains_update
 from attacks.verification.update_comparison import UNLIKE_DISTANCE, UpdateComparison
 from attacks.verification.words import KNOWN_TARGETS
 from fl.defense import Defense
+from fl.inputs.form import InputForm
 from fl.seeds import stream
 from fl.tensors import LowRank, Tensors, dense
 from fl.view import ServerView
@@ -95,6 +96,11 @@ OTHER_RANGE = (
     "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
     "them (mean, std)?"
 )
+STATED_RANGE = (
+    "what the first layer takes lies beyond the range of inputs as stated, [0, 1] where none was, so that it is handed "
+    "out as it is: state that range (input_range, --input-range)"
+)
+"""Likewise of other inputs than pictures."""
 NEARLY = "not confirmed: {:.1e} of the update of the first layer is not that of this picture"
 FACTOR_UNTOLD = f"not confirmed: {UP_TO_BRIGHTNESS}, and that not to a quarter of a level, whatever the step size was"
 
@@ -568,6 +574,11 @@ def _solutions(search: ScaleSearch) -> list[_Found]:
     return kept[:MOST_CONFIRMED]
 
 
+def other_range(form: InputForm) -> str:
+    """Return what is to be noted of inputs that are beyond the range of those that a network was said to take."""
+    return OTHER_RANGE if form.is_image else STATED_RANGE
+
+
 def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Reconstruction | None:
     """Return the picture that makes the update, verified where no other does and its brightness is told; None of none.
 
@@ -598,7 +609,7 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
             return None
         if not _tells_factors(search, view, one, result):
             result = result.with_note(FACTOR_UNTOLD, Remark.DIRECTION_ONLY)
-        result = result.with_note(OTHER_RANGE)
+        result = result.with_note(other_range(view.task.inputs), Remark.BEYOND_RANGE)
         return replace(result, inputs=None, private=_features(search, one), verified=None)
     if search.wide or not found:
         return None

@@ -33,17 +33,33 @@ def only_leaves_out(view: ServerView, names: Sequence[str]) -> bool:
         view: of one client.
         names: of tensors of its update.
     """
-    defense, draw = view.client.defense, stream(0, "left out")
-    if view.parts or not all(name in view.update for name in names):
+    pairs = _probe(view, names)
+    return pairs is not None and all(bool(((sent == 0) | (sent == probe)).all()) for probe, sent in pairs)
+
+
+def leaves_out_at_random(view: ServerView, names: Sequence[str]) -> bool:
+    """Return whether it does so whatever their sizes, and not the smallest, nor none.
+
+    Args:
+        view: of one client.
+        names: of tensors of its update.
+    """
+    if not only_leaves_out(view, names):
         return False
+    pairs = [(probe.abs()[sent == 0], probe.abs()[sent != 0]) for probe, sent in _probe(view, names) or ()]
+    return all(len(left) and len(kept) and float(left.max()) > float(kept.min()) for left, kept in pairs)
+
+
+def _probe(view: ServerView, names: Sequence[str]) -> list[tuple[Tensor, Tensor]] | None:
+    """Return random numbers in place of tensors, and what a known defense sends of them; None where it takes none."""
+    defense, draw, pairs = view.client.defense, stream(0, "left out"), []
+    if view.parts or not all(name in view.update for name in names):
+        return None
     for size in (1e-6, 1e6):  # below and above any limit
         probe: Tensors = {n: size * torch.randn(view.update[n].shape, generator=draw, dtype=view.dtype) for n in names}
         try:
             sent = defense.transform_update(probe, draw)
         except ValueError:  # numbers that it does not take
-            return False
-        for name, value in sent.items():
-            left = dense(value)
-            if not bool(((left == 0) | (left == dense(probe[name]))).all()):
-                return False
-    return True
+            return None
+        pairs += [(dense(probe[name]), dense(value)) for name, value in sent.items()]
+    return pairs

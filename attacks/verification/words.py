@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from attacks.update.label_gradients import MAX_TRIED_LABELS
+from fl.inputs.form import InputForm
 
 KNOWN_TARGETS = "let the attacker know them (threat, --threat '{knows_labels: true}')"
 """How targets are stated."""
@@ -14,7 +17,7 @@ CONTRADICTED = (
 POSSIBLE_RULES = (
     "another loss or optimizer, weight decay in a part of the weights, clipping by tensor, step sizes by layer or "
     "group of parameters, dropout, half precision (autocast), further steps, examples or clients, an added control "
-    "variate, other weights before, or a turned sign?"
+    "variate, numbers that were frozen or left out, other weights before, or a turned sign?"
 )
 """What may be the reason where sizes alone do not tell."""
 UNDER_ANOTHER_LOSS = (
@@ -140,3 +143,23 @@ LEFT_UNEXPLAINED = (
 )
 UNEXPLAINED = "not verified: the equations that it was read from are left unexplained, or do not fix it to {}"
 DEFENSE_UNKNOWN = "the defense is unknown, and may have changed these equations"
+_OF_PICTURES = {"picture": "example", "image": "example", "pixel": "number"}
+
+
+def in_words_of(form: InputForm, words: str) -> str:
+    """Return what is said of pictures and pixels as it is said of other inputs (rows of a table, series).
+
+    Args:
+        form: of what the network takes.
+        words: of a result.
+    """
+    if form.is_image or form.has_ids:
+        return words
+
+    def exchange(found: re.Match[str]) -> str:
+        article, word, several = found.groups()
+        other = _OF_PICTURES[word]
+        before = "" if not article else "an " if other == "example" else "a "
+        return f"{before}{other}{several}"
+
+    return re.sub(r"(?<![-\w'])(an? )?(picture|image|pixel)(s?)(?![-\w])", exchange, words)

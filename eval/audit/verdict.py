@@ -122,7 +122,10 @@ def describe_no_images(rows: Sequence[Row]) -> str:
     names = [name for name in unscored if name.partition("/")[0] not in MEASURED]
     if not names:
         return "the attack recovered no images, nor any private tensor"
-    meant = " (the input of a layer behind the first)" if names[0].partition("/")[0] == "features" else ""
+    beyond = all(Remark.BEYOND_RANGE in row.get("remarks", ()) for row in rows)
+    first = "what the first layer takes, beyond the range of inputs"
+    source = first if beyond else "the input of a layer behind the first"
+    meant = f" ({source})" if names[0].partition("/")[0] == "features" else ""
     values = f"{join_words(names)}{meant}"
     return f"the attack recovered no images, only {values}, of which there is no true value to compare with"
 

@@ -25,7 +25,7 @@ FALLING_RATIO = 0.9
 """Share of what it was a quarter of the search before, below which an objective still falls."""
 LABELS_UNCONFIRMED = "the search did not explain the update, so nothing confirms the labels"
 """What a result notes then of labels that the server did not know."""
-LABELS_SEARCHED = "the search chose the labels, and with other pictures others may explain the update as well"
+LABELS_SEARCHED = "the search chose the labels, and with other inputs others may explain the update as well"
 """What a result notes of labels that no gradient of the outputs tells, even where the search explained the update."""
 
 

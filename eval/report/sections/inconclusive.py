@@ -26,6 +26,11 @@ CONTRADICTING = {Remark.CONTRADICTED, Remark.RULE_UNKNOWN, Remark.SIZE_CONTRADIC
 """What an attack says of a picture that the rest of the update contradicts, or leaves open whether it was plain SGD."""
 FEATURES_ALONE = "only features came back, the input of a layer behind the first, and a picture may follow from them"
 """What is said of an attack that recovers what a later layer was given."""
+FEATURES_BEYOND = (
+    "only features came back, what the first layer takes: it lies beyond the range of inputs, as of inputs that were "
+    "brought to another one, and they may follow from it"
+)
+"""What is said of one that recovers what the first layer was given, which is no input as stated."""
 COVERED = {"rconv": "cascade", "rgap": "cascade", "analytic": "cascade", "april": "cascade"}
 """Attacks whose limits do not count where another, which takes every network that they do, has an answer."""
 
@@ -114,7 +119,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
         return Outcome(attack, update, "borne out", note, remarks)
     told = next((row["verified"] for row in rows if row.get("verified") is not None), None)
     kind = _kind(told, pictured=bool(first.get("candidates")))
-    words = FEATURES_ALONE if kind == "blind" and _has_features_alone(first) else ""
+    alone = FEATURES_BEYOND if Remark.BEYOND_RANGE in first.get("remarks", ()) else FEATURES_ALONE
+    words = alone if kind == "blind" and _has_features_alone(first) else ""
     return Outcome(attack, update, kind, words)
 
 
@@ -146,7 +152,7 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
         limits, facts = _limits(own), [one for one in own if one.kind == "fact"]
         for one in (*limits, *(one for one in own if one.kind in OPEN_KINDS)):
             stopped.setdefault(one.kind, []).append(one)
-        features = [one for one in own if one.kind == "blind" and one.words == FEATURES_ALONE]
+        features = [one for one in own if one.kind == "blind" and one.words in {FEATURES_ALONE, FEATURES_BEYOND}]
         if features and all(one.kind in {"blind", "fact"} for one in own):  # no attack was after pictures
             stopped.setdefault("blind", []).extend(features)
         if facts and not limits and all(one.kind in {"fact", "limit"} for one in own):  # nothing was tried
