@@ -66,7 +66,12 @@ def watch_draws(*models: nn.Module, device: torch.device) -> Iterator[Callable[[
 
 
 def find_drawing_modules(model: nn.Module, run: Callable[[], object], device: torch.device) -> list[str]:
-    """Return the modules whose own forward draws random numbers while a network runs, by name, with their types.
+    """Return the modules whose own forward draws random numbers while a network runs, in words, as `drawing_places`."""
+    return list(drawing_places(model, run, device).values())
+
+
+def drawing_places(model: nn.Module, run: Callable[[], object], device: torch.device) -> dict[str, str]:
+    """Return in words the modules whose own forward draws random numbers while a network runs, by name.
 
     Args:
         model: the network that runs, itself and no copy of it; its hooks are as before at the end.
@@ -107,7 +112,7 @@ def find_drawing_modules(model: nn.Module, run: Callable[[], object], device: to
     finally:
         for hook in hooks:
             hook.remove()
-    return list(found.values())
+    return found
 
 
 def _states(own: Sequence[Any], device: torch.device) -> list[str]:

@@ -51,7 +51,8 @@ def check_settings(method: object, defense: object, threat: object) -> None:
 
 
 AS_MODULES = (
-    "masks of nn.Dropout are read off a captured update of one step on one example: write functional dropout so"
+    "masks of nn.Dropout, and of modules that leave out a branch as a whole, are read off a captured update of one "
+    "step on one example: write functional dropout so"
 )
 """What helps with dropout in a forward, of an update that is there already."""
 MOST_PLACES = 4

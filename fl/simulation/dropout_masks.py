@@ -29,6 +29,7 @@ from fl.runtime.random_state import draws_masks, watch_draws
 from fl.runtime.user_code import RUN_ERRORS
 from fl.seeds import stream
 from fl.simulation.capture_checks import AS_MODULES, floating_weight, name_draws, unwrap_model
+from fl.simulation.drop_paths import find_drop_paths, read_drop_paths
 from fl.types import Task
 
 CHANNELWISE = (nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -135,6 +136,9 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
     for module in dropping:
         setattr(module, "p" if isinstance(module, _DropoutNd) else "dropout", 0.0)
     gray = None if shape is None else torch.full((1, *shape), 0.5).to(floating_weight(own))
+    paths = {} if gray is None or update is None else read_drop_paths(own, gray, update)
+    for name, factor in paths.items():
+        _put(own, name, Mask(factor))
     if gray is not None and (places := draws_in_training(own, gray)):
         return Silenced(own, tuple(drawing), places=places)
     masks = _read_masks(own, gray, update, shares) if gray is not None and update is not None else {}
@@ -143,12 +147,12 @@ def silence(model: nn.Module, shape: Sequence[int] | None, update: Mapping[str, 
             whole = isinstance(drawing[name], CHANNELWISE)
             masks |= _read_behind(own, name, gray, update, shares[name], channels=whole)
     masks = {name: mask for name, mask in masks.items() if not _is_unlikely(mask, drawing[name], shares[name])}
-    if not drawing or masks.keys() != drawing.keys():
+    if not (drawing or paths) or masks.keys() != drawing.keys():
         unread = tuple(f"{name!r} ({type(drawing[name]).__name__})" for name in drawing if name not in masks)
         return Silenced(own, tuple(drawing), unread=unread)
     for name, mask in masks.items():
         _put(own, name, Mask(mask, of_pixels=gray is not None and _takes_pixels(own, name, gray)))
-    return Silenced(own, tuple(drawing), masked=True)
+    return Silenced(own, (*drawing, *paths), masked=True)
 
 
 def with_masks_read_off(
@@ -167,9 +171,9 @@ def with_masks_read_off(
         ValueError: random numbers were drawn that the update does not tell; says why not, and what to do.
     """
     model = in_client_mode(task.model, None if method is None else method.train_mode)
-    if not drawing_modules(model):
-        return task
     why = _why_untold(task, update, method, defense, examples)
+    if not drawing_modules(model) and (why or not _has_drop_paths(model, task.input_shape)):
+        return task
     silenced = silence(model, task.input_shape, None if why else _without_decay(task, update, method))
     if not silenced.masked:
         if not silenced.evaluating and not _draws_at_all(model, task.input_shape):
@@ -310,6 +314,11 @@ def _takes_pixels(model: nn.Module, name: str, inputs: Tensor) -> bool:
     if len(given) != 2 or given[0].numel() != inputs.numel():
         return False
     return torch.equal((given[0] != given[1]).flatten(), changed)
+
+
+def _has_drop_paths(model: nn.Module, shape: Sequence[int]) -> bool:
+    """Return whether a network has modules that leave out a branch as a whole."""
+    return bool(find_drop_paths(model, torch.full((1, *shape), 0.5).to(floating_weight(model))))
 
 
 def _draws_at_all(model: nn.Module, shape: Sequence[int]) -> bool:

@@ -130,6 +130,41 @@ def test_channels_that_meet_before_a_layer_show_no_mask() -> None:
         from_update(model, captured(model), input_shape=SHAPE)
 
 
+class Residual(nn.Module):
+    """Blocks whose branches are left out by chance, of which the whole is passed on."""
+
+    def __init__(self, *paths: nn.Module) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 5)
+        self.branches = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), path) for path in paths)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x.flatten(1))
+        for branch in self.branches:
+            x = x + branch(x)
+        return self.last(x)
+
+
+def test_branches_that_were_left_out_are_read_and_confirm_the_picture() -> None:
+    model = made(lambda: Residual(*(DropPath() for _ in range(6))))
+    update = captured(model)
+    report = audited(model, update)
+    assert report.findings[0].rows[0]["verified"]
+    assert not report.mismatch
+    assert "branches.0.2" in report.notes[0]
+    told = from_update(model, update, input_shape=SHAPE).task.model
+    factors = [float(module.values) for module in told.modules() if isinstance(module, Mask)]
+    moved = [bool(update[f"branches.{place}.0.weight"].any()) for place in range(6)]
+    assert factors == [2.0 * one for one in moved]
+    assert set(moved) == {True, False}
+
+
+def test_branches_of_several_examples_are_not_read() -> None:
+    model = made(lambda: Residual(DropPath()))
+    with pytest.raises(ValueError, match=r"'branches.0.2' \(DropPath\).*leave out a branch as a whole, are read off a"):
+        audited(model, captured(model, 2), count=2)
+
+
 class Branching(nn.Module):
     """A network that adds what dropout returns to what a layer makes of its numbers above zero."""
 
@@ -224,7 +259,7 @@ def test_an_update_that_leaves_nothing_out_is_no_dropout() -> None:
 
 def test_dropout_in_a_forward_is_refused_and_named() -> None:
     model = made(Functional)
-    with pytest.raises(ValueError, match=r"functional dropout.*masks of nn\.Dropout are read off"):
+    with pytest.raises(ValueError, match=r"functional dropout.*masks of nn\.Dropout, and of .*, are read off"):
         audited(model, captured(model))
     still = made(lambda: Functional(drops=False))
     assert audited(still, captured(still)).findings[0].rows[0]["verified"]
@@ -259,7 +294,6 @@ UNREAD = [
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Dropout(0.3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 5)),
         "'1'",
     ),
-    (lambda: dense(DropPath()), r"'3' \(DropPath\)"),
     (lambda: dense(nn.RReLU()), r"'3' \(RReLU\)"),
     (Functional, r"the forward of Functional"),
 ]
