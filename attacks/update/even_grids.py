@@ -228,7 +228,9 @@ def bits_of_grid(values: Tensor, start: Tensor | None = None, *, of_one_row: boo
         start: the weights before: a difference of them lies on the grid of their last places, which counts as none.
         of_one_row: as of `grid_steps`.
     """
-    spacing = 0.0 if start is None else OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
+    spacing = 0.0
+    if start is not None and start.is_floating_point():  # a count of batches has no last places
+        spacing = OWN_SPACINGS * torch.finfo(start.dtype).eps * float(start.abs().max())
     steps = grid_steps(values, of_one_row=of_one_row, spacing=spacing)
     if steps is None or float(steps.max()) <= spacing:
         return 0

@@ -213,3 +213,9 @@ def test_qsgd_is_still_named(bits: int) -> None:
     (note,) = grid_note({name: dense(value) for name, value in sent.items()}, {name: numbers(9) for name in sent}, {})
     assert note.startswith("a, b: ")
     assert all(bits_of_grid(dense(value)) == bits for value in sent.values())
+
+
+def test_weights_before_that_are_integers_have_no_last_places() -> None:
+    """A count of batches may be sent as floats."""
+    values = torch.arange(64.0)
+    assert bits_of_grid(values, torch.tensor(3)) == bits_of_grid(values)
