@@ -42,7 +42,10 @@ class CrossEntropy(Loss):
         if outputs.ndim != 2:
             hint = ""
             if outputs.ndim > 2:
-                hint = "; for a class of every pixel or step give loss='segmentation', for numbers loss='mse'"
+                hint = (
+                    "; for a class of every pixel or step give loss='segmentation' (of classes that come last with "
+                    "output=lambda found: found.movedim(-1, 1)), for numbers loss='mse'"
+                )
             elif outputs.ndim == 1:
                 hint = "; for one logit of a yes or no give loss='bce', for a number loss='mse'"
             raise ValueError(f"expected a model that returns logits (B, K), got {tuple(outputs.shape)}{hint}")

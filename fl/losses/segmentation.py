@@ -39,9 +39,11 @@ class Segmentation(Loss):
         """Return masks int64 (B, ...)."""
         classes, *rest = output_shape
         if targets.dtype != torch.int64 or list(targets.shape[1:]) != rest:
+            last = list(targets.shape[1:]) == list(output_shape[:-1])
+            hint = ": if classes come last, give output=lambda found: found.movedim(-1, 1)" if last else ""
             raise ValueError(
                 f"expected masks int64 ({', '.join(map(str, [len(targets), *rest]))}), a class for each pixel, got "
-                f"{targets.dtype} {tuple(targets.shape)}"
+                f"{targets.dtype} {tuple(targets.shape)}{hint}"
             )
         if int(targets.min()) < 0 or int(targets.max()) >= classes:
             raise ValueError(f"expected classes in [0, {classes}), got {int(targets.min())} to {int(targets.max())}")

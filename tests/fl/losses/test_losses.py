@@ -44,6 +44,12 @@ def test_losses_are_those_of_torch(loss, own, outputs, targets):
         ("mse", (1,), torch.tensor([0.0, torch.nan]), "expected finite targets"),
         ("mse", (1,), torch.tensor([1j, 1j]), "expected real numbers"),
         ("segmentation", (3, 2, 2), torch.zeros(2, 2, 2), r"expected masks int64 \(2, 2, 2\)"),
+        (
+            "segmentation",
+            (5, 3),
+            torch.zeros(2, 5, dtype=torch.int64),
+            r"give output=lambda found: found.movedim\(-1, 1\)",
+        ),
         ("segmentation", (3, 2, 2), torch.full((2, 2, 2), 3), r"expected classes in \[0, 3\)"),
     ],
 )
@@ -58,6 +64,11 @@ def test_targets_that_do_not_fit_are_refused_by_what_they_are(name, shape, targe
         ("cross-entropy", torch.zeros(2, 1), "for one logit of a yes or no give loss='bce'"),
         ("cross-entropy", torch.zeros(2), "loss='bce'"),
         ("cross-entropy", torch.zeros(2, 3, 4, 4), "loss='segmentation'"),
+        (
+            "cross-entropy",
+            torch.zeros(2, 4, 3),
+            r"classes that come last with output=lambda found: found.movedim\(-1, 1\)",
+        ),
         ("segmentation", torch.zeros(2, 3), r"logits \(B, K, ...\)"),
         ("segmentation", torch.zeros(2, 1, 4, 4), "expected 2 classes or more"),
         ({"name": "bce", "logits": False}, torch.full((2, 1), 3.0), r"expected probabilities in \[0, 1\]"),
