@@ -19,7 +19,7 @@ from attacks.labels.recovery import single_label
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
-from attacks.update.left_out_numbers import leaves_out_at_random
+from attacks.update.left_out_numbers import leaves_out_at_random, only_leaves_out
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
@@ -37,6 +37,10 @@ ALTERNATIONS = 20
 ROUNDING_MARGIN, MAX_ROUNDING = 1.5, 0.02
 """What may stay unexplained of one image's update, relative to the rounding of the weights, and as a share of all."""
 PASSED_OVER = "the features are what {!r} takes: the network uses the linear layers below, {}, more than once"
+LEFT_OUT_OF_BATCH = (
+    "the defense left out numbers of {!r}: of several images the attack asks the whole update of that layer whether a "
+    "neuron sees one of them alone"
+)
 CUT_TO_RANGE = (
     "what the first layer takes lies beyond the range of inputs as stated, and was cut off there: if that range is "
     "wrong, state the right one (input_range, --input-range)"
@@ -55,7 +59,7 @@ SHARED_WEIGHTS = (
 NONE_ALONE = (
     "no neuron is active for one image alone, whatever its label under the loss as stated ({}); state the one that was "
     "trained with, its smoothing and weights of classes. A step of another size than stated looks so, too: a sum over "
-    "examples or clients, say, in place of their mean"
+    "examples or clients, say, in place of their mean, or a mean of another number of examples"
 )
 UNTOLD = (
     "what a neuron holds may be one image, but to the rounding of the update it may as well be a mixture of several: "
@@ -130,6 +134,9 @@ class Analytic(Attack):
             return self._invert_single_image(view, layer)
         reason = _obstacle(view, layer)
         if reason is not None or view.batch_size is None or layer.scale is None:
+            gaps = not ObservedUpdate(view).is_complete(*layer.parameter_names)
+            if reason is None and gaps and only_leaves_out(view, layer.parameter_names):
+                return NotApplicable(LEFT_OUT_OF_BATCH.format(layer.name), limit=True)
             return NotApplicable(reason or "the size of the gradient is unknown, so no image could be checked")
         return self._images_of_single_neurons(layer, view.batch_size, layer.scale / view.batch_size)
 

@@ -654,7 +654,8 @@ class _InversionState:
         if not within:
             self.verified, self.fixed = False, None
             stated = "[0, 1]" if view.task.inputs.is_image else "the range that was stated for it"
-            self.notes.append(f"the picture came out beyond {stated} and was cut off there")
+            hint = ": does a loader normalize it (mean, std)?" if view.task.inputs.is_image and not self.notes else ""
+            self.notes.append(f"the picture came out beyond {stated} and was cut off there{hint}")
         found = Reconstruction(
             inputs=image.clamp(0, 1).to(view.device, view.dtype),
             knowledge=("labels",) if len(image) == 1 and view.labels is not None else (),

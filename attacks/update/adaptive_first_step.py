@@ -133,7 +133,7 @@ class AdaptiveFirstStep:
             return self._rounding_doubt(lr)
         return (
             f"{STEP_SIZE_DOUBT} {most:.3g} times what {self.phase.optimizer} at lr {lr:g} makes of its "
-            f"first; give lr: {round_rate(lr * most):g}, or another optimizer"
+            f"first; give lr: {round_rate(lr * most):g}, another optimizer, or the number of steps of several"
         )
 
     def _rounding_doubt(self, lr: float) -> str:

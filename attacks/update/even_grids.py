@@ -25,8 +25,8 @@ OWN_SPACINGS = 4.0
 """Last places of the largest weight, up to which a step is one of the weights' own."""
 SAMPLE = 4 * MAX_STEPS
 """Numbers that are looked at first: those of a grid repeat among them."""
-APART = 0.25
-"""Steps that two sizes are apart at least which are no one level."""
+LEAST_APART, MOST_APART = 1e-3, 0.25
+"""Steps that two sizes are apart at least which are no one level: of numbers right on a grid, and of any."""
 MIN_EVIDENCE, MOST_OF_A_LEVEL = 20.0, 12.0
 """Bits of chance that levels have to be on a grid against, to tell one, and those that count of one level."""
 MIN_FEW = 8
@@ -81,8 +81,8 @@ def _evidence(values: Tensor, origin: float, step: float) -> float:
         step: of the grid.
     """
     places, off = (values - origin) / step, _off_grid(values, origin, step)
-    sizes = (values.abs() / step).sort().values
-    different = int((sizes.diff() > APART).sum()) + int(sizes[0] > APART)
+    sizes, apart = (values.abs() / step).sort().values, min(max(4 * off, LEAST_APART), MOST_APART)
+    different = int((sizes.diff() > apart).sum()) + int(sizes[0] > apart)
     free = min(len(torch.unique(places.round())) - 2, different - 1)
     return max(0, free) * -math.log2(max(2 * off, 2**-MOST_OF_A_LEVEL))
 

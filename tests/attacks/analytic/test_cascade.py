@@ -297,7 +297,10 @@ def test_a_picture_beyond_its_range_has_a_note() -> None:
     view = victim(network(nn.Flatten(), nn.Linear(196, 20), LEAKY), 3 * photograph(14))
     result = attack(view)
     assert not result.verified
-    assert result.note == "the picture came out beyond [0, 1] and was cut off there"
+    assert (
+        result.note
+        == "the picture came out beyond [0, 1] and was cut off there: does a loader normalize it (mean, std)?"
+    )
 
 
 @pytest.mark.parametrize(("device", "place"), [("cpu", "cpu"), ("cuda:1", "cuda:1"), ("mps", "cpu")])

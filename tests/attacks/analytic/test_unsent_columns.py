@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import attacks
-from attacks.result import Reconstruction
+from attacks.result import NotApplicable, Reconstruction
 from defenses.prune import Prune
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
@@ -67,3 +67,17 @@ def test_frozen_columns_are_no_dark_pixels() -> None:
     result = sent(picture(), Prune(ratio=0.1, keep="random"), frozen=slice(20, 30))
     assert not result.verified
     assert result.fixed is None or not bool(result.fixed.flatten()[20:30].any())
+
+
+def test_a_batch_under_a_mask_is_a_limit_of_the_attack() -> None:
+    """The size of what was sent is known."""
+    model, images = network(), torch.rand(3, 1, 8, 8, generator=stream(0, "batch"))
+    gradient = torch.autograd.grad(nn.functional.cross_entropy(model(images), torch.arange(3)), [*model.parameters()])
+    whole = {name: 0.1 * value for (name, _), value in zip(model.named_parameters(), gradient, strict=True)}
+    mask = Prune(ratio=0.3, keep="random")
+    update = mask.transform_update(whole, stream(5))  # type: ignore[arg-type]
+    view = from_update(model, update, input_shape=(1, 8, 8), batch_size=3, method=STEP, defense=mask)  # type: ignore[arg-type]
+    result = attacks.build("analytic")(view)
+    assert isinstance(result, NotApplicable)
+    assert result.limit
+    assert "the defense left out numbers of '1'" in result.reason

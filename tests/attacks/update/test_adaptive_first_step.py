@@ -87,7 +87,7 @@ def test_a_step_size_is_read_off_and_another_one_is_contradicted():
         for lr in (1e-3, 1e-2):
             other = AdaptiveFirstStep.of(replace(view, method=replace(view.method, lr=lr)))
             assert isinstance(other, NotApplicable)
-            assert "give lr: 0.003" in other.reason
+            assert "give lr: 0.003, another optimizer, or the number of steps" in other.reason
 
 
 def test_what_was_rounded_further_shows_no_sizes():

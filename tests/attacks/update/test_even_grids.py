@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import attacks
 import hyperleak
 from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_beside, were_rows_rounded
 from defenses.qsgd import QSGD
+from defenses.quantize import Quantize
 from eval.audit.coarse_numbers import grid_bounds, grid_note
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
@@ -219,3 +221,12 @@ def test_weights_before_that_are_integers_have_no_last_places() -> None:
     """A count of batches may be sent as floats."""
     values = torch.arange(64.0)
     assert bits_of_grid(values, torch.tensor(3)) == bits_of_grid(values)
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_four_values_of_both_signs_are_two_bits(rounding: Literal["nearest", "stochastic"]) -> None:
+    """Extremes are of nearly one size, but not to the numbers' rounding, as they are of signs."""
+    values: Tensors = {"a": torch.cat([numbers(2000).clamp(-2, 2), torch.tensor([-2.02])]).view(-1, 23)}
+    sent = Quantize(bits=2, rounding=rounding).transform_update(values, stream(2))
+    assert len(torch.unique(dense(sent["a"]))) == 4
+    assert bits_of_grid(dense(sent["a"])) == 2
