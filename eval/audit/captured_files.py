@@ -30,7 +30,7 @@ CHANGE_WORDS = {
 STATE_WORDS = ("state_dict", "model_state_dict", "model", "net", "weights", "parameters", "update", "delta")
 """What checkpoints of trainers (Lightning, say) call the tensors of the model, the likeliest first."""
 PARAMETER_WORDS = {
-    *("weight", "bias", "kernel", "scale", "embedding", "gamma", "beta"),
+    *("weight", "bias", "kernel", "scale", "embedding", "embeddings", "gamma", "beta", "w", "b", "offset"),
     *("running_mean", "running_var", "num_batches_tracked", "mean", "var"),
 }
 """What layers call their tensors, inside a dictionary for each layer."""
@@ -136,7 +136,7 @@ def load_update(path: Path) -> CapturedUpdate:
 
 def _load_update(found: object, path: Path, wanted: str) -> CapturedUpdate:
     """Return the update from what a file holds."""
-    pair = None if _is_by_layer(found) else _as_pair(found)
+    pair = None if _is_by_layer(found) and not _are_alike(found) else _as_pair(found)
     if pair is not None:
         first, second = pair
         states = {name: _from_state(part, wanted) for name, part in pair.items()}
@@ -355,6 +355,15 @@ def _is_by_layer(found: object, depth: int = MAX_DEPTH) -> bool:
         _is_by_layer(part, depth - 1) or (_is_state(part) and {str(name) for name in part} <= PARAMETER_WORDS)
         for part in found.values()
     )
+
+
+def _are_alike(found: object) -> bool:
+    """Return whether two dictionaries that are called before and after hold tensors of the same names and shapes."""
+    if not isinstance(found, dict) or not pair_by_words(found):
+        return False
+    first, second = (_joined(part) for part in found.values())
+    same = first.keys() == second.keys()
+    return same and all(getattr(v, "shape", None) == getattr(second[n], "shape", None) for n, v in first.items())
 
 
 def _joined(found: Mapping[object, object], prefix: str = "") -> dict[object, object]:

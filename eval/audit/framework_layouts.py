@@ -33,8 +33,10 @@ AROUND = re.compile(r":0$|[/.]\.ATTRIBUTES[/.]VARIABLE_VALUE$|[/.](?:raw_)?value
 """What TensorFlow and Flax's NNX write behind a variable's name."""
 COLLECTION = re.compile(r"^(?:\W*(?:params|batch_stats|model_weights)\b\W*)+")
 """What Flax and Keras write in front of the names of all layers."""
+UNLIKE = "kernel of a transposed convolution"
+"""What other frameworks have in another orientation."""
 KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
-    (_ConvTransposeNd, "transposed convolution"),
+    (_ConvTransposeNd, UNLIKE),
     ((nn.Linear, _ConvNd), "kernel"),
     ((_NormBase, nn.LayerNorm, nn.GroupNorm), "scale"),
     (nn.Embedding, "table"),
@@ -266,6 +268,11 @@ def _pairs(layers: Sequence[_Layer], free: Sequence[_Layer], framework: str) -> 
         found = [layer for layer in free if layer.key == key]
         named = ", ".join(repr(next(iter(layer.tensors.values()))) for layer in alike[:SHOWN])
         wanted = " and ".join(f"{role} {shape}" for role, shape in alike[0].shapes.items())
+        if not found and any(layer.shapes.keys() & {UNLIKE} for layer in free):
+            raise ValueError(
+                f"expected the model's names, got those of {framework} ({named}), and the model has a transposed "
+                "convolution: whether its kernel is mirrored differs between frameworks, so that it is not brought over"
+            )
         if len(found) != len(alike):
             raise ValueError(
                 f"expected the model's names, got those of {framework} ({named}): as torch has them these are layers "

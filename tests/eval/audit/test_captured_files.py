@@ -370,3 +370,14 @@ def test_empty_files_and_text_are_called_so(tmp_path):
         (tmp_path / "u.pt").write_bytes(content)
         with pytest.raises(ValueError, match=said):
             load_update(tmp_path / "u.pt")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_weights_of_one_layer_before_and_after_are_a_pair(tmp_path, nested: bool) -> None:
+    """And no layers that are called so."""
+    first, last = ({"weight": torch.rand(2, 4), "bias": torch.rand(2)} for _ in range(2))
+    torch.save(
+        {"before": {"fc": first} if nested else first, "after": {"fc": last} if nested else last}, tmp_path / "p.pt"
+    )
+    update = load_update(tmp_path / "p.pt").update
+    assert torch.equal(update["fc.weight" if nested else "weight"], first["weight"] - last["weight"])

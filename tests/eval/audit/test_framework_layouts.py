@@ -174,3 +174,31 @@ def test_a_picture_comes_out_of_an_update_of_keras() -> None:
     how = {"method": {"name": "fedavg", "lr": 0.1, "steps": 1}, "attacks": ["analytic"]}
     report = hyperleak.audit(model, picture, label, update=update, **how)
     assert report.best("psnr") > 60
+
+
+def test_haiku_s_dictionaries_by_layer_are_brought_over() -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 3))
+    goal = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    given = {
+        layer: {"w": goal[f"{place}.weight"].T, "b": goal[f"{place}.bias"]}
+        for place, layer in enumerate(("linear", "linear_1"))
+    }
+    found = with_model_names(as_state(given, "update"), model)
+    assert all(torch.equal(found.update[name], value) for name, value in goal.items())
+
+
+def test_kernels_of_depthwise_convolutions_are_brought_over() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3, groups=3, bias=False), nn.Conv2d(6, 4, 1, bias=False))
+    goal = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    given = {
+        "depthwise_conv2d/depthwise_kernel:0": goal["0.weight"].reshape(3, 2, 3, 3).permute(2, 3, 0, 1),
+        "conv2d/kernel:0": goal["1.weight"].permute(2, 3, 1, 0),
+    }
+    found = with_model_names(as_state(given, "update"), model)
+    assert all(torch.equal(found.update[name], value) for name, value in goal.items())
+
+
+def test_a_transposed_convolution_is_refused_with_why() -> None:
+    given = {"conv2d_transpose/kernel": torch.rand(2, 2, 4, 8), "conv2d_transpose/bias": torch.rand(4)}
+    with pytest.raises(ValueError, match="whether its kernel is mirrored differs between frameworks"):
+        with_model_names(as_state(given, "update"), nn.ConvTranspose2d(8, 4, 2))
