@@ -162,7 +162,7 @@ def _kind_of_zip(path: Path, wanted: str) -> str:
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
-    except (OSError, ValueError, LookupError, zipfile.BadZipFile):
+    except (OSError, ValueError, LookupError, NotImplementedError, zipfile.BadZipFile):
         names = []  # what is wrong with it is said by what reads it
     if foreign := next((hint for word, hint in FOREIGN_ZIPS.items() if any(map(word.search, names))), ""):
         raise ValueError(f"{wanted}, got {foreign}")

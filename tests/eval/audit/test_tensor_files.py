@@ -240,3 +240,13 @@ def test_arrays_of_no_numbers_are_refused_or_left_out_by_name(tmp_path):
         as_state({"day": np.array(["2026-01-01"], "M8[D]")}, "update")
     with pytest.raises(ValueError, match="under 'weight' of float4_e2m1fn_x2, which packs numbers"):
         as_state({"weight": torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, "update")
+
+
+def test_an_archive_of_an_unknown_version_is_called_damaged(tmp_path):
+    path = tmp_path / "update.npz"
+    np.savez(path, a=np.zeros((2, 3)))
+    content = bytearray(path.read_bytes())
+    content[content.rfind(b"PK\x01\x02") + 6] = 64
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"zip file version 6\.4"):
+        load_update(path)
