@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,8 +45,21 @@ KINDS: tuple[tuple[type[nn.Module] | tuple[type[nn.Module], ...], str], ...] = (
 """Layers of torch, and the tensor by which theirs are known."""
 WEIGHTS = ("kernel", "scale", "table")
 """Tensors that torch calls `weight`."""
+FLAX_WORDS = {
+    **{"Linear": "Dense", "Conv": "Conv", "BatchNorm": "BatchNorm", "LayerNorm": "LayerNorm"},
+    **{"GroupNorm": "GroupNorm", "Embedding": "Embed", "": "Other"},
+}
+"""What Flax calls layers of torch, whose types have these words in their names."""
+SEPARABLE = (
+    "a separable convolution is two of torch, depthwise_kernel.permute(2, 3, 0, 1).flatten(0, 1).unsqueeze(1) and "
+    "pointwise_kernel.permute(3, 2, 0, 1)"
+)
+"""How to bring over what Keras has as one layer."""
+TURNS = {3: "2, 1, 0", 4: "3, 2, 0, 1", 5: "4, 3, 0, 1, 2"}
+"""In which order kernels of convolutions are turned, by how many sides they have."""
 SHOWN = 3
 """How many tensors a note or a recipe names."""
+_Order = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -56,16 +70,17 @@ class _Layer:
         name: of the layer.
         tensors: names of its tensors by what they are (`ROLES`).
         shapes: of these as torch has them, likewise.
+        depthwise: whether its kernel lies as (height, width, in, multiplier).
     """
 
     name: str
     tensors: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
+    depthwise: bool = False
 
-    @property
-    def key(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
-        """What a layer of the file and one of the model have in common."""
-        return tuple(sorted(item for item in self.shapes.items() if not item[0].startswith("running")))
+    def key(self, statistics: bool) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """Return what a layer of the file and one of the model have in common, with or without statistics."""
+        return tuple(sorted(one for one in self.shapes.items() if statistics or not one[0].startswith("running")))
 
 
 def with_torch_layout(
@@ -96,18 +111,39 @@ def with_torch_layout(
     mine = {name: name for name in names if onnx and name in known}
     theirs = {name: value for name, value in captured.update.items() if name not in mine}
     free = _model_layers(model, mine)
-    problems = []
+    try:
+        pairs, turned = _fitting_pairs(theirs, free, framework)
+    except ValueError as error:
+        raise ValueError(f"{error}; {_recipe(captured.update, list(known), onnx=onnx)}") from error
+    own = mine | {layer.tensors[role]: found.tensors[role] for layer, found in pairs for role in layer.tensors}
+    kernels = {layer.tensors["kernel"]: layer.depthwise for layer, _ in pairs if "kernel" in layer.tensors}
+    return _brought_over(captured, own, kernels if turned else {}, (framework, model, input_shape))
+
+
+def _fitting_pairs(
+    tensors: Mapping[str, Tensor], free: Sequence[_Layer], framework: str
+) -> tuple[list[tuple[_Layer, _Layer]], bool]:
+    """Return each layer of a file with the model's, and whether kernels have to be turned for that.
+
+    Raises:
+        ValueError: layers fit neither way, or both ways and nothing tells which is right.
+    """
+    fits, problems = dict[bool, list[tuple[_Layer, _Layer]]](), list[ValueError]()
     for turned in (True, False):
         try:
-            layers = _onnx_layers(theirs, turned) if onnx else _layers(theirs, turned)
-            pairs = _pairs(layers, free, framework)
+            layers = _onnx_layers(tensors, turned) if framework == "ONNX" else _layers(tensors, turned, free)
+            fits[turned] = _pairs(layers, free, framework)
         except ValueError as error:
-            problems.append(str(error))
-            continue
-        own = mine | {layer.tensors[role]: found.tensors[role] for layer, found in pairs for role in layer.tensors}
-        kernels = {layer.tensors["kernel"] for layer, _ in pairs if "kernel" in layer.tensors}
-        return _brought_over(captured, own, kernels if turned else set(), (framework, model, input_shape))
-    raise ValueError(f"{problems[0]}; {_recipe(names, list(known), onnx=onnx)}")
+            problems.append(error)
+    if not fits:
+        raise problems[0]
+    if len(fits) == 2 and _follow_numbers(fits[False], free) and not _follow_numbers(fits[True], free):
+        raise ValueError(
+            f"expected the model's names, got those of {framework}: their kernels fit as they lie in the order of "
+            "their numbers, and turned in another one, so that nothing tells how they lie"
+        )
+    turned = next(iter(fits))
+    return fits[turned], turned
 
 
 def _framework(names: Sequence[str], known: Collection[str]) -> str:
@@ -146,35 +182,83 @@ def _places_brought_over(
     else:
         return captured
     layers = _model_layers(model, ())
-    trained = {name for name, value in model.named_parameters() if value.requires_grad}
-    by_role = [[(role, name) for role, name in layer.tensors.items()] for layer in layers]
-    by_letter = [sorted(layer, key=lambda item: item[0] != "bias") for layer in by_role]
-    whole = [(role, name) for layer in by_role for role, name in layer]
-    orders = {
-        "Keras": (whole, [(role, name) for role, name in whole if name in trained]),
-        "Flax": ([(role, name) for layer in by_letter for role, name in layer if name in trained],),
-    }
+    if any(UNLIKE in layer.tensors for layer in layers):
+        return captured
     shapes = {name: layer.shapes[role] for layer in layers for role, name in layer.tensors.items()}
-    for framework, tried in orders.items():
-        for order in tried:
-            theirs = [
-                _turned(array, False) if role == "kernel" else array
-                for array, (role, _) in zip(arrays, order, strict=False)
-            ]
-            if len(order) == len(arrays) and [tuple(one.shape) for one in theirs] == [shapes[n] for _, n in order]:
-                own = dict(zip(captured.update, (name for _, name in order), strict=True))
-                kernels = {place for place, (role, _) in zip(captured.update, order, strict=True) if role == "kernel"}
-                named = replace(captured, nameless=False)
-                return _brought_over(named, own, kernels, (framework, model, input_shape))
+    for framework, orders in _usual_orders(model, layers).items():
+        fits = [order for order in orders if _fits(arrays, order, shapes)]
+        if not fits or any(order != fits[0] for order in fits):
+            continue
+        own = dict(zip(captured.update, (name for _, name in fits[0]), strict=True))
+        kernels = {place: False for place, (role, _) in zip(captured.update, fits[0], strict=True) if role == "kernel"}
+        return _brought_over(replace(captured, nameless=False), own, kernels, (framework, model, input_shape))
     return captured
 
 
+def _usual_orders(model: nn.Module, layers: Sequence[_Layer]) -> dict[str, list[_Order]]:
+    """Return in which orders frameworks list the tensors of a model's layers, each with what it is and its name."""
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    counts: Counter[str] = Counter()
+    by_name: dict[str, _Layer] = {}
+    for layer in layers:
+        kind = next(word for part, word in FLAX_WORDS.items() if part in type(model.get_submodule(layer.name)).__name__)
+        by_name[f"{kind}_{counts[kind]}"] = layer
+        counts[kind] += 1
+
+    def order(some: Iterable[_Layer], *, bias_first: bool) -> _Order:
+        each = (sorted(one.tensors.items(), key=lambda item: bias_first and item[0] != "bias") for one in some)
+        return [item for layer in each for item in layer]
+
+    whole = order(layers, bias_first=False)
+    flax = order((by_name[name] for name in sorted(by_name)), bias_first=True), order(layers, bias_first=True)
+    return {
+        "Keras": [whole, [item for item in whole if item[1] in trained]],
+        "Flax": [[item for item in one if item[1] in trained] for one in flax],
+    }
+
+
+def _fits(arrays: Sequence[Tensor], order: _Order, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Return whether arrays, with kernels turned, have the shapes of an order's names."""
+    if len(arrays) != len(order):
+        return False
+    pairs = zip(arrays, order, strict=True)
+    theirs = [_turned(array, False) if role == "kernel" else array for array, (role, _) in pairs]
+    return [tuple(one.shape) for one in theirs] == [shapes[name] for _, name in order]
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
-def _layers(tensors: Mapping[str, Tensor], turned: bool) -> list[_Layer]:
-    """Return the layers of a file in the order of its names; its kernels lie as theirs, or as torch's already.
+def _layers(tensors: Mapping[str, Tensor], turned: bool, free: Sequence[_Layer]) -> list[_Layer]:
+    """Return the layers of a file in the order of its names.
+
+    Args:
+        tensors: of the file.
+        turned: whether its kernels lie as theirs, or as torch's already.
+        free: layers of the model, whose shapes tell how a kernel lies that can lie in two ways.
 
     Raises:
         ValueError: a tensor is none of those that are known.
+    """
+    wanted = {layer.shapes["kernel"] for layer in free if "kernel" in layer.shapes}
+    layers = []
+    for layer_name, inside in _by_layer(tensors).items():
+        roles = _roles(layer_name, inside, tensors)
+        shapes = {role: tuple(tensors[name].shape) for role, name in roles.items()}
+        depthwise = False
+        if "kernel" in shapes and turned:
+            kernel = tensors[roles["kernel"]]
+            named = "depthwise" in layer_name.rpartition("/")[2] or "depthwise_kernel" in inside
+            options = {way: tuple(_turned(kernel, way).shape) for way in (named, not named)}
+            depthwise = next((way for way, shape in options.items() if shape in wanted), named)
+            shapes["kernel"] = options[depthwise]
+        layers.append(_Layer(layer_name, roles, shapes, depthwise))
+    return layers
+
+
+def _by_layer(tensors: Iterable[str]) -> dict[str, dict[str, str]]:
+    """Return the names of a file by layer, and there by their last part.
+
+    Raises:
+        ValueError: a layer is recurrent.
     """
     grouped: dict[str, dict[str, str]] = {}
     for name in tensors:
@@ -188,30 +272,41 @@ def _layers(tensors: Mapping[str, Tensor], turned: bool) -> list[_Layer]:
                 "as both; the gates of a GRU stand in another order"
             )
         grouped.setdefault("/".join(layer), {})[last] = name
-    layers = []
-    for layer_name, inside in grouped.items():
-        numbered = _numbered({last: tensors[name] for last, name in inside.items()})
-        roles: dict[str, str] = {}
-        for last, name in inside.items():
-            role = numbered.get(last, ROLES.get(last, ""))
-            if not role or role in roles:
-                raise ValueError(f"expected tensors of known layers, got {name!r}")
-            roles[role] = name
-        depthwise = "depthwise" in "/".join((layer_name, *inside))
-        shapes = {role: tuple(tensors[name].shape) for role, name in roles.items()}
-        if "kernel" in shapes and turned:
-            shapes["kernel"] = tuple(_turned(tensors[roles["kernel"]], depthwise).shape)
-        layers.append(_Layer(layer_name, roles, shapes))
-    return layers
+    return grouped
 
 
-def _numbered(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return what the tensors of a layer are that Keras's files number (`vars/0`)."""
+def _roles(layer: str, inside: Mapping[str, str], tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names of a layer's tensors by what they are.
+
+    Raises:
+        ValueError: one is none of those that are known.
+    """
+    numbered = _numbered(layer, {last: tensors[name] for last, name in inside.items()})
+    roles: dict[str, str] = {}
+    for last, name in inside.items():
+        role = numbered.get(last, ROLES.get(last, ""))
+        if not role or role in roles:
+            why = f": {SEPARABLE}" if inside.keys() >= {"depthwise_kernel", "pointwise_kernel"} else ""
+            raise ValueError(f"expected tensors of known layers, got {name!r}{why}")
+        roles[role] = name
+    return roles
+
+
+def _numbered(layer: str, tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what the tensors of a layer are that Keras's files number (`vars/0`); nothing where numbers don't tell.
+
+    Batch normalization without scale or without offset has three of one shape.
+    """
     if not all(re.fullmatch(r"vars/\d+", last) for last in tensors):
         return {}
     ordered = sorted(tensors, key=lambda last: int(last[5:]))
-    matrix = tensors[ordered[0]].ndim > 1
-    roles = ("kernel", "bias") if matrix else ("scale", "bias", "running_mean", "running_var")
+    roles: tuple[str, ...] = ("scale", "bias", "running_mean", "running_var")
+    if tensors[ordered[0]].ndim > 1:
+        roles = ("table",) if "embed" in layer else ("kernel", "bias")
+    elif len(ordered) == 3:
+        roles = ()
+    elif len(ordered) == 2 and "batch" in layer:
+        roles = roles[2:]
     return dict(zip(ordered, roles, strict=False))
 
 
@@ -262,10 +357,11 @@ def _pairs(layers: Sequence[_Layer], free: Sequence[_Layer], framework: str) -> 
     Raises:
         ValueError: one fits none, or fits several and nothing tells which.
     """
-    pairs = []
-    for key in dict.fromkeys(layer.key for layer in layers):
-        alike = [layer for layer in layers if layer.key == key]
-        found = [layer for layer in free if layer.key == key]
+    pairs: list[tuple[_Layer, _Layer]] = []
+    statistics = any(role.startswith("running") for layer in layers for role in layer.shapes)
+    for key in dict.fromkeys(layer.key(statistics) for layer in layers):
+        alike = [layer for layer in layers if layer.key(statistics) == key]
+        found = [layer for layer in free if layer.key(statistics) == key]
         named = ", ".join(repr(next(iter(layer.tensors.values()))) for layer in alike[:SHOWN])
         wanted = " and ".join(f"{role} {shape}" for role, shape in alike[0].shapes.items())
         if not found and any(layer.shapes.keys() & {UNLIKE} for layer in free):
@@ -278,21 +374,32 @@ def _pairs(layers: Sequence[_Layer], free: Sequence[_Layer], framework: str) -> 
                 f"expected the model's names, got those of {framework} ({named}): as torch has them these are layers "
                 f"with {wanted}, of which the model has {len(found)} and the file {len(alike)}"
             )
-        if len({re.sub(r"_?\d+", "", layer.name) for layer in alike}) > 1:
+        plain, numbers = set(map(_without_numbers, alike)), list(map(_numbers, alike))
+        if len(plain) > 1 or any(numbers.count(one) > 1 for one in numbers):
             raise ValueError(
-                f"expected the model's names, got those of {framework} ({named}), whose layers have one shape and no "
-                "numbers in their names: nothing tells which is which"
+                f"expected the model's names, got those of {framework} ({named}), whose layers have one shape and "
+                "names that are not told apart by numbers alone: nothing tells which is which"
             )
-        for layer, own in zip(sorted(alike, key=_numbers), found, strict=True):
-            if not layer.tensors.keys() <= own.tensors.keys():
-                raise ValueError(f"expected the model's names, got {named}, which have more tensors than {own.name!r}")
-            pairs.append((layer, own))
+        pairs += zip(sorted(alike, key=_numbers), found, strict=True)
     return pairs
 
 
-def _numbers(layer: _Layer) -> list[int]:
-    """Return the numbers in a layer's name; `dense` comes before `dense_1`."""
-    return [int(part) for part in re.findall(r"\d+", layer.name)]
+def _follow_numbers(pairs: Sequence[tuple[_Layer, _Layer]], free: Sequence[_Layer]) -> bool:
+    """Return whether layers of one name, by their numbers, come in the order of the model's."""
+    names = [own.name for own in free]
+    places: dict[str, list[int]] = {}
+    for layer, own in sorted(pairs, key=lambda pair: _numbers(pair[0])):
+        places.setdefault(_without_numbers(layer), []).append(names.index(own.name))
+    return all(found == sorted(found) for found in places.values())
+
+
+def _without_numbers(layer: _Layer) -> str:
+    return re.sub(r"_?\d+", "", layer.name)
+
+
+def _numbers(layer: _Layer) -> list[list[int]]:
+    """Return the numbers in the parts of a layer's name; `dense` comes before `dense_1`."""
+    return [[int(number) for number in re.findall(r"\d+", part)] for part in layer.name.split("/")]
 
 
 # ---- tensors ---------------------------------------------------------------------------------------------------------
@@ -306,7 +413,7 @@ def _turned(kernel: Tensor, depthwise: bool) -> Tensor:
 def _brought_over(
     captured: CapturedUpdate,
     own: Mapping[str, str],
-    kernels: Collection[str],
+    kernels: Mapping[str, bool],
     where: tuple[str, nn.Module, Sequence[int] | Inputs | None],
 ) -> CapturedUpdate:
     """Return the update under the model's names, with kernels turned.
@@ -314,7 +421,7 @@ def _brought_over(
     Args:
         captured: with the names of a file.
         own: the model's names by those.
-        kernels: names in the file of what is turned.
+        kernels: names in the file of what is turned, and whether it is depthwise.
         where: whose names they are, the model, and the shape of its inputs.
 
     Raises:
@@ -327,8 +434,8 @@ def _brought_over(
     if unknown := sorted(name for name, shape in channels.items() if shape is None):
         raise ValueError(
             f"expected the model's names, got those of {framework}, where {unknown[0]!r} takes flattened channels: "
-            f"{framework} flattens (height, width, channel) and torch (channel, height, width), and the model's "
-            "forward shows no such step (for an input of the shape that was given); give the matrix as torch has it, "
+            f"{framework} flattens (height, width, channel) and torch (channel, height, width), and no forward pass "
+            "on an input of a known shape tells how this model does; give the matrix as torch has it, of one map "
             "kernel.reshape(H, W, C, out).permute(3, 2, 0, 1).reshape(out, -1), and all by the model's names"
         )
 
@@ -338,7 +445,7 @@ def _brought_over(
         shape = channels.get(own[name])
         if shape:  # rows from (height, width, channel) to (channel, height, width)
             value = value.reshape(*shape[1:], shape[0], -1).movedim(-2, 0).flatten(0, -2)
-        return _turned(value, "depthwise" in name).contiguous()
+        return _turned(value, kernels[name]).contiguous()
 
     def all_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return {own.get(name, name): change(name, value) for name, value in tensors.items()}
@@ -376,10 +483,15 @@ def _listed(words: Iterable[str]) -> str:
     return ", ".join(all_words[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def _recipe(names: Sequence[str], known: Sequence[str], *, onnx: bool) -> str:
+def _recipe(tensors: Mapping[str, Tensor], known: Sequence[str], *, onnx: bool) -> str:
     """Say how to bring tensors over by hand."""
     weights = [name for name in known if name.endswith("weight")] or known
-    kernels = [name for name in names if _parts(name)[-1] in {*MARKERS, "w"} or ONNX.match(name)] or names
-    turn: Callable[[str], str] = lambda name: f"{weights[0]!r}: torch.as_tensor(update[{name!r}]).T"  # noqa: E731
-    kept = "of Conv as they are" if onnx else "of convolutions .permute(3, 2, 0, 1)"
-    return f"bring them over by hand: {{{turn(kernels[0])}, ...}} with matrices transposed, kernels {kept}"
+    names = list(tensors)
+    name = next((name for name in names if ONNX.match(name) or ROLES.get(_parts(name)[-1]) == "kernel"), names[0])
+    sides = tensors[name].ndim
+    turn = "" if sides < 2 or (onnx and sides > 2) else ".T" if sides == 2 else f".permute({TURNS.get(sides, '...')})"
+    kept = "of Conv as they are" if onnx else f"of convolutions .permute({TURNS[4]})"
+    return (
+        f"bring them over by hand: {{{weights[0]!r}: torch.as_tensor(update[{name!r}]){turn}, ...}} with matrices "
+        f"transposed, kernels {kept}"
+    )

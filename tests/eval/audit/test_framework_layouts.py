@@ -202,3 +202,102 @@ def test_a_transposed_convolution_is_refused_with_why() -> None:
     given = {"conv2d_transpose/kernel": torch.rand(2, 2, 4, 8), "conv2d_transpose/bias": torch.rand(4)}
     with pytest.raises(ValueError, match="whether its kernel is mirrored differs between frameworks"):
         with_model_names(as_state(given, "update"), nn.ConvTranspose2d(8, 4, 2))
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_layers_inside_others_go_by_the_numbers_of_all_parts(order: int) -> None:
+    names = ("block/dense", "block/dense_1", "block_1/dense", "block_1/dense_1")
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in names))
+    goal = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    given = {f"{name}/kernel": value.T for name, value in zip(names, goal.values(), strict=True)}
+    found = with_model_names(as_state(dict(list(given.items())[::order]), "update"), model)
+    assert all(torch.equal(found.update[name], value) for name, value in goal.items())
+
+
+@pytest.mark.parametrize("names", [("a_1_dense", "a_dense_1"), ("left1", "right2")])
+def test_names_that_numbers_do_not_order_are_refused(names: tuple[str, ...]) -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in names))
+    with pytest.raises(ValueError, match="not told apart by numbers alone: nothing tells which is which"):
+        with_model_names(as_state({f"{name}/kernel": torch.rand(4, 4) for name in names}, "update"), model)
+
+
+def test_kernels_that_fit_in_order_only_as_they_lie_are_refused() -> None:
+    """An autoencoder's, of which the first turned has the shape of the last."""
+    model = nn.Sequential(nn.Linear(8, 3, bias=False), nn.Linear(3, 8, bias=False))
+    given = {"dense/kernel": model[0].weight, "dense_1/kernel": model[1].weight}
+    with pytest.raises(ValueError, match="nothing tells how they lie"):
+        with_model_names(as_state(given, "update"), model)
+    found = with_model_names(as_state({name: value.T for name, value in given.items()}, "update"), model)
+    assert torch.equal(found.update["0.weight"], model[0].weight)
+
+
+def test_layers_of_one_shape_are_told_apart_by_their_statistics() -> None:
+    model = nn.Sequential(
+        nn.Linear(4, 6), nn.BatchNorm1d(6), nn.LayerNorm(6), nn.Linear(6, 8), nn.BatchNorm1d(8, affine=False)
+    )
+    goal = {name: torch.rand(value.shape) for name, value in model.state_dict().items() if value.ndim}
+    names = {"0": "dense", "1": "batch_normalization_1", "2": "layer_normalization", "3": "dense_1"}
+    names["4"] = "batch_normalization"
+    given = {}
+    for name, value in goal.items():
+        layer, _, last = name.partition(".")
+        word = "kernel" if value.ndim == 2 else WORDS["keras"][last]
+        given[f"{names[layer]}/{word}"] = value.T if value.ndim == 2 else value
+    found = with_model_names(as_state(given, "update"), model)
+    assert all(torch.equal((found.update | found.buffers)[name], value) for name, value in goal.items())
+
+
+def test_numbered_tensors_are_what_their_layers_have() -> None:
+    model = nn.Sequential(nn.Embedding(20, 8), nn.Linear(20, 8, bias=False), nn.BatchNorm1d(8, affine=False))
+    table, kernel, mean, spread = (torch.rand(shape) for shape in ((20, 8), (20, 8), (8,), (8,)))
+    given = {"embedding/vars/0": table, "dense/vars/0": kernel}
+    given |= {"batch_normalization/vars/0": mean, "batch_normalization/vars/1": spread}
+    found = with_model_names(as_state(given, "update"), model)
+    assert torch.equal(found.update["0.weight"], table)
+    assert torch.equal(found.update["1.weight"], kernel.T)
+    assert torch.equal(found.buffers["2.running_mean"], mean)
+
+
+def test_batch_normalization_without_scale_is_not_taken_for_one_with_it() -> None:
+    """Its offset, mean and variance under numbers."""
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6))
+    given = {"dense/vars/0": torch.rand(4, 6), "dense/vars/1": torch.rand(6)}
+    given |= {f"batch_normalization/vars/{place}": torch.rand(6) for place in range(3)}
+    with pytest.raises(ValueError, match="got 'batch_normalization/vars/0'"):
+        with_model_names(as_state(given, "update"), model)
+
+
+@pytest.mark.parametrize("layer", ["conv_dw_1", "depthwise_block/depthwise_conv2d", "depthwise/conv2d"])
+def test_depthwise_kernels_are_known_by_shape(layer: str) -> None:
+    """Whatever their layers are called, and though the block is called so as well."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Conv2d(4, 6, 1, bias=False))
+    goal = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    given = {f"{layer}/kernel": goal["0.weight"].permute(2, 3, 0, 1)}
+    given["depthwise/pointwise/kernel"] = goal["1.weight"].permute(2, 3, 1, 0)
+    found = with_model_names(as_state(given, "update"), model)
+    assert all(torch.equal(found.update[name], value) for name, value in goal.items())
+
+
+def test_a_separable_convolution_is_refused_with_its_two_parts() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3, groups=4, bias=False), nn.Conv2d(4, 6, 1, bias=False))
+    given = {"separable_conv2d/depthwise_kernel": torch.rand(3, 3, 4, 1)}
+    given["separable_conv2d/pointwise_kernel"] = torch.rand(1, 1, 4, 6)
+    with pytest.raises(ValueError, match=r"two of torch, depthwise_kernel.permute\(2, 3, 0, 1\)"):
+        with_model_names(as_state(given, "update"), model)
+
+
+def test_leaves_of_flax_come_by_the_names_of_layers() -> None:
+    """Batch normalization before convolutions, and the eleventh matrix before the third."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), *(nn.Linear(8, 8) for _ in range(9)), nn.Linear(8, 3))
+    goal = {name: torch.rand_like(value) for name, value in model.named_parameters()}
+    places = ["1", "0", "2", "11", *(str(place) for place in range(3, 11))]
+    each = [goal[f"{place}.{last}"] for place in places for last in ("bias", "weight")]
+    given = [value.T if value.ndim == 2 else value for value in each]
+    found = with_model_names(as_state(given, "update"), model)
+    assert all(torch.equal(found.update[name], value) for name, value in goal.items())
+
+
+def test_arrays_of_a_transposed_convolution_are_not_taken_in_the_order_of_keras() -> None:
+    model = nn.Sequential(nn.ConvTranspose2d(3, 3, 3, bias=False), nn.Conv2d(3, 4, 3, bias=False))
+    with pytest.raises(ValueError, match="arrays without names"):
+        with_model_names(as_state([torch.rand(3, 3, 3, 3), torch.rand(3, 3, 3, 4)], "update"), model)
