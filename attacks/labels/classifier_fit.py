@@ -21,7 +21,8 @@ features h, in turn.
   that differ half as far as classes do, and what the last fit left of (1). An untrained network predicts all alike.
 - Numbers left out (a known mask). Features are fitted to numbers that were sent. What was left out of g by chance is
   read off what was sent of the class's row, G_c h / |h|^2, with h the direction that rows have in common.
-- No bias sent. Features of noise have a mean direction m, and G m / |m|^2 stands for g.
+- No bias sent. Features of noise have a mean direction m, and G m / |m|^2 stands for g, over the numbers that were sent
+  of each row.
 - Several steps. g is a mean over the round with weights that momentum makes, and so is P_c: networks are put on the
   line between the one sent and the one returned (after Dimitrov et al. 2022), along which class features drift as
   those of noise do.
@@ -38,7 +39,7 @@ from torch import Tensor
 from attacks.labels.counts import map_counts
 from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
-from attacks.update.left_out_numbers import are_smallest_left_out, only_leaves_out
+from attacks.update.left_out_numbers import are_smallest_left_out, leaves_out_at_random, only_leaves_out
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import deviation_from_loss_gradient, training_phases
 from fl.defense import overrides
@@ -139,6 +140,9 @@ class ClassifierGradient:
         hooks = [overrides(view.client.defense, hook) for hook in ("gradient", "surrogate", "transform_update")]
         names = [name for name in (weight_name, bias_name) if name is not None]
         masked = hooks[1] and hooks[2] and not hooks[0] and only_leaves_out(view, names)
+        # without a bias, what is not sent of the smallest numbers is taken for zero, which it nearly is
+        by_entries = masked and (bias_name is not None or leaves_out_at_random(view, names))
+        weight_sent = observed.transmitted(weight_name) if by_entries else None
         sized = not (steps.clipped or view.scale_unknown or hooks[0] or (hooks[1] and not masked))
         if view.parts and not (sized and _clients_count_alike(view, weight_name, float(steps.shares.sum()))):
             return None
@@ -151,13 +155,13 @@ class ClassifierGradient:
             bias = dense(update[bias_name]).double() / whole
             offset = dense(view.shared[bias_name]).double()
         elif noise is not None and _has_direction(noise):
-            mean = noise.mean((0, 1))
-            bias, offset = weight @ mean / (mean @ mean), start.new_zeros(len(start))
+            bias, offset = _bias_of_rows(weight, noise.mean((0, 1)), weight_sent), start.new_zeros(len(start))
         else:
             return None
         weights = torch.stack([start - weight * whole * t for t in marks])
         biases = torch.stack([offset - (bias * whole * t if bias_name else 0 * bias) for t in marks])
-        sent = torch.ones_like(bias, dtype=torch.bool) if bias_name is None else observed.transmitted(bias_name)
+        rows_sent = torch.ones_like(bias, dtype=torch.bool) if weight_sent is None else weight_sent.any(1)
+        sent = rows_sent if bias_name is None else observed.transmitted(bias_name)
         # the fit multiplies four of them: no gradient of images is so large that this overflows
         parts = (bias, weight, start, offset) if noise is None else (bias, weight, start, offset, noise)
         sane = all(bool(part.square().square().sum().isfinite()) for part in parts)
@@ -166,7 +170,7 @@ class ClassifierGradient:
         exact = sized and bias_name is not None and len(steps.shares) == 1 and (masked or not any(hooks))
         shares = (steps.shares / steps.shares.sum()).to(start)
         found = cls(weight, bias, ClassifierPath(weights, biases, shares, noise), sent, exact, sized)
-        return found.with_rows_read(observed.transmitted(weight_name)) if masked and bias_name is not None else found
+        return found if weight_sent is None else found.with_rows_read(weight_sent)
 
     def with_rows_read(self, weight_sent: Tensor) -> ClassifierGradient:
         """Return the gradient with what was left out of its bias by chance, as rows of the weight tell it.
@@ -347,6 +351,18 @@ def _clients_count_alike(view: ServerView, name: str, whole: float) -> bool:
         if abs(counted - (part.batch_size or 0) / (view.batch_size or 1)) > 1e-6:
             return False
     return True
+
+
+def _bias_of_rows(weight: Tensor, direction: Tensor, weight_sent: Tensor | None) -> Tensor:
+    """Return what stands for a classifier's bias gradient (K,) that there is none of.
+
+    Args:
+        weight: the weight's (K, d), 0 where it was not sent.
+        direction: that features have in common (d,).
+        weight_sent: where it was (K, d) bool; None for everywhere.
+    """
+    there = torch.ones_like(weight) if weight_sent is None else weight_sent.to(weight)
+    return weight @ direction / (there @ direction.square()).clamp_min(1e-300)
 
 
 def _has_direction(features: Tensor) -> bool:

@@ -185,6 +185,21 @@ def test_a_batch_is_counted_by_rows_whose_bias_a_random_mask_has_dropped(ratio: 
         assert named(view) == [0, 0, 3, 7]
 
 
+@pytest.mark.parametrize("ratio", [0.5, 0.7])
+def test_without_a_bias_a_batch_is_counted_by_the_numbers_of_rows_that_were_sent(ratio: float) -> None:
+    mask, labels, images = (
+        Prune(ratio=ratio, keep="random"),
+        [0, 0, 3, 7],
+        torch.rand(4, 1, 28, 28, generator=stream(0, "rows")),
+    )
+    for seed in range(3):
+        given = biasless(task())
+        view, _ = from_batch(
+            given.model, images, torch.tensor(labels), method=STEP, defense=mask, seed=seed, head="head."
+        )
+        assert named(view) == labels
+
+
 @pytest.mark.parametrize("keep", ["random", "largest"])
 def test_labels_under_a_mask_are_proven_only_by_numbers_that_were_sent(keep: str) -> None:
     proven = 0
