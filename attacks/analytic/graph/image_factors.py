@@ -80,7 +80,7 @@ def find_image_factors(network: NetworkGraph, number: int, signal: Tensor) -> Te
 
 def _solve_for_factors(made: Tensor, sent: Tensor) -> Tensor | None:
     """Return the factors that most equations (n, B) and (n,) agree on, none of them zero; None where they do not."""
-    factors = _solve_robustly(made, sent, MAX_MISFIT) if len(sent) >= made.shape[1] else None
+    factors = solve_robustly(made, sent, MAX_MISFIT) if len(sent) >= made.shape[1] else None
     return factors if factors is not None and bool((factors != 0).all()) else None
 
 
@@ -115,14 +115,14 @@ def _next_biases(network: NetworkGraph, ref: Ref, signal: Tensor) -> Iterator[tu
     for image, heard in enumerate(u != 0):
         if int(heard.sum()) <= back.shape[1]:
             return
-        found = _solve_robustly(back[heard], u[image, heard], MAX_SIGNAL_MISFIT)
+        found = solve_robustly(back[heard], u[image, heard], MAX_SIGNAL_MISFIT)
         if found is None:
             return
         e[image] = found
     yield from _bias_equations(network, end.node, e.reshape(network.graph.value(end).shape))
 
 
-def _solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
+def solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
     """Return the least squares solution of most equations, of which a few are wrong; None where most do not agree.
 
     Args:

@@ -67,6 +67,14 @@ MIN_TOLD_SIGNAL = 1e-2
 """Share of a channel's largest signal above which its fitted signal says the bit."""
 
 
+NEARLY_OPEN = "its equations nearly leave inputs open: by what is left of them inputs may be {:.1e} off"
+"""Why an input is not believed that gradients alone gave."""
+THRESHOLD_FACTOR = 1.5
+"""An activation is open where its output is more than so many times the most negative one, which rounding made."""
+MIN_THRESHOLD = 3e-7
+"""Share of the largest output below which an activation counts as closed: sums in float32 round that much."""
+
+
 @dataclass
 class KnownSignal:
     """What flows back into a layer, given the bits of the activation above it.
@@ -192,6 +200,11 @@ def solve_input(
         if not turned and all(torch.equal(a, b) for a, b in zip(before, good, strict=True)):
             break
     return last
+
+
+def open_above(values: Tensor) -> float:
+    """Return up to which number an output of a ReLU, of those solved for, is none but for rounding."""
+    return max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
 
 
 def estimate_error(signals: Sequence[KnownSignal], solved: SolvedInput) -> float:

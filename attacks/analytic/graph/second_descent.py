@@ -10,22 +10,28 @@ as precisely.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
+from scipy.optimize import minimize_scalar
 from torch import Tensor
 
-from attacks.analytic.graph.layer_solves import solve_signal
+from attacks.analytic.graph.layer_solves import KnownSignal, solve_input, solve_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver
 from attacks.network.operation_trace import IMAGE, Ref
 
 TRIED = 3
 """Tensors of the first descent, the highest ones, down to which a second one has to explain more to go on."""
+MOST_DECADES, STEPS = 8.0, 64
+"""Powers of ten by which the size of a tensor may be off to either side, and steps in which that is looked for."""
+MAX_TOP_MISS = 1e-3
+"""Share of what the last layer takes that tensors of the first descent may miss for their masks to be believed."""
 MIN_MISFIT = 3e-6
 """Misfit of the worst tensor of a first descent above which there is a second one: float32's rounding leaves less."""
 
 
 def descend_again(first: GraphSolver) -> GraphSolver:
-    """Return a more precise solution of the same layers, or the first where there is none.
+    """Return a more precise solution of the same layers, or of more layers, or the first where there is none.
 
     Args:
         first: a descent that has ended.
@@ -33,30 +39,71 @@ def descend_again(first: GraphSolver) -> GraphSolver:
     Raises:
         StoppedError: the time limit has passed.
     """
-    network = first.network
-    worst = max((tensor.misfit for tensor in first.solved), default=0.0)
-    if worst < MIN_MISFIT or not first.anchor or not first.scaled or _crossed_pooling(first):
+    if not first.anchor or _crossed_pooling(first):
         return first
-    top = max(network.layers)
+    top = max(first.network.layers)
     signal = _find_top_signal(first, top)
     if signal is None:
         return first
-    masks = _known_masks(first)
-
-    def descend(lowest: int) -> GraphSolver:
-        known = Propagation(network, masks=dict(masks))
-        known.set_signal(Ref(top), signal)
-        solver = GraphSolver(network, first.images, known, scaled=True)
-        solver.run(lowest)
-        return solver
-
-    if not _is_more_precise(descend(first.solved[:TRIED][-1].ref.node), first):
-        return first  # what the update itself rounds is as imprecise everywhere
-    second = descend(IMAGE)
-    if _lowest(second) > _lowest(first) or not _is_more_precise(second, first):
+    if not all(tensor.scaled for tensor in first.solved):
+        return _descend_below_normalizations(first, top, signal)
+    if max(tensor.misfit for tensor in first.solved) < MIN_MISFIT:
         return first
-    second.anchor = first.anchor
-    return second
+    masks = _known_masks(first.known)
+    begun = _descend(first, top, signal, masks, first.solved[:TRIED][-1].ref.node)
+    if not _is_more_precise(begun, first):
+        return first  # what the update itself rounds is as imprecise everywhere
+    second = _descend(first, top, signal, masks, IMAGE)
+    return second if _lowest(second) <= _lowest(first) and _is_more_precise(second, first) else first
+
+
+def _descend(first: GraphSolver, top: int, signal: Tensor, masks: Mapping[int, Tensor], lowest: int) -> GraphSolver:
+    """Return a descent from the last layer down to an operation."""
+    known = Propagation(first.network, masks=dict(masks))
+    known.set_signal(Ref(top), signal)
+    solver = GraphSolver(first.network, first.images, known, scaled=True, anchor=first.anchor)
+    solver.run(lowest)
+    return solver
+
+
+def _descend_below_normalizations(first: GraphSolver, top: int, signal: Tensor) -> GraphSolver:
+    """Return a descent through normalizations by statistics of one image, which leave the first one's sizes open.
+
+    Each tensor of the first descent has a size of its own. Those of the top block tell the last masks all the same.
+    """
+    masks = _find_top_masks(first, top, signal)
+    if masks is None:
+        return first
+    second = _descend(first, top, signal, masks, IMAGE)
+    return second if _lowest(second) <= _lowest(first) else first
+
+
+def _find_top_masks(first: GraphSolver, top: int, signal: Tensor) -> dict[int, Tensor] | None:
+    """Return masks above the first two tensors that were solved for, or None where they do not make what the top takes.
+
+    What the last layer takes follows from what flows back into it. It tells the size of the one relative to the other.
+    """
+    network, ref = first.network, first.network.layer_input(top)
+    solved = solve_input([KnownSignal(network.layers[top], signal.reshape(network.layers[top].output_shape))])
+    if first.images > 1 or solved is None:
+        return None
+    wanted = solved.values.reshape(network.graph.value(ref).shape)
+    upper, *lower = first.solved[:2]
+
+    def known(exponent: float) -> Propagation:
+        return Propagation(
+            network, {upper.ref: upper.values} | {tensor.ref: 10**exponent * tensor.values for tensor in lower}
+        )
+
+    def miss(exponent: float) -> float:
+        return float((known(exponent).value(ref) - wanted).norm() / wanted.norm())
+
+    try:
+        coarse = min((MOST_DECADES * step / STEPS for step in range(-STEPS, STEPS + 1)), key=miss)
+        found = minimize_scalar(miss, bounds=(coarse - 1, coarse + 1), method="bounded", options={"xatol": 1e-9}).x
+        return _known_masks(known(found)) if miss(found) <= MAX_TOP_MISS else None
+    except UnknownError:
+        return None
 
 
 def _crossed_pooling(solver: GraphSolver) -> bool:
@@ -88,12 +135,12 @@ def _find_top_signal(solver: GraphSolver, top: int) -> Tensor | None:
     return found[0].reshape(shape) if found is not None and found[1] < MAX_MISFIT else None
 
 
-def _known_masks(solver: GraphSolver) -> dict[int, Tensor]:
+def _known_masks(known: Propagation) -> dict[int, Tensor]:
     """Return the masks of all activations whose outputs were solved for, or follow from what was."""
     found = {}
-    for activation in solver.network.activations:
+    for activation in known.network.activations:
         try:
-            found[activation] = solver.known.mask(activation)
+            found[activation] = known.mask(activation)
         except UnknownError:
             continue
     return found

@@ -17,16 +17,20 @@ from attacks.analytic.graph.input_projections import hear_part, solve_projection
 from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
+    NEARLY_OPEN,
     KnownSignal,
     SolvedInput,
     count_shortfall,
     estimate_error,
     fit_in_turn,
     have_redundancy,
+    open_above,
     solve_input,
     solve_signal,
 )
+from attacks.analytic.graph.mask_correction import correct_mask
 from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.normalized_layers import find_normalized_layers, solve_normalized_input
 from attacks.analytic.graph.output_equations import find_output_equations
 from attacks.analytic.graph.pooled_layer import find_pooled_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
@@ -53,10 +57,6 @@ MIN_DIRECTION = 1e-7
 """Share of the largest singular value of a gradient below which a direction is rounding."""
 MIN_ROUNDS = 2
 """Rounds of unmixing, beside one for each image."""
-THRESHOLD_FACTOR = 1.5
-"""An activation is open where its output is more than so many times the most negative one, which rounding made."""
-MIN_THRESHOLD = 3e-7
-"""Share of the largest output below which an activation counts as closed: sums in float32 round that much."""
 ASKED_OF_UPDATES = " (is it one plain step on so many images, with statistics of batch norm fixed?)"
 """What may be wrong where a layer's equations contradict each other."""
 UNSHIFTED = (
@@ -346,11 +346,34 @@ class GraphSolver:
         """Solve for what layers take, if the signals at their outputs are known and the equations are enough."""
         users = self._askable_users(ref)
         if not users:
+            self._solve_below_normalizations(ref)
             return
         solved, signals = self._solve_for_input(ref, users)
         if solved is not None:
             self._note_bits(users, signals)
             self._note_values(ref, solved, tuple(known.layer.name for known in signals))
+
+    def _solve_below_normalizations(self, ref: Ref) -> None:
+        """Solve for what layers take whose outputs are normalized by statistics of each image."""
+        layers = find_normalized_layers(self.known, self._users(ref)) if self.scaled else None
+        if layers is None:
+            return
+        names = tuple(self.network.layers[layer.number].name for layer in layers)
+        found = solve_normalized_input(self.known, ref, layers)
+        reason = found if isinstance(found, str) else self._doubt_by_gradients(found.solved, found.signals)
+        if isinstance(found, str) or reason is not None:
+            self.ends[" and ".join(names)] = str(reason)
+        else:
+            self._note_values(ref, found.solved, names)
+            if self._is_rectified(ref):
+                correct_mask(self.known, ref.node)  # a wrong bit spoils all that is normalized with its channel
+
+    def _doubt_by_gradients(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
+        """Return why an input is not believed that gradients alone gave, or None."""
+        off = 0.0 if have_redundancy(signals) else estimate_error(signals, solved)
+        if off > MAX_MISFIT:
+            return NEARLY_OPEN.format(off)
+        return _doubt(solved, off) or self._stands_out(solved, signals)
 
     def _solve_for_input(self, ref: Ref, users: list[int]) -> tuple[SolvedInput | None, list[KnownSignal]]:
         """Return the input of layers, by known outputs too where gradients are few, and their signals.
@@ -387,7 +410,7 @@ class GraphSolver:
         if equations.is_of_gradients_alone and not have_redundancy(signals):
             off = estimate_error(signals, solved)
             if off > MAX_MISFIT:
-                return f"its equations nearly leave inputs open: by what is left of them inputs may be {off:.1e} off"
+                return NEARLY_OPEN.format(off)
             missed = off
         if (reason := _doubt(solved, missed) or self._stands_out(solved, signals)) is not None:
             return reason
@@ -478,14 +501,12 @@ class GraphSolver:
             values = values * signs
             self.known.rescale(signs.flatten(), self.before_anchor)  # signals turn with them: only products are known
         if activation is not None:
-            threshold = self._threshold(values) if activation.slope == 0 else 0.0
+            threshold = open_above(values) if activation.slope == 0 else 0.0
             mask = values > threshold
             self.known.set_mask(ref.node, mask)
             values = values * mask if activation.slope == 0 else values
         elif self._is_positive(ref):  # as of pooled activations
-            values = values * (
-                values > max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
-            )
+            values = values * (values > open_above(values))
         self.known.set_value(ref, values)
         self.solved.append(SolvedTensor(ref, values, solved.misfit, self.scaled, names))
 
@@ -498,11 +519,6 @@ class GraphSolver:
         again = self.network.run(ref.node, {flows[0]: before})
         same = before.numel() == values.numel() and torch.equal(again, values)
         return (flows[0], before) if same else None
-
-    @staticmethod
-    def _threshold(values: Tensor) -> float:
-        """Return up to which number an output of a ReLU is none but for rounding."""
-        return max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
 
     def _is_positive(self, ref: Ref) -> bool:
         """Return whether the trace has no negative number there, as where an activation was pooled."""

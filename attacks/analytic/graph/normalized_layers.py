@@ -1,0 +1,253 @@
+r"""Solves for what layers take whose outputs are normalized over each image, as by group and layer normalization.
+
+A layer makes z = W * x of its input x, and a normalization N makes y = N(z) of that. What flows back into y is known,
+q. What flows back into z is
+
+    u(z) = J_N(z)^T q,
+
+which hangs on z, and so on the unknown x. But it does so little: means over many numbers. With u known the layer's
+gradient is linear in x. So x follows from u, z from x, and u from z, over and over. It begins with u averaged over z of
+noise, and converges within a few turns.
+
+**The size of x is open.** N(c z) = N(z) but for the small number that N adds to variances. So u(c z) = u(z) / c, and if
+x explains the gradient, c x does. Below, what flows back into x is
+
+    s = r + u / c    pulled back through the layer,
+
+r what comes by other ways, such as a shortcut. The next bias below tells c: its gradient is a sum of what flows back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attacks.analytic.graph.image_factors import solve_robustly
+from attacks.analytic.graph.layer_solves import (
+    NEARLY_OPEN,
+    KnownSignal,
+    SolvedInput,
+    count_shortfall,
+    estimate_error,
+    have_redundancy,
+    open_above,
+    solve_input,
+)
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.propagation import Propagation, UnknownError
+from attacks.analytic.graph.unsent_entries import AndersonAcceleration
+from attacks.network.operation_trace import Ref
+from attacks.search_control import check_time_limit
+from fl.seeds import stream
+
+LARGE, SCALE_FREE = 1e4, 1e-6
+"""Size of the noise by which it is told whether an operation is free of scale, and what may change with the scale."""
+DRAWS, TURNS, REMEMBERED, SETTLED = 8, 40, 6, 1e-8
+"""Draws of noise that a beginning is averaged over, turns at most, how many of the last ones are extrapolated from, and
+the change of an input after which none follows, relative to it."""
+MIN_FALL, PATIENCE = 0.9, 8
+"""The share to which the misfit must fall, and turns without that at the end."""
+SIZE_ROUNDS = 2
+"""Times that turns are taken and the size is found: what a normalization adds to variances hangs on the size."""
+MIN_OPEN = 1e-5
+"""Share of the largest output of an activation above which it counts as open until sizes are known."""
+MAX_ERROR = 2e-2
+"""By which share of itself an input may be off for its size to be asked for."""
+NO_SIZE = "its output is normalized, and no bias below tells the size of what it takes"
+"""Why an input is not known that explains its layers' gradients."""
+MAX_SIZE_MISFIT = 1e-2
+"""Share of what the next biases' gradients hang on the size that may stay unexplained."""
+
+
+@dataclass(frozen=True)
+class NormalizedLayer:
+    """A weighted layer whose output a normalization alone takes.
+
+    Attributes:
+        number: of the layer's operation.
+        normalization: of the normalization's.
+        signal: q, what flows back into what the normalization returns.
+    """
+
+    number: int
+    normalization: int
+    signal: Tensor
+
+    def pull_back(self, network: NetworkGraph, output: Tensor) -> Tensor:
+        """Return u, what flows back into the layer's output, if that is `output`."""
+        out = Ref(self.number)
+        return network.pull_back(self.normalization, self.signal, out, {out: output})
+
+
+@dataclass(frozen=True)
+class NormalizedInput:
+    """What layers take, and what flows back into their outputs.
+
+    Attributes:
+        solved: the input.
+        signals: of the layers.
+    """
+
+    solved: SolvedInput
+    signals: list[KnownSignal]
+
+    def resize(self, size: float) -> NormalizedInput:
+        """Return the input so many times as large, with the signals that go with it."""
+        return NormalizedInput(
+            replace(self.solved, values=size * self.solved.values),
+            [replace(known, signal=known.signal / size) for known in self.signals],
+        )
+
+
+def find_normalized_layers(known: Propagation, users: Sequence[int]) -> list[NormalizedLayer] | None:
+    """Return layers with the normalizations of their outputs; None if one has none, or its signal is not known."""
+    network, found = known.network, []
+    for number in users:
+        takers = network.consumers.get(Ref(number), [])
+        if len(takers) != 1 or network.layers[number].groups != 1 or not is_normalization(network, takers[0]):
+            return None
+        try:
+            found.append(NormalizedLayer(number, takers[0], known.signal(Ref(takers[0]))))
+        except UnknownError:
+            return None
+    return found or None
+
+
+def is_normalization(network: NetworkGraph, number: int) -> bool:
+    """Return whether an operation returns the same whatever the size of what it takes."""
+    flows = network.flows_into(number)
+    if len(flows) != 1 or number in network.layers or network.is_affine(number):
+        return False
+    like = network.graph.value(flows[0])
+    if not like.is_floating_point() or network.graph.value(Ref(number)).shape != like.shape:
+        return False
+    noise = LARGE * _noise(like, 0)
+    once, twice = (network.run(number, {flows[0]: factor * noise}) for factor in (1.0, 2.0))
+    return bool((once - twice).norm() <= SCALE_FREE * once.norm()) and bool(once.any())
+
+
+def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer]) -> NormalizedInput | str:
+    """Return what layers take, at its size, or why it is not known.
+
+    Args:
+        known: values and signals.
+        ref: the tensor.
+        layers: that take it.
+
+    Raises:
+        StoppedError: the time limit has passed.
+    """
+    network = known.network
+    signals = [_begin(network, layer) for layer in layers]
+    if short := count_shortfall(_as_known(network, layers, signals)):
+        return short
+    found: NormalizedInput | None = None
+    for _ in range(SIZE_ROUNDS):
+        found = _take_turns(network, ref, layers, signals)
+        if found is None:
+            return "its equations leave inputs open"
+        size = _find_size(known, ref, layers, found)
+        if size is None:
+            off = 0.0 if have_redundancy(found.signals) else estimate_error(found.signals, found.solved)
+            return NEARLY_OPEN.format(off) if off > MAX_ERROR else NO_SIZE
+        found = found.resize(size)
+        signals = _signals_by(network, ref, layers, found.solved.values)
+    assert found is not None
+    return found
+
+
+def _as_known(network: NetworkGraph, layers: Sequence[NormalizedLayer], signals: Sequence[Tensor]) -> list[KnownSignal]:
+    equations = [network.layers[layer.number] for layer in layers]
+    return [KnownSignal(e, u.reshape(e.output_shape)) for e, u in zip(equations, signals, strict=True)]
+
+
+def _signals_by(network: NetworkGraph, ref: Ref, layers: Sequence[NormalizedLayer], values: Tensor) -> list[Tensor]:
+    """Return u of layers that take these values."""
+    given = {ref: values.reshape(network.graph.value(ref).shape)}
+    return [layer.pull_back(network, network.run(layer.number, given)) for layer in layers]
+
+
+def _begin(network: NetworkGraph, layer: NormalizedLayer) -> Tensor:
+    """Return the mean of what flows back into a layer's output over outputs of noise."""
+    like = network.graph.value(Ref(layer.number))
+    draws = [layer.pull_back(network, _noise(like, draw)) for draw in range(DRAWS)]
+    return torch.stack(draws).mean(0)
+
+
+def _take_turns(
+    network: NetworkGraph, ref: Ref, layers: Sequence[NormalizedLayer], signals: Sequence[Tensor]
+) -> NormalizedInput | None:
+    """Return where turns end that solve for the input and for the signals; None if an input is left open.
+
+    Args:
+        network: the graph.
+        ref: the input.
+        layers: that take it.
+        signals: u of each, to begin with.
+    """
+    accelerated, at = AndersonAcceleration(REMEMBERED), None
+    norm, least, since, best = 0.0, math.inf, 0, None
+    for _ in range(TURNS):
+        check_time_limit()
+        known = _as_known(network, layers, signals)
+        solved = solve_input(known)
+        if solved is None:
+            return best
+        norm = norm or float(solved.values.norm())  # turns leave the size open
+        found = NormalizedInput(solved, known).resize(norm / float(solved.values.norm()))
+        made = found.solved.values
+        since = 0 if solved.misfit < MIN_FALL * least else since + 1
+        best, least = (found, solved.misfit) if solved.misfit < least else (best, least)
+        if since == PATIENCE or (at is not None and bool((made - at).norm() <= SETTLED * norm)):
+            break
+        at = made if at is None else accelerated.extrapolate(at, made)
+        signals = _signals_by(network, ref, layers, at)
+    return best
+
+
+def _find_size(
+    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput
+) -> float | None:
+    """Return by what an input must be multiplied, as the next biases below tell; None where none does."""
+    equations = [*_size_equations(known, ref, layers, result)]
+    if not equations:
+        return None
+    made, wanted = (torch.cat(side) for side in zip(*equations, strict=True))
+    found = solve_robustly(made[:, None], wanted, MAX_SIZE_MISFIT)  # a wrong bit spoils its channel's equation
+    return 1 / float(found) if found is not None and float(found) > 0 else None
+
+
+def _size_equations(
+    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], found: NormalizedInput
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield a (n,) and b (n,) of biases below an input: a / c = b for the c that it must be multiplied by."""
+    network, like = known.network, known.network.graph.value(ref)
+    values, sides = found.solved.values.reshape(like.shape), []
+    for share in (0.0, 1.0):
+        trial = known.snapshot()
+        for layer, signal in zip(layers, found.signals, strict=True):
+            out = Ref(layer.number)
+            trial.set_signal(out, share * signal.signal.reshape(network.graph.value(out).shape))
+        if ref.node in network.activations:
+            trial.set_mask(ref.node, values > max(open_above(values), MIN_OPEN * float(values.max())))
+        sides.append(trial)
+    for number in network.used:
+        if number > ref.node:
+            return
+        for parameter, name in network.bias_like_parameters(number):
+            try:
+                without, once = (
+                    network.pull_back(number, trial.signal(Ref(number)), parameter).flatten() for trial in sides
+                )
+            except UnknownError:
+                continue
+            if name not in network.sent:
+                yield once - without, network.gradient[name].flatten() - without
+
+
+def _noise(like: Tensor, draw: int) -> Tensor:
+    return torch.randn(like.shape, generator=stream(draw, "normalized"), dtype=like.dtype).to(like.device)

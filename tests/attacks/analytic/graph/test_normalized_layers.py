@@ -1,0 +1,124 @@
+"""Layers whose outputs are normalized over each image are solved for, up to the size and with it."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks import build
+from attacks.analytic.backsolve import _read_network
+from attacks.analytic.graph.mask_correction import correct_mask
+from attacks.analytic.graph.normalized_layers import NO_SIZE, is_normalization
+from attacks.analytic.graph.propagation import Propagation
+from attacks.analytic.graph.second_descent import descend_again
+from attacks.analytic.graph.solver import GraphSolver
+from attacks.base import NotApplicable, Reconstruction
+from attacks.network.operation_trace import IMAGE, Ref
+from attacks.update.step_gradient import exact_step_gradient
+from fl.capture import from_batch
+
+
+class Normalized(nn.Module):
+    """Two residual blocks with a normalization behind each convolution, the first of stride 2."""
+
+    def __init__(self, groups: int, *, affine: bool = True, bias: bool = False, flat: bool = False) -> None:
+        super().__init__()
+
+        def normalized(inputs: int, outputs: int, kernel: int, stride: int) -> nn.Sequential:
+            convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, bias=bias)
+            return nn.Sequential(convolution, nn.GroupNorm(groups, outputs, affine=affine))
+
+        self.stem = normalized(3, 32, 5, 2)
+        self.first = nn.ModuleList([normalized(32, 48, 3, 2), normalized(48, 48, 3, 1), normalized(32, 48, 1, 2)])
+        self.second = nn.ModuleList([normalized(48, 48, 3, 1), normalized(48, 48, 3, 1)])
+        self.flat, self.head = flat, nn.Linear(48 * (16 if flat else 1), 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x - 0.5).relu()
+        x = (self.first[1](self.first[0](x).relu()) + self.first[2](x)).relu()
+        x = (self.second[1](self.second[0](x).relu()) + x).relu()
+        return self.head(x.flatten(1) if self.flat else x.mean((2, 3)))
+
+
+def descend(model: nn.Module, image: Tensor, *, from_linear: bool = False) -> GraphSolver:
+    view, _ = from_batch(model.eval(), image, torch.tensor([3]))
+    gradient = exact_step_gradient(view, batches=True)
+    assert not isinstance(gradient, NotApplicable)
+    network = _read_network(view, gradient, 1)
+    assert not isinstance(network, NotApplicable)
+    solver = GraphSolver(network, 1, Propagation(network))
+    if from_linear:
+        solver.begin_at_linear_layers()
+        return solver
+    solver.run()
+    return descend_again(solver)
+
+
+def drawn(make: type[nn.Module], *arguments: object, seed: int = 0, **settings: object) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.random.default_generator.manual_seed(seed)
+        return make(*arguments, **settings)
+
+
+def picture() -> Tensor:
+    return torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def errors(solver: GraphSolver, image: Tensor) -> list[float]:
+    """By which share of itself each solved tensor is off."""
+    graph, found = solver.network.graph, []
+    for tensor in solver.solved:
+        operations = solver.network.operations_to([tensor.ref])
+        true = graph.replay(operations, tensor.ref, {Ref(IMAGE): image.to(tensor.values)})
+        found.append(float((tensor.values - true).norm() / true.norm()))
+    return found
+
+
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_all_layers_are_solved_for_at_their_size(groups: int) -> None:
+    solver = descend(drawn(Normalized, groups), picture())
+    assert {name.split(".")[0] for tensor in solver.solved for name in tensor.by} == {"head", "second", "first"}
+    assert len(solver.solved) == 5
+    assert all(tensor.scaled for tensor in solver.solved)
+    assert max(errors(solver, picture())) < 1e-5
+
+
+def test_from_a_flattened_map_down_no_convolution_needs_to_be_begun_with() -> None:
+    solver = descend(drawn(Normalized, 8, flat=True), picture(), from_linear=True)
+    assert len(solver.solved) == 5
+    assert max(errors(solver, picture())) < 1e-5
+
+
+def test_without_a_bias_below_the_size_is_open() -> None:
+    solver = descend(drawn(Normalized, 8, affine=False, flat=True), picture(), from_linear=True)
+    assert NO_SIZE in solver.ends.values()
+    assert not any(tensor.scaled for tensor in solver.solved[1:])  # begun anew, each up to a factor
+
+
+def test_the_picture_comes_back() -> None:
+    model = drawn(Normalized, 8)
+    levels = (255 * picture()).round() / 255
+    found = build("backsolve")(from_batch(model.eval(), levels, torch.tensor([3]))[0])
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is not None
+    assert torch.equal((255 * found.inputs).round(), (255 * levels).round())
+
+
+def test_what_is_free_of_scale_is_told_by_numbers() -> None:
+    network = descend(drawn(Normalized, 8), picture()).network
+    names = [network.graph.nodes[number].operation for number in network.used if is_normalization(network, number)]
+    assert set(names) == {"native_group_norm"}
+    assert len(names) == 6
+
+
+def test_a_wrong_bit_is_found_by_the_bias_below() -> None:
+    solver = descend(drawn(Normalized, 8), picture())
+    known = solver.known
+    activation = next(tensor.ref.node for tensor in solver.solved if "second.1.0.weight" in tensor.by)
+    true = known.mask(activation).clone()
+    small = known.value(Ref(activation)).abs().flatten()
+    place = int(torch.where(known.signal(Ref(activation)).flatten() != 0, small, torch.inf).argmin())
+    wrong = true.clone()
+    wrong.view(-1)[place] = ~wrong.view(-1)[place]
+    known.set_mask(activation, wrong)
+    correct_mask(known, activation)
+    assert torch.equal(known.mask(activation), true)
