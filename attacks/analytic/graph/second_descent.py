@@ -42,12 +42,11 @@ def descend_again(first: GraphSolver) -> GraphSolver:
     if not first.anchor or _crossed_pooling(first):
         return first
     top = max(first.network.layers)
-    signal = _find_top_signal(first, top)
-    if signal is None:
-        return first
-    if not all(tensor.scaled for tensor in first.solved):
-        return _descend_below_normalizations(first, top, signal)
-    if max(tensor.misfit for tensor in first.solved) < MIN_MISFIT:
+    signal = _find_signal_by_bias(first, top)
+    if not all(tensor.scaled for tensor in first.solved):  # then what else tells the signal has no size either
+        return first if signal is None else _descend_below_normalizations(first, top, signal)
+    signal = _find_signal_by_input(first, top) if signal is None else signal
+    if signal is None or max(tensor.misfit for tensor in first.solved) < MIN_MISFIT:
         return first
     masks = _known_masks(first.known)
     begun = _descend(first, top, signal, masks, first.solved[:TRIED][-1].ref.node)
@@ -117,14 +116,19 @@ def _lowest(solver: GraphSolver) -> int:
     return min((tensor.ref.node for tensor in solver.solved), default=len(solver.network.graph.nodes))
 
 
-def _find_top_signal(solver: GraphSolver, top: int) -> Tensor | None:
-    """Return what flows back into the last layer, or None where its input or that does not follow."""
-    network, layer = solver.network, solver.network.layers[top]
-    shape = network.graph.value(Ref(top)).shape
+def _find_signal_by_bias(solver: GraphSolver, top: int) -> Tensor | None:
+    """Return what flows back into the last layer, as its bias's gradient is for one image, or None without that."""
+    network, shape = solver.network, solver.network.graph.value(Ref(top)).shape
     for _, name in network.bias_like_parameters(top) if solver.images == 1 else ():
         sent = network.gradient[name]
         if name not in network.sent and sent.numel() == shape.numel():
             return sent.reshape(shape)
+    return None
+
+
+def _find_signal_by_input(solver: GraphSolver, top: int) -> Tensor | None:
+    """Return what flows back into the last layer, by what it takes, or None where that or the other does not follow."""
+    network, layer = solver.network, solver.network.layers[top]
     if layer.groups != 1:
         return None
     try:
@@ -132,6 +136,7 @@ def _find_top_signal(solver: GraphSolver, top: int) -> Tensor | None:
     except UnknownError:
         return None
     found = solve_signal(layer, taken)
+    shape = network.graph.value(Ref(top)).shape
     return found[0].reshape(shape) if found is not None and found[1] < MAX_MISFIT else None
 
 

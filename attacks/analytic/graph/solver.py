@@ -44,6 +44,8 @@ MAX_MISFIT = 2e-2
 """Share of the gradient that a solved input may leave, in the median channel."""
 MAX_MISFIT_RATIO = 30.0
 """Times the largest misfit so far up to which an input that has few equations to spare is believed."""
+PRECISE_RATIO = 10.0
+"""Times the largest misfit so far up to which no further equations are asked."""
 MAX_SIGNED_MISFIT = 1e-4
 """Misfit of what is known above, at most, for a search by signs: what is less precise hides which numbers are zero."""
 MAX_BAD_CHANNELS = 0.25
@@ -384,16 +386,28 @@ class GraphSolver:
         signals = [self.known.layer_signal(number) for number in users]
         outputs = find_output_equations(self.known, ref, signals[0].layer.input_shape) if self.scaled else None
         bits = [known.bits for known in signals]
-        reason = ""
+        reason, best = "", None
         for equations in equation_sets(signals, outputs, rectified=self._is_rectified(ref), precise=self._is_precise()):
             for known, before in zip(signals, bits, strict=True):
                 known.bits = before  # a solution that is not believed has turned some for nothing
             solved = self._solve_by(equations, signals)
-            if isinstance(solved, SolvedInput):
-                return solved, signals
-            reason = solved
-        self.ends[" and ".join(known.layer.name for known in signals)] = reason
-        return None, signals
+            if isinstance(solved, str):
+                reason = solved
+            elif best is None or solved.misfit < best[0].misfit:
+                best = solved, [known.bits for known in signals]
+            if best is not None and (solved is not best[0] or self._is_as_precise(best[0])):
+                break
+        if best is None:
+            self.ends[" and ".join(known.layer.name for known in signals)] = reason
+            return None, signals
+        for known, turned in zip(signals, best[1], strict=True):
+            known.bits = turned
+        return best[0], signals
+
+    def _is_as_precise(self, solved: SolvedInput) -> bool:
+        """Return whether an input explains its equations about as well as those above, so that no others are asked."""
+        usual = max((tensor.misfit for tensor in self.solved), default=solved.misfit)
+        return solved.misfit <= PRECISE_RATIO * usual
 
     def _solve_by(self, equations: EquationSet, signals: list[KnownSignal]) -> SolvedInput | str:
         """Return the input that layers have by these equations, or why there is none to be believed."""
