@@ -6,8 +6,10 @@ own). Of one step on one example the update tells which branches were left out: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,6 +22,9 @@ from fl.seeds import stream
 
 MOST_DRAWS = 2000
 """How often a module is asked until it has both left its input out and passed it on."""
+
+MOST_OPEN = 6
+"""Modules that weights do not tell apart, of which all combinations are tried."""
 
 
 class _Factor(nn.Module):
@@ -43,20 +48,50 @@ def read_drop_paths(model: nn.Module, inputs: Tensor, update: Mapping[str, Tenso
         update: of one step on one example, without weight decay.
 
     Returns:
-        Those that the update tells: behind weights that only they pass on.
+        Those that the update tells, by weights that only they pass on, and those that make no difference then.
     """
     scales = find_drop_paths(model, inputs)
     if not scales or not any(value.any() for value in update.values()):
         return {}
-    whole = _reached(model, inputs, dict.fromkeys(scales, 1.0))
-    found = {}
-    for name, scale in scales.items():
-        left = _reached(model, inputs, {**dict.fromkeys(scales, 1.0), name: 0.0})
-        branch = [weight for weight in whole - left if weight in update]
-        if branch:
-            moved = any(bool(update[weight].any()) for weight in branch)
-            found[name] = torch.tensor(scale if moved else 0.0)
-    return found
+    all_passed = dict.fromkeys(scales, 1.0)
+    whole = _run(model, inputs, all_passed).reached & update.keys()
+    behind = {name: whole - _run(model, inputs, {**all_passed, name: 0.0}).reached for name in scales}
+    moved = {weight for weight in whole if bool(update[weight].any())}
+    passed = {name for name, branch in behind.items() if branch & moved}
+    unmoved = {name: branch for name, branch in behind.items() if branch and name not in passed}
+    left_out = {  # nothing else that may have been left out keeps some weight of theirs from moving
+        name
+        for name, branch in unmoved.items()
+        if branch - set[str]().union(*(other for one, other in unmoved.items() if one != name))
+    }
+    told = dict.fromkeys(passed, 1.0) | dict.fromkeys(left_out, 0.0)
+    told |= _left_out_alike(model, inputs, all_passed | told, {n: unmoved[n] for n in unmoved if n not in left_out})
+    return {name: torch.tensor(scales[name] * told[name]) for name in scales if name in told}
+
+
+def _left_out_alike(
+    model: nn.Module, inputs: Tensor, factors: Mapping[str, float], open_branches: Mapping[str, set[str]]
+) -> dict[str, float]:
+    """Return 0 for modules of which no weight tells which one left out what they share; nothing where it matters.
+
+    One inside another's branch, or behind another, makes no difference where that was left out.
+
+    Args:
+        model: as of `read_drop_paths`.
+        inputs: likewise.
+        factors: of all modules, of those that are open 1.
+        open_branches: weights that such a module passes on, by its name; none of them moved.
+    """
+    if not 0 < len(open_branches) <= MOST_OPEN:
+        return {}
+    unmoved = set[str]().union(*open_branches.values())
+    runs = [
+        _run(model, inputs, {**factors, **dict(zip(open_branches, states, strict=True))})
+        for states in itertools.product((0.0, 1.0), repeat=len(open_branches))
+    ]
+    possible = [run.outputs for run in runs if not run.reached & unmoved]
+    alike = all(torch.equal(outputs, possible[0]) for outputs in possible)
+    return dict.fromkeys(open_branches, 0.0) if alike else {}
 
 
 def find_drop_paths(model: nn.Module, inputs: Tensor) -> dict[str, float]:
@@ -78,32 +113,52 @@ def find_drop_paths(model: nn.Module, inputs: Tensor) -> dict[str, float]:
     for name in places:
         taken = given.get(name, [])
         if len(taken) == 1 and isinstance(taken[0], Tensor) and taken[0].is_floating_point():
-            scale = _scale(model.get_submodule(name), torch.ones_like(taken[0]))
+            scale = _scale(model.get_submodule(name), taken[0])
             if scale is not None:
                 scales[name] = scale
     return scales
 
 
-def _scale(module: nn.Module, ones: Tensor) -> float | None:
-    """Return by what a module multiplies what it does not leave out; None where it does anything else."""
-    own, scales, left_out = copy_model(module), set[float](), False
-    with torch.no_grad(), preserve_global_rng(ones.device), suppress(*RUN_ERRORS):
+def _scale(module: nn.Module, like: Tensor) -> float | None:
+    """Return by what a module multiplies what it does not leave out; None where it does anything else.
+
+    Args:
+        module: that draws random numbers.
+        like: of the shape that it takes.
+    """
+    own, scale, left_out = copy_model(module), 0.0, False
+    given = 0.5 + torch.rand(like.shape, generator=stream(0, "drop-path")).to(like)
+    with torch.no_grad(), preserve_global_rng(like.device), suppress(*RUN_ERRORS):
         for _ in range(MOST_DRAWS):
-            made: Any = own(ones)
-            if not isinstance(made, Tensor) or made.shape != ones.shape or len(made.unique()) != 1:
+            made: Any = own(given.clone())
+            if not isinstance(made, Tensor) or made.shape != given.shape:
                 return None
-            value = float(made.flatten()[0])
-            left_out |= value == 0
-            scales |= {value} - {0.0}
-            if len(scales) > 1:
-                return None
-            if left_out and scales:
-                return scales.pop()
+            if not bool(made.any()):
+                left_out = True
+            else:
+                scale = scale or float(made.sum() / given.sum())
+                if not torch.allclose(made, scale * given, rtol=1e-2, atol=0.0):
+                    return None
+            if left_out and scale:
+                return scale
     return None
 
 
-def _reached(model: nn.Module, inputs: Tensor, factors: Mapping[str, float]) -> set[str]:
-    """Return the parameters that what a network returns depends on, where modules multiply by such factors."""
+@dataclass(frozen=True)
+class _Run:
+    """One pass of a network.
+
+    Attributes:
+        outputs: what it returned; empty where that is no tensor.
+        reached: names of the trained parameters that it depends on.
+    """
+
+    outputs: Tensor
+    reached: set[str]
+
+
+def _run(model: nn.Module, inputs: Tensor, factors: Mapping[str, float]) -> _Run:
+    """Return a pass on a random picture, in evaluation mode, where modules multiply by such factors."""
     probe = copy_model(model).eval()
     for name, factor in factors.items():
         parent, _, last = name.rpartition(".")
@@ -113,10 +168,10 @@ def _reached(model: nn.Module, inputs: Tensor, factors: Mapping[str, float]) -> 
     weights = {name: value for name, value in probe.named_parameters() if value.requires_grad}
     with torch.enable_grad(), suppress(*RUN_ERRORS):
         made = probe(picture)
-        tensors: Sequence[Tensor] = [made] if isinstance(made, Tensor) else []
-        total = sum((part * torch.rand(part.shape, generator=draw).to(part)).sum() for part in tensors)
-        if isinstance(total, Tensor) and total.requires_grad:
+        if isinstance(made, Tensor) and made.requires_grad:
+            total = (made * torch.rand(made.shape, generator=draw).to(made)).sum()
             gradients = torch.autograd.grad(total, list(weights.values()), allow_unused=True)
             pairs = zip(weights, gradients, strict=True)
-            return {name for name, gradient in pairs if gradient is not None and bool(gradient.any())}
-    return set()
+            reached = {name for name, gradient in pairs if gradient is not None and bool(gradient.any())}
+            return _Run(made.detach(), reached)
+    return _Run(inputs.new_empty(0), set())
