@@ -217,7 +217,9 @@ def is_of_one_row(values: Tensor, step: float) -> bool:
     longest = rows[int(rows.square().sum(1).argmax())]
     there = (rows != 0) & (longest != 0)
     along = (rows @ longest) / (there * longest.square()).sum(1).clamp_min(torch.finfo(torch.float64).tiny)
-    return bool((((rows - along[:, None] * longest).abs() < OFF_ROW * step) | ~there).all())
+    # a row and the longest may both be off their grids, whose steps are as far apart as the rows are long
+    most = step * (2 * OFF_GRID * along.abs()).clamp_min(OFF_ROW)
+    return bool((((rows - along[:, None] * longest).abs() < most[:, None]) | ~there).all())
 
 
 def bits_of_grid(values: Tensor, start: Tensor | None = None, *, of_one_row: bool = False) -> int:

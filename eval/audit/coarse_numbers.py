@@ -21,7 +21,7 @@ DIGITS = {
     torch.float8_e8m0fnu: "powers of two alone",
 }
 """What numbers of such types hold."""
-SIGN_STEPS = ", or as several steps of one size make them (signSGD, Lion)"
+SIGN_STEPS = ", or as several steps of one size, or of few, make them (signSGD, Lion, Rprop)"
 """What else leaves a grid that all tensors share."""
 MOST_BITS_OF_SIGNS = 5
 """Bits of a number that is a sum of some ten signs, of which more take other values than a few."""

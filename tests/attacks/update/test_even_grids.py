@@ -195,13 +195,30 @@ def test_steps_of_nearly_one_size_are_no_few_bits(optimizer: str, steps: int, ke
     assert grid_bounds(update, start, {}) == {}
 
 
+def test_pixels_of_eight_bits_in_a_difference_of_weights_are_no_few_bits() -> None:
+    """Of one picture, whose numbers the last places of the weights put off its pixels' grid."""
+    layers = [nn.Flatten(), nn.Linear(64, 8), nn.Sigmoid(), nn.Linear(8, 8), nn.Sigmoid(), nn.Linear(8, 2)]
+    model = nn.Sequential(*layers)
+    for seed in (8, 10, 20, 27):
+        for name, value in model.named_parameters():
+            value.data = (torch.rand(value.shape, generator=stream(seed, name)) - 0.5) * (
+                0.25 if name[0] == "1" else 0.7
+            )
+        start = {name: value.detach().clone() for name, value in model.named_parameters()}
+        picture = torch.randint(0, 256, (1, 64), generator=stream(seed, "picture")) / 255
+        loss = nn.functional.cross_entropy(model(picture), torch.tensor([1]))
+        pairs = zip(start.items(), torch.autograd.grad(loss, list(model.parameters())), strict=True)
+        update = {name: value - (value - 0.01 * gradient) for (name, value), gradient in pairs}
+        assert grid_note(update, start, {}) == []
+
+
 @pytest.mark.parametrize("steps", [5, 8])
 def test_sums_of_signs_are_named_beside_few_bits(steps: int) -> None:
     """Sums of steps of one size lie on one grid in all tensors; bits have a scale for each tensor."""
     draws = {name: torch.randn(steps, 64, 9, generator=stream(0, name)).sign().sum(0) for name in ("a", "b")}
     start = {name: torch.randn(64, 9, generator=stream(1, name)) for name in draws}
     (note,) = grid_note({name: 1e-3 * value for name, value in draws.items()}, start, {})
-    assert "or as several steps of one size make them (signSGD, Lion)" in note
+    assert "or as several steps of one size, or of few, make them (signSGD, Lion, Rprop)" in note
     scaled = {"a": draws["a"], "b": 0.37 * draws["b"]}
     (note,) = grid_note(scaled, start, {})
     assert "signSGD" not in note
