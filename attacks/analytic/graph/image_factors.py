@@ -130,6 +130,8 @@ def solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | 
         right: (n,).
         tolerance: share of the right sides that most equations may leave.
     """
+    if not bool(right.any()):
+        return None  # no share of nothing
     weights = torch.ones_like(right)
     for _ in range(REWEIGHTINGS):
         solution = torch.linalg.lstsq(matrix * weights[:, None], (right * weights)[:, None]).solution[:, 0]

@@ -69,6 +69,8 @@ MIN_TOLD_SIGNAL = 1e-2
 
 NEARLY_OPEN = "its equations nearly leave inputs open: by what is left of them inputs may be {:.1e} off"
 """Why an input is not believed that gradients alone gave."""
+NO_GRADIENT = "its gradient is zero or no more than rounding"
+"""Why a layer says nothing of what it takes."""
 THRESHOLD_FACTOR = 1.5
 """An activation is open where its output is more than so many times the most negative one, which rounding made."""
 MIN_THRESHOLD = 3e-7

@@ -38,11 +38,12 @@ def correct_mask(known: Propagation, activation: int) -> None:
         return
     if values.ndim < 2 or len(values) != 1:
         return
+    channels = values.shape[1]
     for sent, slope in _bias_gradients(known, activation):
-        flowing, bits = (slope * signal)[0].flatten(1), mask[0].flatten(1).clone()
+        flowing, bits = (slope * signal).reshape(channels, -1), mask.reshape(channels, -1).clone()
         left = sent - (bits * flowing).sum(1)
         usual = float(left.abs().median())
-        doubtful = values[0].flatten(1).abs() < DOUBTFUL * values.abs().max()
+        doubtful = values.reshape(channels, -1).abs() < DOUBTFUL * values.abs().max()
         for channel in (left.abs() > UNUSUAL * usual).nonzero()[:, 0].tolist():
             bits[channel] = _turn(bits[channel], flowing[channel], doubtful[channel], left[channel], UNUSUAL * usual)
         mask = bits.reshape(mask.shape)

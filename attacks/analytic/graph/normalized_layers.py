@@ -29,6 +29,7 @@ from torch import Tensor
 from attacks.analytic.graph.image_factors import solve_robustly
 from attacks.analytic.graph.layer_solves import (
     NEARLY_OPEN,
+    NO_GRADIENT,
     KnownSignal,
     SolvedInput,
     count_shortfall,
@@ -46,6 +47,9 @@ from fl.seeds import stream
 
 LARGE, SCALE_FREE = 1e4, 1e-6
 """Size of the noise by which it is told whether an operation is free of scale, and what may change with the scale."""
+MIN_CHANGE = 1e-3
+"""Share of its output by which a normalization changes, at least, with each number as a share of it. An activation that
+has saturated does not change."""
 DRAWS, TURNS, REMEMBERED, SETTLED = 8, 40, 6, 1e-8
 """Draws of noise that a beginning is averaged over, turns at most, how many of the last ones are extrapolated from, and
 the change of an input after which none follows, relative to it."""
@@ -58,6 +62,7 @@ MIN_OPEN = 1e-5
 MAX_ERROR = 2e-2
 """By which share of itself an input may be off for its size to be asked for."""
 NO_SIZE = "its output is normalized, and no bias below tells the size of what it takes"
+CONTRADICTED_SIZE = "its output is normalized, and no size of what it takes explains the gradients of the biases below"
 """Why an input is not known that explains its layers' gradients."""
 MAX_SIZE_MISFIT = 1e-2
 """Share of what the next biases' gradients hang on the size that may stay unexplained."""
@@ -125,9 +130,12 @@ def is_normalization(network: NetworkGraph, number: int) -> bool:
     like = network.graph.value(flows[0])
     if not like.is_floating_point() or network.graph.value(Ref(number)).shape != like.shape:
         return False
-    noise = LARGE * _noise(like, 0)
+    noise, signal = LARGE * _noise(like, 0), _noise(like, 1)
     once, twice = (network.run(number, {flows[0]: factor * noise}) for factor in (1.0, 2.0))
-    return bool((once - twice).norm() <= SCALE_FREE * once.norm()) and bool(once.any())
+    if not bool((once - twice).norm() <= SCALE_FREE * once.norm()):
+        return False
+    change = noise * network.pull_back(number, signal, flows[0], {flows[0]: noise})
+    return bool(change.norm() > MIN_CHANGE * (signal * once).norm())
 
 
 def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer]) -> NormalizedInput | str:
@@ -142,6 +150,8 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
         StoppedError: the time limit has passed.
     """
     network = known.network
+    if not any(bool(network.layers[layer.number].gradient.any()) for layer in layers):
+        return NO_GRADIENT
     signals = [_begin(network, layer) for layer in layers]
     if short := count_shortfall(_as_known(network, layers, signals)):
         return short
@@ -151,9 +161,9 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
         if found is None:
             return "its equations leave inputs open"
         size = _find_size(known, ref, layers, found)
-        if size is None:
+        if isinstance(size, str):
             off = 0.0 if have_redundancy(found.signals) else estimate_error(found.signals, found.solved)
-            return NEARLY_OPEN.format(off) if off > MAX_ERROR else NO_SIZE
+            return NEARLY_OPEN.format(off) if off > MAX_ERROR else size
         found = found.resize(size)
         signals = _signals_by(network, ref, layers, found.solved.values)
     assert found is not None
@@ -209,16 +219,14 @@ def _take_turns(
     return best
 
 
-def _find_size(
-    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput
-) -> float | None:
-    """Return by what an input must be multiplied, as the next biases below tell; None where none does."""
+def _find_size(known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput) -> float | str:
+    """Return by what an input must be multiplied, as the next biases below tell, or why they do not."""
     equations = [*_size_equations(known, ref, layers, result)]
-    if not equations:
-        return None
+    if not any(bool(made.any()) for made, _ in equations):
+        return NO_SIZE
     made, wanted = (torch.cat(side) for side in zip(*equations, strict=True))
     found = solve_robustly(made[:, None], wanted, MAX_SIZE_MISFIT)  # a wrong bit spoils its channel's equation
-    return 1 / float(found) if found is not None and float(found) > 0 else None
+    return 1 / float(found) if found is not None and float(found) > 0 else CONTRADICTED_SIZE
 
 
 def _size_equations(
@@ -228,12 +236,13 @@ def _size_equations(
     network, like = known.network, known.network.graph.value(ref)
     values, sides = found.solved.values.reshape(like.shape), []
     for share in (0.0, 1.0):
-        trial = known.snapshot()
+        trial = known.snapshot()  # but for signals below that a bias gave by itself, of whatever size x is
+        trial.signals = {at: signal for at, signal in trial.signals.items() if at.node > ref.node}
         for layer, signal in zip(layers, found.signals, strict=True):
             out = Ref(layer.number)
             trial.set_signal(out, share * signal.signal.reshape(network.graph.value(out).shape))
         if ref.node in network.activations:
-            trial.set_mask(ref.node, values > max(open_above(values), MIN_OPEN * float(values.max())))
+            trial.set_mask(ref.node, values > _threshold(network.activations[ref.node].slope, values))
         sides.append(trial)
     for number in network.used:
         if number > ref.node:
@@ -247,6 +256,11 @@ def _size_equations(
                 continue
             if name not in network.sent:
                 yield once - without, network.gradient[name].flatten() - without
+
+
+def _threshold(slope: float, values: Tensor) -> float:
+    """Return above which number an activation of this slope below zero counts as open, of a size not yet known."""
+    return max(open_above(values), MIN_OPEN * float(values.max())) if slope == 0 else 0.0
 
 
 def _noise(like: Tensor, draw: int) -> Tensor:

@@ -19,6 +19,7 @@ from attacks.analytic.graph.layer_solves import KnownSignal, solve_input, solve_
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver
 from attacks.network.operation_trace import IMAGE, Ref
+from attacks.search_control import check_time_limit
 
 TRIED = 3
 """Tensors of the first descent, the highest ones, down to which a second one has to explain more to go on."""
@@ -95,6 +96,7 @@ def _find_top_masks(first: GraphSolver, top: int, signal: Tensor) -> dict[int, T
         )
 
     def miss(exponent: float) -> float:
+        check_time_limit()
         return float((known(exponent).value(ref) - wanted).norm() / wanted.norm())
 
     try:

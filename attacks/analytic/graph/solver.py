@@ -18,6 +18,7 @@ from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
     NEARLY_OPEN,
+    NO_GRADIENT,
     KnownSignal,
     SolvedInput,
     count_shortfall,
@@ -240,7 +241,7 @@ class GraphSolver:
                 self.ends.setdefault(layer.name, UNSHIFTED)
             return None
         if not bool(layer.gradient.any()):
-            self.ends.setdefault(layer.name, "its gradient is zero or no more than rounding")
+            self.ends.setdefault(layer.name, NO_GRADIENT)
             return None
         positions = layer.output_shape[2] * layer.output_shape[3]
         rank = self.images * positions
@@ -356,8 +357,9 @@ class GraphSolver:
             self._note_values(ref, solved, tuple(known.layer.name for known in signals))
 
     def _solve_below_normalizations(self, ref: Ref) -> None:
-        """Solve for what layers take whose outputs are normalized by statistics of each image."""
-        layers = find_normalized_layers(self.known, self._users(ref)) if self.scaled else None
+        """Solve for what layers take whose outputs are normalized by statistics of the image, where it is one."""
+        is_asked = self.scaled and self.images == 1  # of several, each has a size of its own
+        layers = find_normalized_layers(self.known, self._users(ref)) if is_asked else None
         if layers is None:
             return
         names = tuple(self.network.layers[layer.number].name for layer in layers)

@@ -1,13 +1,18 @@
 """Layers whose outputs are normalized over each image are solved for, up to the size and with it."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from attacks import build
 from attacks.analytic.backsolve import _read_network
+from attacks.analytic.graph.image_factors import solve_robustly
+from attacks.analytic.graph.layer_solves import NO_GRADIENT
 from attacks.analytic.graph.mask_correction import correct_mask
-from attacks.analytic.graph.normalized_layers import NO_SIZE, is_normalization
+from attacks.analytic.graph.network_graph import NetworkGraph
+from attacks.analytic.graph.normalized_layers import CONTRADICTED_SIZE, NO_SIZE, is_normalization
 from attacks.analytic.graph.propagation import Propagation
 from attacks.analytic.graph.second_descent import descend_again
 from attacks.analytic.graph.solver import GraphSolver
@@ -39,13 +44,31 @@ class Normalized(nn.Module):
         return self.head(x.flatten(1) if self.flat else x.mean((2, 3)))
 
 
-def descend(model: nn.Module, image: Tensor, *, from_linear: bool = False) -> GraphSolver:
-    view, _ = from_batch(model.eval(), image, torch.tensor([3]))
+class NormalizedRows(nn.Sequential):
+    """Linear layers with a normalization behind each, which has the only biases below the classifier."""
+
+    def __init__(self, activation: type[nn.Module], bias: float = 0.0) -> None:
+        widths = (128, 64, 48)
+        hidden = [
+            nn.Sequential(nn.Linear(one, other, bias=False), nn.LayerNorm(other), activation())
+            for one, other in pairwise(widths)
+        ]
+        super().__init__(nn.Flatten(), nn.Linear(768, 128), activation(), *hidden, nn.Linear(48, 10))
+        nn.init.constant_(hidden[0][1].bias, bias)
+
+
+def network_of(model: nn.Module, image: Tensor) -> NetworkGraph:
+    view, _ = from_batch(model.eval(), image, torch.arange(len(image)) + 3)
     gradient = exact_step_gradient(view, batches=True)
     assert not isinstance(gradient, NotApplicable)
-    network = _read_network(view, gradient, 1)
+    network = _read_network(view, gradient, len(image))
     assert not isinstance(network, NotApplicable)
-    solver = GraphSolver(network, 1, Propagation(network))
+    return network
+
+
+def descend(model: nn.Module, image: Tensor, *, from_linear: bool = False) -> GraphSolver:
+    network = network_of(model, image)
+    solver = GraphSolver(network, len(image), Propagation(network))
     if from_linear:
         solver.begin_at_linear_layers()
         return solver
@@ -68,7 +91,7 @@ def errors(solver: GraphSolver, image: Tensor) -> list[float]:
     graph, found = solver.network.graph, []
     for tensor in solver.solved:
         operations = solver.network.operations_to([tensor.ref])
-        true = graph.replay(operations, tensor.ref, {Ref(IMAGE): image.to(tensor.values)})
+        true = graph.replay(operations, tensor.ref, {Ref(IMAGE): image.to(tensor.values)}).detach()
         found.append(float((tensor.values - true).norm() / true.norm()))
     return found
 
@@ -108,6 +131,50 @@ def test_what_is_free_of_scale_is_told_by_numbers() -> None:
     names = [network.graph.nodes[number].operation for number in network.used if is_normalization(network, number)]
     assert set(names) == {"native_group_norm"}
     assert len(names) == 6
+
+
+@pytest.mark.parametrize("saturating", [nn.Sigmoid, nn.ReLU6, nn.Hardtanh])
+def test_an_activation_that_saturates_is_no_normalization(saturating: type[nn.Module]) -> None:
+    network = network_of(nn.Sequential(nn.Flatten(), nn.Linear(768, 16), saturating(), nn.Linear(16, 10)), picture())
+    assert not any(is_normalization(network, number) for number in network.used)
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_biases_of_the_normalizations_tell_sizes_between_linear_layers(activation: type[nn.Module]) -> None:
+    solver = descend(drawn(NormalizedRows, activation), picture(), from_linear=True)
+    assert len(solver.solved) == 4
+    assert max(errors(solver, picture())) < 1e-5
+
+
+def test_biases_that_contradict_every_size_are_said_to() -> None:
+    network = network_of(drawn(NormalizedRows, nn.ReLU), picture())
+    network.gradient["3.1.bias"].neg_()  # so that the size would be below zero
+    solver = GraphSolver(network, 1, Propagation(network))
+    solver.begin_at_linear_layers()
+    assert solver.ends["4.0.weight"] == CONTRADICTED_SIZE
+
+
+def test_a_layer_whose_gradient_is_zero_is_said_to_tell_nothing() -> None:
+    solver = descend(drawn(NormalizedRows, nn.ReLU, bias=-50.0), picture(), from_linear=True)
+    assert solver.ends["4.0.weight"] == NO_GRADIENT
+
+
+def test_no_size_is_asked_of_several_images() -> None:
+    pictures = torch.cat([picture(), 1 - picture()])
+    network = network_of(drawn(Normalized, 8), pictures)
+    top = max(network.layers)
+    known = Propagation(network)
+    known.set_signal(Ref(top), torch.randn(2, 10, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    known.set_mask(max(network.activations), torch.ones(2, 48, 4, 4, dtype=torch.bool))
+    solver = GraphSolver(network, 2, known, scaled=True, anchor="none")
+    solver.run()
+    assert "are unknown" in solver.waiting["second.1.0.weight"]
+    assert "second.1.0.weight" not in solver.ends
+
+
+def test_nothing_is_told_by_equations_of_zeros() -> None:
+    zeros = torch.zeros(8, dtype=torch.float64)
+    assert solve_robustly(zeros[:, None], zeros, 1e-2) is None
 
 
 def test_a_wrong_bit_is_found_by_the_bias_below() -> None:
