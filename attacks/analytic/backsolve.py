@@ -195,7 +195,8 @@ class Backsolve(Attack):
 
 def _report_features(view: ServerView, solved: FeaturesAlone) -> Reconstruction:
     """Return the features that were solved for when the time was up."""
-    words = f"not done before {solved.reason}: features alone"
+    size = "" if solved.lowest.scaled else ", those of each image up to a factor"
+    words = f"not done before {solved.reason}: features alone{size}"
     return Reconstruction(
         inputs=None,
         labels=single_label(view)[0] if view.batch_size == 1 else None,

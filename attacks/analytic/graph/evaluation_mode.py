@@ -92,18 +92,25 @@ def solve_in_evaluation_mode(
     """
     solver = GraphSolver(network, count, Propagation(network))
     try:
-        return _solve(solver, count, shape, seed)
+        found = _solve_for_features(solver, shape)
+        if not isinstance(found, GraphSolver):
+            return found
+        solver = found
+        return _solve_for_pictures(solver, shape, seed)
     except StoppedError as stopped:
         if not solver.solved:
             raise
         return FeaturesAlone(_lowest(solver), str(stopped))
 
 
-def _solve(
-    solver: GraphSolver, count: int, shape: Sequence[int], seed: int
-) -> SolvedPictures | FewerImages | NotApplicable:
-    """Return the pictures, or why there are none."""
-    network = solver.network
+def _solve_for_features(solver: GraphSolver, shape: Sequence[int]) -> GraphSolver | FewerImages | NotApplicable:
+    """Return a descent that has ended, of those that began otherwise the deepest or most precise, or why there is none.
+
+    Args:
+        solver: of a descent that has not begun.
+        shape: of one image, (C, H, W).
+    """
+    count = solver.images
     solver.run()
     if not solver.solved and solver.distinct is not None:
         return FewerImages(solver.distinct)
@@ -117,7 +124,12 @@ def _solve(
             return NotApplicable(f"{end}; {few} of the picture", limit=True)
     if not solver.solved:
         return NotApplicable(_explain_end(solver), limit=True)
-    solver = descend_again(solver)
+    return descend_again(solver)
+
+
+def _solve_for_pictures(solver: GraphSolver, shape: Sequence[int], seed: int) -> SolvedPictures | NotApplicable:
+    """Return the pictures that make the features of a descent that has ended, or why there are none."""
+    network, count = solver.network, solver.images
     stem = read_pooled_stem(solver)
     if stem is not None:
         found = invert_pooled_stem(stem, (count, *shape))

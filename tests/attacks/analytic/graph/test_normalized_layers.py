@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from attacks import build
 from attacks.analytic.backsolve import _read_network
+from attacks.analytic.graph import evaluation_mode
 from attacks.analytic.graph.image_factors import solve_robustly
 from attacks.analytic.graph.layer_solves import NO_GRADIENT
 from attacks.analytic.graph.mask_correction import correct_mask
@@ -18,6 +19,7 @@ from attacks.analytic.graph.second_descent import descend_again
 from attacks.analytic.graph.solver import GraphSolver
 from attacks.base import NotApplicable, Reconstruction
 from attacks.network.operation_trace import IMAGE, Ref
+from attacks.search_control import StoppedError
 from attacks.update.step_gradient import exact_step_gradient
 from fl.capture import from_batch
 
@@ -124,6 +126,17 @@ def test_the_picture_comes_back() -> None:
     assert isinstance(found, Reconstruction)
     assert found.inputs is not None
     assert torch.equal((255 * found.inputs).round(), (255 * levels).round())
+
+
+def test_features_of_the_second_descent_are_handed_out_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise StoppedError("the time limit")
+
+    monkeypatch.setattr(evaluation_mode, "search_pictures", stop)
+    found = build("backsolve")(from_batch(drawn(Normalized, 8).eval(), picture(), torch.tensor([3]))[0])
+    assert isinstance(found, Reconstruction)
+    assert list(found.private) == ["features/first.0.0.weight+first.2.0.weight"]
+    assert found.cut_short == "not done before the time limit: features alone"
 
 
 def test_what_is_free_of_scale_is_told_by_numbers() -> None:
