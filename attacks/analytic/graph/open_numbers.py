@@ -12,6 +12,9 @@ level of the features' noise: what is heard less than that counts as open. What 
 than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to the residuals. By how much d
 then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number.
 
+Away from whole levels brightness and contrast are moved by themselves, too. Normalizations take them off, and of a move
+at random what is open in one direction is no more than a share of 1 / sqrt(n), for n numbers.
+
 Features that a ReLU closed are no equations: they bound what goes into it to one side. A search ends next to such a
 bound, where all above the ReLU has another J to either side. So the lowest features alone are asked.
 
@@ -100,6 +103,8 @@ def count_open_numbers(
     first = next(place for place, target in enumerate(equations) if target.counts)
     lowest = [target if place == first else replace(target, use="none") for place, target in enumerate(equations)]
     lowest_problem = FeatureProblem.of(forward, single_forward, lowest)
+    if not at_levels and not _are_contrasts_heard(lowest_problem, found.images, seed):
+        return found.images.numel()
     unheard = _unheard_part(lowest_problem, found.images, move, seed)
     if unheard is not None and bool((unheard.abs() <= most).all()):
         unsure = _count_unsure(lowest_problem, found.images, move, unheard, seed)
@@ -119,6 +124,26 @@ def count_open_numbers(
             return found.images.numel()
         moved |= (again.images - found.images).abs() > most
     return int(moved.sum())
+
+
+def _are_contrasts_heard(problem: FeatureProblem, images: Tensor, seed: int) -> bool:
+    """Return whether features tell the brightness and contrast of images, as a whole and of each channel.
+
+    Normalizations take these off, and what is open in one direction alone hardly shows in a move at random.
+    """
+    channels = images.shape[1]
+    parts = [slice(None), *(slice(c, c + 1) for c in range(channels) if channels > 1)]
+    for part in parts:
+        own = images[:, part]
+        contrast = own - own.mean((1, 2, 3), keepdim=True)
+        size = contrast.square().mean((1, 2, 3), keepdim=True).sqrt().clamp_min(1e-30)
+        for pattern in (torch.ones_like(own), contrast / size):
+            move = torch.zeros_like(images)
+            move[:, part] = NUDGE * pattern
+            unheard = _unheard_part(problem, images, move, seed)
+            if unheard is None or bool((unheard.abs() > MAX_MOVED / 255).any()):
+                return False
+    return True
 
 
 def _count_equations(target: FeatureTarget) -> int:

@@ -147,3 +147,18 @@ def test_a_pixel_at_another_level_counts_as_open_where_features_hardly_tell_it()
     other.flatten()[5] = (image.flatten()[5] + 1 / 255 + 1) % 1
     found = InvertedImages(other, torch.tensor([1e-6]), torch.tensor([True]), torch.tensor([1]), 1)
     assert count_open_numbers(features, features, [target], found, 0) == 1
+
+
+@pytest.mark.parametrize("channels", [slice(None), slice(1, 2)])
+def test_a_contrast_that_features_do_not_tell_is_open_however_many_numbers_share_it(channels: slice) -> None:
+    images = torch.rand(1, 3, 32, 32, generator=stream(0, "off levels"), dtype=torch.float64)
+
+    def normalized(x: Tensor) -> list[Tensor]:
+        part = x[:, channels] - 0.5
+        rest = x.clone()
+        rest[:, channels] = part / part.norm()
+        return [rest.flatten(1).repeat(1, 2)]
+
+    for seed in range(3):
+        found = as_found(images)
+        assert count_open_numbers(normalized, normalized, [FeatureTarget(*normalized(images))], found, seed) == 3072
