@@ -25,14 +25,11 @@ from torch.nn import functional
 from torch.nn.grad import conv2d_weight
 
 from attacks.analytic.graph.layer_equations import LayerEquations
+from attacks.analytic.graph.mask_correction import ZERO_MARGIN
 from attacks.analytic.graph.shift_structure import columns_by_position, rank_gap
 from attacks.analytic.graph.unmixing import unmix_sparse
 from attacks.search_control import check_time_limit
 
-ZERO_MARGIN = 5.0
-"""How many times the most negative entry a solved input must be to count as above zero: a ReLU's output has none."""
-MASK_MARGIN = 20.0
-"""How many times its typical error beta's gradient must be missed by before bits of a mask are changed."""
 SILENT_ROW = 1e-2
 """Size of a row, relative to the largest, up to which it may be zero in all images."""
 BELOW_ZERO, MAX_NEGATIVE = 1e-3, 0.01
@@ -599,66 +596,6 @@ def _least_squares(matrix: Tensor, right: Tensor) -> Tensor:
 def set_zeros(inputs: Tensor) -> Tensor:
     """Return a solved ReLU output with zeros for what is no larger than its rounding, told by its negative entries."""
     return inputs * (inputs > ZERO_MARGIN * float(inputs.min().abs()))
-
-
-@dataclass(frozen=True)
-class CorrectedMask:
-    """The mask of an activation, checked by beta's gradient.
-
-    Attributes:
-        mask: boolean (B, C, h, w).
-        changed: how many bits were changed.
-        open_channels: channels (indices) whose sum still misses beta's gradient.
-    """
-
-    mask: Tensor
-    changed: int
-    open_channels: tuple[int, ...]
-
-
-def correct_mask(unmasked: Tensor, values: Tensor, beta_gradient: Tensor) -> CorrectedMask:
-    """Return which positions pass a signal on: those with values above zero, near ties decided by beta's gradient.
-
-    Of every channel the signal that is passed on sums to beta's gradient. Where it misses that, one or two bits of
-    values near zero are changed.
-
-    Args:
-        unmasked: what flows back into the activation (B, C, h, w).
-        values: the activation's output as it was solved, with its rounding.
-        beta_gradient: (C,), of the normalization below the activation.
-    """
-    signal, value = (t.transpose(0, 1).flatten(1) for t in (unmasked, values))
-    rounding = ZERO_MARGIN * float(values.min().abs())
-    mask = value > rounding
-    miss = (signal * mask).sum(1) - beta_gradient
-    tolerance = MASK_MARGIN * float(miss.abs().median()) + 1e-13 * float(signal.abs().max())
-    near = value.abs() < max(4 * rounding, 1e-4 * float(value.max()))
-    changed, left = 0, []
-    for c in torch.nonzero(miss.abs() > tolerance)[:, 0].tolist():
-        at = torch.nonzero(near[c])[:, 0]
-        flips = _matching_flips(at, torch.where(mask[c], -signal[c], signal[c]), value[c], float(miss[c]), tolerance)
-        mask[c, flips] = ~mask[c, flips]
-        changed += len(flips)
-        if not flips:
-            left.append(c)
-    shape = unmasked.transpose(0, 1).shape
-    return CorrectedMask(mask.reshape(shape).transpose(0, 1), changed, tuple(left))
-
-
-def _matching_flips(at: Tensor, change: Tensor, value: Tensor, miss: float, tolerance: float) -> list[int]:
-    """Return one or two of the positions `at` whose change of the sum makes up for what it misses."""
-    if not len(at):
-        return []
-    fits = at[(miss + change[at]).abs() < tolerance]
-    if len(fits):
-        return [int(fits[value[fits].argmax()])]
-    at = at[value[at].argsort(descending=True)[:60]]
-    rest = (miss + change[at][:, None] + change[at]).abs()
-    rest.fill_diagonal_(float("inf"))
-    best = int(rest.argmin())
-    if not float(rest.flatten()[best]) < tolerance:
-        return []
-    return [int(at[best // len(at)]), int(at[best % len(at)])]
 
 
 def _spread(channels: Tensor) -> Tensor:

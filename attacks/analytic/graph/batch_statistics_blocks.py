@@ -20,11 +20,11 @@ from attacks.analytic.graph.batch_statistics import (
     NormalizedConvolution,
     SolvedConvolution,
     SolvedInputs,
-    correct_mask,
     set_zeros,
     solve_by_shifts,
     solve_inputs,
 )
+from attacks.analytic.graph.mask_correction import correct_mask
 from attacks.analytic.graph.solver import MIN_DIRECTION, UNSHIFTED
 from attacks.network.autograd_support import pull_back_or_zeros
 

@@ -29,7 +29,7 @@ from attacks.analytic.graph.layer_solves import (
     solve_input,
     solve_signal,
 )
-from attacks.analytic.graph.mask_correction import correct_mask
+from attacks.analytic.graph.mask_correction import correct_by_biases
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.normalized_layers import find_normalized_layers, solve_normalized_input
 from attacks.analytic.graph.output_equations import find_output_equations
@@ -370,7 +370,9 @@ class GraphSolver:
         else:
             self._note_values(ref, found.solved, names)
             if self._is_rectified(ref):
-                correct_mask(self.known, ref.node)  # a wrong bit spoils all that is normalized with its channel
+                correct_by_biases(
+                    self.known, ref.node, found.solved.values
+                )  # a wrong bit spoils all normalized with it
 
     def _doubt_by_gradients(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input is not believed that gradients alone gave, or None."""

@@ -13,7 +13,6 @@ from attacks.analytic.graph.batch_statistics import (
     KnownSignal,
     NormalizedConvolution,
     SolvedInputs,
-    correct_mask,
     find_centered_columns,
     set_zeros,
     solve_by_shifts,
@@ -21,6 +20,7 @@ from attacks.analytic.graph.batch_statistics import (
     unmix_by_zeros,
 )
 from attacks.analytic.graph.batch_statistics_blocks import NormalizedBlock, UnsolvedError, descend_blocks
+from attacks.analytic.graph.mask_correction import correct_mask
 
 
 class Block(nn.Module):
