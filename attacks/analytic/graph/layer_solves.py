@@ -209,6 +209,11 @@ def open_above(values: Tensor) -> float:
     return max(THRESHOLD_FACTOR * float(-values.min()), MIN_THRESHOLD * float(values.max()))
 
 
+def error_by_gradients(signals: Sequence[KnownSignal], solved: SolvedInput) -> float:
+    """Return by which share an input may be off that gradients alone gave; 0 where they have equations to spare."""
+    return 0.0 if have_redundancy(signals) else estimate_error(signals, solved)
+
+
 def estimate_error(signals: Sequence[KnownSignal], solved: SolvedInput) -> float:
     """Return by which share of itself an input may be off that gradients alone gave, by what it leaves of them.
 

@@ -33,8 +33,7 @@ from attacks.analytic.graph.layer_solves import (
     KnownSignal,
     SolvedInput,
     count_shortfall,
-    estimate_error,
-    have_redundancy,
+    error_by_gradients,
     open_above,
     solve_input,
 )
@@ -162,7 +161,7 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
             return "its equations leave inputs open"
         size = _find_size(known, ref, layers, found)
         if isinstance(size, str):
-            off = 0.0 if have_redundancy(found.signals) else estimate_error(found.signals, found.solved)
+            off = error_by_gradients(found.signals, found.solved)
             return NEARLY_OPEN.format(off) if off > MAX_ERROR else size
         found = found.resize(size)
         signals = _signals_by(network, ref, layers, found.solved.values)

@@ -28,8 +28,9 @@ MOST_DECADES, STEPS = 8.0, 64
 MAX_TOP_MISS = 1e-3
 """Share of what the last layer takes that tensors of the first descent may miss for their masks to be believed."""
 MIN_MISFIT = 5e-5
-"""Misfit of the worst tensor of a first descent above which there is a second one. Below it pictures are found as well
-by more features that are less precise: of five victims behind a pre-trained ResNet-20, more of them."""
+"""Misfit of the worst tensor of a first descent above which there is a second one. Where features are precise, fewer of
+them are compared with the picture's. Behind a pre-trained ResNet-20, whose first descents leave less than this, fewer
+pictures were found so."""
 
 
 def descend_again(first: GraphSolver) -> GraphSolver:

@@ -22,7 +22,7 @@ from attacks.analytic.graph.layer_solves import (
     KnownSignal,
     SolvedInput,
     count_shortfall,
-    estimate_error,
+    error_by_gradients,
     fit_in_turn,
     have_redundancy,
     open_above,
@@ -376,7 +376,7 @@ class GraphSolver:
 
     def _doubt_by_gradients(self, solved: SolvedInput, signals: list[KnownSignal]) -> str | None:
         """Return why an input is not believed that gradients alone gave, or None."""
-        off = 0.0 if have_redundancy(signals) else estimate_error(signals, solved)
+        off = error_by_gradients(signals, solved)
         if off > MAX_MISFIT:
             return NEARLY_OPEN.format(off)
         return _doubt(solved, off) or self._stands_out(solved, signals)
@@ -425,11 +425,10 @@ class GraphSolver:
             return "its equations leave inputs open"
         # where equations are hardly more than unknowns, wrong inputs may explain them, but not others
         missed = 0.0 if equations.judges is None else equations.judges.misfit(solved.values)
-        if equations.is_of_gradients_alone and not have_redundancy(signals):
-            off = estimate_error(signals, solved)
-            if off > MAX_MISFIT:
-                return NEARLY_OPEN.format(off)
-            missed = off
+        if equations.is_of_gradients_alone:
+            missed = error_by_gradients(signals, solved)
+            if missed > MAX_MISFIT:
+                return NEARLY_OPEN.format(missed)
         if (reason := _doubt(solved, missed) or self._stands_out(solved, signals)) is not None:
             return reason
         return replace(solved, misfit=max(solved.misfit, missed))
