@@ -41,7 +41,6 @@ from fl.simulation.capture_checks import (
     check_settings,
     check_training,
     choose_layout,
-    count_ids,
     floating_weight,
     layout_hint,
     protect_inputs,
@@ -53,6 +52,8 @@ from fl.simulation.capture_checks import (
     unwrap_parts,
 )
 from fl.simulation.dropout_masks import with_masks_read_off
+from fl.simulation.frozen_norms import keep_frozen_norms
+from fl.simulation.id_counts import count_ids
 from fl.simulation.nonfinite_updates import form_mismatch
 from fl.tensors import Tensors, Value, dense, flatten
 from fl.types import Batch, Scope, Task, Truth, frozen
@@ -119,12 +120,12 @@ class ClientSettings:
         """What the client minimizes, as an object."""
         return build_loss(self.loss, self.targets)
 
-    def input_form(self, inputs: Inputs, ids: Sequence[int] = ()) -> InputForm:
+    def input_form(self, inputs: Inputs, ids: Sequence[Sequence[int]] = ()) -> InputForm:
         """Return what inputs of this form are, by a batch or an example of them.
 
         Args:
             inputs: of the model.
-            ids: of each input how many ids there are; 0 or none takes the largest given.
+            ids: of each input how many ids there are, one number or one for each column; none takes the largest given.
 
         Raises:
             ValueError: they are no inputs, or the range or categories do not fit them.
@@ -513,6 +514,7 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     own = copy_model(model)
     unwrap_parts(own)
     rebind_forward(own)
+    keep_frozen_norms(own)
     return own
 
 

@@ -147,13 +147,13 @@ _OF_PICTURES = {"picture": "example", "image": "example", "pixel": "number"}
 
 
 def in_words_of(form: InputForm, words: str) -> str:
-    """Return what is said of pictures and pixels as it is said of other inputs (rows of a table, series).
+    """Return what is said of pictures and pixels as it is said of other inputs (rows of a table, series, ids).
 
     Args:
         form: of what the network takes.
         words: of a result.
     """
-    if form.is_image or form.has_ids:
+    if form.is_image or any(len(part.shape) == 3 and not part.ids for part in form.parts):
         return words
 
     def exchange(found: re.Match[str]) -> str:

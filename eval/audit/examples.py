@@ -43,10 +43,10 @@ class Examples:
         return replace(self._map(lambda value: value[which]), labels=self.labels[which], source_labels=whole)
 
     def stated(self) -> tuple[int, ...] | Inputs:
-        """Return the shape of one example, or an example where no shape says what inputs are."""
+        """Return the shape of one example, or an example where no shape says what inputs are: of the largest ids."""
         if isinstance(self.inputs, Tensor) and self.inputs.is_floating_point():
             return tuple(self.inputs.shape[1:])
-        return self.part(slice(1)).inputs
+        return self._map(lambda value: value[:1] if value.is_floating_point() else value.amax(0, keepdim=True)).inputs
 
     def to(self, device: torch.device) -> Examples:
         """Return them on a device."""

@@ -21,7 +21,7 @@ def describe_inputs(
     input_range: Range | None = None,
     categories: Sequence[tuple[int, int]] = (),
     column_std: Sequence[float] = (),
-    ids: Sequence[int] = (),
+    ids: Sequence[Sequence[int]] = (),
 ) -> InputForm:
     """Return the form of a batch of inputs, or of an example of them.
 
@@ -30,7 +30,8 @@ def describe_inputs(
         input_range: least and largest number of the floating-point inputs; None is [0, 1].
         categories: of a table, first column of each category and the one behind its last.
         column_std: standard deviation of each column of a table.
-        ids: of each input how many ids there are, where that is known; 0 takes the largest of the batch.
+        ids: of each input how many ids there are, where that is known: one number, or one for each column. None takes
+            the largest of the batch.
 
     Raises:
         ValueError: inputs are no tensors with one example each, or the rest does not fit them; says what.
@@ -50,9 +51,11 @@ def describe_inputs(
             continue
         if int(value.min()) < 0:
             raise ValueError(f"expected ids >= 0 in inputs of {value.dtype}, got {int(value.min())}")
-        known = ids[number] if number < len(ids) else 0
-        count = max(known, int(value.max()) + 1)
-        parts.append(InputPart(name, shape, ids=count, whole=str(value.dtype).removeprefix("torch.")))
+        known = tuple(ids[number]) if number < len(ids) else ()
+        count = max(*known, int(value.max()) + 1, 0)
+        columns = known if len(known) > 1 else ()
+        whole = str(value.dtype).removeprefix("torch.")
+        parts.append(InputPart(name, shape, ids=count, whole=whole, columns=columns))
     form = InputForm(_kind(parts), tuple(parts), tuple((int(a), int(b)) for a, b in categories), tuple(column_std))
     _check_table(form)
     return form
@@ -159,7 +162,7 @@ def _check_table(form: InputForm) -> None:
 
 
 def check_values(form: InputForm, packed: Tensor) -> None:
-    """Refuse a batch (B, C, H, W) whose numbers are not in the range stated, or whose categories are none.
+    """Refuse a batch (B, C, H, W) whose numbers are not in the range stated, ids too large, or categories none.
 
     Raises:
         ValueError: says what it found, and in which column.
@@ -170,6 +173,12 @@ def check_values(form: InputForm, packed: Tensor) -> None:
         group = form.unpack(packed)[0][:, start:stop]
         if not bool(((group == 0) | (group == 1)).all() and (group.sum(1) == 1).all()):
             raise ValueError(f"expected one 1 and else 0 in columns {start} to {stop - 1}, a category, got others")
+    for part, value in zip(form.parts, form.split(packed), strict=True):
+        if part.ids and (beyond := part.first_id_beyond(value)) is not None:
+            raise ValueError(
+                f"expected ids below {beyond[1]}, as many as the network takes or the example that was given has, got "
+                f"{beyond[0]}: give an example with the largest ids"
+            )
     low, high = float(packed.min()), float(packed.max())
     if not (low >= -1e-6 and high <= 1 + 1e-6):
         found = [value for part, value in zip(form.parts, form.unpack(packed), strict=True) if not part.ids]

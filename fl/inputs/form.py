@@ -33,6 +33,7 @@ class InputPart:
         high: largest value, likewise.
         ids: how many ids there are, where it holds ids; 0 for real numbers.
         whole: the type of ids, e.g. "int64"; empty for real numbers.
+        columns: how many ids each entry of the shape's first dimension has, where these differ; else empty.
     """
 
     name: str
@@ -41,6 +42,7 @@ class InputPart:
     high: tuple[float, ...] = (1.0,)
     ids: int = 0
     whole: str = ""
+    columns: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -69,11 +71,24 @@ class InputPart:
         low, high = (limit.to(values.device) for limit in self.limits())
         return (values.double() - low) / (high - low)
 
+    def _largest_ids(self, like: Tensor) -> Tensor:
+        """Return the largest ids, shaped to go with one example."""
+        most = torch.tensor(self.columns or (self.ids,)).to(like) - 1
+        return most.view(-1, *[1] * (len(self.shape) - 1)) if self.shape else most[0]
+
+    def first_id_beyond(self, values: Tensor) -> tuple[int, int] | None:
+        """Return a packed id (B, *shape) that is too large, and how many there are of its column; None of none."""
+        found = (values.detach() * self._unit).round()
+        most = self._largest_ids(values).expand_as(found)
+        wrong = (found > most).nonzero()
+        return None if not len(wrong) else (int(found[(*wrong[0],)]), int(most[(*wrong[0],)]) + 1)
+
     def unpack(self, values: Tensor) -> Tensor:
         """Return what values in [0, 1] (B, *shape) stand for; differentiable, but for ids."""
         if self.ids:
             whole = getattr(torch, self.whole)
-            return (values.detach() * self._unit).round().clamp(0, self.ids - 1).to(whole)
+            found = (values.detach() * self._unit).round().clamp_min(0)
+            return torch.minimum(found, self._largest_ids(values)).to(whole)
         if self.is_plain:
             return values
         low, high = (limit.to(values) for limit in self.limits())
@@ -150,13 +165,17 @@ class InputForm:
         flat = [part.pack(value).reshape(len(value), -1) for part, value in pairs]
         return torch.cat(flat, 1).to(dtype).reshape(-1, *self.shape)
 
-    def unpack(self, packed: Tensor) -> list[Tensor]:
-        """Return the arguments of forward that stand in the one tensor (B, C, H, W)."""
+    def split(self, packed: Tensor) -> list[Tensor]:
+        """Return the parts of the one tensor (B, C, H, W), each in the shape of its argument and still in [0, 1]."""
         rows = packed.reshape(len(packed), -1)
         if len(self.parts) == 1:
-            return [self.parts[0].unpack(packed.reshape(len(packed), *self.parts[0].shape))]
+            return [packed.reshape(len(packed), *self.parts[0].shape)]
         split = rows.split([part.size for part in self.parts], 1)
-        return [part.unpack(one.reshape(len(one), *part.shape)) for part, one in zip(self.parts, split, strict=True)]
+        return [one.reshape(len(one), *part.shape) for part, one in zip(self.parts, split, strict=True)]
+
+    def unpack(self, packed: Tensor) -> list[Tensor]:
+        """Return the arguments of forward that stand in the one tensor (B, C, H, W)."""
+        return [part.unpack(one) for part, one in zip(self.parts, self.split(packed), strict=True)]
 
     def restore(self, packed: Tensor) -> Tensor | tuple[Tensor, ...] | dict[str, Tensor]:
         """Return the inputs as the user gives them: a tensor, several, or a dictionary, in their own units."""

@@ -23,7 +23,7 @@ from fl.local import sampling
 from fl.losses import Loss
 from fl.method import Method
 from fl.models.building_blocks.model_checks import FORWARD_ERRORS
-from fl.runtime.module_copies import copy_model, deep_copy
+from fl.runtime.module_copies import deep_copy
 from fl.runtime.random_state import find_drawing_modules, preserve_global_rng, watch_draws
 from fl.seeds import stream
 from fl.view import ThreatModel
@@ -389,30 +389,6 @@ def check_loss(loss: Loss, method: Method | None, defense: Defense | None) -> No
             f"{defense.name} mixes labels as cross entropy has them, which can't be done under {loss.name}; leave it "
             "out"
         )
-
-
-def count_ids(model: nn.Module, inputs: Inputs) -> list[int]:
-    """Return of each input how many ids an embedding has that is given it as it is; 0 where none is.
-
-    A copy of the model is run; where it does not run, nothing is told.
-    """
-    tensors = tensors_of(inputs)
-    found = [0] * len(tensors)
-    if not isinstance(model, nn.Module) or all(value.is_floating_point() for value in tensors):
-        return found
-    probe = copy_model(unwrap_model(model)).eval()
-
-    def note(module: nn.Module, args: tuple[object, ...], _given: object) -> None:
-        for number, value in enumerate(tensors):
-            if args and isinstance(args[0], Tensor) and args[0].shape == value.shape and torch.equal(args[0], value):
-                found[number] = max(found[number], int(module.num_embeddings))  # type: ignore[arg-type]
-
-    for module in probe.modules():
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            module.register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad(), preserve_global_rng(tensors[0].device), suppress(*FORWARD_ERRORS):
-        probe(**inputs) if isinstance(inputs, Mapping) else probe(*tensors)
-    return found
 
 
 def untie_parameters(model: nn.Module, given: Mapping[str, Tensor]) -> dict[str, Tensor]:

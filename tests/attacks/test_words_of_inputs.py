@@ -11,7 +11,7 @@ from attacks.result import NotApplicable, Reconstruction, Remark
 from attacks.verification.words import in_words_of
 from eval.audit.verdict import describe_no_images
 from fl.capture import from_update
-from fl.inputs.form import InputForm
+from fl.inputs.form import InputForm, InputPart
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.view import ServerView
@@ -62,3 +62,10 @@ def test_refusals_are_said_of_rows_too() -> None:
 def test_words_change_where_inputs_are_no_pictures(words: str, other: str) -> None:
     assert in_words_of(InputForm("table", ()), words) == other
     assert in_words_of(InputForm("image", ()), words) == words
+
+
+def test_words_change_beside_ids_where_no_picture_is_among_the_inputs() -> None:
+    ids, row, picture = InputPart("", (4,), ids=9, whole="int64"), InputPart("", (3,)), InputPart("", (3, 8, 8))
+    assert in_words_of(InputForm("tokens", (ids,)), "the picture") == "the example"
+    assert in_words_of(InputForm("several", (ids, row)), "the picture") == "the example"
+    assert in_words_of(InputForm("several", (ids, picture)), "the picture") == "the picture"

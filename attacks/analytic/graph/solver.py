@@ -184,7 +184,8 @@ class GraphSolver:
 
     def _operations_of_one_position(self) -> list[int]:
         """Return the operations that make one number of each channel of one image, weighted layers first."""
-        shapes = ((number, node.outputs[0].shape) for number, node in enumerate(self.network.graph.nodes))
+        made = ((number, node.outputs) for number, node in enumerate(self.network.graph.nodes))
+        shapes = ((number, outputs[0].shape) for number, outputs in made if outputs)
         single = [number for number, shape in shapes if len(shape) > 1 and shape[1] == shape.numel()]
         return sorted(single, key=lambda number: number not in self.network.layers)
 

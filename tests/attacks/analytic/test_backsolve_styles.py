@@ -140,3 +140,21 @@ def test_relu_gives_the_same_bytes_however_it_is_written(style: str, plain: Serv
 def test_other_activations_give_the_same_bytes_as_modules_do(style: str) -> None:
     by_torch, by_hand = (from_batch(written(activation), *pictures(1))[0] for activation in OTHERS[style])
     assert_same(solved(replace(by_hand, update=by_torch.update)), solved(by_torch))
+
+
+class FakeQuantized(nn.Linear):
+    """Rounds its weight by a scale that it takes out of torch as a number, as quantization-aware training does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = float(self.weight.detach().abs().max()) / 127
+        weight = torch.fake_quantize_per_tensor_affine(self.weight, scale, 0, -128, 127)
+        return functional.linear(x, weight, self.bias)
+
+
+def test_numbers_that_a_forward_takes_out_of_torch_are_no_error() -> None:
+    model = nn.Sequential(nn.Flatten(), FakeQuantized(48, 16), nn.ReLU(), FakeQuantized(16, 10))
+    view, _ = from_batch(model, *pictures(1, size=4))
+    for name in ("cascade", "backsolve"):
+        result = attacks.build(name)(view)
+        assert not isinstance(result, Reconstruction)
+        assert "no convolution" in result.reason or "computed from" in result.reason
