@@ -19,6 +19,10 @@ from fl.tensors import Tensors, dense
 
 MAX_PASSES = 10_000
 """Passes over all numbers after which too few are above the threshold: NVFlare's filter would go on for ever."""
+UNLIKELY_STDS = 10.0
+"""Standard deviations of the noise that none of an update's numbers is off by: of Laplace's by a chance of 1e-6."""
+LITTLE_NOISE = 1e-3
+"""Scale of the noise on a number sent, relative to the limit, below which the filter leaves a gradient's ratios."""
 RENYI_ORDERS = (*(1 + k / 20 for k in range(1, 180)), *range(10, 64))
 
 
@@ -33,7 +37,8 @@ class NVFlareSVT(Defense):
     with Laplace noise again; all others are zero. At NVFlare's defaults the noise sent is twenty times the limit, and
     the budget that its accountant adds up grows with the network: 0.1 for a number sent, beside 0.1 for the choice.
 
-    No ratio of numbers is left, so attacks that solve equations refuse. A search that knows the filter compares what
+    That leaves no ratio of numbers, so attacks that solve equations refuse. Where the noise is far below the limit they
+    take what was sent and not cut for what it is. A search that knows the filter compares what
     was sent with predictions cut likewise, with derivatives that pass straight through.
 
     Attributes:
@@ -141,12 +146,15 @@ class NVFlareSVT(Defense):
         }
 
     def transmit_known_part(self, known: Tensors, observed: Tensors) -> Tensors:
-        """Return zeros: what is added before numbers are cut does not add to them."""
-        return {name: torch.zeros_like(dense(value)) for name, value in known.items()}
+        """Return the known part where a number was sent that noise alone does not bring below the limit, else zeros."""
+        uncut = self.gamma * self.steps - UNLIKELY_STDS * next(iter(self.noise_std(observed).values()), 0.0)
+        seen = {name: dense(observed[name]) for name in known}
+        passed = {name: (value != 0) & (value.abs() < uncut) for name, value in seen.items()}
+        return {name: dense(value) * passed[name] for name, value in known.items()}
 
     def preserves_norm_ratios(self) -> bool:
-        """Return False: every number is cut and made noisy by itself."""
-        return False
+        """Return whether the noise on a number sent is so far below the limit that it hides nothing of most numbers."""
+        return self.epsilon_release is None and 2 / self.noise_var < LITTLE_NOISE
 
     def with_unknown_scale(self) -> Defense:
         """Return which numbers were sent: in another unit the limits are unknown."""

@@ -45,7 +45,8 @@ from fl.tensors import dense
 from fl.view import ServerView
 
 UNTRAINED_BIASES = (
-    "the bias {} did not move, though its weight did: it is not trained, or not sent, and nothing says what flows back"
+    "the bias {} did not move, though its weight did: it is not trained, or not sent, or all that flows back into it "
+    "sums to zero (a loss that compares examples), and nothing says what does"
 )
 LEFT_OUT = "not confirmed: numbers of {} that the defense left out count as zero, and may tell of pixels"
 MAX_UNKNOWNS = 12_288

@@ -29,6 +29,8 @@ LEAST_APART, MOST_APART = 1e-3, 0.25
 """Steps that two sizes are apart at least which are no one level: of numbers right on a grid, and of any."""
 MIN_EVIDENCE, MOST_OF_A_LEVEL = 20.0, 12.0
 """Bits of chance that levels have to be on a grid against, to tell one, and those that count of one level."""
+MOST_FEW = 512
+"""Numbers of a tensor up to which steps of eight bits are tried one by one: of more, some are next to each other."""
 MIN_FEW = 8
 """Numbers of a small tensor, or a row, from which on a grid through all of them is no chance, whatever its step."""
 
@@ -61,7 +63,14 @@ def grid_step(values: Tensor, least: int = MIN_STEPS) -> float:
         on_grid = _are_on_grid(flat.double() - low, step)
         told = on_grid and (least < MIN_STEPS or _evidence(flat.double(), low, step) >= MIN_EVIDENCE)
         return step if told and not is_of_one_row(values.detach(), step) else 0.0
-    return 0.0
+    step = _step_of_few_levels(flat.double()) if least >= MIN_STEPS and len(flat) <= MOST_FEW else 0.0
+    return step if step and not is_of_one_row(values.detach(), step) else 0.0
+
+
+def _step_of_few_levels(flat: Tensor) -> float:
+    """Return the step of a grid of eight bits at most, of numbers so few that no two of them are next to each other."""
+    step = _first_fit(flat, _steps_of_eight_bits(flat))
+    return step if step and _evidence_of_tried(flat, step) >= MIN_EVIDENCE else 0.0
 
 
 def _are_on_grid(values: Tensor, step: float) -> bool:
@@ -121,17 +130,16 @@ def grid_steps(values: Tensor, *, of_one_row: bool = False, spacing: float = 0.0
 
 
 def _are_rows_enough(rows: Tensor, steps: Sequence[float]) -> bool:
-    """Return whether short rows have enough levels for their even spacing to be no chance.
+    """Return whether short rows have enough levels for their even spacing to be no chance."""
+    known = (_evidence_of_tried(row, step) for row, step in zip(rows, steps, strict=True) if step)
+    return sum(known) >= MIN_EVIDENCE
 
-    Of each row several grids were tried, from 0 or from its least number on.
-    """
-    evidence = 0.0
-    for row, step in zip(rows, steps, strict=True):
-        if step:
-            origins = [origin for origin in (0.0, float(row.min())) if _off_grid(row, origin, step) < OFF_ROW]
-            found = max((_evidence(row, origin, step) for origin in origins), default=0.0)
-            evidence += max(0.0, found - math.log2(2 * FEW_STEPS))
-    return evidence >= MIN_EVIDENCE
+
+def _evidence_of_tried(row: Tensor, step: float) -> float:
+    """Return bits of chance as `_evidence`, of numbers of which grids were tried from 0 or from the least on."""
+    origins = [origin for origin in (0.0, float(row.min())) if _off_grid(row, origin, step) < OFF_ROW]
+    found = max((_evidence(row, origin, step) for origin in origins), default=0.0)
+    return max(0.0, found - math.log2(2 * FEW_STEPS))
 
 
 def _off_grid(values: Tensor, origin: float, step: float) -> float:
@@ -168,9 +176,14 @@ def _row_step(row: Tensor) -> float:
     """Return the step of the grid that a row of numbers lies on, of eight bits where they are few."""
     if len(row) >= MIN_ENTRIES:
         return grid_step(row)
-    size, span = float(row.abs().max()), float(row.max() - row.min())
+    return _first_fit(row, _steps_of_eight_bits(row))
+
+
+def _steps_of_eight_bits(flat: Tensor) -> list[float]:
+    """Return the steps of numbers of eight bits or less, whose largest size, or span, is a whole number of them."""
+    size, span = float(flat.abs().max()), float(flat.max() - flat.min())
     counts = range(MIN_STEPS, FEW_STEPS)
-    return _first_fit(row, [*(size / n for n in counts if n < FEW_STEPS / 2), *(span / n for n in counts)])
+    return [*(size / n for n in counts if n < FEW_STEPS / 2), *(span / n for n in counts)]
 
 
 def _first_fit(flat: Tensor, known: Sequence[float]) -> float:

@@ -357,7 +357,8 @@ def _moved(observed: ObservedUpdate, probe: _NetworkProbe, name: str) -> tuple[T
     weight, bias = (probe.arrange(name, kind, dense(observed.change[n]).double()) for kind, n in names)
     if not bool(bias.any()) and bool(weight.any()):
         return NotApplicable(
-            f"the bias of {name!r} did not move, though its weight did: it is not trained, or not sent"
+            f"the bias of {name!r} did not move, though its weight did: it is not trained, or not sent, or all that "
+            "flows back into it sums to zero (a loss that compares examples)"
         )
     if not bool(bias.any()) or not bool(weight.isfinite().all() and bias.isfinite().all()):
         return NotApplicable(f"the update of {name!r} is zero or not finite")

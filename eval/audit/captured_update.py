@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from attacks.update.decay_reading import with_decay_read_off
 from eval.audit import fed_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
-from eval.audit.coarse_numbers import rounding_bounds
+from eval.audit.coarse_numbers import coarse_in_part, rounding_bounds
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.audit.other_loss import describe_other_loss
@@ -98,7 +98,8 @@ def of_update(
         return as_mean_of_clients(alone, clients)
 
     view = replace(_with_buffers(view_of(batch_size * clients), captured.buffers), scale_unknown=captured.scale_unknown)
-    view = replace(view, sent_as=captured.sent_as)
+    halves = {name: captured.before.get(name, captured.update[name]) for name in view.update if name in captured.update}
+    view = replace(view, sent_as=captured.sent_as or coarse_in_part(halves))
     view, decay = with_decay_read_off(view)
     known_data = None
     if given is not None:

@@ -158,6 +158,17 @@ def coarse_type(tensors: Mapping[str, Tensor]) -> str:
     return str(kind).removeprefix("torch.") if kind.itemsize == 1 or (kind is torch.float16 and bool(small)) else ""
 
 
+def coarse_in_part(tensors: Mapping[str, Tensor]) -> str:
+    """Return the coarsest type of an update's tensors, and that others have a finer one; nothing where all have one.
+
+    Args:
+        tensors: that the update is made of, by name: floating-point ones, no buffers.
+    """
+    kinds = {value.dtype for value in tensors.values()}
+    coarse = sorted(kinds & DIGITS.keys(), key=lambda kind: (-torch.finfo(kind).eps, str(kind)))
+    return f"{str(coarse[0]).removeprefix('torch.')} in some of its tensors" if coarse and len(kinds) > 1 else ""
+
+
 def coarse_note(tensors: Mapping[str, Tensor], what: str) -> list[str]:
     """Return what coarse numbers leave of tensors; nothing where there are none.
 

@@ -55,7 +55,8 @@ def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
         )
         return {str(place): part.view(shape) for place, (part, shape) in enumerate(zip(parts, shapes, strict=False))}
 
-    note = f"a vector of {numbers} numbers: those of {whole} one after the other, row by row"
+    order = "the last first, as buckets of DistributedDataParallel hold them, has to be taken apart by its sender"
+    note = f"a vector of {numbers} numbers: those of {whole} one after the other, row by row; one of {order}"
     notes = (*captured.notes, note)
     parts: dict[str, Any] = {what: split(getattr(captured, what)) for what in ("update", "before", "rounding")}
     return replace(captured, **parts, notes=notes)

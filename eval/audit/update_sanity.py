@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
 from attacks.update.classifier_update import classifier_tensors
+from attacks.update.even_grids import grid_steps
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
 from eval.audit.merged_adapters import find_merged_adapter
@@ -26,6 +27,8 @@ MIN_WEIGHT_COSINE = 0.9
 MIN_SPARSE_ROWS, MIN_MISSING_SHARE, MIN_STEPS_OF_GRID = 8, 0.02, 8
 """Rows that a matrix needs, and the share of its numbers that has to be missing, to count as sparsified; and places of
 the weights' last digit that its other numbers have to be away from zero."""
+MIN_STEPS_OF_BITS = 1.5
+"""Steps of an even grid that the other numbers have to be away from zero: rounding alone leaves some a step away."""
 ALL_ZERO = (
     "all numbers of the update are zero, so it tells nothing of any image: the client trained nothing (it skipped the "
     "round, all it trains is frozen, or its step size is 0), or the same weights were taken for before and after"
@@ -93,8 +96,8 @@ def missing_share(view: ServerView) -> float:
 
     One step on a few examples leaves whole rows and columns at zero (units and pixels at rest), and rows that miss the
     numbers of some of the examples: there are 2 to the power of these patterns. That is so of matrices alone:
-    convolutions take many patches of each example. A step far below the weights' last
-    place leaves zeros, too; its other numbers are then a few such places. Numbers that the network's own step leaves at
+    convolutions take many patches of each example. A step far below the weights' last place leaves zeros, too; its
+    other numbers are then a few such places, and of few bits a step. Numbers that the network's own step leaves at
     zero, whatever the example, count as sent (those that a parametrization of weights does not look at, say).
     """
     share = _missing_share(view, {})
@@ -117,6 +120,8 @@ def _missing_share(view: ServerView, always: Mapping[str, Tensor]) -> float:
         rest = rest.masked_fill(always[name][rows][:, columns], least) if name in always else rest
         before = float(dense(view.shared[name]).abs().max()) if name in view.shared else 0.0
         fine = not view.rounded or least > MIN_STEPS_OF_GRID * torch.finfo(view.dtype).eps * before
+        grid = grid_steps(sent)  # of numbers in few bits, those near zero were rounded to it
+        fine = fine and (grid is None or least > MIN_STEPS_OF_BITS * float(grid[grid > 0].min()))
         patterns = torch.unique(rest == 0, dim=0)
         if fine and len(rest) >= MIN_SPARSE_ROWS and len(patterns) > max(2**view.batch_size, len(rest) // 2):
             missing, whole = missing + int((rest == 0).sum()), whole + rest.numel()

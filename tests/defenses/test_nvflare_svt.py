@@ -8,8 +8,12 @@ import pytest
 import torch
 from support.compare import assert_same
 from support.frameworks import nvflare_filtered, updates
+from torch import nn
 
+import attacks
+from attacks.base import Reconstruction
 from defenses.nvflare_svt import MAX_PASSES, NVFlareSVT
+from fl.capture import from_batch
 from fl.privacy.accounting import gaussian_epsilon
 from fl.seeds import stream
 from fl.tensors import Tensors, dense, dot, norm
@@ -146,3 +150,40 @@ def test_nvflares_defaults_are_ours() -> None:
     own = pytest.importorskip("nvflare.app_common.filters.svt_privacy").SVTPrivacy()
     for name in ("fraction", "epsilon", "noise_var", "gamma", "tau", "replace", "epsilon_release", "epsilon_query"):
         assert getattr(own, name) == getattr(NVFlareSVT(), name), name
+
+
+ALL: dict[str, Any] = {"fraction": 1.0, "epsilon": 1e12, "noise_var": 1e9, "tau": 0.0, "replace": False}
+"""All numbers are sent, with next to no noise."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "exact"),
+    [
+        ({**ALL, "gamma": 10.0}, True),
+        ({**ALL, "gamma": 10.0, "replace": True}, True),
+        ({**ALL, "gamma": 0.05}, False),
+        ({**ALL, "gamma": 10.0, "noise_var": 1e5}, False),
+    ],
+)
+def test_a_filter_that_hides_nothing_is_attacked_and_no_wrong_picture_confirmed(
+    settings: dict[str, Any], exact: bool
+) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(192, 32), nn.ReLU(), nn.Linear(32, 5))
+    for value in net.parameters():
+        nn.init.uniform_(value, -0.1, 0.1, generator=stream(0, str(tuple(value.shape))))
+    pixels = (255 * torch.rand(1, 3, 8, 8, generator=stream(0, "pixels"))).round() / 255
+    view, _ = from_batch(net, pixels, torch.tensor([3]), defense=NVFlareSVT(**settings))
+    result = attacks.build("analytic")(view)
+    assert isinstance(result, Reconstruction)
+    right = bool(((result.inputs - pixels).abs() < 0.25 / 255).all())
+    assert result.verified is True if exact else right or not result.verified
+    assert right or not exact
+
+
+def test_attacks_that_solve_refuse_where_noise_hides_the_numbers_sent() -> None:
+    assert not NVFlareSVT().preserves_norm_ratios()
+    assert not NVFlareSVT(noise_var=2.0).preserves_norm_ratios()
+    assert not NVFlareSVT(**ALL, epsilon_release=1e9).preserves_norm_ratios()
+    observed: Tensors = {"a": torch.tensor([0.0, 0.3, -0.5, 0.499])}
+    passed = NVFlareSVT(**{**ALL, "gamma": 0.5, "noise_var": 1e3}).transmit_known_part(observed, observed)
+    assert dense(passed["a"]).tolist() == [0.0, pytest.approx(0.3), 0.0, 0.0]

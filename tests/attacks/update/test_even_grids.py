@@ -16,7 +16,7 @@ from attacks.update.even_grids import bits_of_grid, grid_step, grid_steps, step_
 from defenses.qsgd import QSGD
 from defenses.quantize import Quantize
 from eval.audit.coarse_numbers import grid_bounds, grid_note
-from fl.capture import from_update
+from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -247,3 +247,31 @@ def test_four_values_of_both_signs_are_two_bits(rounding: Literal["nearest", "st
     sent = Quantize(bits=2, rounding=rounding).transform_update(values, stream(2))
     assert len(torch.unique(dense(sent["a"]))) == 4
     assert bits_of_grid(dense(sent["a"])) == 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_few_numbers_no_two_of_which_are_next_to_each_other_lie_on_a_grid(seed: int) -> None:
+    """Of 64 in eight bits the nearest two may be two steps apart or more."""
+    values = torch.randn(64, generator=stream(seed, "few"))
+    values[torch.arange(64) % 4 > 0] = 0  # units at rest
+    step = values.abs().max() / 127
+    sent = (values / step + torch.rand(64, generator=stream(seed, "up"))).floor() * step
+    assert grid_step(sent) == pytest.approx(float(step), rel=1e-4)
+    assert grid_step(values) == 0.0
+
+
+def test_what_stochastic_rounding_leaves_at_zero_is_not_called_sparsified() -> None:
+    net = initialized(nn.Sequential(nn.Flatten(), nn.Linear(192, 64), nn.ReLU(), nn.Linear(64, 10)), 0).float()
+    pixels = (255 * torch.rand(1, 3, 8, 8, generator=stream(0, "pixels"))).round() / 255
+    view, _ = from_batch(net, pixels, torch.tensor([3]))
+    update = {name: rounded(dense(value), 8, random=True) for name, value in view.update.items()}
+    report = hyperleak.audit(
+        net,
+        update=update,
+        input_shape=(3, 8, 8),
+        method={"name": "fedavg", "lr": 1.0, "steps": 1},
+        attacks=["analytic"],
+    )
+    assert not report.mismatch
+    assert report.findings[0].verified is None
+    assert "in 8 bits a number" in report.findings[0].notes[0]

@@ -194,3 +194,28 @@ def test_decay_that_few_bits_hide_is_not_taken_for_none():
     found = audit(sent, (inputs, labels), model, batch_size=3, method=method)
     assert not any("no weight decay shows" in note for note in found.notes)
     assert not found.mismatch
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("places", [slice(0, 2), slice(2, 4)], ids=["first", "last"])
+def test_a_miss_is_not_ruled_out_where_some_tensors_were_sent_in_two_bytes(kind, places):
+    inputs, labels = images()
+    update = step(perceptron(), inputs, labels)
+    halved = list(update)[places]
+    sent = {name: value.to(kind) if name in halved else value for name, value in update.items()}
+    (found,) = audit(sent, (inputs, labels)).findings
+    assert found.rows[0]["psnr"] > 50
+    assert found.verified is None
+    borne_out = "borne out, but not confirmed" in found.notes[0]
+    assert borne_out or f"{str(kind).removeprefix('torch.')} in some of its tensors" in found.notes[0]
+
+
+def test_buffers_in_four_bytes_beside_weights_in_two_are_no_second_form():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 5)).eval()
+    inputs, labels = images()
+    update = step(model, inputs, labels)
+    names = dict(model.named_parameters())
+    sent = {name: value.half() if name in names else value for name, value in update.items()}
+    how = FedAvg(lr=0.1, steps=1, batch_size=None, train_mode=False)
+    (found,) = audit(sent, (inputs, labels), model, method=how).findings
+    assert not any("in some of its tensors" in note for note in found.notes)
