@@ -10,10 +10,15 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
-from attacks.network.embeddings import embedded_ids, embedding_weights
+from attacks.network.embeddings import embedded_ids, embedding_weights, lookups
 from attacks.result import Remark
+from attacks.update.classifier_update import classifier_tensors
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import deviation_from_loss_gradient
+from attacks.update.training_phases import (
+    adaptive_optimizer_obstacle,
+    deviation_from_loss_gradient,
+    training_phases,
+)
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -59,11 +64,15 @@ class Tokens(Attack):
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
         sparse = _sparse_embeddings(view, sent)
-        observed, found = ObservedUpdate(view), dict[str, Tensor]()
+        observed, found, slots = ObservedUpdate(view), dict[str, Tensor](), _count_lookups(view)
         for name in sparse:
             moved = _moved_rows(view, name, dense(observed.change[name]))
-            if bool(moved.any()) and not bool(moved.all()):
-                found[name] = moved.nonzero().flatten().cpu()
+            at_rest = ~moved & (dense(view.shared[name]) != 0).any(1)  # decay moves no row of zeros
+            if not bool(moved.any() and at_rest.any()):
+                continue
+            if (most := slots.get(name)) is not None and int(moved.sum()) > most:
+                return NotApplicable(TOO_MANY.format(int(moved.sum()), name, most), limit=True)
+            found[name] = moved.nonzero().flatten().cpu()
         if not found:
             return NotApplicable(
                 "every row of the embeddings moved, or none: noise, decay of an unknown rule, or a weight that another "
@@ -71,13 +80,14 @@ class Tokens(Attack):
             )
         private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
         known = view.threat.knows_optimizer and view.threat.knows_defense
+        doubt = UNSTATED if not known else _contradiction(view, observed)
         found_ids = Reconstruction(
             inputs=None,
             labels=fixed_labels(view, "auto"),
             private=private,
             knowledge=() if view.labels is None else ("labels",),
-            verified=True if known else None,
-            note="" if known else UNSTATED,
+            verified=None if doubt else True,
+            note=doubt,
         )
         counted = found_ids.labels is not None and view.labels is None and view.task.loss.is_cross_entropy
         doubtful = counted and view.method.uses_labels and not are_labels_proven(view)
@@ -88,10 +98,46 @@ class Tokens(Attack):
         return result
 
 
+TOO_MANY = (
+    "{} rows of {} moved, and no more than {} ids were fed: momentum kept from earlier rounds, weight decay in a part "
+    "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"
+)
+CONTRADICTED = (
+    "not confirmed: the classifier's update is not that of {} example(s) in one step: momentum kept from earlier "
+    "rounds, or more examples than stated, would move rows of other ids as well"
+)
+MIN_RANK_SHARE = 1e-2
+"""Singular values of a classifier's update, relative to the largest, that no rounding leaves."""
 UNSTATED = (
     "not confirmed: the optimizer or the defense was not stated, and one that moves other rows (momentum kept from "
     "earlier rounds, decay) would be read as ids; state it (method, --method) to rely on that"
 )
+
+
+def _count_lookups(view: ServerView) -> dict[str, int]:
+    """Return how many ids each embedding looks up of all examples, by the name of its weight; nothing of a group's."""
+    if view.batch_size is None or view.parts:
+        return {}
+    draw = stream(0, "lookups")
+    inputs = torch.rand(view.batch_size, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
+    return {name: len(ids) for name, ids in lookups(view.task, inputs).items()}
+
+
+def _contradiction(view: ServerView, observed: ObservedUpdate) -> str:
+    """Return that a classifier's update is of more examples than stated, as what earlier rounds left adds to it.
+
+    One step leaves it with the rank of the number of examples, where each has one output vector.
+    """
+    schedule, count = training_phases(view)[1], view.batch_size
+    steps = [step for phase in schedule or () for step in phase]
+    if count is None or view.parts or [sum(step) for step in steps] != [count] or len(view.task.output_shape) != 1:
+        return ""
+    weight, bias = classifier_tensors(view, observed.change)
+    if weight is None or weight.ndim != 2 or adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
+        return ""
+    whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
+    sizes = torch.linalg.svdvals(whole.double())
+    return CONTRADICTED.format(count) if bool((sizes > MIN_RANK_SHARE * sizes[0])[count:].any()) else ""
 
 
 def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:

@@ -36,19 +36,29 @@ def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
         task: with the network.
         inputs: of it (B, C, H, W).
     """
+    padding, found = embedding_weights(task.model), lookups(task, inputs)
+    return {name: sorted({*ids.unique().tolist()} - {padding[name]}) for name, ids in found.items()}
+
+
+def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
+    """Return all that each embedding of a network looks up, as often as it does, by the name of its weight.
+
+    Args:
+        task: with the network.
+        inputs: of it (B, C, H, W).
+    """
     model = copy.deepcopy(task.model).eval()
-    padding, found = embedding_weights(model), dict[str, set[int]]()
+    known, found = embedding_weights(model), dict[str, list[Tensor]]()
     names = {id(value): name for name, value in model.named_parameters()}
 
     def note(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> None:
         name, ids = names[id(module.weight)], args[0] if args else given.get("input")
-        if isinstance(ids, Tensor) and name in padding:
-            found.setdefault(name, set()).update(ids.unique().tolist())
-            found[name].discard(padding[name])
+        if isinstance(ids, Tensor) and name in known:
+            found.setdefault(name, []).append(ids.flatten())
 
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.register_forward_pre_hook(note, with_kwargs=True)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS):
         model(inputs)
-    return {name: sorted(ids) for name, ids in found.items()}
+    return {name: torch.cat(ids) for name, ids in found.items()}

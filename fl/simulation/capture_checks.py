@@ -244,6 +244,7 @@ def check_training(client: Client, inputs: Tensor, *, default: bool, captured: b
     Raises:
         ValueError: it does not run, or it draws random numbers, which no one could replay.
     """
+    _check_renormalized(client.task.model)
     order = sampling.plan_batches(client.method.phases(client.task, 0), len(inputs), stream(0, "order", 0, 0))
     sizes = {len(index) for steps in order for step in steps for index in step} - {0}
     training = client.method.train_mode
@@ -279,6 +280,22 @@ def check_training(client: Client, inputs: Tensor, *, default: bool, captured: b
             f"{remedy if training else always}"
         )
     _check_derivative(copies[0], batch[:MOST_RUN])
+
+
+def _check_renormalized(model: nn.Module) -> None:
+    """Refuse embeddings that shorten their rows as they are looked up: a prediction would change what the server sent.
+
+    Raises:
+        ValueError: says which.
+    """
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    found = [n for n, module in model.named_modules() if isinstance(module, kinds) and module.max_norm is not None]
+    if found:
+        raise ValueError(
+            f"expected a model whose forward leaves its weights as they are, got max_norm in {found}, which shortens "
+            "rows in place: let your function set it to None (module.max_norm = None). Which rows moved is then still "
+            "read; a row that was shortened has moved by more than its gradient"
+        )
 
 
 def name_draws(model: nn.Module, inputs: Tensor) -> str:

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -104,3 +106,63 @@ def test_what_can_not_read_ids_says_so():
         assert "`tokens` reads off" in found.reason
     images, _ = from_batch(nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), torch.rand(1, 1, 4, 4), torch.tensor([1]))
     assert "no embedding" in attacks.build("tokens")(images).reason
+
+
+def step_of(optimizer, *batches, zeros=slice(0)):
+    """Return a model of text before the last of several batches that one optimizer takes, and what that subtracts."""
+    model = Text()
+    with torch.no_grad():
+        model.embedding.weight[zeros] = 0  # as the row of padding is
+    rule = optimizer(model.parameters())
+    for ids, labels in batches:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        rule.zero_grad()
+        nn.functional.cross_entropy(model(ids), labels).backward()
+        rule.step()
+    after = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(before)
+    return model, {name: before[name] - value for name, value in after.items()}
+
+
+def test_more_rows_than_ids_are_no_ids():
+    earlier = torch.tensor([[13, 14, 15, 16]]), torch.tensor([2])
+    rule = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model, update = step_of(rule, earlier, (IDS[:1], LABELS[:1]))
+    how = FedAvg(lr=0.1, steps=1, batch_size=None)
+    found = attacks.build("tokens")(from_update(model, update, input_shape=IDS[:1], method=how))
+    assert isinstance(found, NotApplicable)
+    assert "6 rows of embedding.weight moved, and no more than 4 ids were fed" in found.reason
+    assert found.limit
+
+
+def test_rows_that_decay_moved_are_no_ids_of_an_optimizer_that_was_stated_without_it():
+    model, update = step_of(partial(torch.optim.AdamW, lr=1e-3, weight_decay=0.01), (IDS[:1], LABELS[:1]), zeros=0)
+    assert (update["embedding.weight"] != 0).any(1).tolist() == [False] + [True] * 19
+    stated = FedAvg(optimizer="adam", lr=1e-3, steps=1, batch_size=None)
+    found = attacks.build("tokens")(from_update(model, update, input_shape=IDS[:1], method=stated))
+    assert isinstance(found, NotApplicable)
+    assert found.reason.startswith("every row of the embeddings moved")
+
+
+@pytest.mark.parametrize("stated", [0.0, 0.9])
+def test_ids_of_earlier_rounds_that_momentum_kept_are_not_confirmed(stated):
+    earlier = torch.tensor([[13, 14, 0, 0]]), torch.tensor([2])
+    rule = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model, update = step_of(rule, earlier, (IDS[:1], LABELS[:1]))
+    how = FedAvg(lr=0.1, steps=1, batch_size=None, momentum=stated)
+    found = attacks.build("tokens")(from_update(model, update, input_shape=IDS[:1], method=how))
+    assert 13 in found.private["tokens/embedding.weight"]
+    assert found.verified is None
+    assert "momentum kept from earlier rounds" in found.note
+    alone, update = step_of(rule, (IDS[:1], LABELS[:1]))
+    found = attacks.build("tokens")(from_update(alone, update, input_shape=IDS[:1], method=how))
+    assert found.verified
+
+
+def test_embeddings_that_shorten_their_rows_are_refused_with_what_to_do():
+    model = Text()
+    model.embedding.max_norm = 1.0
+    sent = dict(model.named_parameters())
+    for give in (lambda: from_batch(model, IDS, LABELS), lambda: from_update(model, sent, input_shape=IDS[:1])):
+        with pytest.raises(ValueError, match=r"max_norm in \['embedding'\], which shortens rows in place"):
+            give()
