@@ -497,7 +497,8 @@ def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:
     if layer.steps != 1:
         return "several images take one local step"
     if not layer.is_given_images:
-        return f"{layer.name!r} is not given the image"
+        several = len(view.task.inputs.parts) > 1
+        return f"{layer.name!r} is not given {'all inputs, as batches of several take' if several else 'the image'}"
     if layer.masked:
         return f"numbers of the weight of {layer.name!r} take no part (pruned, say): no ratio of all is a picture"
     if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:

@@ -38,6 +38,8 @@ MAX_COMBINATIONS = 64
 """Combinations of labels that are tried of a picture, at most: of six labels that may be 0 or 1."""
 PROBE_IMAGES = 8
 """Random images that tell what a layer is given and whether a ReLU follows it."""
+SAME_GRADIENT = 1e-6
+"""By how much of its length a gradient in double precision may be off another that is the same."""
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,12 @@ def first_linear(view: ServerView, *, scaled: bool = False) -> LinearLayer | Not
             )
             reused.append(name)
             continue
+        if not probe.has_own_gradient(name):
+            still = still or NotApplicable(
+                f"the weight that {name!r} uses is computed from {names[0]}, whose gradient is another than its own",
+                limit=True,
+            )
+            continue
         layer = _read_layer(observed, probe, name, images)
         if isinstance(layer, LinearLayer):
             return replace(layer, passed_over=tuple(reused))
@@ -446,9 +454,11 @@ class _NetworkProbe:
 
         The image counts as normalized by the view's normalization; `origin` says so of any other.
         """
-        seen, flat = self._module_inputs, self._vector_layers
-        order = [*flat, *(name for name in seen if name not in flat)]
-        return {name: seen.get(name, False) for name in order if name in seen or name in flat}
+        seen, flat, order = self._module_inputs, list(self._vector_layers), list[str]()
+        for name in seen:  # modules in the order they run; of some the weight is no parameter, and they are not in flat
+            before = flat.index(name) + 1 if name in flat else 0
+            order += [*(other for other in flat[:before] if other not in order), name]
+        return {name: seen.get(name, False) for name in (*order, *flat)}
 
     @cached_property
     def _traced(self) -> VectorLayers:
@@ -461,6 +471,25 @@ class _NetworkProbe:
     def is_used_once(self, name: str) -> bool:
         """Return whether the network uses a layer's tensors once, so that their gradients are those of one input."""
         return not self._traced.reused & set(self.parameter_names(name))
+
+    def has_own_gradient(self, name: str) -> bool:
+        """Return whether a layer's weight has the gradient of a matrix that takes what the layer is given.
+
+        That is known of what was traced. Of a weight that the layer rounds first, as training for few bits does, it is
+        so where rounding passes gradients on as they are.
+        """
+        if name in self._vector_layers or name not in self._module_inputs:
+            return True
+        weight = self.weights[self.parameter_names(name)[0]].detach().requires_grad_()
+        with _OutputLeaf(self.model, name) as tap, torch.enable_grad():
+            result = self._network(self.weights)(self.images)
+            draw = torch.randn(result.shape, generator=stream(0, "signal"), dtype=torch.float64).to(result)
+            (signal,) = torch.autograd.grad((result * draw).sum(), tap.outputs[:1])
+        with torch.enable_grad():
+            result = self._network({**self.weights, self.parameter_names(name)[0]: weight})(self.images)
+            (made,) = torch.autograd.grad((result * draw).sum(), weight, materialize_grads=True, allow_unused=True)
+        expected = signal.mT @ self._given[name]
+        return bool((made - expected).norm() <= SAME_GRADIENT * expected.norm())
 
     def origin(self, name: str) -> PixelOrigin | None:
         """Return how a layer's input is made of pixels, where that is otherwise than the view says."""

@@ -11,13 +11,14 @@ from typing import Any, Literal
 
 from attacks.result import Remark
 from eval.audit.findings import AttackFinding, AuditReport
-from eval.audit.verdict import closest_figure, leaked_rows
+from eval.audit.verdict import closest_figure, in_words_of_rows, leaked_rows
 from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.metrics.self_verification import borne_out_words
 from eval.report.result_groups import RECOVERED_BELOW, private_tensor_recoveries
 from eval.report.sections.inconclusive import OpenQuestion, update_key
 
+CONTENT = "image content leaked"
 Rule = Literal["limit-exceeded", "image-leak", "confirmed-reconstruction", "private-tensor"]
 """What can leak: an image came closer than a limit; the content or the identity of images, by the bar of reports; what
 the attack confirms itself, or the whole update bears out, where the true images are not known; a tensor that the method
@@ -117,7 +118,13 @@ class Judgment:
         leaks = [Leak("limit-exceeded", found.attack, update, words) for update, words in over.items()]
         seen = {update: leaked_rows(own) for update, own in rows.items()} if found.leaked else {}
         leaks += [
-            Leak("image-leak", found.attack, update, f"image content leaked: {images_in_words(own)}", limited)
+            Leak(
+                "image-leak",
+                found.attack,
+                update,
+                in_words_of_rows(own, f"image content leaked: {images_in_words(own)}"),
+                limited,
+            )
             for update, own in seen.items()
             if own and update not in over
         ]
@@ -176,7 +183,7 @@ def images_in_words(rows: Sequence[Row], figure: str = "psnr", limit: float = -m
             continue
         part = f" {found.words}" if found.words else ""
         told.append(f"image {row['image']} at {found.value:.4g}{unit}{part} (best guess {found.guess:.4g}{unit})")
-    return join_words(told)
+    return in_words_of_rows(rows, join_words(told))
 
 
 def _private_words(rows: Sequence[Row]) -> str:

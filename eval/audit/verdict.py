@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -151,12 +152,20 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
     part = f" {furthest.words}" if furthest.words and furthest.gain >= COUNTED_MARGIN else ""
     told, seen = _evidence(group, tests), bool(group.leaked_rows) or exceeds_baseline(group.gain)
     counted = sum(gain >= COUNTED_MARGIN for gain in gains)
-    return (
+    return in_words_of_rows(
+        rows,
         f"{_headline(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
         f"{counted} of {len(gains)} image(s) at least {COUNTED_MARGIN:g} dB above "
         f"the best guess without the update, the furthest at {furthest.value:.1f} dB against "
-        f"{furthest.guess:.1f} dB{part}, on average {fmean(gains):+.1f} dB"
+        f"{furthest.guess:.1f} dB{part}, on average {fmean(gains):+.1f} dB",
     )
+
+
+def in_words_of_rows(rows: Sequence[Row], words: str) -> str:
+    """Return what is said of images as it is said of rows, where they are those of a table."""
+    if not any(row.get("row_accuracy") is not None for row in rows):
+        return words
+    return re.sub(r"(?<![-\w])(an )?image(s?)(?![-\w])", lambda found: f"{'a ' * bool(found[1])}row{found[2]}", words)
 
 
 def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
@@ -189,7 +198,7 @@ def image_line(row: Row, number: int) -> str:
         exact = f", {100 * row['row_accuracy']:.0f} % of its columns right"
     shown = f"PSNR {row['psnr']:.1f} dB (best guess {best_baseline(row):.1f} dB)" if row.get("psnr") is not None else ""
     shown = f"none came back, which counts as {shown}" if shown and has_failed(row) else shown
-    words = f"image {number}: {shown or _why_unscored(row)}{label}{exact}"
+    words = f"{in_words_of_rows([row], 'image')} {number}: {shown or _why_unscored(row)}{label}{exact}"
     if row.get("psnr_seen") is not None:
         shown = f"{row['psnr_seen']:.1f} dB (best guess {best_baseline(row, 'psnr_seen'):.1f} dB)"
         few = "" if is_seen_enough(row) else ", too few to count"

@@ -277,6 +277,8 @@ def test_an_audit_of_a_table_says_how_many_columns_are_right(folder):
     (finding, *others) = report.findings
     assert finding.leaked
     assert "100 % of the columns right (TabLeak's accuracy)" in finding.verdict
+    assert "row content leaked: 1 of 1 row(s) came back" in finding.verdict
+    assert "image" not in finding.verdict
     assert all("not needed" in other.verdict for other in others)
     assert not [*(folder / "table" / "images").glob("*.png")]
 

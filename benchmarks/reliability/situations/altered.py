@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,9 +14,11 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from benchmarks.reliability.situations import architectures as own
 from benchmarks.reliability.situations import networks
-from benchmarks.reliability.situations.row import OWN_MODEL, Command, Given, Right, Situation
+from benchmarks.reliability.situations.row import OWN_MODEL, Command, Given, Python, Right, Situation
 from benchmarks.reliability.situations.updates import HOW, PART, RATE, State, arrays, command, difference, sgd, trained
+from fl.seeds import stream
 
 SCALED = "times what the model makes of them"
 
@@ -26,6 +29,7 @@ def situations() -> Iterator[Situation]:
     yield from _packed()
     yield from _thinned()
     yield from _pictures()
+    yield from _kept()
 
 
 def _plain(folder: Path, change: State, *words: str, model: str = "dense", count: int = 1, attack: str = "") -> Given:
@@ -122,6 +126,22 @@ def _packed() -> Iterator[Situation]:
 
     yield _situation("torch's sparse tensors", sparse, "sparse tensors were written out")
 
+    def mixed(folder: Path) -> Given:
+        held = {name: value.bfloat16() if name.startswith("3.") else value for name, value in _of().items()}
+        torch.save(held, folder / "update.pt")
+        return command(folder, "update.pt", *HOW)
+
+    yield _situation("the classifier in bfloat16, all else in float32", mixed, "in some of its tensors")
+
+    def random(folder: Path) -> Given:
+        draw, sent = stream(0, "rounding"), {}
+        for name, value in _of().items():
+            step = value.abs().max() / 127
+            sent[name] = (value / step + torch.rand(value.shape, generator=draw)).floor() * step
+        return _plain(folder, sent)
+
+    yield _situation("8 bits a number, rounded at random", random, "8 bits a number", kind="closer")
+
 
 def _thinned() -> Iterator[Situation]:
     """Yield updates of which numbers are missing."""
@@ -177,3 +197,27 @@ def _pictures() -> Iterator[Situation]:
         return given
 
     yield _situation("true pictures as numbers in [0, 1]", floats)
+
+
+def _kept() -> Iterator[Situation]:
+    """Yield an update with momentum that an earlier round left in the client's optimizer."""
+
+    def ids(folder: Path) -> Given:
+        model = networks.drawn(own.Bag)
+        rule = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9)
+        rounds = torch.tensor([[[7, 7, 7, 90, 90, 90]], [[12, 12, 345, 345, 678, 678]]])
+        for words, label in zip(rounds, (2, 1), strict=True):
+            before = copy.deepcopy(model)
+            rule.zero_grad()
+            nn.functional.cross_entropy(model(words), torch.tensor([label])).backward()
+            rule.step()
+        settings: dict[str, Any] = {
+            "update": difference(before, dict(model.state_dict())),
+            "input_shape": rounds[1],
+            "method": {"name": "fedavg", "lr": RATE, "steps": 1},
+            "attacks": ["tokens"],
+        }
+        return Python(model=before, settings=settings, shown={"update": "update", "input_shape": "ids"})
+
+    right = Right(kind="warned", words=("not confirmed", "momentum kept from earlier rounds"))
+    yield Situation(words="ids, and momentum kept from the round before", part=PART, give=ids, right=right)

@@ -188,3 +188,24 @@ class Text(nn.Module):
         states = self.encoder(self.words(ids) + self.places.weight)
         logits: Tensor = self.head(states.mean(1))
         return logits
+
+
+class Ratings(nn.Module):
+    """Factorizes a matrix of ratings, by the ids of a user and of an item."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = nn.Embedding(50, 8), nn.Embedding(80, 8)
+
+    def forward(self, pairs: Tensor) -> Tensor:
+        """Return a rating for each pair (B, 2)."""
+        return (self.users(pairs[:, 0]) * self.items(pairs[:, 1])).sum(1)
+
+
+class FakeQuantized(nn.Linear):
+    """A linear layer that trains for weights in 8 bits (Jacob et al., CVPR 2018)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (B, out) of (B, in)."""
+        step = float(self.weight.detach().abs().max()) / 127
+        return F.linear(x, torch.fake_quantize_per_tensor_affine(self.weight, step, 0, -128, 127), self.bias)

@@ -106,6 +106,7 @@ def _normalized_and_dropped() -> Iterator[Situation]:
         given=_pictures(2),
         batch_size=2,
     )
+    yield _network("frozen batch norm in a network that trains", _frozen, CLOSER, ("cascade",))
     dropped = _conv(3, 24, 5, 2, 2), nn.ReLU, lambda: nn.Dropout(0.25)
     masked = Right(kind="refused", words=("masks are drawn from the global generator", "train_mode"))
     yield _network("dropout in training mode", _chain(*dropped, features=24 * 256), masked, BOTH)
@@ -236,6 +237,7 @@ def _tables(table: Tensor) -> Iterator[Situation]:
 def _losses() -> Iterator[Situation]:
     """Yield losses beyond cross entropy of one class."""
     image, _ = _pictures()
+    yield _task("quantization-aware training", _quantized, _pictures(), EXACT, ("analytic", "cascade"))
     yield _task("one logit", _mlp(3072, 1), (image, torch.tensor([1.0])), loss="bce")
     many = torch.tensor([[1.0, 0, 1, 0, 0]])
     yield _task("several labels a picture", _mlp(3072, 5), (image, many), loss="bce")
@@ -282,6 +284,16 @@ def _inputs(table: Tensor, ids: Tensor) -> Iterator[Situation]:
     read = Right(kind="found", figure="tokens_recall")
     yield _task("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
     yield _task("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+    pairs, ratings = torch.tensor([[3, 5], [3, 17], [3, 70]]), torch.tensor([5.0, 3.0, 1.0])
+    rated: dict[str, Any] = {"loss": "mse", "batch_size": 3, "shown": {"inputs": "pairs"}}
+    yield _task("three ratings, a factorized matrix", own.Ratings, (pairs, ratings), read, ("tokens",), **rated)
+
+
+def _frozen() -> nn.Module:
+    """Return a network in training mode whose normalization is in evaluation mode."""
+    model = normed().train()
+    model.get_submodule("1").eval()
+    return model
 
 
 def _less_mean(x: Tensor) -> Tensor:
@@ -311,6 +323,10 @@ def _waves() -> Tensor:
 
 def _unbiased() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32, bias=False), nn.Sigmoid(), nn.Linear(32, 2))
+
+
+def _quantized() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), own.FakeQuantized(3072, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
 def _segmenter() -> nn.Module:

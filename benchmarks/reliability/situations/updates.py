@@ -432,6 +432,15 @@ def defended() -> Iterator[Situation]:
     yield situation("signs alone: signSGD", "signsgd", hidden, both)
     yield situation("8 bits a number", {"name": "quantize", "bits": 8}, closer, both)
     yield situation("NVFlare's percentile filter", "nvflare-percentile", closer, both)
+    nothing = {
+        "name": "nvflare-svt",
+        "fraction": 1.0,
+        "replace": False,
+        "epsilon": 1e12,
+        "noise_var": 1e9,
+        "gamma": 10.0,
+    }
+    yield situation("NVFlare's SVT filter, set so that it hides nothing", nothing, EXACT, both)
     yield situation("Flower's LocalDpMod", "flower-local-dp", hidden, both)
     yield situation(
         "secure aggregation, of one client's own model",

@@ -105,3 +105,46 @@ def test_weights_computed_otherwise_are_passed_over(change: Callable[[Tensor], T
     result = build("analytic")(view)
     assert isinstance(result, Reconstruction)
     assert result.inputs is None  # features of the layer above
+
+
+class Computed(nn.Linear):
+    """A layer whose weight is computed before it is used, by a function that is not followed."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(PIXELS, 24)
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.change(self.weight), self.bias)
+
+
+def fake_quantized(weight: Tensor) -> Tensor:
+    step = float(weight.detach().abs().max()) / 127
+    return torch.fake_quantize_per_tensor_affine(weight, step, 0, -128, 127)
+
+
+def behind(change: Callable[[Tensor], Tensor]) -> nn.Module:
+    with global_generator(1):
+        return nn.Sequential(nn.Flatten(), Computed(change), nn.ReLU(), nn.Linear(24, CLASSES))
+
+
+@pytest.mark.parametrize(("name", "count"), [("analytic", 1), ("analytic", 2), ("spear", 1)])
+def test_a_layer_that_rounds_its_weight_is_read_before_plain_ones_above_it(name: str, count: int) -> None:
+    view, _ = from_batch(behind(fake_quantized), IMAGES[:count], torch.arange(count))
+    found = build(name)(view)
+    assert isinstance(found, Reconstruction)
+    assert found.verified
+    assert found.inputs is not None
+    far = (found.inputs[:, None] - IMAGES[None, :count]).abs().amax((2, 3, 4))
+    assert bool((far.amin(1) < 1e-3).all())
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight**3, lambda weight: weight - weight.mean(1, keepdim=True)])
+def test_a_layer_whose_weight_has_another_gradient_than_its_own_is_not_read_as_plain(
+    change: Callable[[Tensor], Tensor],
+) -> None:
+    view, _ = from_batch(behind(change), IMAGES[:1], torch.tensor([1]))
+    found = build("analytic")(view)
+    assert isinstance(found, Reconstruction)
+    assert found.inputs is None
+    assert found.verified is not False
