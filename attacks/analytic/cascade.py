@@ -41,6 +41,7 @@ from attacks.update.step_gradient import exact_step_gradient
 from attacks.update.training_phases import training_phases
 from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.nearly_told import mark_nearly_told
+from attacks.verification.words import LOADER
 from fl.tensors import dense
 from fl.view import ServerView
 
@@ -655,7 +656,7 @@ class _InversionState:
         if not within:
             self.verified, self.fixed = False, None
             stated = "[0, 1]" if view.task.inputs.is_image else "the range that was stated for it"
-            hint = ": does a loader normalize it (mean, std)?" if view.task.inputs.is_image and not self.notes else ""
+            hint = f": {LOADER}" if view.task.inputs.is_image and not self.notes else ""
             self.notes.append(f"the picture came out beyond {stated} and was cut off there{hint}")
         found = Reconstruction(
             inputs=image.clamp(0, 1).to(view.device, view.dtype),

@@ -37,7 +37,7 @@ from attacks.verification.comparison import can_replay
 from attacks.verification.error_bounds import ERROR_FACTOR, MAX_PIXEL_ERROR
 from attacks.verification.explanation import explains_update
 from attacks.verification.update_comparison import UNLIKE_DISTANCE, UpdateComparison
-from attacks.verification.words import KNOWN_TARGETS
+from attacks.verification.words import KNOWN_TARGETS, LOADER
 from fl.defense import Defense
 from fl.inputs.form import InputForm
 from fl.seeds import stream
@@ -92,10 +92,7 @@ NO_SIZE = (
 )
 NOT_SIZED = "its size was not found before {}"
 TOO_FEW_OUTPUTS = f"not confirmed: {UP_TO_BRIGHTNESS}, and {{}} outputs are too few to tell that, too"
-OTHER_RANGE = (
-    "what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: does a loader normalize "
-    "them (mean, std)?"
-)
+OTHER_RANGE = f"what the first layer takes are no pixels in [0, 1], so that it is handed out as it is: {LOADER}"
 STATED_RANGE = (
     "what the first layer takes lies beyond the range of inputs as stated, [0, 1] where none was, so that it is handed "
     "out as it is: state that range (input_range, --input-range)"

@@ -143,6 +143,11 @@ LEFT_UNEXPLAINED = (
 )
 UNEXPLAINED = "not verified: the equations that it was read from are left unexplained, or do not fix it to {}"
 DEFENSE_UNKNOWN = "the defense is unknown, and may have changed these equations"
+LOADER = (
+    "a loader may normalize pixels, which the model then has to do: "
+    "model.register_forward_pre_hook(lambda module, inputs: ((inputs[0] - mean) / std,))"
+)
+"""What pixels beyond their range may come from, and the way on."""
 _OF_PICTURES = {"picture": "example", "image": "example", "pixel": "number"}
 
 

@@ -24,6 +24,7 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"\(method, --method\)", "(optimizer, steps and lr in `training`)"),
     (r"say --clients N \(clients=N of hyperleak\.audit\)", "audit it by hyperleak.audit(..., clients=N)"),
     (r" \(hyperleak audit --method, fl\.federation\)", ""),
+    (r", which the model then has to do: model\.register_forward_pre_hook\(.*?,\)\)", ": state its mean and std"),
     (r" \(see --help\)", ""),
     (r" \(--[a-z][a-z-]*(?: \d+)?\)", ""),
     (r"(?<![^\s(])--method '[^']*'", "`training`"),

@@ -297,9 +297,8 @@ def test_a_picture_beyond_its_range_has_a_note() -> None:
     view = victim(network(nn.Flatten(), nn.Linear(196, 20), LEAKY), 3 * photograph(14))
     result = attack(view)
     assert not result.verified
-    assert (
-        result.note
-        == "the picture came out beyond [0, 1] and was cut off there: does a loader normalize it (mean, std)?"
+    assert result.note.startswith(
+        "the picture came out beyond [0, 1] and was cut off there: a loader may normalize pixels, which the model then"
     )
 
 

@@ -182,3 +182,17 @@ def test_features_alone_are_no_all_clear(known: bool) -> None:
     assert report.findings[0].verified
     (question,) = Judgment(report).undecided
     assert question.why.startswith("only features came back")
+
+
+def test_pixels_that_a_loader_normalized_come_back_once_the_model_does_so_as_the_note_says() -> None:
+    model, inputs = network(), pictures(1)
+    model.register_forward_pre_hook(lambda module, given: ((given[0] - 0.5) / 0.25,))
+    functional.cross_entropy(model(inputs), torch.tensor([3])).backward()
+    update = {name: RATE * value.grad for name, value in model.named_parameters() if value.grad is not None}
+    settings = {"input_shape": SHAPE, "method": METHOD, "attacks": ["analytic"]}
+    (unsaid,) = hyperleak.audit(network(), update=update, **settings).findings
+    assert "model.register_forward_pre_hook(lambda module, inputs: ((inputs[0] - mean) / std,))" in unsaid.notes[0]
+    labels = torch.tensor([3])
+    (said,) = hyperleak.audit(model, inputs, labels, update=update, method=METHOD, attacks=["analytic"]).findings
+    assert said.verified
+    assert said.rows[0]["psnr"] > 50

@@ -281,7 +281,7 @@ def test_pixels_of_a_loader_that_nobody_stated_leak_as_features() -> None:
     bare = {half: _without_loader(getattr(update, half)) for half in ("before", "after")}
     found = screener(model, seconds=0.5)(replace(update, **bare))
     assert kinds(found) == {"features", "labels"}
-    assert "does a loader normalize them (mean, std)?" in found.tried["analytic"]
+    assert "a loader may normalize pixels: state its mean and std" in found.tried["analytic"]
 
 
 class _Loader(nn.Module):
