@@ -412,11 +412,21 @@ def _output_shape(
         shown = ", ".join(str(part.shape) for part in form.parts)
         raise ValueError(
             f"expected an input_shape (C, H, W) that the model takes, got {shown}: on {count} example(s) of "
-            f"it the model says: {said}"
+            f"it the model says: {said}{_hint_of_ids(model, form)}"
         ) from error
     if num_classes not in {None, shape[0]}:
         raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")
     return shape
+
+
+def _hint_of_ids(model: nn.Module, form: InputForm) -> str:
+    """Return how ids are stated, where a network has embeddings and a shape stands for numbers."""
+    if form.has_ids or not any(isinstance(module, nn.Embedding | nn.EmbeddingBag) for module in model.modules()):
+        return ""
+    return (
+        "; a shape is that of numbers: where the model takes ids, give an example of them (input_shape=ids[:1], or let "
+        "your function return (model, ids, targets))"
+    )
 
 
 def _captured(

@@ -19,6 +19,7 @@ from attacks.update.training_phases import (
     deviation_from_loss_gradient,
     training_phases,
 )
+from fl.defense import overrides
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -133,6 +134,8 @@ def _contradiction(view: ServerView, observed: ObservedUpdate) -> str:
     if count is None or view.parts or [sum(step) for step in steps] != [count] or len(view.task.output_shape) != 1:
         return ""
     weight, bias = classifier_tensors(view, observed.change)
+    if any(overrides(view.client.defense, hook) for hook in ("transform_update", "gradient")):
+        return ""  # which may leave another rank
     if weight is None or weight.ndim != 2 or adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
         return ""
     whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)

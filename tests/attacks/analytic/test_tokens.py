@@ -8,6 +8,9 @@ import attacks
 from attacks.base import NotApplicable
 from attacks.result import Remark
 from defenses.noise import Noise
+from defenses.prune import Prune
+from defenses.qsgd import QSGD
+from defenses.signsgd import SignSGD
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -166,3 +169,13 @@ def test_embeddings_that_shorten_their_rows_are_refused_with_what_to_do():
     for give in (lambda: from_batch(model, IDS, LABELS), lambda: from_update(model, sent, input_shape=IDS[:1])):
         with pytest.raises(ValueError, match=r"max_norm in \['embedding'\], which shortens rows in place"):
             give()
+
+
+@pytest.mark.parametrize("defense", [Prune(ratio=0.6), QSGD(bits=4), SignSGD()], ids=lambda defense: defense.name)
+def test_a_defense_that_changes_the_classifiers_rank_is_no_contradiction(defense):
+    """A stated one may: what it does to the classifier says nothing of earlier rounds."""
+    view, _ = from_batch(Text(), IDS[:1], LABELS[:1], defense=defense)
+    found = attacks.build("tokens")(view)
+    assert {*found.private["tokens/embedding.weight"].tolist()} <= {3, 7}
+    assert found.verified
+    assert "momentum" not in found.note

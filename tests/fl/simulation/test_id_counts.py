@@ -90,3 +90,9 @@ def test_true_ids_that_no_embedding_has_are_refused_in_words() -> None:
         hyperleak.audit(
             OneHot(), torch.tensor([[8]]), torch.tensor([1]), update=update, input_shape=torch.tensor([[2]])
         )
+
+
+def test_a_shape_in_place_of_ids_is_told_how_they_are_stated() -> None:
+    update = {name: torch.rand_like(value) for name, value in Ratings().named_parameters()}
+    with pytest.raises(ValueError, match=r"give an example of them \(input_shape=ids\[:1\], or let your function"):
+        hyperleak.audit(Ratings(), update=update, input_shape=(2,), loss="mse")
