@@ -26,7 +26,12 @@ demo: .venv/ok
 
 cpu:
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PY) -m venv .venv
-	$(BIN)/python -m pip install torch torchvision -c constraints.txt --extra-index-url $(TORCH_CPU)
+	@index=; if $(BIN)/python -c 'import urllib.request as r; r.urlopen("$(TORCH_CPU)/torch/", timeout=10)' 2>/dev/null; then \
+	  index='--extra-index-url $(TORCH_CPU)'; \
+	else \
+	  echo '$(TORCH_CPU) is out of reach from here. Installing the usual build: about 5 GB on Linux.'; \
+	fi; \
+	$(BIN)/python -m pip install torch torchvision -c constraints.txt $$index
 
 test: .venv/ok
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(PYTEST_ARGS)
