@@ -14,7 +14,7 @@ from attacks.analytic.graph.evaluation_mode import FeaturesAlone, FewerImages, s
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.picture_search import SolvedPictures
-from attacks.analytic.graph.solver import SolvedTensor
+from attacks.analytic.graph.solver import ASKED_OF_UPDATES, SolvedTensor
 from attacks.analytic.graph.training_mode import solve_in_training_mode
 from attacks.analytic.graph.unsent_entries import find_sent
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
@@ -43,6 +43,8 @@ WHOLE_GRADIENTS = (
     "with batch normalization in training mode it takes whole gradients, and the defense left some of {!r} out"
 )
 """What may be why a pruned update in training mode is not solved, beside what the solver says."""
+SMALLEST_AS_ZEROS = "the defense left out the smallest numbers, here {:.0%} of {!r}, and they count as zeros"
+"""Why the equations of an update contradict each other whose smallest numbers are missing."""
 SNAP_DISTANCE = 0.2
 """Levels of 8 bits by which every pixel of a picture may miss whole levels to be taken for these."""
 
@@ -113,6 +115,8 @@ class Backsolve(Attack):
                 return replace(solved, reason=f"{solved.reason}; {whole}", limit=True)
         else:
             solved = self._solve_distinct(view, gradient, network, count, seed)
+            if isinstance(solved, NotApplicable) and (zeros := _count_smallest_as_zeros(view, gradient)):
+                return replace(solved, reason=f"{solved.reason.replace(ASKED_OF_UPDATES, '')}; {zeros}", limit=True)
         if isinstance(solved, FeaturesAlone):
             return _report_features(view, solved)
         return solved if isinstance(solved, NotApplicable) else self._report(view, gradient, solved)
@@ -234,13 +238,29 @@ def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Te
 
     Where it left out the smallest, whole slices are missing, and their zeros are nearer to the truth than nothing.
     """
-    observed = ObservedUpdate(view)
-    gaps = (name for name, value in gradient.items() if bool(value.any()) and not observed.is_complete(name))
-    sent = {name: observed.transmitted(name).to(gradient[name].device) for name in gaps}
+    sent = _find_sent_entries(view, gradient)
     if are_smallest_left_out([gradient[name][which] for name, which in sent.items()]):
         return {}
     known = {name: find_sent(gradient[name], which) for name, which in sent.items()}
     return {name: which for name, which in known.items() if not bool(which.all())}
+
+
+def _find_sent_entries(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return where entries of gradients were sent, of tensors of which a known defense left some out."""
+    observed = ObservedUpdate(view)
+    gaps = (name for name, value in gradient.items() if bool(value.any()) and not observed.is_complete(name))
+    return {name: observed.transmitted(name).to(gradient[name].device) for name in gaps}
+
+
+def _count_smallest_as_zeros(view: ServerView, gradient: Mapping[str, object]) -> str:
+    """Say of which tensor most numbers were taken for zeros, as the smallest that were left out; empty where none."""
+    values = {name: dense(value) for name, value in gradient.items()}  # type: ignore[arg-type]
+    sent = _find_sent_entries(view, values)
+    if not are_smallest_left_out([values[name][which] for name, which in sent.items()]):
+        return ""
+    missing = {name: 1 - float(which.double().mean()) for name, which in sent.items()}
+    most = max(missing, key=lambda name: missing[name])
+    return SMALLEST_AS_ZEROS.format(missing[most], most)
 
 
 def _snap(images: Tensor) -> tuple[Tensor, bool]:

@@ -101,6 +101,17 @@ def test_a_random_share_of_the_update_is_enough(ratio: float) -> None:
     assert found.labels.tolist() == labels.tolist()  # type: ignore[union-attr]
 
 
+def test_a_refusal_names_the_smallest_numbers_that_were_left_out() -> None:
+    """It is them that the equations miss: the step is plain, and statistics are fixed."""
+    images, labels = pictures(1)
+    view, _ = from_batch(victim(), images, labels, defense=Prune(ratio=0.8))
+    found = attacks.build("backsolve")(view)
+    assert isinstance(found, NotApplicable)
+    assert "left out the smallest numbers, here 80% of" in found.reason
+    assert "one plain step" not in found.reason
+    assert found.limit
+
+
 def test_a_pruned_update_of_two_images_tells_their_labels() -> None:
     images, labels = pictures(2)
     view, _ = from_batch(victim(), images, labels, defense=Prune(ratio=0.2, keep="random"))
