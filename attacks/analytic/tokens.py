@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,16 +11,11 @@ from torch import Tensor
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
-from attacks.network.embeddings import embedded_ids, embedding_weights, lookups
+from attacks.network.embeddings import embedding_weights, lookups, unconditional_ids
 from attacks.result import Remark
-from attacks.update.classifier_update import classifier_tensors
 from attacks.update.observed_update import ObservedUpdate
-from attacks.update.training_phases import (
-    adaptive_optimizer_obstacle,
-    deviation_from_loss_gradient,
-    training_phases,
-)
-from fl.defense import overrides
+from attacks.update.optimizer_at_rest import contradicts_rest
+from attacks.update.training_phases import deviation_from_loss_gradient
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -66,6 +62,7 @@ class Tokens(Attack):
             return NotApplicable(reason)
         sparse = _sparse_embeddings(view, sent)
         observed, found, slots = ObservedUpdate(view), dict[str, Tensor](), _count_lookups(view)
+        always, rows = unconditional_ids(view.task), dict[str, Tensor]()
         for name in sparse:
             moved = _moved_rows(view, name, dense(observed.change[name]))
             at_rest = ~moved & (dense(view.shared[name]) != 0).any(1)  # decay moves no row of zeros
@@ -73,7 +70,12 @@ class Tokens(Attack):
                 continue
             if (most := slots.get(name)) is not None and int(moved.sum()) > most:
                 return NotApplicable(TOO_MANY.format(int(moved.sum()), name, most), limit=True)
-            found[name] = moved.nonzero().flatten().cpu()
+            rows[name] = moved.nonzero().flatten().cpu()
+            told = [row for row in rows[name].tolist() if row not in always[name]]
+            if told:
+                found[name] = torch.tensor(told)
+        if rows and not found:
+            return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True)
         if not found:
             return NotApplicable(
                 "every row of the embeddings moved, or none: noise, decay of an unknown rule, or a weight that another "
@@ -81,7 +83,7 @@ class Tokens(Attack):
             )
         private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
         known = view.threat.knows_optimizer and view.threat.knows_defense
-        doubt = UNSTATED if not known else _contradiction(view, observed)
+        doubt = UNSTATED if not known else contradicts_rest(view, observed, rows)
         found_ids = Reconstruction(
             inputs=None,
             labels=fixed_labels(view, "auto"),
@@ -103,12 +105,7 @@ TOO_MANY = (
     "{} rows of {} moved, and no more than {} ids were fed: momentum kept from earlier rounds, weight decay in a part "
     "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"
 )
-CONTRADICTED = (
-    "not confirmed: the classifier's update is not that of {} example(s) in one step: momentum kept from earlier "
-    "rounds, or more examples than stated, would move rows of other ids as well"
-)
-MIN_RANK_SHARE = 1e-2
-"""Singular values of a classifier's update, relative to the largest, that no rounding leaves."""
+LOOKED_UP_ANYWAY = "what moved of {} is looked up whatever the client feeds (positions, say), and tells nothing of it"
 UNSTATED = (
     "not confirmed: the optimizer or the defense was not stated, and one that moves other rows (momentum kept from "
     "earlier rounds, decay) would be read as ids; state it (method, --method) to rely on that"
@@ -119,28 +116,12 @@ def _count_lookups(view: ServerView) -> dict[str, int]:
     """Return how many ids each embedding looks up of all examples, by the name of its weight; nothing of a group's."""
     if view.batch_size is None or view.parts:
         return {}
-    draw = stream(0, "lookups")
-    inputs = torch.rand(view.batch_size, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
-    return {name: len(ids) for name, ids in lookups(view.task, inputs).items()}
-
-
-def _contradiction(view: ServerView, observed: ObservedUpdate) -> str:
-    """Return that a classifier's update is of more examples than stated, as what earlier rounds left adds to it.
-
-    One step leaves it with the rank of the number of examples, where each has one output vector.
-    """
-    schedule, count = training_phases(view)[1], view.batch_size
-    steps = [step for phase in schedule or () for step in phase]
-    if count is None or view.parts or [sum(step) for step in steps] != [count] or len(view.task.output_shape) != 1:
-        return ""
-    weight, bias = classifier_tensors(view, observed.change)
-    if any(overrides(view.client.defense, hook) for hook in ("transform_update", "gradient")):
-        return ""  # which may leave another rank
-    if weight is None or weight.ndim != 2 or adaptive_optimizer_obstacle(training_phases(view)[0]) is not None:
-        return ""
-    whole = weight if bias is None else torch.cat([weight, bias[:, None]], 1)
-    sizes = torch.linalg.svdvals(whole.double())
-    return CONTRADICTED.format(count) if bool((sizes > MIN_RANK_SHARE * sizes[0])[count:].any()) else ""
+    shape = (view.batch_size, *view.task.input_shape)
+    size = math.prod(shape)
+    spread = (torch.arange(size).view(shape) + 0.5) / (2 * size)  # different ids, as far as there are so many
+    draws = [torch.rand(shape, generator=stream(0, "lookups")), spread]
+    counts = [lookups(view.task, inputs.to(view.device, view.dtype)) for inputs in draws]
+    return {name: max(len(one[name]) for one in counts if name in one) for name in counts[0]}
 
 
 def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:
@@ -167,11 +148,11 @@ def _sparse_embeddings(view: ServerView, names: list[str]) -> list[str]:
             targets = task.loss.relax(torch.randn(count, *shape, generator=draw)).to(view.device, view.dtype)
         if view.schedule is None or view.private or view.parts:
             return kept
-        ids = embedded_ids(task, inputs)
+        ids = lookups(task, inputs)
         with torch.no_grad():
             made = ObservedUpdate(view).without_decay(predict(view, Candidate(inputs, targets)))
         for name in list(kept):
             rows = _moved_rows(view, name, dense(made[name])).nonzero().flatten().tolist()
-            if not {*rows} <= {*ids.get(name, ())}:
+            if not {*rows} <= {*ids.get(name, torch.empty(0)).tolist()}:
                 kept.remove(name)
     return kept

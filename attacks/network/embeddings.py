@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from attacks.network.operation_trace import MODEL_ERRORS
+from fl.seeds import stream
 from fl.types import Task
+
+RANDOM_EXAMPLES = 6
+"""Examples made up, beside one of the least ids and one of the largest, which tell what is looked up for all."""
 
 
 def embedding_weights(model: nn.Module) -> dict[str, int | None]:
@@ -30,14 +34,28 @@ def embedding_weights(model: nn.Module) -> dict[str, int | None]:
 
 
 def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
-    """Return the ids that each embedding of a network is given, by the name of its weight, padding left out.
+    """Return the ids of examples that each embedding of a network is given, by the name of its weight.
+
+    Padding is left out, and so is what it is given whatever the examples: positions, say, which tell nothing of them.
 
     Args:
         task: with the network.
         inputs: of it (B, C, H, W).
     """
-    padding, found = embedding_weights(task.model), lookups(task, inputs)
-    return {name: sorted({*ids.unique().tolist()} - {padding[name]}) for name, ids in found.items()}
+    padding, always = embedding_weights(task.model), unconditional_ids(task)
+    found = lookups(task, inputs)
+    return {name: sorted({*ids.unique().tolist()} - {padding[name]} - always[name]) for name, ids in found.items()}
+
+
+def unconditional_ids(task: Task) -> dict[str, set[int]]:
+    """Return the ids that each embedding looks up whatever examples a network takes, by the name of its weight."""
+    draw = stream(0, "unconditional ids")
+    weight = next(task.model.parameters())
+    examples = [torch.rand(1, *task.input_shape, generator=draw) for _ in range(RANDOM_EXAMPLES)]
+    examples += [torch.zeros(1, *task.input_shape), torch.ones(1, *task.input_shape)]
+    found = [lookups(task, example.to(weight.device, weight.dtype)) for example in examples]
+    given = [{name: {*ids.tolist()} for name, ids in one.items()} for one in found]
+    return {name: set.intersection(*(one.get(name, set()) for one in given)) for name in embedding_weights(task.model)}
 
 
 def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from defenses.noise import Noise
 from defenses.prune import Prune
 from defenses.qsgd import QSGD
 from defenses.signsgd import SignSGD
+from eval.metrics.tokens import token_scores
 from fl.capture import from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.seeds import stream
@@ -179,3 +180,102 @@ def test_a_defense_that_changes_the_classifiers_rank_is_no_contradiction(defense
     assert {*found.private["tokens/embedding.weight"].tolist()} <= {3, 7}
     assert found.verified
     assert "momentum" not in found.note
+
+
+class Placed(nn.Module):
+    """Adds learned positions to words, or to patches of a picture."""
+
+    def __init__(self, *, pictures: bool = False) -> None:
+        super().__init__()
+        self.words, self.places = nn.Linear(16, 6) if pictures else nn.Embedding(20, 6), nn.Embedding(32, 6)
+        self.head, self.pictures = nn.Linear(6, 3), pictures
+        with torch.no_grad():
+            for value in self.parameters():
+                value.normal_(0, 0.5, generator=stream(0, f"placed {tuple(value.shape)}"))
+
+    def forward(self, given: torch.Tensor) -> torch.Tensor:
+        words = self.words(
+            given.unfold(2, 4, 4).unfold(3, 4, 4).reshape(len(given), -1, 16) if self.pictures else given
+        )
+        return self.head((words + self.places(torch.arange(words.shape[1], device=given.device))).tanh().mean(1))
+
+
+def test_rows_that_are_looked_up_whatever_is_fed_are_no_ids_of_a_client():
+    """Positions move in every client's update."""
+    view, _ = from_batch(Placed(), IDS, LABELS)
+    found = attacks.build("tokens")(view)
+    assert found.verified
+    assert {name: ids.tolist() for name, ids in found.private.items()} == {"tokens/words.weight": [0, 2, 3, 7, 11]}
+    assert token_scores(found.private, view.task, view.task.inputs.pack(IDS, torch.float32))["tokens"] == 5
+    view, _ = from_batch(Placed(pictures=True), torch.rand(2, 1, 16, 16, generator=stream(0, "pictures")), LABELS)
+    found = attacks.build("tokens")(view)
+    assert isinstance(found, NotApplicable)
+    assert found.reason.startswith("what moved of places.weight is looked up whatever the client feeds")
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_ids_of_earlier_rounds_that_adam_kept_are_not_confirmed(count, amsgrad):
+    earlier = torch.tensor([[13, 14, 0, 0], [13, 0, 0, 0]])[:count], torch.tensor([2, 1])[:count]
+    rule = partial(torch.optim.Adam, lr=1e-2, amsgrad=amsgrad)
+    how = FedAvg(lr=1e-2, optimizer="adam", steps=1, batch_size=None)
+    for rounds, words in (([earlier], "times what the first step of adam at lr 0.01 makes"), ([], "")):
+        model, update = step_of(rule, *rounds, (IDS[:count], LABELS[:count]))
+        found = attacks.build("tokens")(
+            from_update(model, update, input_shape=IDS[:1], batch_size=count, method=how, head="head.")
+        )
+        assert (13 in found.private["tokens/embedding.weight"]) is bool(rounds)
+        assert found.verified is (None if rounds else True)
+        assert words in found.note
+
+
+class Scored(nn.Module):
+    """Scores every word by itself, and takes the largest of each class: classes look at different words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6), nn.Linear(6, 3)
+        with torch.no_grad():
+            for value in self.parameters():
+                value.normal_(0, 0.5, generator=stream(0, f"scored {tuple(value.shape)}"))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(ids)).amax(1)
+
+
+def test_a_classifier_that_looks_at_several_words_of_an_example_is_no_contradiction():
+    view, _ = from_batch(Scored(), torch.tensor([[3, 7, 11, 2]]), LABELS[:1])
+    found = attacks.build("tokens")(view)
+    assert found.verified
+    assert not found.note
+
+
+def test_a_classifier_that_was_sent_in_few_bits_is_no_contradiction():
+    model = Text()
+    nn.functional.cross_entropy(model(IDS[:1]), LABELS[:1]).backward()
+    sent = {name: value.grad for name, value in model.named_parameters()}
+    step = sent["head.weight"].abs().max() / 7
+    sent["head.weight"] = (sent["head.weight"] / step).round() * step
+    how = FedAvg(lr=1.0, steps=1, batch_size=None)
+    found = attacks.build("tokens")(from_update(model, sent, input_shape=IDS[:1], method=how))
+    assert found.verified
+    assert "momentum" not in found.note
+
+
+class Distinct(nn.Module):
+    """Looks up every word once, however often it occurs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6), nn.Linear(6, 3)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(torch.unique(ids)).mean(0, keepdim=True)).expand(len(ids), -1)
+
+
+def test_a_network_that_looks_up_each_id_once_is_not_said_to_look_up_fewer():
+    ids = torch.tensor([[3, 5, 7, 9]])
+    view, _ = from_batch(Distinct(), ids, LABELS[:1])
+    found = attacks.build("tokens")(view)
+    assert found.private["tokens/embedding.weight"].tolist() == ids[0].tolist()
+    assert found.verified
