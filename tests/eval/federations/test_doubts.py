@@ -20,6 +20,8 @@ from fl.defense import Defense
 from fl.seeds import stream
 from fl.tensors import dense
 
+pytestmark = pytest.mark.usefixtures("own_time")
+
 
 def screener(model: nn.Module, **settings: object) -> Screener:
     return Screener(model=lambda: model, input_shape=support.SHAPE, **settings)  # type: ignore[arg-type]
@@ -56,11 +58,11 @@ def shifted(model: nn.Module) -> RecordedUpdate:
 @pytest.mark.parametrize("defense", [SignSGD(), Quantize(bits=2), QSGD(bits=2)])
 def test_what_no_attack_reads_is_not_decided(defense: Defense) -> None:
     model = support.dense_network()
-    found = screener(model, seconds=0.5)(compressed(support.recorded(model), defense))
+    found = screener(model, seconds=2)(compressed(support.recorded(model), defense))
     assert (found.verdict, found.must_not_leave, found.exposures) == ("not decided", True, ())
     assert found.reason.startswith("nobody can say what it shows: ")
     stated = replace(support.PLAIN, examples=12)
-    several = screener(model, seconds=0.5)(compressed(replace(support.recorded(model, 12), training=stated), defense))
+    several = screener(model, seconds=2)(compressed(replace(support.recorded(model, 12), training=stated), defense))
     assert several.verdict == "not shown to leak"
     assert several.reason.startswith("nothing is shown, and the attacks of a screening do not read such an update: ")
 
@@ -71,23 +73,23 @@ def test_more_than_one_step_as_stated_is_not_decided() -> None:
     update = support.recorded(model)
     others = support.recorded(model, 5).difference()
     after = {name: value - 0.5 * others[name] for name, value in update.after.items()}
-    found = screener(model, seconds=2)(replace(update, after=after))
+    found = screener(model, seconds=3)(replace(update, after=after))
     assert (found.verdict, found.exposures) == ("not decided", ())
     assert "the update of '1' is made of 5 inputs at least, and 1 were stated" in found.reason
     honest = replace(update, after=after, training=replace(update.training, examples=5))
-    assert screener(model, seconds=0.5)(honest).verdict != "not decided"
+    assert screener(model, seconds=2)(honest).verdict != "not decided"
 
 
 def test_weights_without_their_biases_are_not_called_safe() -> None:
     model = support.network()
     update = support.recorded(model)
     part = replace(update, after={"4.weight": update.after["4.weight"]})
-    found = screener(model, seconds=0.5)(part)
+    found = screener(model, seconds=2)(part)
     assert found.verdict == "not decided"
     assert "the update of '4.weight' is that of one input, which it tells up to a factor" in found.reason
     several = support.recorded(model, 3)
     stated = replace(several, after={"4.weight": several.after["4.weight"]})
-    assert screener(model, seconds=0.5)(stated).verdict == "not shown to leak"
+    assert screener(model, seconds=2)(stated).verdict == "not shown to leak"
 
 
 def test_numbers_that_rounding_took_are_not_said_to_be_left_out() -> None:
@@ -95,7 +97,7 @@ def test_numbers_that_rounding_took_are_not_said_to_be_left_out() -> None:
     update = support.recorded(model, 1, replace(support.PLAIN, lr=1e-6))
     zeros = (update.difference()["1.weight"] == 0).double().mean()
     assert 0.2 < float(zeros) < 0.95
-    found = screener(model, seconds=2)(update)
+    found = screener(model, seconds=3)(update)
     assert "analytic, as compressed" not in found.tried
 
 
@@ -105,7 +107,7 @@ def test_a_row_alone_gives_away_what_its_layer_was_given() -> None:
     sent = update.before["4.weight"].clone()
     row = int(update.difference()["4.weight"].norm(dim=1).argmax())
     sent[row] = update.after["4.weight"][row]
-    found = screener(model, seconds=0.5)(replace(update, after={**update.before, "4.weight": sent}))
+    found = screener(model, seconds=2)(replace(update, after={**update.before, "4.weight": sent}))
     assert found.verdict == "not decided"
     assert "1 of the 24 rows of '4.weight' came back changed" in found.reason
 
@@ -114,11 +116,11 @@ def test_a_row_alone_gives_away_what_its_layer_was_given() -> None:
 def test_steps_on_one_example_leave_its_direction(steps: int) -> None:
     model = support.network()
     alone = support.recorded(model, 1, replace(support.PLAIN, steps=steps))
-    found = screener(model, seconds=0.5, allowed="labels")(alone)
+    found = screener(model, seconds=2, allowed="labels")(alone)
     assert found.verdict == "not decided"
     assert "has one direction" in found.reason or "is that of one input" in found.reason
     several = support.recorded(model, 8, replace(support.PLAIN, steps=steps))
-    assert screener(model, seconds=0.5)(several).verdict == "not shown to leak"
+    assert screener(model, seconds=2)(several).verdict == "not shown to leak"
 
 
 def test_biases_alone_are_held_against_what_an_example_has() -> None:
@@ -126,7 +128,7 @@ def test_biases_alone_are_held_against_what_an_example_has() -> None:
     model = support.dense_network()
     update = support.recorded(model)
     biases = {name: value for name, value in update.after.items() if name.endswith("bias")}
-    found = screener(model, seconds=0.5)(replace(update, after=biases))
+    found = screener(model, seconds=2)(replace(update, after=biases))
     assert (found.verdict, "biases alone came back" in found.reason) == ("not shown to leak", True)
     table = nn.Sequential(nn.Linear(4, 24), nn.ReLU(), nn.Linear(24, 10))
     trained = copy.deepcopy(table)
@@ -139,5 +141,5 @@ def test_biases_alone_are_held_against_what_an_example_has() -> None:
         training=support.PLAIN,
         origin={},
     )
-    found = Screener(model=lambda: table, input_shape=(4,), seconds=0.5)(row)
+    found = Screener(model=lambda: table, input_shape=(4,), seconds=2)(row)
     assert (found.verdict, "biases alone came back" in found.reason) == ("not decided", True)

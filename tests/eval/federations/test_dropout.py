@@ -14,6 +14,8 @@ from eval.audit.recorded_update import RecordedUpdate
 from eval.federations.screening import Screener, Screening
 from fl.simulation.dropout_masks import Mask, silence
 
+pytestmark = pytest.mark.usefixtures("own_time")
+
 
 class Functional(nn.Module):
     """A network that drops without a module."""
@@ -100,7 +102,7 @@ def test_another_rule_is_contradicted_under_known_masks_too(kind: str) -> None:
         name: value - 0.5 * (value - update.after[name]) if name.endswith("weight") else update.after[name]
         for name, value in update.before.items()
     }
-    found = screened(model, replace(update, after=halves), 0.5)
+    found = screened(model, replace(update, after=halves), 2.0)
     assert (found.verdict, found.exposures) == ("not decided", ())
     assert found.reason.startswith("nobody can say what it shows")
 
@@ -134,7 +136,7 @@ def test_several_examples_are_attacked_and_not_mistaken_for_one(build: object) -
     model = made(build)
     update = recorded(model, 4)
     for stated in (4, 1):
-        found = screened(model, replace(update, training=replace(update.training, examples=stated)), 0.5)
+        found = screened(model, replace(update, training=replace(update.training, examples=stated)), 2.0)
         assert not found.exposures
         if found.verdict != "not shown to leak":
             assert (found.verdict, stated) == ("not decided", 1)

@@ -19,6 +19,8 @@ from eval.federations.screening import Screener, Screening
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
 
+pytestmark = pytest.mark.usefixtures("own_time")
+
 ADAM = TrainingFacts(optimizer="adam", lr=1e-2, steps=1, examples=1)
 SGD = support.PLAIN
 
@@ -82,14 +84,14 @@ def test_guesses_show_nothing_of_what_they_do_not_explain(made: TrainingFacts) -
     model = support.network()
     update = support.recorded(model, 3, made, noise=1e-4 if made == SGD else 0.0)
     for facts in ({}, {"optimizer": "adam", "lr": 1e-3, "steps": 1, "examples": 1}, {"lr": None}):
-        found = screened(model, update, 0.5, **facts)  # type: ignore[arg-type]
+        found = screened(model, update, 2.0, **facts)  # type: ignore[arg-type]
         assert not found.exposures, found.exposures
 
 
 def test_several_steps_of_unknown_sizes_are_said_to_be_taken_for_others() -> None:
     model = support.network()
     update = support.recorded(model, 2, replace(SGD, steps=3))
-    notes = screened(model, update, 0.5, lr=None, steps=3).notes
+    notes = screened(model, update, 2.0, lr=None, steps=3).notes
     assert any(note.startswith("several steps of unknown sizes were attacked as one") for note in notes)
 
 
@@ -172,6 +174,6 @@ def test_signs_with_sizes_of_tensors_or_rows_are_no_picture(build: Callable[[], 
             change[name] = value.sign() * sizes.view(-1, *[1] * (value.ndim - 1))
         after = {name: value - change[name] for name, value in plain.before.items()}
         for facts in ({}, {"optimizer": None}, {"optimizer": "adam"}):
-            found = screened(model, replace(plain, after=after), 0.5, **facts)  # type: ignore[arg-type]
+            found = screened(model, replace(plain, after=after), 2.0, **facts)  # type: ignore[arg-type]
             assert found.must_not_leave
             assert not any(one.kind == "images" or "takes is recovered" in one.words for one in found.exposures), facts

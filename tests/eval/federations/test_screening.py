@@ -20,6 +20,8 @@ from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
 from fl.seeds import stream
 
+pytestmark = pytest.mark.usefixtures("own_time")
+
 ADAM = TrainingFacts(optimizer="adam", lr=1e-3, steps=1)
 
 
@@ -41,10 +43,10 @@ def test_one_image_in_a_dense_network_is_proved() -> None:
 
 def test_what_the_first_dense_layer_takes_is_proved_behind_a_convolution() -> None:
     model = support.network()
-    found = screener(model, seconds=0.5)(support.recorded(model))
+    found = screener(model, seconds=2)(support.recorded(model))
     assert found.verdict == "leaked"
     assert "features" in kinds(found)
-    allowed = screener(model, seconds=0.5, allowed="images")(support.recorded(model))
+    allowed = screener(model, seconds=2, allowed="images")(support.recorded(model))
     assert (allowed.verdict, allowed.must_not_leave) == ("not shown to leak", False)
 
 
@@ -70,7 +72,7 @@ def test_an_unknown_optimizer_proves_nothing_by_layers_alone() -> None:
     found = screener(model)(update)
     (shown,) = found.exposures
     assert shown.words.startswith("which of the 100 numbers that 4 takes are above, at or below zero is recovered")
-    other = screener(model, seconds=0.5)(replace(support.recorded(model, noise=1e-2), training=update.training))
+    other = screener(model, seconds=2)(replace(support.recorded(model, noise=1e-2), training=update.training))
     assert (other.verdict, other.exposures) == ("not decided", ())
     assert "how the client trained is not known; say optimizer, steps and lr" in other.reason
     assert any("how the client trained is not known" in note for note in found.notes)
@@ -156,7 +158,7 @@ def test_a_mean_of_features_that_two_outputs_take_for_one_is_no_leak() -> None:
     model = support.network()[:4].append(nn.Linear(100, 2))
     for count, kind in ((1, {"features", "labels"}), (4, set())):
         update = one_step(model, support.examples(count)[0], two_classes)
-        assert kinds(screener(model, seconds=0.5)(update)) == kind
+        assert kinds(screener(model, seconds=2)(update)) == kind
 
 
 def two_classes(outputs: Tensor) -> Tensor:
@@ -247,23 +249,23 @@ def test_an_update_computed_in_half_precision_is_not_called_safe(build: Callable
     nn.functional.cross_entropy(outputs.float(), labels).backward()
     torch.optim.SGD(after.parameters(), lr=0.1).step()
     update = replace(support.recorded(model), after={name: value.clone() for name, value in after.state_dict().items()})
-    found = screener(model, seconds=0.5)(update)
+    found = screener(model, seconds=2)(update)
     assert (found.verdict, found.exposures) == ("not decided", ())
     assert "of a layer's update is that of one input, as where a client computed in half precision" in found.reason
-    several = screener(model, seconds=0.5)(replace(support.recorded(model, 30), training=support.PLAIN))
+    several = screener(model, seconds=2)(replace(support.recorded(model, 30), training=support.PLAIN))
     assert not several.exposures
     assert "half precision" not in several.reason
 
 
 def test_what_nothing_being_shown_rests_on_is_said() -> None:
     model = support.network()
-    found = screener(model, seconds=0.5)(support.recorded(model, 8, replace(support.PLAIN, batch_size=8)))
+    found = screener(model, seconds=2)(support.recorded(model, 8, replace(support.PLAIN, batch_size=8)))
     (rests,) = [note for note in found.notes if note.startswith("that no more is shown rests on")]
     for fact in ("loss cross-entropy", "optimizer sgd", "lr 0.1", "weight_decay 0", "steps 1", "examples 8"):
         assert fact in rests
-    unknown = screener(model, seconds=0.5)(replace(support.recorded(model, 8), training=TrainingFacts(examples=8)))
+    unknown = screener(model, seconds=2)(replace(support.recorded(model, 8), training=TrainingFacts(examples=8)))
     assert any("optimizer not known, lr not known" in note for note in unknown.notes)
-    leaking = screener(model, seconds=0.5)(support.recorded(model))
+    leaking = screener(model, seconds=2)(support.recorded(model))
     assert not any("rests on" in note for note in leaking.notes)
 
 
@@ -279,7 +281,7 @@ def test_pixels_of_a_loader_that_nobody_stated_leak_as_features() -> None:
     model = support.dense_network()
     update = support.recorded(nn.Sequential(_Loader(), *model))
     bare = {half: _without_loader(getattr(update, half)) for half in ("before", "after")}
-    found = screener(model, seconds=0.5)(replace(update, **bare))
+    found = screener(model, seconds=2)(replace(update, **bare))
     assert kinds(found) == {"features", "labels"}
     assert "a loader may normalize pixels: state its mean and std" in found.tried["analytic"]
 
@@ -419,7 +421,7 @@ def test_a_head_above_frozen_layers_shows_what_it_takes() -> None:
     model = support.network()
     update = support.recorded(model)
     frozen = {name: value if name.startswith("6.") else update.before[name] for name, value in update.after.items()}
-    found = screener(model, seconds=0.5)(replace(update, after=frozen))
+    found = screener(model, seconds=2)(replace(update, after=frozen))
     assert found.reason == "what the first fully connected layer takes is recovered: 24 numbers (analytic)"
 
 
@@ -433,7 +435,7 @@ def test_a_model_of_half_precision_confirms_no_picture_that_is_too_dark(kind: to
     }
     halves = {"before": update.before, "after": after}
     rounded = {half: {name: value.to(kind) for name, value in state.items()} for half, state in halves.items()}
-    assert not kinds(screener(copy.deepcopy(model).to(kind), seconds=0.5)(replace(update, **rounded)))
+    assert not kinds(screener(copy.deepcopy(model).to(kind), seconds=2)(replace(update, **rounded)))
 
 
 class Named(nn.Module):
@@ -570,7 +572,7 @@ def test_what_only_a_step_size_could_confirm_asks_for_it() -> None:
 )
 def test_what_is_missing_is_named(facts: TrainingFacts, missing: str) -> None:
     model = support.network()
-    found = screener(model, seconds=0.5)(replace(support.recorded(model, 1, ADAM), training=facts))
+    found = screener(model, seconds=2)(replace(support.recorded(model, 1, ADAM), training=facts))
     assert any(note.endswith(f"little can be confirmed: say {missing}") for note in found.notes)
 
 
@@ -644,7 +646,7 @@ def test_weights_in_two_bytes_show_what_their_rounding_bears_out(
         start, end = client.state_dict(), trained_on(client, inputs)
         sizes = {name: factor if name.endswith("bias") else 1.0 for name in end}
         after = {name: (start[name] - sizes[name] * (start[name] - value)).to(kind) for name, value in end.items()}
-        screened = screener(model, seconds=0.5)(replace(update, after=after))
+        screened = screener(model, seconds=2)(replace(update, after=after))
         assert kinds(screened) & {"images", "features"} == found
 
 
@@ -685,10 +687,10 @@ def test_a_head_that_a_client_keeps_hides_nothing_of_the_layers_below(build: Cal
     for value in other.parameters():
         nn.init.normal_(value, std=0.1, generator=stream(0, "other"))
     for sent in (True, False):
-        found = screener(other, seconds=0.5)(without_head(support.recorded(model), sent=sent))
+        found = screener(other, seconds=2)(without_head(support.recorded(model), sent=sent))
         assert found.verdict == "leaked", found
         assert ("up to a factor" in found.reason) != sent  # whose weights above confirm it
-    several = screener(other, seconds=0.5)(without_head(support.recorded(model, 4), sent=False))
+    several = screener(other, seconds=2)(without_head(support.recorded(model, 4), sent=False))
     assert not several.exposures
 
 

@@ -6,6 +6,7 @@ import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -258,11 +259,17 @@ def test_an_attack_stays_with_one_worker_on_a_gpu_and_before_a_time_limit(tmp_pa
 
 def test_a_search_that_is_cut_short_is_taken_up_by_no_other_worker(tmp_path, monkeypatch):
     attacks.register("paced")(Paced)
-    monkeypatch.setattr(CLOCK, "tick", lambda: time.sleep(0.05), raising=False)
+    clock, ahead = time.monotonic, defaultdict(float)
+
+    def tick():  # an iteration takes ten seconds of the time of its own worker
+        ahead[threading.get_ident()] += 10
+
+    monkeypatch.setattr(CLOCK, "tick", tick, raising=False)
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + ahead[threading.get_ident()])
     try:
         experiment = tiny("attack=[guess, {name: paced, iterations: 400}]", "federation.rounds=0")
         in_threads(monkeypatch)
-        outcome = plan_and_run(experiment, tmp_path, 2, control=SearchControl(time_limit=3.0))
+        outcome = plan_and_run(experiment, tmp_path, 2, control=SearchControl(time_limit=1000))
         assert outcome.unfinished == {f"{name}: paced after round 0": True for name in ("fedavg", "hyperfl")}
         assert len(outcome.rows) == 2 * 2 * 4
         cut = [row for row in outcome.rows if row.get("cut_short")]

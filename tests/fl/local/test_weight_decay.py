@@ -34,9 +34,9 @@ def test_it_is_what_torchs_sgd_takes_off(momentum: float, nesterov: bool) -> Non
 @pytest.mark.parametrize(("optimizer", "momentum"), [("sgd", 0.0), ("sgd", 0.9), ("adamw", 0.0)])
 def test_of_millions_of_steps_it_is_told_at_once(optimizer: str, momentum: float) -> None:
     phase = Phase(groups=(Group(lr=1e-4, weight_decay=1e-3),), optimizer=optimizer, momentum=momentum, steps=10**6)
-    began = time.perf_counter()
+    began = time.process_time()
     share = decay_shares([phase], None, ["body.weight"])["body.weight"]
-    assert time.perf_counter() - began < 1
+    assert time.process_time() - began < 1
     assert share == pytest.approx(1 - math.exp(-0.1 / (1 - momentum)), rel=1e-4)
 
 
