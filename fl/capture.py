@@ -52,7 +52,7 @@ from fl.simulation.capture_checks import (
     unwrap_parts,
 )
 from fl.simulation.dropout_masks import with_masks_read_off
-from fl.simulation.frozen_norms import keep_frozen_norms
+from fl.simulation.frozen_parts import keep_frozen_parts
 from fl.simulation.id_counts import count_ids
 from fl.simulation.nonfinite_updates import form_mismatch
 from fl.tensors import Tensors, Value, dense, flatten
@@ -524,7 +524,7 @@ def _trainable(model: nn.Module, given: Collection[str] = ()) -> nn.Module:
     own = copy_model(model)
     unwrap_parts(own)
     rebind_forward(own)
-    keep_frozen_norms(own)
+    keep_frozen_parts(own)
     return own
 
 

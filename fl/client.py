@@ -57,7 +57,7 @@ class Client:
         model = expect_network(self.defense.name, made)
         object.__setattr__(self, "task", replace(self.base, model=model.train(self.method.train_mode)))
         self.defense.check(self.method, self.task)
-        drops = [name for name, module in model.named_modules() if draws_masks(module)]
+        drops = [name for name, module in model.named_modules() if module.training and draws_masks(module)]
         if self.method.train_mode and drops:
             raise ValueError(
                 f"expected a model without dropout in train mode, got {drops}: its masks are drawn from the global "

@@ -277,8 +277,11 @@ def client_shares(view: ServerView) -> dict[str, Tensor]:
 
 
 def _new_statistics_shares(view: ServerView, name: str, module: _BatchNorm) -> list[float]:
-    """Return the share of a layer's running statistics that each client made in the round; the rest is older."""
-    if not has_batch_statistics(view):
+    """Return the share of a layer's running statistics that each client made in the round; the rest is older.
+
+    A layer that stays in evaluation mode while the network around it trains moves none.
+    """
+    if not has_batch_statistics(view) or not module.training:
         return [0.0]
     if not view.parts:
         return [_replaced_share(view, name, module, _count_batches(view, name))]

@@ -209,8 +209,7 @@ class ErrorBounds:
     @cached_property
     def _normalizes_batches(self) -> bool:
         """Whether the client normalizes by the statistics of its batch."""
-        norms = [module for module in self.view.client.task.model.modules() if isinstance(module, _NormBase)]
-        return self.view.method.train_mode and bool(norms)
+        return any(isinstance(m, _NormBase) and m.training for m in self.view.client.task.model.modules())
 
     @cached_property
     def _off_grid(self) -> dict[str, Tensor]:

@@ -258,8 +258,10 @@ def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> st
     """Return why running statistics contradict the mode that the client is said to have trained in, or nothing."""
     statistics = {name: value for name, value in change.items() if value.is_floating_point() and name in view.buffers}
     norms = {
-        f"{name}.running_mean" for name, module in view.task.model.named_modules() if isinstance(module, _NormBase)
-    } & set(statistics)
+        f"{name}.running_mean": module.training
+        for name, module in view.client.task.model.named_modules()
+        if isinstance(module, _NormBase) and f"{name}.running_mean" in statistics
+    }
     if not norms:
         return ""
     moved = any(bool(statistics[name].any()) for name in norms)
@@ -269,7 +271,7 @@ def _train_mode_contradiction(view: ServerView, change: dict[str, Tensor]) -> st
             "the client counts as in evaluation mode: give --method '{name: fedavg, train_mode: true, ...}', or no "
             "--method and let your function return model.train()"
         )
-    if not moved and view.method.train_mode:
+    if not moved and any(norms.values()):  # those that their user froze do not move
         return (
             "the running statistics of batch norm in the file have not moved, as in evaluation mode, and the client "
             "counts as in training mode: give --method '{name: fedavg, train_mode: false, ...}', or no --method and "

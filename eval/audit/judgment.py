@@ -18,7 +18,6 @@ from eval.metrics.self_verification import borne_out_words
 from eval.report.result_groups import RECOVERED_BELOW, private_tensor_recoveries
 from eval.report.sections.inconclusive import OpenQuestion, update_key
 
-CONTENT = "image content leaked"
 Rule = Literal["limit-exceeded", "image-leak", "confirmed-reconstruction", "private-tensor"]
 """What can leak: an image came closer than a limit; the content or the identity of images, by the bar of reports; what
 the attack confirms itself, or the whole update bears out, where the true images are not known; a tensor that the method
@@ -122,7 +121,7 @@ class Judgment:
                 "image-leak",
                 found.attack,
                 update,
-                in_words_of_rows(own, f"image content leaked: {images_in_words(own)}"),
+                f"{in_words_of_rows(own, 'image content leaked')}: {images_in_words(own)}",
                 limited,
             )
             for update, own in seen.items()

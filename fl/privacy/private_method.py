@@ -212,8 +212,9 @@ class PrivateMethod(Method):
             ValueError: its running statistics would be sent without noise.
         """
         model = super().client_model(task)
-        kept = [n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)]
-        if self.train_mode and kept:
+        norms = {n: m for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._NormBase)}
+        model.train(self.train_mode)  # which leaves those alone that their user froze
+        if kept := [name for name, module in norms.items() if module.training]:
             raise ValueError(
                 f"{self.name}: expected a model without batch statistics, got {', '.join(kept)}: use group norm, or "
                 f"train_mode=False"
