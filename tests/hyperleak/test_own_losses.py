@@ -164,7 +164,7 @@ def test_the_command_takes_what_its_refusal_says(tmp_path: Path, monkeypatch: py
     asked = set(re.findall(r"--(targets) ([a-z]+)", refused) + re.findall(r"--(threat) '([^']*)'", refused))
     assert len(asked) == 4
     for option, value in sorted(asked):
-        assert "image 0: PSNR" in said(f"--{option}", value), (option, value)
+        assert "row 0: PSNR" in said(f"--{option}", value), (option, value)
     assert "expected --targets as known, free" in said("--targets", "any")
     assert "--threat: expected knows_labels, " in said("--threat", "{knows_label: true}")
     assert "expected --threat as settings such as '{knows_labels: true}'" in said("--threat", "knows_labels")
