@@ -91,10 +91,9 @@ def _has_larger_rank(view: ServerView, change: Tensors, count: int) -> bool:
 
 def _short_steps(view: ServerView, rows: Mapping[str, Tensor], phase: Phase) -> str:
     """Return that rows moved by less, or more, than an adaptive optimizer's first step makes of any gradient."""
-    first = AdaptiveFirstStep.of(view)
-    if not isinstance(first, AdaptiveFirstStep) and not isinstance(first, StepSizeDoubt):
+    if not isinstance(AdaptiveFirstStep.of(view), AdaptiveFirstStep | StepSizeDoubt):
         return ""
-    first = AdaptiveFirstStep(view, phase)
+    first = AdaptiveFirstStep(view, phase)  # also of an update that is doubted for the sizes of its steps
     for name in rows.keys() & first.steps.keys():
         sizes, errors = first.steps[name].abs(), first.errors[name]
         for row in rows[name].tolist():
