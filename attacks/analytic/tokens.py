@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from attacks.analytic.tied_embeddings import drawn_targets, moved_by_outputs, read_tied_ids
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
 from attacks.network.embeddings import embedding_weights, lookups, unconditional_ids
@@ -41,8 +42,9 @@ class Tokens(Attack):
     pooling, say), or where it stands for padding. In what order ids stand, and in which example, is not told.
 
     Whether a step of this network moves the rows of its ids alone is asked of batches of the attacker's own: weights
-    that another layer uses, too, move in every row. Noise moves all rows, and then nothing is read. A method that adds
-    to the gradient may move others as well, and is refused.
+    that another layer uses, too, move in every row. Where that layer scores the outputs, as in most language models,
+    ids are the rows that leave the span of all others (`attacks.analytic.tied_embeddings`). Noise moves all rows, and
+    then nothing is read. A method that adds to the gradient may move others as well, and is refused.
 
     Threat model: an honest server with the embedding's update; that rows start from rest is part of an optimizer that
     was stated.
@@ -57,7 +59,7 @@ class Tokens(Attack):
             return NotApplicable("nothing is shared")
         sent = [name for name in embedding_weights(view.task.model) if name in view.update and name in view.shared]
         if not sent:
-            return NotApplicable("no embedding with a weight of its own (nn.Embedding) is in the update", limit=True)
+            return NotApplicable("no embedding (nn.Embedding) is in the update", limit=True)
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
         sparse = _sparse_embeddings(view, sent)
@@ -74,6 +76,16 @@ class Tokens(Attack):
             told = [row for row in rows[name].tolist() if row not in always[name]]
             if told:
                 found[name] = torch.tensor(told)
+        doubts, refusals = list[str](), list[NotApplicable]()
+        for name in [name for name in sent if name not in sparse]:
+            read = read_tied_ids(view, observed, name, slots.get(name), always[name])
+            if isinstance(read, NotApplicable):
+                refusals.append(read)
+                continue
+            found[name] = read.ids
+            doubts += [read.doubt] if read.doubt else []
+        if not found and refusals:
+            return refusals[0]
         if rows and not found:
             return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True)
         if not found:
@@ -83,7 +95,7 @@ class Tokens(Attack):
             )
         private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
         known = view.threat.knows_optimizer and view.threat.knows_defense
-        doubt = UNSTATED if not known else contradicts_rest(view, observed, rows)
+        doubt = UNSTATED if not known else contradicts_rest(view, observed, rows) or "; ".join(doubts)
         found_ids = Reconstruction(
             inputs=None,
             labels=fixed_labels(view, "auto"),
@@ -135,23 +147,15 @@ def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:
 def _sparse_embeddings(view: ServerView, names: list[str]) -> list[str]:
     """Return the embeddings of which a step moves the rows of the ids that they are given, and no others."""
     kept, task = list(names), view.task
-    count = view.batch_size or 1
-    shape = task.loss.variable_shape(task.output_shape)
     for number in range(PROBES):
         draw = stream(number, "tokens")
-        inputs = torch.rand(count, *task.input_shape, generator=draw).to(view.device, view.dtype)
-        if view.labels is not None:
-            targets = view.labels
-        elif shape is None:
-            return kept
-        else:
-            targets = task.loss.relax(torch.randn(count, *shape, generator=draw)).to(view.device, view.dtype)
-        if view.schedule is None or view.private or view.parts:
-            return kept
+        inputs = torch.rand(view.batch_size or 1, *task.input_shape, generator=draw).to(view.device, view.dtype)
         ids = lookups(task, inputs)
-        with torch.no_grad():
-            made = ObservedUpdate(view).without_decay(predict(view, Candidate(inputs, targets)))
-        for name in list(kept):
+        made = moved_by_outputs(view, inputs, draw)
+        if (targets := drawn_targets(view, draw)) is not None and not (view.private or view.parts):
+            with torch.no_grad():
+                made |= ObservedUpdate(view).without_decay(predict(view, Candidate(inputs, targets)))
+        for name in [name for name in kept if name in made]:
             rows = _moved_rows(view, name, dense(made[name])).nonzero().flatten().tolist()
             if not {*rows} <= {*ids.get(name, torch.empty(0)).tolist()}:
                 kept.remove(name)

@@ -19,18 +19,15 @@ RANDOM_EXAMPLES = 6
 def embedding_weights(model: nn.Module) -> dict[str, int | None]:
     """Return the row that stands for padding, which no gradient reaches, or None, by the name of an embedding's weight.
 
-    Embeddings whose weight another module has as well are left out.
+    Of several embeddings with one weight none stands for padding where another looks it up.
     """
-    owners: dict[int, int] = {}
-    for module in model.modules():
-        for value in module.parameters(recurse=False):
-            owners[id(value)] = owners.get(id(value), 0) + 1
     names = {id(value): name for name, value in model.named_parameters()}
-    return {
-        names[id(module.weight)]: module.padding_idx
-        for module in model.modules()
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and owners[id(module.weight)] == 1
-    }
+    found: dict[str, int | None] = {}
+    for module in model.modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module.weight) in names:
+            name = names[id(module.weight)]
+            found[name] = module.padding_idx if found.get(name, module.padding_idx) == module.padding_idx else None
+    return found
 
 
 def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:

@@ -190,6 +190,26 @@ class Text(nn.Module):
         return logits
 
 
+class Language(nn.Module):
+    """A small GPT-2: a causal transformer over ids, whose embedding scores the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(1000, 64), nn.Embedding(24, 64)
+        self.block = nn.TransformerEncoderLayer(64, 4, 128, 0.0, "gelu", batch_first=True, norm_first=True)
+        self.norm, self.scores = nn.LayerNorm(64), nn.Linear(64, 1000, bias=False)
+        self.scores.weight = self.words.weight
+        with torch.no_grad():
+            self.words.weight.mul_(0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return logits (B, 1000, T)."""
+        mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], device=ids.device)
+        states = self.block(self.words(ids) + self.places.weight, src_mask=mask, is_causal=True)
+        logits: Tensor = self.scores(self.norm(states)).mT
+        return logits
+
+
 class Ratings(nn.Module):
     """Factorizes a matrix of ratings, by the ids of a user and of an item."""
 

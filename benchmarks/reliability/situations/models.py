@@ -284,6 +284,9 @@ def _inputs(table: Tensor, ids: Tensor) -> Iterator[Situation]:
     read = Right(kind="found", figure="tokens_recall")
     yield _task("ids of tokens, a transformer", own.Text, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
     yield _task("ids of words, an embedding bag", own.Bag, (ids, label), read, ("tokens",), shown={"inputs": "ids"})
+    tied = "ids of tokens, a language model with tied weights"
+    following: dict[str, Any] = {"loss": "segmentation", "shown": {"inputs": "ids"}}
+    yield _task(tied, own.Language, (ids, ids.roll(-1, 1)), read, ("tokens",), **following)
     pairs, ratings = torch.tensor([[3, 5], [3, 17], [3, 70]]), torch.tensor([5.0, 3.0, 1.0])
     rated: dict[str, Any] = {"loss": "mse", "batch_size": 3, "shown": {"inputs": "pairs"}}
     yield _task("three ratings, a factorized matrix", own.Ratings, (pairs, ratings), read, ("tokens",), **rated)
