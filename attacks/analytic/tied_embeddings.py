@@ -32,7 +32,7 @@ from attacks.result import NotApplicable
 from attacks.update.float_rounding import RMS_ROUNDING
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
-from fl.defense import Defense
+from fl.defense import Defense, UnknownDefense, overrides
 from fl.losses.function import OwnLoss
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
@@ -41,6 +41,8 @@ from fl.view import ServerView
 MOST_NOISE, ABOVE_NOISE = 8.0, 4.0
 """Errors of numbers that sums over positions leave, in units of their rounding; and how far above noise, as it is seen,
 a dimension of the span has to be."""
+PROPORTIONAL = 1e-6
+"""How far off numbers that were multiplied by one factor may be, relative to the largest."""
 GAP = 25.0
 """How far outside a row is that was looked up, relative to the rows by which the span was found."""
 BLUR = 5.0
@@ -67,8 +69,8 @@ NO_ROOM = (
 )
 NOT_TOLD = (
     "every row of {} moves, and no more than {} leave a span of {} dimensions, as one step would leave it, clearly: "
-    "noise, numbers of few bits, steps too short for the type of the weights, earlier rounds, or more examples than "
-    "stated; gradients themselves, or a larger step, tell more"
+    "noise, numbers of few bits, several steps, steps too short for the type of the weights, earlier rounds, or more "
+    "examples than stated; gradients themselves, or one larger step, tell more"
 )
 KEPT_MOMENTUM = (
     "not confirmed: momentum kept from earlier rounds would move rows of {} by ids and hidden states of other examples"
@@ -141,7 +143,7 @@ def read_tied_ids(
         return NotApplicable(UNKNOWN_STEPS.format(name), limit=True)
     if adaptive_optimizer_obstacle(phases) is not None:
         return NotApplicable(RESCALED.format(name), limit=True)
-    if type(view.client.defense) is not Defense:
+    if not _only_rescales(view, name):
         return NotApplicable(DEFENDED.format(name, view.defense.name), limit=True)
     change, start = dense(observed.change[name]), dense(view.shared[name])
     passes = max(1, math.ceil(sum(steps) / (view.batch_size or 1)))
@@ -164,6 +166,24 @@ def read_tied_ids(
     if states is None or found.rank != states:
         return TiedIds(ids, NOT_ALL.format(name, found.rank, "unknown" if states is None else states))
     return TiedIds(ids, BLURRED.format(found.blurred, name) if found.blurred else "")
+
+
+def _only_rescales(view: ServerView, name: str) -> bool:
+    """Return whether the defense that is known leaves a tensor's numbers in proportion, as clipping does."""
+    defense = view.client.defense
+    if type(defense) is Defense:
+        return True
+    others = ("wrap_model", "transform_batch", "draw", "gradient", "search_gradient")
+    if isinstance(defense, UnknownDefense) or any(overrides(defense, hook) for hook in others):
+        return False
+    tried: Tensors = dict(view.update)
+    tried[name] = torch.randn(view.shared[name].shape, generator=stream(0, "rescaled")).to(view.device, view.dtype)
+    sent, whole = (
+        dense(defense.transform_update(tried, stream(1, "rescaled"))[name]).double(),
+        dense(tried[name]).double(),
+    )
+    factor = (sent * whole).sum() / whole.square().sum()
+    return bool(factor > 0 and (sent - factor * whole).abs().max() <= PROPORTIONAL * (factor * whole).abs().max())
 
 
 def hidden_states(view: ServerView, words: int) -> int | None:
@@ -259,7 +279,7 @@ def rows_outside(change: Tensor, rounding: Tensor, most: int, hidden: int) -> Ou
             continue
         outside = span.outside(rows)
         found = outside > GAP
-        if 0 < int(found.sum()) <= most:
+        if span.rank and 0 < int(found.sum()) <= most:
             blurred = int(((outside > BLUR) & ~found).sum())
             return OutsideRows(places[found].cpu(), span.rank, blurred)
     return None

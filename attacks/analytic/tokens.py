@@ -12,7 +12,12 @@ from torch import Tensor
 from attacks.analytic.tied_embeddings import drawn_targets, moved_by_outputs, read_tied_ids
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
-from attacks.network.embeddings import embedding_weights, lookups, unconditional_ids
+from attacks.network.embeddings import (
+    embedding_weights,
+    lookups,
+    lookups_of_single_examples,
+    unconditional_ids,
+)
 from attacks.result import Remark
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.optimizer_at_rest import contradicts_rest
@@ -90,11 +95,13 @@ class Tokens(Attack):
             return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True)
         if not found:
             return NotApplicable(
-                "every row of the embeddings moved, or none: noise, decay of an unknown rule, or a weight that another "
-                "layer uses as well"
+                "every row of the embeddings moved, or none: noise, decay of an unknown rule, ids of all rows in one "
+                "batch, or a weight that another layer uses as well"
             )
         private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
         known = view.threat.knows_optimizer and view.threat.knows_defense
+        if missed := [name for name in rows if name not in slots and slots]:
+            doubts.append(NEVER_REACHED.format(", ".join(missed)))
         doubt = UNSTATED if not known else contradicts_rest(view, observed, rows) or "; ".join(doubts)
         found_ids = Reconstruction(
             inputs=None,
@@ -118,6 +125,9 @@ TOO_MANY = (
     "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"
 )
 LOOKED_UP_ANYWAY = "what moved of {} is looked up whatever the client feeds (positions, say), and tells nothing of it"
+NEVER_REACHED = (
+    "not confirmed: no example that was made up looks anything up in {}, so that how many rows may move is unknown"
+)
 UNSTATED = (
     "not confirmed: the optimizer or the defense was not stated, and one that moves other rows (momentum kept from "
     "earlier rounds, decay) would be read as ids; state it (method, --method) to rely on that"
@@ -132,8 +142,12 @@ def _count_lookups(view: ServerView) -> dict[str, int]:
     size = math.prod(shape)
     spread = (torch.arange(size).view(shape) + 0.5) / (2 * size)  # different ids, as far as there are so many
     draws = [torch.rand(shape, generator=stream(0, "lookups")), spread]
-    counts = [lookups(view.task, inputs.to(view.device, view.dtype)) for inputs in draws]
-    return {name: max(len(one[name]) for one in counts if name in one) for name in counts[0]}
+    most: dict[str, int] = {}
+    for found in [lookups(view.task, inputs.to(view.device, view.dtype)) for inputs in draws]:
+        most |= {name: max(len(ids), most.get(name, 0)) for name, ids in found.items()}
+    for found in lookups_of_single_examples(view.task):  # some look up more than others, and a batch may be of these
+        most |= {name: max(view.batch_size * len(ids), most.get(name, 0)) for name, ids in found.items()}
+    return most
 
 
 def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:

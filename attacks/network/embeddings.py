@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,8 @@ from fl.types import Task
 
 RANDOM_EXAMPLES = 6
 """Examples made up, beside one of the least ids and one of the largest, which tell what is looked up for all."""
+_FOUND: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[dict[str, Tensor]]]] = WeakKeyDictionary()
+"""What networks looked up of these: an attack and its score ask in turn."""
 
 
 def embedding_weights(model: nn.Module) -> dict[str, int | None]:
@@ -46,13 +49,20 @@ def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
 
 def unconditional_ids(task: Task) -> dict[str, set[int]]:
     """Return the ids that each embedding looks up whatever examples a network takes, by the name of its weight."""
-    draw = stream(0, "unconditional ids")
-    weight = next(task.model.parameters())
-    examples = [torch.rand(1, *task.input_shape, generator=draw) for _ in range(RANDOM_EXAMPLES)]
-    examples += [torch.zeros(1, *task.input_shape), torch.ones(1, *task.input_shape)]
-    found = [lookups(task, example.to(weight.device, weight.dtype)) for example in examples]
-    given = [{name: {*ids.tolist()} for name, ids in one.items()} for one in found]
+    given = [{name: {*ids.tolist()} for name, ids in one.items()} for one in lookups_of_single_examples(task)]
     return {name: set.intersection(*(one.get(name, set()) for one in given)) for name in embedding_weights(task.model)}
+
+
+def lookups_of_single_examples(task: Task) -> list[dict[str, Tensor]]:
+    """Return what each embedding of a network looks up of examples made up, one by one; it is not to be changed."""
+    shape, found = _FOUND.get(task.model, ((), []))
+    if shape != task.input_shape:
+        draw, weight = stream(0, "unconditional ids"), next(task.model.parameters())
+        examples = [torch.rand(1, *task.input_shape, generator=draw) for _ in range(RANDOM_EXAMPLES)]
+        examples += [torch.zeros(1, *task.input_shape), torch.ones(1, *task.input_shape)]
+        found = [lookups(task, example.to(weight.device, weight.dtype)) for example in examples]
+        _FOUND[task.model] = task.input_shape, found
+    return found
 
 
 def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 import attacks
 from attacks.analytic.tied_embeddings import rounding_of_rows, rows_outside
 from attacks.base import NotApplicable
+from defenses.clip import Clip
 from defenses.noise import Noise
 from defenses.prune import Prune
 from eval.metrics.tokens import token_scores
@@ -105,6 +106,14 @@ def test_what_hides_the_span_of_hidden_states_is_named(settings, words):
     assert words in found.reason
 
 
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_clipping_leaves_the_span(scope):
+    view, _ = from_batch(Language(), IDS, NEXT, loss="segmentation", defense=Clip(max_norm=1e-2, scope=scope))
+    found = attacks.build("tokens")(view)
+    assert found.private[NAME].tolist() == IDS.unique().tolist()
+    assert found.verified
+
+
 def test_more_hidden_states_than_numbers_of_a_row_leave_no_room():
     ids = IDS.repeat(4, 1)
     view, _ = from_batch(Language(), ids, NEXT.repeat(4, 1), loss="segmentation")
@@ -154,6 +163,13 @@ def test_words_that_are_predicted_and_ignored_are_not_confirmed():
     assert {*found.private[NAME].tolist()} <= {*IDS.unique().tolist()}
     assert found.verified is None
     assert "show 12 of 16 hidden states" in found.note
+
+
+def test_rows_of_which_none_shows_a_hidden_state_tell_nothing():
+    change = 1e-30 * torch.randn(WORDS, WIDTH, generator=stream(0, "quiet"))
+    change[5] = 1.0
+    rounding = rounding_of_rows(change, torch.ones(WORDS, WIDTH))
+    assert rows_outside(change, rounding, 10, 10) is None
 
 
 def test_a_random_update_has_no_rows_outside():

@@ -6,6 +6,7 @@ from torch import nn
 
 import attacks
 from attacks.base import NotApplicable
+from attacks.network.embeddings import unconditional_ids
 from attacks.result import Remark
 from defenses.noise import Noise
 from defenses.prune import Prune
@@ -284,3 +285,64 @@ def test_a_network_that_looks_up_each_id_once_is_not_said_to_look_up_fewer():
     found = attacks.build("tokens")(view)
     assert found.private["tokens/embedding.weight"].tolist() == ids[0].tolist()
     assert found.verified
+
+
+class Branching(nn.Module):
+    """Looks up a second embedding for examples that begin with some of the ids alone."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.words, self.rare = nn.Embedding(100, 6), nn.Embedding(100, 6)
+        self.head, self.least = nn.Linear(6, 3), least
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        rows, chosen = self.words(ids).mean(1), ids[:, 0] >= self.least
+        if bool(chosen.any()):
+            rows = rows.index_add(0, chosen.nonzero()[:, 0], self.rare(ids[chosen]).mean(1))
+        return self.head(rows)
+
+
+def test_as_many_rows_may_move_as_a_batch_of_the_examples_that_look_up_most_has():
+    ids = torch.arange(60, 84).view(4, 6)
+    found = attacks.build("tokens")(from_batch(Branching(60), ids, torch.tensor([0, 1, 2, 0]))[0])
+    assert found.private["tokens/rare.weight"].tolist() == ids.flatten().tolist()
+    assert found.verified
+
+
+class Rare(Branching):
+    """Looks up the second embedding where an example begins with one id."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return super().forward(ids) if bool((ids[:, 0] == 37).any()) else self.head(self.words(ids).mean(1))
+
+
+def test_ids_of_an_embedding_that_no_example_made_up_reaches_are_not_confirmed():
+    found = attacks.build("tokens")(from_batch(Rare(), torch.tensor([[37, 5, 6]]), LABELS[:1])[0])
+    assert found.private["tokens/rare.weight"].tolist() == [5, 6, 37]
+    assert found.verified is None
+    assert "looks anything up in rare.weight" in found.note
+
+
+def test_a_batch_in_which_all_ids_occur_is_named():
+    model = nn.Sequential(nn.Embedding(4, 6), nn.Flatten(), nn.Linear(24, 2))
+    found = attacks.build("tokens")(from_batch(model, torch.arange(4)[None], LABELS[:1])[0])
+    assert isinstance(found, NotApplicable)
+    assert "ids of all rows in one batch" in found.reason
+
+
+def test_what_is_looked_up_for_all_examples_is_asked_once():
+    calls = []
+
+    class Counted(Text):
+        def forward(self, ids):
+            calls.append(len(ids))
+            return super().forward(ids)
+
+    view, _ = from_batch(Counted(), IDS, LABELS)
+    first = unconditional_ids(view.task)
+    asked = len(calls)
+    assert unconditional_ids(view.task) == first
+    assert len(calls) == asked
