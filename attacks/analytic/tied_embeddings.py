@@ -41,6 +41,10 @@ from fl.view import ServerView
 MOST_NOISE, ABOVE_NOISE = 8.0, 4.0
 """Errors of numbers that sums over positions leave, in units of their rounding; and how far above noise, as it is seen,
 a dimension of the span has to be."""
+FEWER_BITS = (torch.float16, torch.bfloat16)
+"""What gradients are rounded to under mixed precision, or on their way."""
+MOSTLY = 0.5
+"""Share of rows that have to be numbers of such a type: those looked up add up two parts."""
 PROPORTIONAL = 1e-6
 """How far off numbers that were multiplied by one factor may be, relative to the largest."""
 GAP = 25.0
@@ -75,6 +79,7 @@ NOT_TOLD = (
 KEPT_MOMENTUM = (
     "not confirmed: momentum kept from earlier rounds would move rows of {} by ids and hidden states of other examples"
 )
+FEW_BITS = "not confirmed: the update of {} has few bits, which other optimizers than stated could hide behind"
 SEVERAL_STEPS = "not confirmed: hidden states of several steps differ, so that the span of all of them is blurred"
 NOT_ALL = (
     "not confirmed: the rows of {} show {} of {} hidden states, and a word that is predicted where the others show "
@@ -152,13 +157,19 @@ def read_tied_ids(
     if states is not None and hidden >= change.shape[1]:
         return NotApplicable(NO_ROOM.format(name, hidden, change.shape[1]), limit=True)
     whole = view.rounded or name in observed.decay_shares
-    found = rows_outside(change, rounding_of_rows(change, start if whole else None), lookups * passes, hidden)
+    base, most, coarse = start if whole else None, lookups * passes, False
+    found = rows_outside(change, rounding_of_rows(change, base), most, hidden)
+    for kind in FEWER_BITS:
+        if found is None and float((change == change.to(kind)).all(1).double().mean()) >= MOSTLY:
+            found, coarse = rows_outside(change, rounding_of_rows(change, base, kind), most, hidden), True
     if found is None:
         room = min(hidden, change.shape[1] - 1)
-        return NotApplicable(NOT_TOLD.format(name, lookups * passes, room), limit=True)
+        return NotApplicable(NOT_TOLD.format(name, most, room), limit=True)
     ids = torch.tensor([row for row in found.ids.tolist() if row not in always], dtype=torch.int64)
     if not len(ids):
         return NotApplicable(f"what is told of {name} is looked up whatever the client feeds", limit=True)
+    if coarse:
+        return TiedIds(ids, FEW_BITS.format(name))
     if len(steps) != 1:
         return TiedIds(ids, SEVERAL_STEPS)
     if any(phase.momentum for phase in phases):
@@ -171,10 +182,10 @@ def read_tied_ids(
 def _only_rescales(view: ServerView, name: str) -> bool:
     """Return whether the defense that is known leaves a tensor's numbers in proportion, as clipping does."""
     defense = view.client.defense
-    if type(defense) is Defense:
-        return True
+    if type(defense) is Defense or isinstance(defense, UnknownDefense):
+        return True  # one that is not known may, and nothing is confirmed
     others = ("wrap_model", "transform_batch", "draw", "gradient", "search_gradient")
-    if isinstance(defense, UnknownDefense) or any(overrides(defense, hook) for hook in others):
+    if any(overrides(defense, hook) for hook in others):
         return False
     tried: Tensors = dict(view.update)
     tried[name] = torch.randn(view.shared[name].shape, generator=stream(0, "rescaled")).to(view.device, view.dtype)
@@ -241,17 +252,19 @@ def moved_by_outputs(view: ServerView, inputs: Tensor, draw: torch.Generator) ->
     return {name: flow for name, flow in zip(sent, flows, strict=True) if flow is not None}
 
 
-def rounding_of_rows(change: Tensor, start: Tensor | None) -> Tensor:
+def rounding_of_rows(change: Tensor, start: Tensor | None, kind: torch.dtype | None = None) -> Tensor:
     """Return by how much rounding may put off the numbers of each row (V,), root mean square, as a unit.
 
     Args:
         change: the update (V, d).
         start: the weights (V, d) that it is a difference of; None of a gradient.
+        kind: in which numbers of the update were sent or summed; None takes its own.
     """
-    sizes = change.double().square().mean(1).sqrt()
+    own, sent = torch.finfo(change.dtype), torch.finfo(kind or change.dtype)
+    sizes = (change.double().square().mean(1).sqrt() + sent.smallest_normal) * sent.eps
     if start is not None:
-        sizes = sizes + start.double().square().mean(1).sqrt()
-    return RMS_ROUNDING * torch.finfo(change.dtype).eps * sizes
+        sizes = sizes + start.double().square().mean(1).sqrt() * own.eps
+    return RMS_ROUNDING * sizes
 
 
 def rows_outside(change: Tensor, rounding: Tensor, most: int, hidden: int) -> OutsideRows | None:
@@ -267,8 +280,6 @@ def rows_outside(change: Tensor, rounding: Tensor, most: int, hidden: int) -> Ou
     rows = change[places].double() / rounding[places, None]  # in units of their own rounding
     large = change[places].norm(dim=1).argsort(descending=True)
     dimensions = min(hidden, change.shape[1])
-    if len(rows) < FOLDS * FOLDS + most:
-        return None
     for attempt in range(ATTEMPTS):
         if attempt:
             chosen = torch.randperm(len(rows), generator=stream(attempt, "tied rows")).to(rows.device)
@@ -290,6 +301,8 @@ def _common_span(rows: Tensor, hidden: int) -> _Span | None:
 
     A row that is in the span of its own part alone is left out: it made that span.
     """
+    if len(rows) < FOLDS * FOLDS:
+        return None
     folds = [torch.arange(part, len(rows), FOLDS, device=rows.device) for part in range(FOLDS)]
     spans = [_span(rows[fold], hidden) for fold in folds]
     kept = []

@@ -96,7 +96,7 @@ def test_ids_are_read_off_a_captured_gradient_or_difference(rounded):
         ({"method": FedAvg(steps=1, optimizer="adam")}, "rescales every number apart (Adam) leaves none"),
         ({"defense": Noise(std=0.1)}, "the defense noise changes that"),
         ({"defense": Prune(ratio=0.5)}, "the defense prune changes that"),
-        ({"defense": Noise(std=0.1), "threat": {"knows_defense": False}}, "the defense noise changes that"),
+        ({"defense": Noise(std=0.1), "threat": {"knows_defense": False}}, "clearly: noise, numbers of few bits"),
     ],
 )
 def test_what_hides_the_span_of_hidden_states_is_named(settings, words):
@@ -104,6 +104,30 @@ def test_what_hides_the_span_of_hidden_states_is_named(settings, words):
     found = attacks.build("tokens")(view)
     assert isinstance(found, NotApplicable)
     assert words in found.reason
+
+
+def test_ids_are_not_confirmed_where_the_defense_is_not_known():
+    view, _ = from_batch(Language(), IDS, NEXT, loss="segmentation", threat={"knows_defense": False})
+    found = attacks.build("tokens")(view)
+    assert found.private[NAME].tolist() == IDS.unique().tolist()
+    assert found.verified is None
+
+
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_ids_are_read_off_gradients_in_half_precision(kind, mixed):
+    model, ids = Language(), IDS[:1, :4]
+    with torch.autocast("cpu", kind, enabled=mixed):
+        outputs = model(ids)
+    values = dict(model.named_parameters())
+    made = torch.autograd.grad(F.cross_entropy(outputs.float(), NEXT[:1, :4]), [*values.values()])
+    update = {name: (value if mixed else value.to(kind)).float() for name, value in zip(values, made, strict=True)}
+    how = FedAvg(lr=1.0, steps=1, batch_size=None)
+    view = from_update(model, update, input_shape=ids, loss="segmentation", method=how)
+    found = attacks.build("tokens")(view)
+    assert found.private[NAME].tolist() == ids.unique().tolist()
+    assert found.verified is None
+    assert "few bits" in found.note
 
 
 @pytest.mark.parametrize("scope", ["global", "tensor"])
@@ -175,7 +199,8 @@ def test_rows_of_which_none_shows_a_hidden_state_tell_nothing():
 def test_a_random_update_has_no_rows_outside():
     change = torch.randn(WORDS, WIDTH, generator=stream(0, "noise"))
     assert rows_outside(change, rounding_of_rows(change, None), 10, 10) is None
-    assert rows_outside(change[:4], rounding_of_rows(change[:4], None), 10, 10) is None
+    for few in (0, 1, 4, 20, 40):
+        assert rows_outside(change[:few], rounding_of_rows(change[:few], None), 10, 10) is None
 
 
 @pytest.mark.parametrize("seed", range(12))
