@@ -13,7 +13,7 @@ from attacks.analytic.tied_embeddings import drawn_targets, moved_by_outputs, re
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
 from attacks.network.embeddings import (
-    embedding_weights,
+    looked_up_weights,
     lookups,
     lookups_of_single_examples,
     unconditional_ids,
@@ -62,9 +62,11 @@ class Tokens(Attack):
         """Return the ids of every embedding that was sent, ascending."""
         if not view.update:
             return NotApplicable("nothing is shared")
-        sent = [name for name in embedding_weights(view.task.model) if name in view.update and name in view.shared]
+        sent = [name for name in looked_up_weights(view.task) if name in view.update and name in view.shared]
         if not sent:
-            return NotApplicable("no embedding (nn.Embedding) is in the update", limit=True)
+            return NotApplicable(
+                "no embedding (nn.Embedding, or a parameter of which rows are looked up) is in the update", limit=True
+            )
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
         sparse = _sparse_embeddings(view, sent)
@@ -120,6 +122,7 @@ class Tokens(Attack):
         return result
 
 
+NO_EMBEDDING = "no embedding (nn.Embedding, or a parameter of which rows are looked up) is in the update"
 TOO_MANY = (
     "{} rows of {} moved, and no more than {} ids were fed: momentum kept from earlier rounds, weight decay in a part "
     "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
@@ -33,6 +36,12 @@ def embedding_weights(model: nn.Module) -> dict[str, int | None]:
     return found
 
 
+def looked_up_weights(task: Task) -> list[str]:
+    """Return the names of the weights of which a network looks up rows, by modules or by functions."""
+    by_functions = [name for found in lookups_of_single_examples(task) for name in found]
+    return list(dict.fromkeys([*embedding_weights(task.model), *by_functions]))
+
+
 def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
     """Return the ids of examples that each embedding of a network is given, by the name of its weight.
 
@@ -44,13 +53,13 @@ def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
     """
     padding, always = embedding_weights(task.model), unconditional_ids(task)
     found = lookups(task, inputs)
-    return {name: sorted({*ids.unique().tolist()} - {padding[name]} - always[name]) for name, ids in found.items()}
+    return {name: sorted({*ids.unique().tolist()} - {padding.get(name)} - always[name]) for name, ids in found.items()}
 
 
 def unconditional_ids(task: Task) -> dict[str, set[int]]:
     """Return the ids that each embedding looks up whatever examples a network takes, by the name of its weight."""
     given = [{name: {*ids.tolist()} for name, ids in one.items()} for one in lookups_of_single_examples(task)]
-    return {name: set.intersection(*(one.get(name, set()) for one in given)) for name in embedding_weights(task.model)}
+    return {name: set.intersection(*(one.get(name, set()) for one in given)) for name in looked_up_weights(task)}
 
 
 def lookups_of_single_examples(task: Task) -> list[dict[str, Tensor]]:
@@ -84,6 +93,38 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.register_forward_pre_hook(note, with_kwargs=True)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS):
+    by_functions = _Lookups({key: name for key, name in names.items() if name not in known}, found)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS), by_functions:
         model(inputs)
     return {name: torch.cat(ids) for name, ids in found.items()}
+
+
+WHOLE = {torch.int64, torch.int32}
+PLACES: dict[Callable[..., Any], tuple[int, int]] = {
+    nn.functional.embedding: (1, 0),
+    nn.functional.embedding_bag: (1, 0),
+    torch.embedding: (0, 1),
+    Tensor.__getitem__: (0, 1),
+    torch.index_select: (0, 2),
+    Tensor.index_select: (0, 2),
+}
+"""At which of their arguments functions that look up rows take weights and ids; `index_select` has its dimension 1."""
+
+
+class _Lookups(TorchFunctionMode):
+    """Notes which rows of parameters (V, d) functions look up: `embedding`, `index_select`, or whole numbers in []."""
+
+    def __init__(self, names: Mapping[int, str], found: dict[str, list[Tensor]]) -> None:
+        super().__init__()
+        self.names, self.found = names, found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run a function, and note what it looks up."""
+        weight, ids = PLACES.get(func, (0, 0))
+        if weight != ids and max(weight, ids) < len(args) and id(args[weight]) in self.names:
+            rows, whole = args[ids], args[1] == 0 if ids == 2 else True
+            if whole and args[weight].ndim == 2 and isinstance(rows, Tensor) and rows.dtype in WHOLE:
+                self.found.setdefault(self.names[id(args[weight])], []).append(rows.flatten() % len(args[weight]))
+        return func(*args, **(kwargs or {}))

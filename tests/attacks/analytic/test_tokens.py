@@ -346,3 +346,33 @@ def test_what_is_looked_up_for_all_examples_is_asked_once():
     asked = len(calls)
     assert unconditional_ids(view.task) == first
     assert len(calls) == asked
+
+
+class Functional(nn.Module):
+    """Looks up rows of a parameter of its own."""
+
+    def __init__(self, look_up) -> None:
+        super().__init__()
+        self.rows, self.head, self.look_up = nn.Parameter(torch.randn(20, 6)), nn.Linear(6, 3), look_up
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.look_up(ids, self.rows).mean(1))
+
+
+@pytest.mark.parametrize(
+    "look_up",
+    [
+        nn.functional.embedding,
+        lambda ids, rows: nn.functional.embedding_bag(ids, rows)[:, None],
+        lambda ids, rows: rows[ids],
+        lambda ids, rows: rows.index_select(0, ids.flatten()).view(*ids.shape, -1),
+        lambda ids, rows: torch.index_select(rows, 0, ids.flatten()).view(*ids.shape, -1),
+    ],
+    ids=["embedding", "bag", "brackets", "method", "index_select"],
+)
+def test_ids_are_read_off_rows_that_functions_look_up(look_up):
+    view, _ = from_batch(Functional(look_up), IDS, LABELS)
+    found = attacks.build("tokens")(view)
+    assert found.private["tokens/rows"].tolist() == IDS.unique().tolist()
+    assert found.verified
+    assert token_scores(found.private, view.task, view.task.inputs.pack(IDS, torch.float32))["tokens_recall"] == 1
