@@ -255,7 +255,7 @@ class AuditOptions:
         attacks: names, settings or objects, or a single one of them; none takes those that fit the method and the batch
             size, and leaves out what can add nothing to the attacks before it.
         method: how the update is made; None is one step of plain SGD whose step size the attacker does not know.
-        defense: what is done to the update before it is sent.
+        defense: what is done to the update before it is sent; a list is a chain, one after the other.
         batch_size: images in one update.
         input_shape: (channels, height, width); needed for a captured update without images.
         kind: "gradient" where a captured update is that and no difference of weights.
@@ -285,7 +285,7 @@ class AuditOptions:
 
     attacks: str | Mapping[str, Any] | Attack | Sequence[str | Mapping[str, Any] | Attack] | None = ()
     method: str | Mapping[str, Any] | Method | None = None
-    defense: str | Mapping[str, Any] | Defense = "none"
+    defense: str | Mapping[str, Any] | Defense | Sequence[str | Mapping[str, Any] | Defense] = "none"
     batch_size: Count = 1
     input_shape: Sequence[int] | Inputs | None = None
     kind: Literal["update", "gradient"] = "update"
@@ -333,7 +333,7 @@ class AuditOptions:
         """Return how the client behind the updates trains."""
         return ClientSettings(
             method=None if self.method is None else methods.build(self.method),
-            defense=defenses.build(self.defense),
+            defense=defenses.build(_chained(self.defense)),
             mean=self.mean,
             std=self.std,
             head=self.head,
@@ -584,3 +584,12 @@ def load(folder: str | Path) -> RunResult:
     if not (path / RUN).is_file():
         raise FileNotFoundError(f"{path} holds no run: there is no {RUN} in it")
     return RunResult(path)
+
+
+def _chained(
+    defense: str | Mapping[str, Any] | Defense | Sequence[str | Mapping[str, Any] | Defense],
+) -> str | Mapping[str, Any] | Defense:
+    """Return a defense as it is, and a list of several as their chain."""
+    if isinstance(defense, Sequence) and not isinstance(defense, str):
+        return {"name": "chain", "parts": list(defense)}
+    return defense
