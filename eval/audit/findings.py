@@ -10,6 +10,7 @@ from typing import Any
 
 from eval.audit.verdict import (
     all_verified,
+    are_flat,
     closest_figure,
     count_if_too_few,
     counted_figures,
@@ -161,6 +162,8 @@ class AuditReport:
                 for found in self.findings
                 if found.too_few_images
             ]
+        if not limits and are_flat([row for found in self.findings for row in found.rows]):
+            said.append(undecided.flat_pictures())
         blind = [
             found.attack
             for found in self.findings

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attacks.result import Remark
 from eval.audit.findings import AttackFinding, AuditReport
-from eval.audit.verdict import closest_figure, in_words_of_rows, leaked_rows
+from eval.audit.verdict import changed_words, closest_figure, in_words_of_rows, leaked_rows
 from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.metrics.self_verification import borne_out_words
@@ -121,7 +121,7 @@ class Judgment:
                 "image-leak",
                 found.attack,
                 update,
-                f"{in_words_of_rows(own, 'image content leaked')}: {images_in_words(own)}",
+                f"{in_words_of_rows(own, 'image content leaked')}{changed_words(own)}: {images_in_words(own)}",
                 limited,
             )
             for update, own in seen.items()

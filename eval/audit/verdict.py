@@ -15,8 +15,10 @@ from attacks.result import Remark
 from eval.io.text import join_words
 from eval.metrics.score import Row
 from eval.metrics.self_verification import borne_out_words, remarks_of, verification_words
+from eval.metrics.validity_flags import CHANGED_BY
 from eval.report.result_groups import (
     CLEAR_MARGIN,
+    COPY_OF,
     IMAGE,
     MIN_IMAGES,
     RECOGNIZABLE_PSNR,
@@ -31,6 +33,8 @@ from eval.report.result_groups import (
 
 COUNTED_MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
+FLAT_FROM = 40.0
+"""PSNR in dB of an image's own mean color from which on it is flat: no attack can be told from that guess."""
 SCALED = "once brightness and contrast are fitted, which the network takes off"
 MEASURED = {"residual", "rank", "condition"}
 """Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
@@ -154,11 +158,22 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
     counted = sum(gain >= COUNTED_MARGIN for gain in gains)
     return in_words_of_rows(
         rows,
-        f"{_headline(group, gains, seen, bool(told))}: {''.join(f'{words}; ' for words in told)}"
+        f"{_headline(group, gains, seen, bool(told))}{changed_words(rows)}: {''.join(f'{words}; ' for words in told)}"
         f"{counted} of {len(gains)} image(s) at least {COUNTED_MARGIN:g} dB above "
         f"the best guess without the update, the furthest at {furthest.value:.1f} dB against "
-        f"{furthest.guess:.1f} dB{part}, on average {fmean(gains):+.1f} dB",
+        f"{furthest.guess:.1f} dB{part}, on average {fmean(gains):+.1f} dB{_words_of_copies(group)}",
     )
+
+
+def changed_words(rows: Sequence[Row]) -> str:
+    """Say that figures are of what a defense made of pictures before they were fed, where one did."""
+    by = dict.fromkeys(row[CHANGED_BY] for row in rows if row.get(CHANGED_BY))
+    return f" (of the pictures as {join_words([*by])} changed them, not of the client's own)" if by else ""
+
+
+def _words_of_copies(group: ResultGroup) -> str:
+    copies = {row[IMAGE] for row in group.image_rows if COPY_OF in row}
+    return f"; {len(copies)} of the images equal others, and count once: {group.n_images} in all" if copies else ""
 
 
 def in_words_of_rows(rows: Sequence[Row], words: str) -> str:
@@ -174,6 +189,12 @@ def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
     if any(row.get("tokens_read") and row["tokens_precision"] == 1 for row in rows):
         return True
     return bool(group.image_rows) and bool(_evidence(group, tests))
+
+
+def are_flat(rows: Sequence[Row]) -> bool:
+    """Return whether there are images and one color shows all of them: nothing is told apart from a guess then."""
+    colors = [row.get("floor_mean_psnr") for row in _group(rows).image_rows]
+    return bool(colors) and all(color is not None and color >= FLAT_FROM for color in colors)
 
 
 def leaked_rows(rows: Sequence[Row]) -> list[Row]:

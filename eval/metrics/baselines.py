@@ -1,6 +1,6 @@
 """What a guess scores that has no information about the client: no figure is read without it.
 
-Four guesses, each of them scored by every metric (see `eval.metrics.score`):
+Guesses, each of them scored by every metric (see `eval.metrics.score`):
 
 - `mean`: one color everywhere, the true image's own mean color; the best any constant picture can do, so an upper
   bound on what an attack that recovers no structure reaches.
@@ -10,6 +10,8 @@ Four guesses, each of them scored by every metric (see `eval.metrics.score`):
   it bounds what an attacker scores who only hands out pictures he had before. The reference set stands for the
   attacker's auxiliary data and must not contain the client's images; exact copies of a true image (to 8 bits) are left
   out.
+- `public`: of an attack that has public images, their mean or that of one of their classes, whichever is closest to the
+  truth. A network that was trained on them shows it where the update tells it nothing, or no more than the label.
 
 And the opposite, `bound`: the best that is known of what an attack's own parametrization could show of an image, which
 takes the truth.
@@ -24,16 +26,20 @@ from attacks.base import Attack, Chain
 from attacks.gradient_matching.engine.search_space import UpsampledSpace
 from attacks.gradient_matching.rog import ROG
 from fl.seeds import stream
+from fl.types import Batch
 
 _CHUNK = 256
 
 
-def baseline_images(truth: Tensor, *, reference: Tensor | None = None, seed: int = 0) -> dict[str, Tensor]:
+def baseline_images(
+    truth: Tensor, *, reference: Tensor | None = None, public: Tensor | None = None, seed: int = 0
+) -> dict[str, Tensor]:
     """Return the uninformed guesses by name, each of the truth's shape (N, C, H, W), in [0, 1].
 
     Args:
         truth: (N, C, H, W) in [0, 1].
         reference: (R, C, H, W) in [0, 1]; without it there is no `nearest`.
+        public: means (M, C, H, W) of the attack's public images; without them there is no `public`.
         seed: of the noise.
     """
     found = {
@@ -43,7 +49,21 @@ def baseline_images(truth: Tensor, *, reference: Tensor | None = None, seed: int
     }
     if reference is not None:
         found["nearest"] = reference[nearest_reference(truth, reference)].to(truth)
+    if public is not None:
+        distances = torch.cdist(truth.detach().double().flatten(1), public.to(truth.device).double().flatten(1))
+        found["public"] = public.to(truth)[distances.argmin(1)]
     return found
+
+
+def mean_images(images: Batch | None) -> Tensor | None:
+    """Return the mean of public images, and of each of their classes: (1 + classes, C, H, W); None without images."""
+    if images is None or not len(images):
+        return None
+    inputs, labels = images.inputs.detach(), images.labels
+    classes = labels.unique().tolist() if labels.ndim == 1 else []
+    groups = [inputs, *(inputs[labels.to(inputs.device) == label] for label in classes)]
+    sums = [torch.stack([part.double().sum(0) for part in own.split(_CHUNK)]).sum(0) for own in groups]
+    return torch.stack([total / len(own) for total, own in zip(sums, groups, strict=True)])
 
 
 def nearest_reference(truth: Tensor, reference: Tensor) -> Tensor:

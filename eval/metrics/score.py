@@ -120,6 +120,7 @@ def score(
     *,
     perceptual: Perceptual | None = None,
     reference: Tensor | None = None,
+    public: Tensor | None = None,
     seed: int = 0,
     task: Task | None = None,
 ) -> list[Row]:
@@ -151,6 +152,7 @@ def score(
         truth: what the client fed.
         perceptual: LPIPS, from `eval.metrics.perceptual.load_lpips`.
         reference: images (R, C, H, W) the attacker had before, for the baseline `nearest`.
+        public: means (M, C, H, W) of public images that the attack has, for the baseline `public`.
         seed: of the baseline `noise`.
         task: what the inputs are and what the targets are of; None is pictures and cross entropy.
 
@@ -178,14 +180,14 @@ def score(
     if form.kind == "table":
         scored = _with_columns(scored, guess, true, matched, form)
         absent |= NOT_FOUND if failure is not None else {}
-    guesses = _Guesses(reference, seed, task).of(true)
+    guesses = _Guesses(reference, public, seed, task).of(true)
     floors = _floors(measures, true, guesses, form)
     rows: list[Row] = []
     for image, match in enumerate(matched):
         head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
         row: Row = {**head, "failure": failure if match is None else None, **dict.fromkeys(missing, math.nan)}
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
-        if match is not None and reconstruction.seen is not None:
+        if match is not None and reconstruction.seen is not None and reconstruction.seen[match].any():
             row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
         by_channel = Remark.SCALES_TAKEN_OFF in reconstruction.remarks
         scaled = by_channel or Remark.SCALE_TAKEN_OFF in reconstruction.remarks
@@ -314,15 +316,16 @@ def _absent(measures: Mapping[str, Measure], recovered: Tensor | None) -> tuple[
 
 @dataclass(frozen=True)
 class _Guesses:
-    """What the baselines are made of: images that the attacker had before, the seed of noise, and the task."""
+    """What the baselines are made of: images that the attacker had before, their means, the seed of noise, the task."""
 
     reference: Tensor | None
+    public: Tensor | None
     seed: int
     task: Task | None
 
     def of(self, true: Tensor) -> dict[str, Tensor]:
         """Return the baselines by name."""
-        found = baseline_images(true, reference=self.reference, seed=self.seed)
+        found = baseline_images(true, reference=self.reference, public=self.public, seed=self.seed)
         if self.task is not None and self.task.inputs.shape[1:] == (1, 1):  # the mean over pixels would be the truth
             usual = true.new_tensor(self.task.mean).clamp(0, 1).view(1, -1, 1, 1)
             found["mean"] = usual.expand_as(true)

@@ -18,12 +18,19 @@ FLAGS = {
     "below-floor": "Mean PSNR is below that of each image's mean color: by PSNR no image content is shown to leak.",
     "labels-given": "The threat model gives the attacker the labels; label accuracy says nothing.",
     "defense-known": "The attacker knows the defense; searches adapt as far as its surrogate and other hooks model it.",
+    "changed-pictures": "A defense changes pictures before they are fed: all figures are of what was fed, not of the "
+    "client's own pictures.",
     "forward-mismatch": "The attacker's model of training does not give the observed update on the true data.",
     "single-image": "All figures come from one image; there is no interval and no general statement.",
     "lpips-missing": "LPIPS was asked for and is not available; the rows say what to do.",
     "ssim-missing": "The images are smaller than the window of SSIM.",
 }
 """Every flag and its explanation, in the order in which they are listed."""
+
+CHANGED_BY = "changed_by"
+"""Column that names the defenses that change pictures before these are fed: the figures are of what was fed."""
+COPY_OF = "copy_of"
+"""Column of an image that equals another one: that one's name."""
 
 TOLERANCE = 1e-4
 """Forward error from which on an update is not what the attacker's own model of training makes of the true data."""
@@ -69,8 +76,9 @@ def find_flags(
         "below-floor": _below_mean_color(rows),
         "labels-given": labels_given,
         "defense-known": defense_known,
+        "changed-pictures": any(row.get(CHANGED_BY) for row in rows),
         "forward-mismatch": forward_error is not None and not forward_error <= tolerance,
-        "single-image": len({row[image] for row in rows}) == 1,
+        "single-image": len({row.get(COPY_OF, row[image]) for row in rows}) == 1,
         "lpips-missing": any(name.startswith("lpips_") for name in missing),
         "ssim-missing": "ssim" in missing,
     }

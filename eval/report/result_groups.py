@@ -21,8 +21,12 @@ from eval.report.settings import RunSettings
 
 IMAGE = "picture"
 """Column that tells images apart across an experiment."""
+COPY_OF = validity_flags.COPY_OF
+"""Column of an image that equals another one: that one's name. Copies count as one image."""
 BASELINES = {"mean": "mean color", "grey": "mid gray", "noise": "noise", "nearest": "nearest image"}
 """What can be guessed without the update (see `eval.metrics.baselines`)."""
+OWN_BASELINES = {**BASELINES, "public": "mean of the attack's public images"}
+"""The same, with what an attack that has public images can guess by itself."""
 RECOGNIZABLE_PSNR = 20.0
 """PSNR in dB from which on a person recognizes the content, about."""
 CLEAR_MARGIN = 10.0
@@ -140,14 +144,14 @@ class ResultGroup:
     @cached_property
     def n_images(self) -> int:
         """Return how many different images were attacked."""
-        return len({row[IMAGE] for row in self.image_rows})
+        return len({image_name(row) for row in self.image_rows})
 
     @cached_property
     def best_baseline(self) -> tuple[str, float] | None:
         """Return the guess that scores best on these images, and its mean PSNR in dB."""
         means = {
             g: fmean(row[_baseline_column(g)] for row in self.image_rows)
-            for g in BASELINES
+            for g in OWN_BASELINES
             if _all(self.image_rows, _baseline_column(g))
         }
         return max(means.items(), key=lambda item: item[1]) if means else None
@@ -196,7 +200,7 @@ class ResultGroup:
     def first_rows(self, column: str) -> list[Row]:
         """Return the rows in which it is told whether an image is named, one for each image."""
         rows = self.attacked_rows if column == BY_UPDATE else self.image_rows  # an update tells without a picture
-        return list({row[IMAGE]: row for row in reversed(rows) if row.get(column) is not None}.values())
+        return list({image_name(row): row for row in reversed(rows) if row.get(column) is not None}.values())
 
     @cached_property
     def label_gain(self) -> Interval | None:
@@ -253,7 +257,8 @@ def leaks_alone(row: Row, metric: str = "psnr") -> bool:
         row: of the image.
         metric: one of `PSNR_COLUMNS`.
     """
-    known = [row[_baseline_column(g, metric)] for g in BASELINES if row.get(_baseline_column(g, metric)) is not None]
+    floors = (row.get(_baseline_column(g, metric)) for g in OWN_BASELINES)
+    known = [floor for floor in floors if floor is not None]
     value = row.get(metric) if metric != "psnr_seen" or is_seen_enough(row) else None
     return value is not None and value >= RECOGNIZABLE_PSNR and bool(known) and value - max(known) >= CLEAR_MARGIN
 
@@ -285,6 +290,11 @@ def group_rows(rows: Sequence[Row]) -> list[ResultGroup]:
     return [ResultGroup(*key, tuple(group)) for key, group in found.items()]
 
 
+def image_name(row: Row) -> Any:
+    """Return the name of the row's image; of a copy that of the first one."""
+    return row.get(COPY_OF, row[IMAGE])
+
+
 def image_key(row: Row) -> tuple[Any, ...]:
     """Return what tells an attacked image from others: its name, and two figures of its pixels."""
     return (row[IMAGE], row.get("floor_mean_mse"), row.get("floor_grey_mse"))
@@ -292,7 +302,10 @@ def image_key(row: Row) -> tuple[Any, ...]:
 
 def distinct_images(rows: Sequence[Row]) -> list[Row]:
     """Return one row per attacked image and seed, for the baselines, which depend on no attack."""
-    named = [{**row, IMAGE: image_key(row)} for row in rows if row.get(IMAGE) is not None and "images" in row]
+    shown = [row for row in rows if row.get(IMAGE) is not None and "images" in row]
+    named = [{**row, IMAGE: (image_name(row), *image_key(row)[1:])} for row in shown]
+    for row in named:
+        row.pop(COPY_OF, None)
     return list({(row[IMAGE], row["seed"]): row for row in named}.values())
 
 
@@ -324,14 +337,14 @@ def share_reaching(rows: Sequence[Row], level: float, column: str = "psnr") -> I
         column: of the PSNR.
     """
     known = [row for row in rows if row.get(column) is not None]
-    names = (IMAGE, "seed")  # a copy of thousands of whole rows takes longer than all else here
+    names = (IMAGE, COPY_OF, "seed")  # a copy of thousands of whole rows takes longer than all else here
     hits = [{name: row[name] for name in names if name in row} | {"hit": float(row[column] >= level)} for row in known]
     return success_share(hits, "hit")
 
 
 def success_share(rows: Sequence[Row], column: str) -> Interval | None:
     """Return share of ones in a column of zeros and ones; images are the trials (`statistics.success_rate`)."""
-    return statistics.success_rate(rows, 0.5, column, image=IMAGE) if rows else None
+    return statistics.success_rate(_copies_as_runs(rows), 0.5, column, image=IMAGE) if rows else None
 
 
 def lpips_column(rows: Sequence[Row]) -> str | None:
@@ -383,7 +396,16 @@ def has_failed(row: Row) -> bool:
 
 def _mean(rows: Sequence[Row], column: str) -> Interval | None:
     known = [row for row in rows if row.get(column) is not None]
-    return statistics.mean_interval(known, column, image=IMAGE) if known else None
+    return statistics.mean_interval(_copies_as_runs(known), column, image=IMAGE) if known else None
+
+
+def _copies_as_runs(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows with copies of an image as further attempts on it, so that they count as one image."""
+    if not any(COPY_OF in row for row in rows):
+        return rows
+    return [
+        {**row, IMAGE: row[COPY_OF], "seed": (row.get("seed"), row[IMAGE])} if COPY_OF in row else row for row in rows
+    ]
 
 
 def _finite(value: float) -> float | None:

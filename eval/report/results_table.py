@@ -23,6 +23,7 @@ from eval.report.result_groups import (
     CLEAR_MARGIN,
     MIN_IMAGES,
     NOT_ATTACKED,
+    OWN_BASELINES,
     RECOGNIZABLE_PSNR,
     RECOVERED_BELOW,
     ResultGroup,
@@ -203,7 +204,7 @@ def _content_notes(group: ResultGroup, tests: int) -> list[str]:
         verdict = "no more than a guess without the update"
     else:
         verdict = "not told apart from a guess without the update"
-    lines = [f"{verdict} ({gain.value:+.1f} dB against the best baseline, {BASELINES[guess]} at {score:.1f} dB)"]
+    lines = [f"{verdict} ({gain.value:+.1f} dB against the best baseline, {OWN_BASELINES[guess]} at {score:.1f} dB)"]
     named = group.identification
     if named is not None and named.excess_over_chance(tests) > 0 and not exceeds_baseline(gain):
         lines.append(

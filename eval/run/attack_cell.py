@@ -17,14 +17,15 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Result
 from attacks.parallel import AttackPool
 from attacks.search_control import SearchControl
 from eval.io import jsonl
+from eval.io.text import join_words
 from eval.metrics import self_verification
-from eval.metrics.baselines import nearest_reference, representable_bound
+from eval.metrics.baselines import mean_images, nearest_reference, representable_bound
 from eval.metrics.image import psnr
 from eval.metrics.lineup import IdentificationLineup
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.score import Row, score, score_without_truth
 from eval.metrics.update_prediction_error import forward_error, prediction_error
-from eval.metrics.validity_flags import TOLERANCE
+from eval.metrics.validity_flags import CHANGED_BY, COPY_OF, TOLERANCE
 from eval.run.attack_checkpoint import AttackCheckpoint
 from eval.run.federation_data import Target
 from eval.run.observation import Observation, WatchedUpdate
@@ -32,6 +33,7 @@ from eval.run.plan import AttackTask, ObservationSpec, TrainingTask
 from eval.run.run_directory import CHECKPOINT
 from fl.aggregated_view import combine_views
 from fl.client import Client
+from fl.defense import Defense, overrides
 from fl.federation import Federation
 from fl.runtime.atomic_files import atomic_write
 from fl.seeds import derive_seed
@@ -144,6 +146,7 @@ def run_attack_cell(
     """
     results = _attack_updates(task.attack.item, observation, settled, folder / CHECKPOINT, execution)
     rows, labels, pictures = list[Row](), list[Row](), list[tuple[Tensor | None, Tensor]]()
+    public = mean_images(task.attack.item.auxiliary_images())
     for i, (update, result) in enumerate(zip(observation.updates, results, strict=True)):
         head = _head(task.round, update)
         if isinstance(result, NotApplicable):
@@ -152,8 +155,12 @@ def run_attack_cell(
             cut = {"cut_short": result.cut_short} if result.cut_short else {}
             rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared, **cut})
             continue
-        scored = _score_update(task, observation, i, result, perceptual)
-        rows.extend({**head, "picture": _picture(update, row), **row} for row in scored)
+        scored = _score_update(task, observation, i, result, perceptual, public)
+        if isinstance(update.view, ServerView) and (changed := _changing(update.view.client.defense)):
+            head[CHANGED_BY] = changed
+        named = [{**head, "picture": _picture(update, row), **row} for row in scored]
+        copies = observation.copies
+        rows.extend({**row, COPY_OF: copies[row["picture"]]} if row["picture"] in copies else row for row in named)
         if result.labels is not None:
             labels.append({"update": update.key, "labels": result.labels.tolist()})
         if result.inputs is not None and _is_shown(update):
@@ -173,6 +180,12 @@ def _head(number: int, update: WatchedUpdate) -> Row:
     if update.tolerance != TOLERANCE:
         head["forward_tolerance"] = update.tolerance
     return head
+
+
+def _changing(defense: Defense) -> str:
+    """Return the names of the defenses that change pictures before these are fed, or nothing."""
+    names = [part.name for part in defense.members() if overrides(part, "transform_batch")]
+    return join_words(names) if names else ""
 
 
 def _picture(update: WatchedUpdate, row: Row) -> str | None:
@@ -257,7 +270,12 @@ def _attack_updates(
 
 
 def _score_update(
-    task: AttackTask, observation: Observation, number: int, result: Reconstruction, perceptual: Perceptual | None
+    task: AttackTask,
+    observation: Observation,
+    number: int,
+    result: Reconstruction,
+    perceptual: Perceptual | None,
+    public: Tensor | None,
 ) -> list[Row]:
     """Return the rows of one attacked update."""
     update = observation.updates[number]
@@ -272,7 +290,7 @@ def _score_update(
     assert isinstance(update.view, ServerView)  # what was attacked was sent
     floor = derive_seed(observation.seed, "floor", update.key)
     near = _closest(observation).get(number)
-    rows = score(result, truth, perceptual=perceptual, reference=near, seed=floor, task=update.view.task)
+    rows = score(result, truth, perceptual=perceptual, reference=near, public=public, seed=floor, task=update.view.task)
     rows = self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     if result.inputs is not None:
         rows = _bounded(rows, task.attack.item, truth)

@@ -8,7 +8,9 @@ and scores an `Observation`, whichever source it came from.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor
 
@@ -69,3 +71,17 @@ class Observation:
     def views(self) -> tuple[ServerView | NotApplicable, ...]:
         """What the server sees of every update."""
         return tuple(update.view for update in self.updates)
+
+    @cached_property
+    def copies(self) -> dict[str, str]:
+        """By name of a true image that equals an earlier one of another name, the name of that one."""
+        first: dict[bytes, str] = {}
+        found: dict[str, str] = {}
+        for update in self.updates:
+            if update.truth is None:
+                continue
+            for name, image in zip(update.pictures, update.truth.inputs.detach().double().cpu(), strict=True):
+                same = first.setdefault(hashlib.sha256(image.numpy().tobytes()).digest(), name)
+                if same != name:
+                    found[name] = same
+        return found

@@ -25,6 +25,7 @@ BASELINE_SENTENCES = {
     "grey": "mid gray",
     "noise": "noise",
     "nearest": "the most similar image of other clients",
+    "public": "the mean of the attack's public images",
 }
 PICTURES, IDENTITIES = "pictures", "identity of pictures"
 """What leaks of pictures: what they show, or no more than which of several they were."""

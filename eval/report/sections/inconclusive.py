@@ -255,6 +255,15 @@ def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQ
     )
 
 
+def flat_pictures() -> OpenQuestion:
+    """Say that a guess has all the images, so that no attack could show more."""
+    return OpenQuestion(
+        "nothing tells what comes back from a guess",
+        "all images are of one color, or nearly: a guess of that color has them without the update",
+        "attack images that show something",
+    )
+
+
 def unjudged_pictures(attacks: Sequence[str]) -> OpenQuestion:
     """Say that nobody can tell what pictures show, as the true images are not known."""
     return OpenQuestion(

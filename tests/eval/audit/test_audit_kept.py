@@ -92,7 +92,7 @@ def test_ctrl_c_leaves_what_was_found_before(mine, monkeypatch, as_json):
 
 
 def test_ctrl_c_on_a_method_is_said_and_the_same_command_goes_on(mine, monkeypatch, tmp_path):
-    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 1)
+    words = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 2)
     words += ("--attack", "guess", "--attack", "refuse")
     monkeypatch.setattr(Refuse, "attack_view", pressed)
     result = audit(*words, "--out", tmp_path / "kept")

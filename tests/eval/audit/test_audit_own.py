@@ -91,7 +91,7 @@ def five():
 def broken():
     return torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.Linear(7, 10))
 """
-METHOD = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 1)
+METHOD = ("--method", "fedavg", "--dataset", "{name: faces, size: 8}", "--model", "tiny", "--count", 2)
 
 
 @pytest.fixture
