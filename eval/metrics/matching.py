@@ -7,6 +7,8 @@ truth; it belongs to scoring and no attack may call it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -41,6 +43,40 @@ def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
         for row, column in zip(rows.tolist(), columns.tolist(), strict=True):
             matched[row] = int(usable[column])
     return matched
+
+
+def exchange_copies(
+    matched: Sequence[int | None], truth: Tensor, recovered: Sequence[int], labels: Sequence[int]
+) -> list[int | None]:
+    """Return a match in which copies of one image have traded reconstructions so that most have their own label.
+
+    Pixels leave open which of several equal images a reconstruction stands for, and no figure of them changes.
+
+    Args:
+        matched: of every true image, from `assign`.
+        truth: (M, C, H, W).
+        recovered: label of every reconstruction.
+        labels: of every true image.
+    """
+    groups: dict[bytes, list[int]] = {}
+    for i, image in enumerate(truth.detach().double().cpu()):
+        groups.setdefault(image.numpy().tobytes(), []).append(i)
+    found = list(matched)
+    for group in groups.values():
+        if len({labels[i] for i in group}) < 2:
+            continue
+        left = [matched[i] for i in group]
+        open_to = []
+        for i in group:
+            own = next((j for j in left if j is not None and recovered[j] == labels[i]), None)
+            if own is None:
+                open_to.append(i)
+            else:
+                left.remove(own)
+                found[i] = own
+        for i, j in zip(open_to, left, strict=True):
+            found[i] = j
+    return found
 
 
 def pairwise_mse(a: Tensor, b: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor
 from attacks.result import Remark
 from eval.metrics import image as metrics
 from eval.metrics.baselines import baseline_images
-from eval.metrics.matching import assign
+from eval.metrics.matching import assign, exchange_copies
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.tables import NOT_FOUND, table_scores
 from eval.metrics.tokens import token_scores
@@ -168,12 +168,15 @@ def score(
     metrics.prepare(true, true)
     recovered = reconstruction.inputs
     guess = true[:0] if recovered is None else recovered.detach().to(true.device)
+    loss = CrossEntropy() if task is None else task.loss
     matched = assign(guess, true)
+    told = reconstruction.labels if loss.takes_classes else None
+    if told is not None and len(told) == len(guess) and len(truth.labels) == len(true):
+        matched = exchange_copies(matched, true, _hard(told), _hard(truth.labels))
     form = image_form(true.shape[1:]) if task is None else task.inputs
     measures, missing = _measures(true, perceptual, form)
     scored = _images(measures, guess, true, matched)
     failure, absent, why = _absent(measures, recovered)
-    loss = CrossEntropy() if task is None else task.loss
     labels, batch = _labels(reconstruction, truth, matched, loss), _batch(reconstruction, truth)
     if task is not None and form.has_ids:
         batch |= token_scores(reconstruction.private, task, true)

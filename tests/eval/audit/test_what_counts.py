@@ -122,3 +122,15 @@ def test_a_network_that_is_given_no_pixel_is_audited():
     assert not report.findings[0].failed
     assert not report.findings[0].leaked
     assert image_verdict(report.findings[0].rows).startswith("no") or "too few" in report.findings[0].verdict
+
+
+def test_copies_with_labels_of_their_own_have_these_recovered():
+    images, labels = pictures(1).repeat(2, 1, 1, 1), torch.tensor([1, 2])
+    for told in ([1, 2], [2, 1]):
+        found = Found(images + torch.tensor([0.0, 1e-3]).view(2, 1, 1, 1))
+        found.labels = torch.tensor(told)
+        rows = score(found, SimpleNamespace(inputs=images, labels=labels, private={}, extractor={}))
+        assert [row["label_correct"] for row in rows] == [True, True]
+    found.labels = torch.tensor([2, 3])
+    rows = score(found, SimpleNamespace(inputs=images, labels=labels, private={}, extractor={}))
+    assert [row["label_correct"] for row in rows] == [False, True]

@@ -205,3 +205,19 @@ def test_an_interval_of_accuracies_ends_where_accuracies_end():
     assert found.high == 1.0
     assert found.low == 0.0
     assert mean_interval([1.0, 1.0, 0.4], "other").high > 1.0
+
+
+@pytest.mark.parametrize(
+    ("column", "values", "low", "high"),
+    [
+        ("floor_mean_psnr", [9.0, 18.0], 0.0, None),
+        ("floor_nearest_psnr", [30.0, 95.0], 0.0, 100.0),
+        ("floor_grey_ssim", [-0.9, 0.9], -1.0, 1.0),
+        ("lpips_squeeze@64", [0.01, 0.3], 0.0, None),
+        ("floor_mean_lpips_squeeze@64", [0.01, 0.3], 0.0, None),
+    ],
+)
+def test_intervals_of_guesses_and_of_lpips_stay_in_their_range(column, values, low, high):
+    found = mean_interval([{"image": i, column: value} for i, value in enumerate(values)], column)
+    assert found.low == low
+    assert high is None or found.high == high
