@@ -203,6 +203,7 @@ class LearningToInvert(Attack):
             labels=told,
             note="; ".join(filter(None, (note, inverter.cut_short))),
             cut_short=inverter.cut_short,
+            objective=inverter.history[-1] if inverter.history else math.nan,
             history=inverter.history,
             knowledge=tuple(name for name, known in used.items() if known),
         )

@@ -173,7 +173,7 @@ def changed_words(rows: Sequence[Row]) -> str:
 
 def _words_of_copies(group: ResultGroup) -> str:
     copies = {row[IMAGE] for row in group.image_rows if COPY_OF in row}
-    return f"; {len(copies)} of the images equal others, and count once: {group.n_images} in all" if copies else ""
+    return f"; images that equal others ({len(copies)}) count once: {group.n_images} in all" if copies else ""
 
 
 def in_words_of_rows(rows: Sequence[Row], words: str) -> str:
