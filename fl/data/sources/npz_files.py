@@ -262,7 +262,8 @@ def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path
     if images.dtype == np.uint8 and images.ndim == 4 and not len(images):
         raise ValueError(f"expected images in {path}, got none")
     if images.dtype != np.uint8 or images.ndim != 4 or images.shape[3] not in {1, 3}:
-        raise ValueError(f"expected images uint8 [N, H, W, 1 or 3] in {path}, got {images.dtype} {images.shape}")
+        got = f"{images.dtype} {images.shape}{_image_hint(images)}"
+        raise ValueError(f"expected images uint8 [N, H, W, 1 or 3] in {path}, got {got}")
     if names.ndim != 1 or names.dtype.kind not in "US":
         raise ValueError(f"expected class_names as a list of strings in {path}, got {names.dtype} {names.shape}")
     if labels.dtype.kind not in "iu" or labels.shape != images.shape[:1]:
@@ -273,6 +274,17 @@ def _check(images: NDArray[Any], labels: NDArray[Any], names: NDArray[Any], path
         hint = "; they seem to count from 1: write labels - 1" if from_one else ""
         hint = "; leave images without a label (-1, say) out" if labels.min() < 0 else hint
         raise ValueError(f"expected labels in [0, {len(names)}) in {path}, got {labels.min()} to {labels.max()}{hint}")
+
+
+def _image_hint(images: NDArray[Any]) -> str:
+    """Return how what is given as images becomes them; "" where nobody can tell."""
+    if images.ndim != 4 or not images.size:
+        return ""
+    if images.shape[3] == 4:
+        return "; if the fourth channel is opacity, write images[..., :3]"
+    if images.shape[3] in {1, 3} and images.dtype.kind in "iu" and images.min() >= 0 and images.max() <= 255:
+        return "; they fit: write images.astype('uint8')"
+    return ""
 
 
 def _label_hint(labels: NDArray[Any], count: int) -> str:

@@ -178,6 +178,9 @@ GOOD = {"images": _images(4), "labels": np.arange(4), "class_names": np.array(li
     [
         ({"labels": None}, "expected images, labels in .*, got no labels"),
         ({"images": _images(4).astype(np.float32)}, r"expected images uint8 .*, got float32 \(4, 6, 6, 3\)"),
+        ({"images": _images(4).astype(np.int64)}, r"got int64 .*; they fit: write images.astype\('uint8'\)$"),
+        ({"images": _images(4).astype(np.int64) - 300}, r"got int64 \(4, 6, 6, 3\)$"),
+        ({"images": np.zeros((4, 6, 6, 4), np.uint8)}, r"if the fourth channel is opacity, write images\[..., :3\]$"),
         ({"images": _images(4)[..., 0, 0]}, r"expected images uint8 .*, got uint8 \(4, 6\)"),
         ({"images": _images(4)[..., 0].astype(np.float32)}, r"expected images uint8 .*, got float32 \(4, 6, 6\)"),
         ({"images": _images(4).transpose(0, 3, 1, 2)}, r"expected images uint8 .*, got uint8 \(4, 3, 6, 6\)"),
