@@ -32,6 +32,7 @@ from attacks.analytic.graph.pooling_structure import (
     follow_scalings,
     read_pooled_activation,
 )
+from attacks.analytic.graph.position_correction import Positions, correct_positions
 from attacks.analytic.graph.propagation import UnknownError
 from attacks.analytic.graph.solver import GraphSolver, SolvedTensor
 from attacks.network.operation_trace import IMAGE, Ref
@@ -60,6 +61,9 @@ and the multiple of the scales then. Positions that were decided wrongly are giv
 from no more of it than that takes: on pictures of 64 pixels, each gained 1 to 4 dB."""
 SEARCH_SECONDS = 120.0
 """CPU seconds after which no further such search begins."""
+CORRECTION_SECONDS, CORRECTIONS, CORRECTED_SIGMA = 100.0, 3, 1e-2
+"""CPU seconds after which positions are not corrected again, how often one after the other at most, and the first
+standard deviation of the search that follows where whole levels are too far off to go on from."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def invert_pooled_stem(stem: PooledStem, shape: Sequence[int]) -> InvertedImages
     """
     usual = float(stem.scale.abs().mean())
     settings = AnnealingSettings(ROUGHNESS * usual, COLOR_ROUGHNESS * usual)
-    images = _search_from_gray(stem, shape, settings)
+    images = _correct(stem, _search_from_gray(stem, shape, settings), settings)
     levels, missed = _to_levels(images), _measure(stem, images)
     missed_by_levels = _measure(stem, levels)
     explained = missed_by_levels <= MAX_MISFIT and missed_by_levels <= LEVEL_SHARE * _least_change(stem, levels)
@@ -183,6 +187,36 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
         last = _search(stem, last, replace(rough, first_sigma=sigma, decay=decay, steps=steps))
         images = _best(stem, images, _finish(stem, last, settings))
     return images
+
+
+def _correct(stem: PooledStem, images: Tensor, settings: AnnealingSettings) -> Tensor:
+    """Return pictures with positions corrected and searched for anew by turns, of all those that leave least as levels.
+
+    Args:
+        stem: with what is known of it; through further layers nothing is corrected.
+        images: that a search found.
+        settings: of the searches between corrections, which go by rougher pictures.
+    """
+    began, best, least = time.process_time(), images, _measure(stem, _to_levels(images))
+    rough = _rougher(settings, REHEATING_ROUGHNESS)
+    while stem.before is None and least > MAX_MISFIT and time.process_time() - began < CORRECTION_SECONDS:
+        taken = stem.scale * images + stem.shift
+        positions = Positions.nearest(stem.layer, stem.known, taken)
+        for _ in range(CORRECTIONS):
+            if positions is None:
+                return best
+            taken, positions, moved = correct_positions(stem.layer, stem.known, taken, positions)
+            images = (taken - stem.shift) / stem.scale
+            missed = _measure(stem, _to_levels(images))
+            if missed < least:
+                best, least = images, missed
+            if least <= MAX_MISFIT or not moved:
+                break
+        if least > MAX_MISFIT:
+            near = missed < FEW_WRONG
+            start, sigma = (_to_levels(images), LEVELS_SIGMA) if near else (images, CORRECTED_SIGMA)
+            images = _search(stem, start, replace(rough, first_sigma=sigma))
+    return best
 
 
 def _finish(stem: PooledStem, images: Tensor, settings: AnnealingSettings) -> Tensor:
