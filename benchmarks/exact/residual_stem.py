@@ -121,7 +121,7 @@ def bounds_of_windows(largest: Tensor, shape: torch.Size, pooling: Any) -> Tenso
     numbers = torch.arange(1, height * width + 1.0, dtype=torch.float64).reshape(1, 1, height, width)
     windows = F.unfold(numbers, size, padding=padding, stride=stride)[0].long()  # (size^2, h w), 0 beyond the rim
     flat = largest.flatten(2)
-    bounds = torch.full((*shape[:2], height * width + 1), torch.inf)
+    bounds = torch.full((*shape[:2], height * width + 1), torch.inf, dtype=largest.dtype)
     for places in windows:
         bounds.scatter_reduce_(2, places.expand(flat.shape), flat, "amin")
     return bounds[..., 1:].reshape(shape)
