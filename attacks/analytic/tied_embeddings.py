@@ -242,9 +242,11 @@ def moved_by_outputs(view: ServerView, inputs: Tensor, draw: torch.Generator) ->
     model = view.task.model
     sent = {name: dense(value).detach().requires_grad_() for name, value in view.shared.items()}
     known = {name for name, _ in model.named_parameters()}
+    used = {name: value.clone() for name, value in model.named_buffers()}  # batch norm counts what it is given
+    used |= {name: value for name, value in sent.items() if name in known}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            outputs = functional_call(model, {n: v for n, v in sent.items() if n in known}, (inputs,))
+            outputs = functional_call(model, used, (inputs,))
             weights = torch.randn(outputs.shape, generator=draw).to(outputs)
             flows = torch.autograd.grad((outputs * weights).sum(), [*sent.values()], allow_unused=True)
     except MODEL_ERRORS:

@@ -64,9 +64,7 @@ class Tokens(Attack):
             return NotApplicable("nothing is shared")
         sent = [name for name in looked_up_weights(view.task) if name in view.update and name in view.shared]
         if not sent:
-            return NotApplicable(
-                "no embedding (nn.Embedding, or a parameter of which rows are looked up) is in the update", limit=True
-            )
+            return NotApplicable(NO_EMBEDDING, limit=True)
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
         sparse = _sparse_embeddings(view, sent)

@@ -52,8 +52,10 @@ def embedded_ids(task: Task, inputs: Tensor) -> dict[str, list[int]]:
         inputs: of it (B, C, H, W).
     """
     padding, always = embedding_weights(task.model), unconditional_ids(task)
-    found = lookups(task, inputs)
-    return {name: sorted({*ids.unique().tolist()} - {padding.get(name)} - always[name]) for name, ids in found.items()}
+    return {
+        name: sorted({*ids.unique().tolist()} - {padding.get(name)} - always.get(name, set()))
+        for name, ids in lookups(task, inputs).items()
+    }
 
 
 def unconditional_ids(task: Task) -> dict[str, set[int]]:
@@ -82,7 +84,7 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
         inputs: of it (B, C, H, W).
     """
     model = copy.deepcopy(task.model).eval()
-    known, found = embedding_weights(model), dict[str, list[Tensor]]()
+    known, found, by_functions = embedding_weights(model), dict[str, list[Tensor]](), dict[str, list[Tensor]]()
     names = {id(value): name for name, value in model.named_parameters()}
 
     def note(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> None:
@@ -93,10 +95,11 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.register_forward_pre_hook(note, with_kwargs=True)
-    by_functions = _Lookups({key: name for key, name in names.items() if name not in known}, found)
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS), by_functions:
+    noted = _Lookups(names, by_functions)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS), noted:
         model(inputs)
-    return {name: torch.cat(ids) for name, ids in found.items()}
+    # modules call functions in turn, so that these count where no module was called
+    return {name: torch.cat(ids) for name, ids in (by_functions | found).items()}
 
 
 WHOLE = {torch.int64, torch.int32}

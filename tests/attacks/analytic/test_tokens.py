@@ -6,7 +6,7 @@ from torch import nn
 
 import attacks
 from attacks.base import NotApplicable
-from attacks.network.embeddings import unconditional_ids
+from attacks.network.embeddings import lookups, unconditional_ids
 from attacks.result import Remark
 from defenses.noise import Noise
 from defenses.prune import Prune
@@ -348,6 +348,16 @@ def test_what_is_looked_up_for_all_examples_is_asked_once():
     assert len(calls) == asked
 
 
+def test_a_network_in_training_mode_keeps_its_statistics():
+    model = nn.Sequential(nn.Embedding(20, 6), nn.Flatten(), nn.BatchNorm1d(18), nn.Linear(18, 3)).train()
+    view, _ = from_batch(model, torch.arange(6).view(2, 3), torch.tensor([0, 1]))
+    before = {name: value.clone() for name, value in view.task.model.named_buffers()}
+    assert view.task.model.training
+    assert attacks.build("tokens")(view).verified
+    for name, value in view.task.model.named_buffers():
+        assert torch.equal(value, before[name]), name
+
+
 class Functional(nn.Module):
     """Looks up rows of a parameter of its own."""
 
@@ -376,3 +386,38 @@ def test_ids_are_read_off_rows_that_functions_look_up(look_up):
     assert found.private["tokens/rows"].tolist() == IDS.unique().tolist()
     assert found.verified
     assert token_scores(found.private, view.task, view.task.inputs.pack(IDS, torch.float32))["tokens_recall"] == 1
+
+
+def test_rows_of_a_modules_weight_that_a_function_looks_up_are_counted_once():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(20, 6), nn.Linear(6, 3)
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.embedding(ids, self.words.weight).mean(1))
+
+    view, _ = from_batch(Both(), IDS, LABELS)
+    found = attacks.build("tokens")(view)
+    assert found.private["tokens/words.weight"].tolist() == IDS.unique().tolist()
+    assert found.verified
+    text, _ = from_batch(Text(), IDS, LABELS)
+    for one in (view, text):
+        (looked_up,) = lookups(one.task, one.task.inputs.pack(IDS, torch.float32)).values()
+        assert len(looked_up) == IDS.numel()
+
+
+def test_ids_of_a_parameter_that_no_example_made_up_reaches_are_scored():
+    class RareRows(Rare):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.rare
+            self.rows = nn.Parameter(torch.randn(100, 6))
+
+        def rare(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.rows[ids]
+
+    ids = torch.tensor([[37, 5, 6]])
+    view, _ = from_batch(RareRows(), ids, LABELS[:1])
+    scores = token_scores(attacks.build("tokens")(view).private, view.task, view.task.inputs.pack(ids, torch.float32))
+    assert scores["tokens_precision"] == 1
