@@ -34,7 +34,7 @@ from eval.report.result_groups import (
 COUNTED_MARGIN = 1.0
 """How far above every guess, in dB, an image has to come to be counted beside the verdict, which asks for more."""
 FLAT_FROM = 40.0
-"""PSNR in dB of an image's own mean color from which on it is flat: no attack can be told from that guess."""
+"""PSNR in dB of an image's own mean color from which on it is flat: only an exact attack is told from that guess."""
 SCALED = "once brightness and contrast are fitted, which the network takes off"
 MEASURED = {"residual", "rank", "condition"}
 """Prefixes of what exact attacks hand out to say how their equations were solved: nothing of the client's."""
@@ -192,7 +192,7 @@ def has_leaked(rows: Sequence[Row], tests: int = 1) -> bool:
 
 
 def are_flat(rows: Sequence[Row]) -> bool:
-    """Return whether there are images and one color shows all of them: nothing is told apart from a guess then."""
+    """Return whether there are images and one color shows each of them: what is not exact is no better than a guess."""
     colors = [row.get("floor_mean_psnr") for row in _group(rows).image_rows]
     return bool(colors) and all(color is not None and color >= FLAT_FROM for color in colors)
 

@@ -256,7 +256,7 @@ def too_few_images(attack: str, images: int, *, captured: bool = False) -> OpenQ
 
 
 def flat_pictures() -> OpenQuestion:
-    """Say that a guess has all the images, so that no attack could show more."""
+    """Say that a guess has all the images, so that only an exact attack could show more, and none did."""
     return OpenQuestion(
         "nothing tells what comes back from a guess",
         "all images are of one color, or nearly: a guess of that color has them without the update",

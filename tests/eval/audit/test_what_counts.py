@@ -8,7 +8,7 @@ from torch import nn
 
 import hyperleak
 from eval.audit.judgment import Judgment
-from eval.audit.verdict import has_leaked, image_verdict
+from eval.audit.verdict import FLAT_FROM, has_leaked, image_verdict
 from eval.metrics.baselines import mean_images
 from eval.metrics.score import score
 from eval.report.result_groups import ResultGroup
@@ -113,6 +113,14 @@ def test_flat_images_decide_nothing(level):
     assert Judgment(report, {"psnr": 20.0}).above == ["psnr"]  # a limit is of the figure alone
     with pytest.raises(AssertionError, match="not decided"):
         hyperleak.assert_no_leak(network(), images, torch.tensor([0, 1]), attacks=["analytic"])
+
+
+def test_images_that_are_nearly_flat_leak_where_they_come_back_exactly():
+    images = 0.5 + 0.005 * (pictures(1) - 0.5)
+    report = hyperleak.audit(network(), images, torch.tensor([0]), attacks=["analytic"])
+    assert all(row["floor_mean_psnr"] >= FLAT_FROM for row in report.findings[0].rows)
+    assert report.findings[0].leaked
+    assert not Judgment(report).undecided
 
 
 def test_one_image_that_shows_something_decides():
