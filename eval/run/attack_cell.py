@@ -156,7 +156,7 @@ def run_attack_cell(
             rows.append({**head, "picture": None, "not_applicable": result.reason, **limit, **spared, **cut})
             continue
         scored = _score_update(task, observation, i, result, perceptual, public)
-        if isinstance(update.view, ServerView) and (changed := _changing(update.view.client.defense)):
+        if isinstance(update.view, ServerView) and (changed := _changing(update.view.defense)):
             head[CHANGED_BY] = changed
         named = [{**head, "picture": _picture(update, row), **row} for row in scored]
         copies = observation.copies

@@ -190,10 +190,10 @@ def _search_from_gray(stem: PooledStem, shape: Sequence[int], settings: Annealin
 
 
 def _correct(stem: PooledStem, images: Tensor, settings: AnnealingSettings) -> Tensor:
-    """Return pictures with positions corrected and searched for anew by turns, of all those that leave least as levels.
+    """Correct positions and search anew by turns, and return the pictures whose whole levels leave least.
 
     Args:
-        stem: with what is known of it; through further layers nothing is corrected.
+        stem: with what is known of it; where further layers lie below it, nothing is corrected.
         images: that a search found.
         settings: of the searches between corrections, which go by rougher pictures.
     """

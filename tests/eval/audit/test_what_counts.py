@@ -98,6 +98,13 @@ def test_blends_that_come_back_are_not_called_the_clients_pictures(defense):
     assert all(f"as {name} changed them" in leak.words for leak in Judgment(report).leaks)
 
 
+def test_blends_are_named_where_the_attacker_does_not_know_the_defense():
+    settings = {"defense": "mixup", "threat": {"knows_defense": False}}
+    report = hyperleak.audit(network(nn.ReLU), pictures(2), torch.tensor([0, 1]), attacks=["analytic"], **settings)
+    assert "changed-pictures" in report.findings[0].flags
+    assert "as mixup changed them" in report.findings[0].verdict
+
+
 def test_a_defense_that_leaves_pictures_as_they_are_has_no_such_words():
     report = hyperleak.audit(network(), pictures(1), torch.tensor([1]), attacks=["analytic"], defense="clip")
     assert "changed" not in report.findings[0].verdict
