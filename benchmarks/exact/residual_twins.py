@@ -49,8 +49,9 @@ STARTS = {
 }
 MAX_STEPS, ITERATIONS = 80, 150
 """Newton's steps, and conjugate gradients' iterations in each."""
-MARGIN, TOLERANCE = 3e-6, 1e-5
-"""Shares of the root mean square of pooled outputs: what is left to each bound, and what equations may be off."""
+MARGIN, TOLERANCE, TIE = 3e-6, 1e-5, 1e-7
+"""Shares of the root mean square of pooled outputs: what is left to each bound, what equations may be off, and what a
+bound may be exceeded by: in flat areas outputs are at theirs."""
 Row = dict[str, Any]
 Linear = Callable[[Tensor], Tensor]
 log = logging.getLogger(__name__)
@@ -134,7 +135,8 @@ def find_twin(passage: Passage, truth: Tensor, begin: Tensor) -> tuple[Tensor, b
         exceeding = ~passage.passed & (made > passage.bounds - margin)
         off = torch.where(passage.passed, wanted - made, 0)
         off_gradient, outside = wanted_gradient - passage.gradient(at), at.clamp(0, 1) - at
-        within = bool((~passage.passed & (made > passage.bounds)).sum() == 0) and bool((outside == 0).all())
+        beyond = ~passage.passed & (made > passage.bounds + TIE * passage.scale)
+        within = not bool(beyond.any()) and bool((outside == 0).all())
         done = within and float(off.abs().max()) <= TOLERANCE * passage.scale
         if done:
             break
