@@ -64,6 +64,8 @@ SEARCH_SECONDS = 120.0
 CORRECTION_SECONDS, CORRECTIONS, CORRECTED_SIGMA = 100.0, 3, 1e-2
 """CPU seconds after which positions are not corrected again, how often one after the other at most, and the first
 standard deviation of the search that follows where whole levels are too far off to go on from."""
+MAX_CORRECTED_NOISE = 1e-4
+"""Relative error of pooled outputs above which the gradient does not tell a wrong position from noise."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,9 @@ def _correct(stem: PooledStem, images: Tensor, settings: AnnealingSettings) -> T
     """
     began, best, least = time.process_time(), images, _measure(stem, _to_levels(images))
     rough = _rougher(settings, REHEATING_ROUGHNESS)
-    while stem.before is None and least > MAX_MISFIT and time.process_time() - began < CORRECTION_SECONDS:
+    if stem.before is not None or stem.known.noise > MAX_CORRECTED_NOISE:
+        return images
+    while least > MAX_MISFIT and time.process_time() - began < CORRECTION_SECONDS:
         taken = stem.scale * images + stem.shift
         positions = Positions.nearest(stem.layer, stem.known, taken)
         for _ in range(CORRECTIONS):

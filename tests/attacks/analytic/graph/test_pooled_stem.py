@@ -1,5 +1,8 @@
 """Pictures come back through a stem of convolution, ReLU and max pooling."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -165,3 +168,22 @@ def test_searches_go_on_one_after_the_other_and_the_best_pictures_count(monkeypa
     assert [sigma for _, sigma, _ in asked[3:]] == [0.05, 0.03, 0.02]
     starts = [float((start - images).mean()) for *_, start in asked[3:]]
     assert starts == pytest.approx([0.4, 0.3, 0.35])
+
+
+@pytest.mark.parametrize(("noise", "asked"), [(1e-6, True), (1e-3, False)])
+def test_positions_are_corrected_where_outputs_are_precise(
+    monkeypatch: pytest.MonkeyPatch, noise: float, *, asked: bool
+) -> None:
+    images = picture(16).double()
+    stem, seen = wide_stem(images), []
+    stem = replace(stem, known=replace(stem.known, noise=noise))
+    gray = torch.full_like(images, 0.5)
+
+    def correct(*given: Any) -> tuple[Tensor, Any, int]:
+        seen.append(given)
+        return images, given[-1], 1
+
+    monkeypatch.setattr(pooled_stem, "correct_positions", correct)
+    found = pooled_stem._correct(stem, gray, AnnealingSettings())
+    assert bool(seen) is asked
+    assert torch.equal(found, images if asked else gray)
