@@ -129,18 +129,21 @@ def find_twin(passage: Passage, truth: Tensor, begin: Tensor) -> tuple[Tensor, b
         begin: where to begin.
     """
     wanted, wanted_gradient, at = passage.outputs(truth), passage.gradient(truth), begin.double()
-    margin, done = MARGIN * passage.scale, False
+    margin, tie, done = MARGIN * passage.scale, TIE * passage.scale, False
+    tied = ~passage.passed & (wanted > passage.bounds - 2 * margin)
+    limit = torch.where(tied, passage.bounds + tie, passage.bounds - margin)
+    goal = torch.where(tied, passage.bounds, passage.bounds - 2 * margin)
     for _ in range(MAX_STEPS):
         made = passage.outputs(at)
-        exceeding = ~passage.passed & (made > passage.bounds - margin)
+        exceeding = ~passage.passed & (made > limit)
         off = torch.where(passage.passed, wanted - made, 0)
         off_gradient, outside = wanted_gradient - passage.gradient(at), at.clamp(0, 1) - at
-        beyond = ~passage.passed & (made > passage.bounds + TIE * passage.scale)
-        within = not bool(beyond.any()) and bool((outside == 0).all())
+        beyond = ~passage.passed & (made > passage.bounds + tie)
+        within = not bool(beyond.any()) and float(outside.abs().max()) <= TIE
         done = within and float(off.abs().max()) <= TOLERANCE * passage.scale
         if done:
             break
-        off = torch.where(exceeding, passage.bounds - 2 * margin - made, off)
+        off = torch.where(exceeding, goal - made, off)
         asked = passage.passed | exceeding
         at = at + _least_move(passage, (off, off_gradient, outside), asked, outside != 0)
     return at.clamp(0, 1), done

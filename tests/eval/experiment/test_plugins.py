@@ -174,7 +174,7 @@ def test_commands_import(own, tmp_path):
 
 
 def test_audits_import(own, tmp_path):
-    words = ("audit", "--method", "fedavg", "--dataset", "faces", "--attack", "own-attack", "--count", "1")
+    words = ("audit", "--method", "fedavg", "--dataset", "faces", "--attack", "own-attack", "--count", "2")
     found = call(*words, "--import", own, "--device", "cpu", "--out", "out", "--workers", "1")
     assert found.exit_code == 0, found.output
     assert "own-attack: " in found.output
