@@ -249,8 +249,8 @@ def document(rows: Sequence[Row]) -> list[str]:
         "",
         "An untrained ResNet-18 with ImageNet's stem sees of a picture what max pooling passes on. The gradient holds "
         "that, and the first convolution's own. [Counted](residual_stem.md), these are more numbers than a small "
-        "picture has, and fewer than a large one has. So a large picture has others that share its whole gradient. "
-        "This looks for one of them, told all that passes.",
+        "picture has, and fewer than a large one has. So a large picture may have others that share its whole "
+        "gradient. This looks for one of them, told all that passes.",
         "",
         *table(HEAD, lines),
         "",
@@ -260,7 +260,7 @@ def document(rows: Sequence[Row]) -> list[str]:
         "",
         "Where a twin is far, no attack can tell which of the two was the client's by the gradient alone. What it has "
         "beyond that it owes to what it takes pictures to be. Pixels are real numbers here. That they are whole "
-        "numbers of 256 may rule a twin out, but nobody knows how to search so many whole numbers.",
+        "numbers of 256 may rule a twin out. No search over so many whole numbers was tried.",
     ]
 
 
