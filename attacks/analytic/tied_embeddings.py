@@ -21,6 +21,7 @@ where other rows hardly show their hidden state.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,7 @@ from fl.defense import Defense, UnknownDefense, overrides
 from fl.losses.function import OwnLoss
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
+from fl.types import Phase
 from fl.view import ServerView
 
 MOST_NOISE, ABOVE_NOISE = 8.0, 4.0
@@ -97,6 +99,25 @@ class TiedIds:
 
 
 @dataclass(frozen=True)
+class TiedWeight:
+    """An embedding whose rows all move.
+
+    Attributes:
+        name: of its weight.
+        change: its update, a row for each id (V, d).
+        start: the weight that was sent, likewise.
+        lookups: ids that all examples look up in one step; None where that is not known.
+        always: ids that are looked up whatever is fed.
+    """
+
+    name: str
+    change: Tensor
+    start: Tensor
+    lookups: int | None
+    always: set[int]
+
+
+@dataclass(frozen=True)
 class OutsideRows:
     """Rows that leave the span of the others.
 
@@ -130,53 +151,67 @@ class _Span:
         return off / self.noise / (1 + (along / self.sizes).square().sum(1)).sqrt()
 
 
-def read_tied_ids(
-    view: ServerView, observed: ObservedUpdate, name: str, lookups: int | None, always: set[int]
-) -> TiedIds | NotApplicable:
+def read_tied_ids(view: ServerView, observed: ObservedUpdate, weight: TiedWeight) -> TiedIds | NotApplicable:
     """Return the ids that an embedding was given, whose weight scores the outputs as well.
 
     Args:
         view: the server's.
         observed: its update.
-        name: of the weight.
-        lookups: ids that all examples look up in one step; None where that is not known.
-        always: ids that are looked up whatever is fed.
+        weight: the embedding's.
     """
     phases, schedule = training_phases(view)
     steps = [sum(step) for phase in schedule or () for step in phase]
-    if view.parts or lookups is None or not steps:
-        return NotApplicable(UNKNOWN_STEPS.format(name), limit=True)
+    if view.parts or weight.lookups is None or not steps:
+        return NotApplicable(UNKNOWN_STEPS.format(weight.name), limit=True)
     if adaptive_optimizer_obstacle(phases) is not None:
-        return NotApplicable(RESCALED.format(name), limit=True)
-    if not _only_rescales(view, name):
-        return NotApplicable(DEFENDED.format(name, view.defense.name), limit=True)
-    change, start = dense(observed.change[name]), dense(view.shared[name])
+        return NotApplicable(RESCALED.format(weight.name), limit=True)
+    if not _only_rescales(view, weight.name):
+        return NotApplicable(DEFENDED.format(weight.name, view.defense.name), limit=True)
     passes = max(1, math.ceil(sum(steps) / (view.batch_size or 1)))
-    states = hidden_states(view, len(change))
-    hidden = len(change) if states is None else passes * states
-    if states is not None and hidden >= change.shape[1]:
-        return NotApplicable(NO_ROOM.format(name, hidden, change.shape[1]), limit=True)
-    whole = view.rounded or name in observed.decay_shares
-    base, most, coarse = start if whole else None, lookups * passes, False
-    found = rows_outside(change, rounding_of_rows(change, base), most, hidden)
+    states, most = hidden_states(view, len(weight.change)), weight.lookups * passes
+    hidden = len(weight.change) if states is None else passes * states
+    if states is not None and hidden >= weight.change.shape[1]:
+        return NotApplicable(NO_ROOM.format(weight.name, hidden, weight.change.shape[1]), limit=True)
+    whole = view.rounded or weight.name in observed.decay_shares
+    found, coarse = _outside_of_any_type(weight.change, weight.start if whole else None, most, hidden)
+    if found is None:
+        room = min(hidden, weight.change.shape[1] - 1)
+        return NotApplicable(NOT_TOLD.format(weight.name, most, room), limit=True)
+    ids = torch.tensor([row for row in found.ids.tolist() if row not in weight.always], dtype=torch.int64)
+    if not len(ids):
+        return NotApplicable(f"what is told of {weight.name} is looked up whatever the client feeds", limit=True)
+    if coarse:
+        return TiedIds(ids, FEW_BITS.format(weight.name))
+    return TiedIds(ids, _doubt(weight.name, phases, len(steps), found, states))
+
+
+def _outside_of_any_type(
+    change: Tensor, start: Tensor | None, most: int, hidden: int
+) -> tuple[OutsideRows | None, bool]:
+    """Return the rows that leave the span of all others, and whether these are numbers of few bits.
+
+    Args:
+        change: an update (V, d).
+        start: the weights that it is a difference of; None of a gradient.
+        most: rows outside that there may be.
+        hidden: dimensions that the span may have.
+    """
+    found, coarse = rows_outside(change, rounding_of_rows(change, start), most, hidden), False
     for kind in FEWER_BITS:
         if found is None and float((change == change.to(kind)).all(1).double().mean()) >= MOSTLY:
-            found, coarse = rows_outside(change, rounding_of_rows(change, base, kind), most, hidden), True
-    if found is None:
-        room = min(hidden, change.shape[1] - 1)
-        return NotApplicable(NOT_TOLD.format(name, most, room), limit=True)
-    ids = torch.tensor([row for row in found.ids.tolist() if row not in always], dtype=torch.int64)
-    if not len(ids):
-        return NotApplicable(f"what is told of {name} is looked up whatever the client feeds", limit=True)
-    if coarse:
-        return TiedIds(ids, FEW_BITS.format(name))
-    if len(steps) != 1:
-        return TiedIds(ids, SEVERAL_STEPS)
+            found, coarse = rows_outside(change, rounding_of_rows(change, start, kind), most, hidden), True
+    return found, coarse
+
+
+def _doubt(name: str, phases: Sequence[Phase], steps: int, found: OutsideRows, states: int | None) -> str:
+    """Return what keeps ids of a number of steps from being confirmed, or nothing."""
+    if steps != 1:
+        return SEVERAL_STEPS
     if any(phase.momentum for phase in phases):
-        return TiedIds(ids, KEPT_MOMENTUM.format(name))
+        return KEPT_MOMENTUM.format(name)
     if states is None or found.rank != states:
-        return TiedIds(ids, NOT_ALL.format(name, found.rank, "unknown" if states is None else states))
-    return TiedIds(ids, BLURRED.format(found.blurred, name) if found.blurred else "")
+        return NOT_ALL.format(name, found.rank, "unknown" if states is None else states)
+    return BLURRED.format(found.blurred, name) if found.blurred else ""
 
 
 def _only_rescales(view: ServerView, name: str) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from attacks.analytic.tied_embeddings import drawn_targets, moved_by_outputs, read_tied_ids
+from attacks.analytic.tied_embeddings import TiedWeight, drawn_targets, moved_by_outputs, read_tied_ids
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
 from attacks.network.embeddings import (
+    columns_looked_up,
     looked_up_weights,
     lookups,
     lookups_of_single_examples,
@@ -24,7 +26,7 @@ from attacks.update.optimizer_at_rest import contradicts_rest
 from attacks.update.training_phases import deviation_from_loss_gradient
 from fl.predict import predict
 from fl.seeds import stream
-from fl.tensors import Tensors, dense
+from fl.tensors import Value, dense
 from fl.types import Candidate
 from fl.view import ServerView
 
@@ -67,65 +69,37 @@ class Tokens(Attack):
             return NotApplicable(NO_EMBEDDING, limit=True)
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
-        sparse = _sparse_embeddings(view, sent)
-        observed, found, slots = ObservedUpdate(view), dict[str, Tensor](), _count_lookups(view)
-        always, rows = unconditional_ids(view.task), dict[str, Tensor]()
-        for name in sparse:
-            moved = _moved_rows(view, name, dense(observed.change[name]))
-            at_rest = ~moved & (dense(view.shared[name]) != 0).any(1)  # decay moves no row of zeros
-            if not bool(moved.any() and at_rest.any()):
-                continue
-            if (most := slots.get(name)) is not None and int(moved.sum()) > most:
-                return NotApplicable(TOO_MANY.format(int(moved.sum()), name, most), limit=True)
-            rows[name] = moved.nonzero().flatten().cpu()
-            told = [row for row in rows[name].tolist() if row not in always[name]]
-            if told:
-                found[name] = torch.tensor(told)
-        doubts, refusals = list[str](), list[NotApplicable]()
-        for name in [name for name in sent if name not in sparse]:
-            read = read_tied_ids(view, observed, name, slots.get(name), always[name])
-            if isinstance(read, NotApplicable):
-                refusals.append(read)
-                continue
-            found[name] = read.ids
-            doubts += [read.doubt] if read.doubt else []
-        if not found and refusals:
-            return refusals[0]
-        if rows and not found:
-            return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True)
+        update = _EmbeddingUpdate.of(view)
+        sparse = _sparse_embeddings(update, sent)
+        rows = _rows_of_ids(update, sparse)
+        if isinstance(rows, NotApplicable):
+            return rows
+        told = {name: _without(ids, update.always[name]) for name, ids in rows.items()}
+        found = {name: ids for name, ids in told.items() if len(ids)}
+        tied, doubts, refusals = _read_tied(update, [name for name in sent if name not in sparse])
+        found |= tied
         if not found:
-            return NotApplicable(
-                "every row of the embeddings moved, or none: noise, decay of an unknown rule, ids of all rows in one "
-                "batch, or a weight that another layer uses as well"
-            )
-        private: Tensors = {TOKENS + name: ids for name, ids in found.items()}
-        known = view.threat.knows_optimizer and view.threat.knows_defense
-        if missed := [name for name in rows if name not in slots and slots]:
-            doubts.append(NEVER_REACHED.format(", ".join(missed)))
-        doubt = UNSTATED if not known else contradicts_rest(view, observed, rows) or "; ".join(doubts)
-        found_ids = Reconstruction(
-            inputs=None,
-            labels=fixed_labels(view, "auto"),
-            private=private,
-            knowledge=() if view.labels is None else ("labels",),
-            verified=None if doubt else True,
-            note=doubt,
-        )
-        counted = found_ids.labels is not None and view.labels is None and view.task.loss.is_cross_entropy
-        doubtful = counted and view.method.uses_labels and not are_labels_proven(view)
-        return found_ids.with_note(LABELS_COUNTED, Remark.LABELS_DOUBTFUL) if doubtful else found_ids
+            return _nothing_read(refusals, rows)
+        return _as_result(update, found, _doubt(update, rows, doubts))
 
     def confirm(self, view: ServerView, result: Result) -> Result:
         """Return the result as it is: that rows at rest were not looked up holds for any rule that starts from rest."""
         return result
 
 
-NO_EMBEDDING = "no embedding (nn.Embedding, or a parameter of which rows are looked up) is in the update"
+NO_EMBEDDING = (
+    "no embedding (nn.Embedding, or a parameter of which ids or one-hot vectors made of them look up rows) is in the "
+    "update"
+)
 TOO_MANY = (
     "{} rows of {} moved, and no more than {} ids were fed: momentum kept from earlier rounds, weight decay in a part "
     "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"
 )
 LOOKED_UP_ANYWAY = "what moved of {} is looked up whatever the client feeds (positions, say), and tells nothing of it"
+ALL_MOVED = (
+    "every row of the embeddings moved, or none: noise, decay of an unknown rule, ids of all rows in one batch, or a "
+    "weight that another layer uses as well"
+)
 NEVER_REACHED = (
     "not confirmed: no example that was made up looks anything up in {}, so that how many rows may move is unknown"
 )
@@ -133,6 +107,42 @@ UNSTATED = (
     "not confirmed: the optimizer or the defense was not stated, and one that moves other rows (momentum kept from "
     "earlier rounds, decay) would be read as ids; state it (method, --method) to rely on that"
 )
+
+
+@dataclass(frozen=True)
+class _EmbeddingUpdate:
+    """An update with what is known of the network's embeddings.
+
+    Attributes:
+        view: the server's.
+        observed: its update.
+        slots: how many ids each embedding looks up of all examples; nothing of a group's.
+        always: ids that each looks up whatever is fed.
+        columns: weights (d, V) that have a column for each id, as a linear layer's that is fed one-hot vectors.
+    """
+
+    view: ServerView
+    observed: ObservedUpdate
+    slots: dict[str, int]
+    always: dict[str, set[int]]
+    columns: frozenset[str]
+
+    @classmethod
+    def of(cls, view: ServerView) -> _EmbeddingUpdate:
+        """Return what a view has of embeddings."""
+        always, columns = unconditional_ids(view.task), columns_looked_up(view.task)
+        return cls(view, ObservedUpdate(view), _count_lookups(view), always, columns)
+
+    def by_id(self, name: str, value: Value) -> Tensor:
+        """Return the numbers of an embedding's weight with a row for each id."""
+        return dense(value).mT if name in self.columns else dense(value)
+
+    def moved(self, name: str, change: Value) -> Tensor:
+        """Return for which ids (V,) an embedding's change is no rounding."""
+        start, whole = self.by_id(name, self.view.shared[name]), self.by_id(name, change)
+        decayed = bool((self.by_id(name, self.view.update[name]) != whole).any())
+        spacing = GRID * torch.finfo(self.view.dtype).eps * start.abs() if decayed else torch.zeros_like(start)
+        return (whole.abs() > spacing).any(1)
 
 
 def _count_lookups(view: ServerView) -> dict[str, int]:
@@ -151,27 +161,95 @@ def _count_lookups(view: ServerView) -> dict[str, int]:
     return most
 
 
-def _moved_rows(view: ServerView, name: str, change: Tensor) -> Tensor:
-    """Return which rows (K,) of an embedding's update are no rounding."""
-    start = dense(view.shared[name])
-    decayed = bool((dense(view.update[name]) != change).any())
-    spacing = GRID * torch.finfo(view.dtype).eps * start.abs() if decayed else torch.zeros_like(start)
-    return (change.abs() > spacing).any(1)
+def _without(ids: Tensor, always: set[int]) -> Tensor:
+    """Return ids (M,) without those that are looked up whatever is fed."""
+    return torch.tensor([row for row in ids.tolist() if row not in always], dtype=torch.int64)
 
 
-def _sparse_embeddings(view: ServerView, names: list[str]) -> list[str]:
+def _rows_of_ids(update: _EmbeddingUpdate, names: Sequence[str]) -> dict[str, Tensor] | NotApplicable:
+    """Return the rows that moved of embeddings of which some did; a refusal where more did than ids were fed."""
+    rows: dict[str, Tensor] = {}
+    for name in names:
+        moved = update.moved(name, update.observed.change[name])
+        at_rest = ~moved & (update.by_id(name, update.view.shared[name]) != 0).any(1)  # decay moves no row of zeros
+        if not bool(moved.any() and at_rest.any()):
+            continue
+        if (most := update.slots.get(name)) is not None and int(moved.sum()) > most:
+            return NotApplicable(TOO_MANY.format(int(moved.sum()), name, most), limit=True)
+        rows[name] = moved.nonzero().flatten().cpu()
+    return rows
+
+
+def _read_tied(
+    update: _EmbeddingUpdate, names: Sequence[str]
+) -> tuple[dict[str, Tensor], list[str], list[NotApplicable]]:
+    """Return the ids of embeddings that move in every row, what keeps them from being confirmed, and refusals."""
+    found, doubts, refusals = dict[str, Tensor](), list[str](), list[NotApplicable]()
+    for name in names:
+        change, start = (update.by_id(name, value[name]) for value in (update.observed.change, update.view.shared))
+        weight = TiedWeight(name, change, start, update.slots.get(name), update.always[name])
+        read = read_tied_ids(update.view, update.observed, weight)
+        if isinstance(read, NotApplicable):
+            refusals.append(read)
+            continue
+        found[name] = read.ids
+        doubts += [read.doubt] if read.doubt else []
+    return found, doubts, refusals
+
+
+def _nothing_read(refusals: Sequence[NotApplicable], rows: Mapping[str, Tensor]) -> NotApplicable:
+    """Return why no id was read, where these rows moved and these weights were refused."""
+    if refusals:
+        return refusals[0]
+    return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True) if rows else NotApplicable(ALL_MOVED)
+
+
+def _doubt(update: _EmbeddingUpdate, rows: Mapping[str, Tensor], doubts: Sequence[str]) -> str:
+    """Return what keeps ids from being confirmed, or nothing.
+
+    Args:
+        update: of the embeddings.
+        rows: those that moved, of embeddings that move in the rows of ids alone.
+        doubts: of others.
+    """
+    view, slots = update.view, update.slots
+    if not (view.threat.knows_optimizer and view.threat.knows_defense):
+        return UNSTATED
+    if contradiction := contradicts_rest(view, update.observed, rows, update.columns):
+        return contradiction
+    missed = [name for name in rows if name not in slots and slots]
+    return "; ".join([*doubts, *([NEVER_REACHED.format(", ".join(missed))] if missed else [])])
+
+
+def _as_result(update: _EmbeddingUpdate, found: Mapping[str, Tensor], doubt: str) -> Reconstruction:
+    """Return ids as a result, with the labels that are told beside them."""
+    view = update.view
+    result = Reconstruction(
+        inputs=None,
+        labels=fixed_labels(view, "auto"),
+        private={TOKENS + name: ids for name, ids in found.items()},
+        knowledge=() if view.labels is None else ("labels",),
+        verified=None if doubt else True,
+        note=doubt,
+    )
+    counted = result.labels is not None and view.labels is None and view.task.loss.is_cross_entropy
+    doubtful = counted and view.method.uses_labels and not are_labels_proven(view)
+    return result.with_note(LABELS_COUNTED, Remark.LABELS_DOUBTFUL) if doubtful else result
+
+
+def _sparse_embeddings(update: _EmbeddingUpdate, names: Sequence[str]) -> list[str]:
     """Return the embeddings of which a step moves the rows of the ids that they are given, and no others."""
-    kept, task = list(names), view.task
+    view, kept = update.view, list(names)
     for number in range(PROBES):
         draw = stream(number, "tokens")
-        inputs = torch.rand(view.batch_size or 1, *task.input_shape, generator=draw).to(view.device, view.dtype)
-        ids = lookups(task, inputs)
+        inputs = torch.rand(view.batch_size or 1, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
+        ids = lookups(view.task, inputs)
         made = moved_by_outputs(view, inputs, draw)
         if (targets := drawn_targets(view, draw)) is not None and not (view.private or view.parts):
             with torch.no_grad():
                 made |= ObservedUpdate(view).without_decay(predict(view, Candidate(inputs, targets)))
         for name in [name for name in kept if name in made]:
-            rows = _moved_rows(view, name, dense(made[name])).nonzero().flatten().tolist()
+            rows = update.moved(name, made[name]).nonzero().flatten().tolist()
             if not {*rows} <= {*ids.get(name, torch.empty(0)).tolist()}:
                 kept.remove(name)
     return kept

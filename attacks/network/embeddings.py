@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from attacks.network.lookup_functions import LookupFunctions
 from attacks.network.operation_trace import MODEL_ERRORS
 from fl.seeds import stream
 from fl.types import Task
 
 RANDOM_EXAMPLES = 6
 """Examples made up, beside one of the least ids and one of the largest, which tell what is looked up for all."""
-_FOUND: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[dict[str, Tensor]]]] = WeakKeyDictionary()
-"""What networks looked up of these: an attack and its score ask in turn."""
+_FOUND: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[dict[str, Tensor]], frozenset[str]]] = (
+    WeakKeyDictionary()
+)
+"""What networks looked up of these, and of which weights columns: an attack and its score ask in turn."""
 
 
 def embedding_weights(model: nn.Module) -> dict[str, int | None]:
@@ -37,7 +37,7 @@ def embedding_weights(model: nn.Module) -> dict[str, int | None]:
 
 
 def looked_up_weights(task: Task) -> list[str]:
-    """Return the names of the weights of which a network looks up rows, by modules or by functions."""
+    """Return the names of the weights of which a network looks up rows or columns, by modules or by functions."""
     by_functions = [name for found in lookups_of_single_examples(task) for name in found]
     return list(dict.fromkeys([*embedding_weights(task.model), *by_functions]))
 
@@ -66,14 +66,25 @@ def unconditional_ids(task: Task) -> dict[str, set[int]]:
 
 def lookups_of_single_examples(task: Task) -> list[dict[str, Tensor]]:
     """Return what each embedding of a network looks up of examples made up, one by one; it is not to be changed."""
-    shape, found = _FOUND.get(task.model, ((), []))
+    return _asked(task)[0]
+
+
+def columns_looked_up(task: Task) -> frozenset[str]:
+    """Return the names of the weights (d, V) of which one-hot vectors look up columns, as a linear layer's."""
+    return _asked(task)[1]
+
+
+def _asked(task: Task) -> tuple[list[dict[str, Tensor]], frozenset[str]]:
+    """Return what examples made up look up, and the weights of which they look up columns."""
+    shape, found, columns = _FOUND.get(task.model, ((), [], frozenset()))
     if shape != task.input_shape:
         draw, weight = stream(0, "unconditional ids"), next(task.model.parameters())
         examples = [torch.rand(1, *task.input_shape, generator=draw) for _ in range(RANDOM_EXAMPLES)]
         examples += [torch.zeros(1, *task.input_shape), torch.ones(1, *task.input_shape)]
-        found = [lookups(task, example.to(weight.device, weight.dtype)) for example in examples]
-        _FOUND[task.model] = task.input_shape, found
-    return found
+        noted = [_look_up(task, example.to(weight.device, weight.dtype)) for example in examples]
+        found, columns = [ids for ids, _ in noted], frozenset[str]().union(*(names for _, names in noted))
+        _FOUND[task.model] = task.input_shape, found, columns
+    return found, columns
 
 
 def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
@@ -83,8 +94,13 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
         task: with the network.
         inputs: of it (B, C, H, W).
     """
+    return _look_up(task, inputs)[0]
+
+
+def _look_up(task: Task, inputs: Tensor) -> tuple[dict[str, Tensor], set[str]]:
+    """Return what inputs look up, as `lookups`, and the weights of which they look up columns."""
     model = copy.deepcopy(task.model).eval()
-    known, found, by_functions = embedding_weights(model), dict[str, list[Tensor]](), dict[str, list[Tensor]]()
+    known, found = embedding_weights(model), dict[str, list[Tensor]]()
     names = {id(value): name for name, value in model.named_parameters()}
 
     def note(module: nn.Module, args: tuple[object, ...], given: dict[str, object]) -> None:
@@ -95,39 +111,9 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             module.register_forward_pre_hook(note, with_kwargs=True)
-    noted = _Lookups(names, by_functions)
+    noted = LookupFunctions(names)
     with torch.no_grad(), torch.random.fork_rng(devices=[]), suppress(*MODEL_ERRORS), noted:
         model(inputs)
     # modules call functions in turn, so that these count where no module was called
-    return {name: torch.cat(ids) for name, ids in (by_functions | found).items()}
-
-
-WHOLE = {torch.int64, torch.int32}
-PLACES: dict[Callable[..., Any], tuple[int, int]] = {
-    nn.functional.embedding: (1, 0),
-    nn.functional.embedding_bag: (1, 0),
-    torch.embedding: (0, 1),
-    Tensor.__getitem__: (0, 1),
-    torch.index_select: (0, 2),
-    Tensor.index_select: (0, 2),
-}
-"""At which of their arguments functions that look up rows take weights and ids; `index_select` has its dimension 1."""
-
-
-class _Lookups(TorchFunctionMode):
-    """Notes which rows of parameters (V, d) functions look up: `embedding`, `index_select`, or whole numbers in []."""
-
-    def __init__(self, names: Mapping[int, str], found: dict[str, list[Tensor]]) -> None:
-        super().__init__()
-        self.names, self.found = names, found
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run a function, and note what it looks up."""
-        weight, ids = PLACES.get(func, (0, 0))
-        if weight != ids and max(weight, ids) < len(args) and id(args[weight]) in self.names:
-            rows, whole = args[ids], args[1] == 0 if ids == 2 else True
-            if whole and args[weight].ndim == 2 and isinstance(rows, Tensor) and rows.dtype in WHOLE:
-                self.found.setdefault(self.names[id(args[weight])], []).append(rows.flatten() % len(args[weight]))
-        return func(*args, **(kwargs or {}))
+    by_functions = noted.looked_up()
+    return {name: torch.cat(ids) for name, ids in (by_functions | found).items()}, noted.columns & {*by_functions}

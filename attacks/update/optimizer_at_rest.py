@@ -9,7 +9,7 @@ first step of an adaptive optimizer is as long for every number whose gradient i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -40,13 +40,16 @@ SHORT_STEPS = (
 )
 
 
-def contradicts_rest(view: ServerView, observed: ObservedUpdate, rows: Mapping[str, Tensor]) -> str:
+def contradicts_rest(
+    view: ServerView, observed: ObservedUpdate, rows: Mapping[str, Tensor], columns: Collection[str] = ()
+) -> str:
     """Return what contradicts that the optimizer of one step started from rest; "" where nothing does, or can.
 
     Args:
         view: the server's.
         observed: the update.
         rows: those that moved (M,), by the name of an embedding's weight.
+        columns: the weights of which these are columns.
     """
     phases, schedule = training_phases(view)
     steps = [step for phase in schedule or () for step in phase]
@@ -56,7 +59,8 @@ def contradicts_rest(view: ServerView, observed: ObservedUpdate, rows: Mapping[s
         return ""  # which may leave another rank, and other sizes
     if adaptive_optimizer_obstacle(phases) is None:
         return _other_rank(view, observed.change, view.batch_size)
-    return _short_steps(view, rows, next(phase for phase, sizes in zip(phases, schedule or (), strict=True) if sizes))
+    taken = next(phase for phase, sizes in zip(phases, schedule or (), strict=True) if sizes)
+    return _short_steps(view, rows, columns, taken)
 
 
 def _other_rank(view: ServerView, change: Tensors, count: int) -> str:
@@ -89,13 +93,14 @@ def _has_larger_rank(view: ServerView, change: Tensors, count: int) -> bool:
     return bool((sizes > max(MIN_RANK_SHARE * float(sizes[0]), rounding))[count:].any())
 
 
-def _short_steps(view: ServerView, rows: Mapping[str, Tensor], phase: Phase) -> str:
+def _short_steps(view: ServerView, rows: Mapping[str, Tensor], columns: Collection[str], phase: Phase) -> str:
     """Return that rows moved by less, or more, than an adaptive optimizer's first step makes of any gradient."""
     if not isinstance(AdaptiveFirstStep.of(view), AdaptiveFirstStep | StepSizeDoubt):
         return ""
     first = AdaptiveFirstStep(view, phase)  # also of an update that is doubted for the sizes of its steps
     for name in rows.keys() & first.steps.keys():
         sizes, errors = first.steps[name].abs(), first.errors[name]
+        sizes, errors = (sizes.mT, errors.mT) if name in columns else (sizes, errors)
         for row in rows[name].tolist():
             moved = sizes[row] > 0
             middle = float(sizes[row][moved].median()) if bool(moved.any()) else 1.0
