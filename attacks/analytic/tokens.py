@@ -64,9 +64,10 @@ class Tokens(Attack):
         """Return the ids of every embedding that was sent, ascending."""
         if not view.update:
             return NotApplicable("nothing is shared")
-        sent = [name for name in looked_up_weights(view.task) if name in view.update and name in view.shared]
+        weights = looked_up_weights(view.task)
+        sent = [name for name in weights if name in view.update and name in view.shared]
         if not sent:
-            return NotApplicable(NO_EMBEDDING, limit=True)
+            return NotApplicable(NOT_SENT.format(", ".join(weights)) if weights else NO_EMBEDDING, limit=True)
         if (reason := deviation_from_loss_gradient(view)) is not None:
             return NotApplicable(reason)
         update = _EmbeddingUpdate.of(view)
@@ -79,7 +80,7 @@ class Tokens(Attack):
         tied, doubts, refusals = _read_tied(update, [name for name in sent if name not in sparse])
         found |= tied
         if not found:
-            return _nothing_read(refusals, rows)
+            return _nothing_read(update, refusals, rows)
         return _as_result(update, found, _doubt(update, rows, doubts))
 
     def confirm(self, view: ServerView, result: Result) -> Result:
@@ -96,6 +97,15 @@ TOO_MANY = (
     "of the rows, or more examples than stated moved rows as well; state it, or take what earlier rounds left off"
 )
 LOOKED_UP_ANYWAY = "what moved of {} is looked up whatever the client feeds (positions, say), and tells nothing of it"
+NOT_SENT = (
+    "{} is not in the update (frozen, say), and rows of it that moved are what ids are read off; what the inputs of "
+    "other layers tell of ids is not read. An adapter on the embedding shows ids as well"
+)
+NOTHING_FLOWS = (
+    "no row of {} moves in a step from the weights that were sent: what its rows are multiplied by is 0, as the second "
+    "matrix of an adapter before its first step; what moves there mixes the rows of all ids. Audit a later step, in "
+    "which the rows of ids move"
+)
 ALL_MOVED = (
     "every row of the embeddings moved, or none: noise, decay of an unknown rule, ids of all rows in one batch, or a "
     "weight that another layer uses as well"
@@ -171,7 +181,9 @@ def _rows_of_ids(update: _EmbeddingUpdate, names: Sequence[str]) -> dict[str, Te
     rows: dict[str, Tensor] = {}
     for name in names:
         moved = update.moved(name, update.observed.change[name])
-        at_rest = ~moved & (update.by_id(name, update.view.shared[name]) != 0).any(1)  # decay moves no row of zeros
+        at_rest, decays = ~moved, (update.by_id(name, update.view.shared[name]) != 0).any(1)
+        if bool(decays.any()):  # not in an adapter that starts at zero
+            at_rest &= decays
         if not bool(moved.any() and at_rest.any()):
             continue
         if (most := update.slots.get(name)) is not None and int(moved.sum()) > most:
@@ -197,11 +209,25 @@ def _read_tied(
     return found, doubts, refusals
 
 
-def _nothing_read(refusals: Sequence[NotApplicable], rows: Mapping[str, Tensor]) -> NotApplicable:
+def _nothing_read(
+    update: _EmbeddingUpdate, refusals: Sequence[NotApplicable], rows: Mapping[str, Tensor]
+) -> NotApplicable:
     """Return why no id was read, where these rows moved and these weights were refused."""
     if refusals:
         return refusals[0]
-    return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True) if rows else NotApplicable(ALL_MOVED)
+    if rows:
+        return NotApplicable(LOOKED_UP_ANYWAY.format(", ".join(rows)), limit=True)
+    still = _without_flow(update)
+    return NotApplicable(NOTHING_FLOWS.format(", ".join(still)), limit=True) if still else NotApplicable(ALL_MOVED)
+
+
+def _without_flow(update: _EmbeddingUpdate) -> list[str]:
+    """Return the embeddings that did not move, and don't in a step on a batch of the attacker's own."""
+    view, draw = update.view, stream(0, "flow")
+    inputs = torch.rand(view.batch_size or 1, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
+    made, change = moved_by_outputs(view, inputs, draw), update.observed.change
+    met = [name for name in lookups(view.task, inputs) if name in made and name in change]
+    return [name for name in met if not bool(dense(made[name]).any() or dense(change[name]).any())]
 
 
 def _doubt(update: _EmbeddingUpdate, rows: Mapping[str, Tensor], doubts: Sequence[str]) -> str:

@@ -74,12 +74,12 @@ class LookupFunctions(TorchFunctionMode):
         return result
 
     def _note_ids(self, func: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Note rows that ids look up."""
+        """Note rows that ids look up, which are columns of a parameter that was turned."""
         weight, ids = PLACES.get(func, (0, 0))
-        if weight != ids and max(weight, ids) < len(args) and id(args[weight]) in self.names:
+        if weight != ids and max(weight, ids) < len(args) and (known := self._parameter(args[weight])) is not None:
             rows, whole = args[ids], args[1] == 0 if ids == 2 else True
             if whole and args[weight].ndim == 2 and isinstance(rows, Tensor) and rows.dtype in WHOLE:
-                self._note(self.names[id(args[weight])], rows.flatten() % len(args[weight]), turned=False)
+                self._note(known[0], rows.flatten() % len(args[weight]), turned=known[1])
 
     def _note_one_hot(self, func: Callable[..., Any], args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
         """Note rows that one-hot vectors look up: of x @ W, or columns, of `linear`, where W may be turned as well."""
@@ -89,11 +89,15 @@ class LookupFunctions(TorchFunctionMode):
             vectors, weight = (*args, *(given[key] for key in ("input", "weight") if key in given))[:2]
         else:
             return
-        name, turned = self.names.get(id(weight)), func is LINEAR
-        if name is None and id(weight) in self._turned:
-            name, turned = self._turned[id(weight)][1], not turned
-        if name is not None and weight.ndim == 2 and id(vectors) in self._one_hot:
-            self._note(name, vectors.nonzero()[:, -1], turned=turned)
+        known = self._parameter(weight)
+        if known is not None and weight.ndim == 2 and id(vectors) in self._one_hot:
+            self._note(known[0], vectors.nonzero()[:, -1], turned=known[1] != (func is LINEAR))
+
+    def _parameter(self, value: object) -> tuple[str, bool] | None:
+        """Return the name of the parameter that a tensor is, and whether it is that turned; None of any other."""
+        if id(value) in self.names:
+            return self.names[id(value)], False
+        return (self._turned[id(value)][1], True) if id(value) in self._turned else None
 
     def _note(self, name: str, ids: Tensor, *, turned: bool) -> None:
         self.found.setdefault(name, []).append(ids)
