@@ -21,7 +21,7 @@ where other rows hardly show their hidden state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,21 +57,20 @@ FOLDS, SPARE = 3, 8
 """Parts of the rows in each of which all dimensions have to show, and rows of a part beyond twice the dimensions."""
 ATTEMPTS = 4
 """Choices of rows that the span is fitted to."""
+SCORED, SHARED = "the outputs are scored by it as well", "another layer uses it as well"
+"""Why rows move that were not looked up."""
 UNKNOWN_STEPS = (
-    "every row of {} moves, as the outputs are scored by it as well; ids are read off these rows where the number of "
-    "examples and of their steps is known, of one client: state it (batch_size, method)"
+    "every row of {} moves, as {}; ids are read off these rows where the number of examples and of their steps is "
+    "known, of one client: state it (batch_size, method)"
 )
-DEFENDED = (
-    "every row of {} moves, as the outputs are scored by it as well; ids are told by the span of these rows, and the "
-    "defense {} changes that"
-)
+DEFENDED = "every row of {} moves, as {}; ids are told by the span of these rows, and the defense {} changes that"
 RESCALED = (
-    "every row of {} moves, as the outputs are scored by it as well; ids are told by the span of these rows, and an "
-    "optimizer that rescales every number apart (Adam) leaves none"
+    "every row of {} moves, as {}; ids are told by the span of these rows, and an optimizer that rescales every number "
+    "apart (Adam) leaves none"
 )
 NO_ROOM = (
-    "every row of {} moves, as the outputs are scored by it as well; ids are told by what leaves the span of the {} "
-    "hidden states that score them, and these may fill all {} dimensions: fewer examples, or shorter ones, leave room"
+    "every row of {} moves, as {}; ids are told by what leaves the span of the {} hidden states that score them, and "
+    "these may fill all {} dimensions: fewer examples, or shorter ones, leave room"
 )
 NOT_TOLD = (
     "every row of {} moves, and no more than {} leave a span of {} dimensions, as one step would leave it, clearly: "
@@ -86,6 +85,10 @@ SEVERAL_STEPS = "not confirmed: hidden states of several steps differ, so that t
 NOT_ALL = (
     "not confirmed: the rows of {} show {} of {} hidden states, and a word that is predicted where the others show "
     "nothing (padding, equal beginnings, or a network that is sure of it) would be read as fed"
+)
+NOT_COUNTED = (
+    "not confirmed: how many hidden states meet the rows of {} is not known, as {}, and a row that one of them reaches "
+    "where the others show nothing would be read as fed"
 )
 BLURRED = "not confirmed: {} more row(s) of {} are not clear"
 
@@ -108,6 +111,7 @@ class TiedWeight:
         start: the weight that was sent, likewise.
         lookups: ids that all examples look up in one step; None where that is not known.
         always: ids that are looked up whatever is fed.
+        scores: whether each row scores its own word in the outputs.
     """
 
     name: str
@@ -115,6 +119,12 @@ class TiedWeight:
     start: Tensor
     lookups: int | None
     always: set[int]
+    scores: bool
+
+    @property
+    def use(self) -> str:
+        """Why its rows move that were not looked up, in words."""
+        return SCORED if self.scores else SHARED
 
 
 @dataclass(frozen=True)
@@ -162,16 +172,16 @@ def read_tied_ids(view: ServerView, observed: ObservedUpdate, weight: TiedWeight
     phases, schedule = training_phases(view)
     steps = [sum(step) for phase in schedule or () for step in phase]
     if view.parts or weight.lookups is None or not steps:
-        return NotApplicable(UNKNOWN_STEPS.format(weight.name), limit=True)
+        return NotApplicable(UNKNOWN_STEPS.format(weight.name, weight.use), limit=True)
     if adaptive_optimizer_obstacle(phases) is not None:
-        return NotApplicable(RESCALED.format(weight.name), limit=True)
+        return NotApplicable(RESCALED.format(weight.name, weight.use), limit=True)
     if not _only_rescales(view, weight.name):
-        return NotApplicable(DEFENDED.format(weight.name, view.defense.name), limit=True)
+        return NotApplicable(DEFENDED.format(weight.name, weight.use, view.defense.name), limit=True)
     passes = max(1, math.ceil(sum(steps) / (view.batch_size or 1)))
-    states, most = hidden_states(view, len(weight.change)), weight.lookups * passes
+    states, most = hidden_states(view, len(weight.change)) if weight.scores else None, weight.lookups * passes
     hidden = len(weight.change) if states is None else passes * states
     if states is not None and hidden >= weight.change.shape[1]:
-        return NotApplicable(NO_ROOM.format(weight.name, hidden, weight.change.shape[1]), limit=True)
+        return NotApplicable(NO_ROOM.format(weight.name, weight.use, hidden, weight.change.shape[1]), limit=True)
     whole = view.rounded or weight.name in observed.decay_shares
     found, coarse = _outside_of_any_type(weight.change, weight.start if whole else None, most, hidden)
     if found is None:
@@ -182,7 +192,7 @@ def read_tied_ids(view: ServerView, observed: ObservedUpdate, weight: TiedWeight
         return NotApplicable(f"what is told of {weight.name} is looked up whatever the client feeds", limit=True)
     if coarse:
         return TiedIds(ids, FEW_BITS.format(weight.name))
-    return TiedIds(ids, _doubt(weight.name, phases, len(steps), found, states))
+    return TiedIds(ids, _doubt(weight, phases, len(steps), found, states))
 
 
 def _outside_of_any_type(
@@ -203,15 +213,17 @@ def _outside_of_any_type(
     return found, coarse
 
 
-def _doubt(name: str, phases: Sequence[Phase], steps: int, found: OutsideRows, states: int | None) -> str:
+def _doubt(weight: TiedWeight, phases: Sequence[Phase], steps: int, found: OutsideRows, states: int | None) -> str:
     """Return what keeps ids of a number of steps from being confirmed, or nothing."""
     if steps != 1:
         return SEVERAL_STEPS
     if any(phase.momentum for phase in phases):
-        return KEPT_MOMENTUM.format(name)
-    if states is None or found.rank != states:
-        return NOT_ALL.format(name, found.rank, "unknown" if states is None else states)
-    return BLURRED.format(found.blurred, name) if found.blurred else ""
+        return KEPT_MOMENTUM.format(weight.name)
+    if states is None:
+        return NOT_COUNTED.format(weight.name, weight.use)
+    if found.rank != states:
+        return NOT_ALL.format(weight.name, found.rank, states)
+    return BLURRED.format(found.blurred, weight.name) if found.blurred else ""
 
 
 def _only_rescales(view: ServerView, name: str) -> bool:
@@ -274,6 +286,36 @@ def moved_by_outputs(view: ServerView, inputs: Tensor, draw: torch.Generator) ->
 
     What a loss adds shows nowhere else: rows that stay where all outputs count stay whatever the loss.
     """
+    return _moved_by(view, inputs, lambda outputs: outputs * torch.randn(outputs.shape, generator=draw).to(outputs))
+
+
+def moved_by_two_scores(
+    view: ServerView, inputs: Tensor, count: int, draw: torch.Generator
+) -> tuple[set[int], Tensors]:
+    """Return two words, and the gradient by what was sent of how much more one is scored than the other.
+
+    Of an embedding that scores the outputs it is zero in all rows but those two and the ones looked up, also where the
+    outputs are logarithms of probabilities. It is empty where outputs have no such scores, or no gradient.
+
+    Args:
+        view: the server's.
+        inputs: of a batch (B, C, H, W).
+        count: of words.
+        draw: which words, and by how much each position counts.
+    """
+    if count < 2 or list(view.task.output_shape).count(count) != 1:
+        return set(), {}
+    axis, words = 1 + list(view.task.output_shape).index(count), torch.randperm(count, generator=draw)[:2].tolist()
+
+    def mixture(outputs: Tensor) -> Tensor:
+        difference = outputs.select(axis, words[0]) - outputs.select(axis, words[1])
+        return difference * torch.randn(difference.shape, generator=draw).to(difference)
+
+    return {*words}, _moved_by(view, inputs, mixture)
+
+
+def _moved_by(view: ServerView, inputs: Tensor, mixture: Callable[[Tensor], Tensor]) -> Tensors:
+    """Return the gradient by what was sent of the sum of what is made of the outputs; nothing if it has none."""
     model = view.task.model
     sent = {name: dense(value).detach().requires_grad_() for name, value in view.shared.items()}
     known = {name for name, _ in model.named_parameters()}
@@ -282,8 +324,7 @@ def moved_by_outputs(view: ServerView, inputs: Tensor, draw: torch.Generator) ->
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             outputs = functional_call(model, used, (inputs,))
-            weights = torch.randn(outputs.shape, generator=draw).to(outputs)
-            flows = torch.autograd.grad((outputs * weights).sum(), [*sent.values()], allow_unused=True)
+            flows = torch.autograd.grad(mixture(outputs).sum(), [*sent.values()], allow_unused=True)
     except MODEL_ERRORS:
         return {}
     return {name: flow for name, flow in zip(sent, flows, strict=True) if flow is not None}

@@ -10,7 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from attacks.analytic.tied_embeddings import TiedWeight, drawn_targets, moved_by_outputs, read_tied_ids
+from attacks.analytic.tied_embeddings import (
+    TiedWeight,
+    drawn_targets,
+    moved_by_outputs,
+    moved_by_two_scores,
+    read_tied_ids,
+)
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, attacks
 from attacks.labels.recovery import LABELS_COUNTED, are_labels_proven, fixed_labels
 from attacks.network.embeddings import (
@@ -199,7 +205,8 @@ def _read_tied(
     found, doubts, refusals = dict[str, Tensor](), list[str](), list[NotApplicable]()
     for name in names:
         change, start = (update.by_id(name, value[name]) for value in (update.observed.change, update.view.shared))
-        weight = TiedWeight(name, change, start, update.slots.get(name), update.always[name])
+        scores = _scores_outputs(update, name, len(change))
+        weight = TiedWeight(name, change, start, update.slots.get(name), update.always[name], scores)
         read = read_tied_ids(update.view, update.observed, weight)
         if isinstance(read, NotApplicable):
             refusals.append(read)
@@ -207,6 +214,19 @@ def _read_tied(
         found[name] = read.ids
         doubts += [read.doubt] if read.doubt else []
     return found, doubts, refusals
+
+
+def _scores_outputs(update: _EmbeddingUpdate, name: str, count: int) -> bool:
+    """Return whether each row of an embedding scores its own word in the outputs, and is used for no more."""
+    view = update.view
+    for number in range(PROBES):
+        draw = stream(number, "scores")
+        inputs = torch.rand(view.batch_size or 1, *view.task.input_shape, generator=draw).to(view.device, view.dtype)
+        words, made = moved_by_two_scores(view, inputs, count, draw)
+        met = {*lookups(view.task, inputs).get(name, torch.empty(0)).tolist()}
+        if name not in made or not {*update.by_id(name, made[name]).any(1).nonzero().flatten().tolist()} <= words | met:
+            return False
+    return True
 
 
 def _nothing_read(

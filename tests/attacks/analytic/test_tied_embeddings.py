@@ -223,3 +223,44 @@ def test_nothing_but_what_was_fed_is_confirmed_of_networks_that_trained(seed):
     found = attacks.build("tokens")(view)
     if not isinstance(found, NotApplicable) and found.verified:
         assert {*found.private[NAME].tolist()} <= {*ids.unique().tolist()}
+
+
+class SharedInside(nn.Module):
+    """Compares a mean of embeddings with all words, and classifies by the largest similarities or by all of them."""
+
+    def __init__(self, classes: int, *, sharp: bool = False) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(200, 16), nn.Linear(201, classes)
+        self.sharp = sharp
+        with torch.no_grad():
+            for name, value in self.named_parameters():
+                value.normal_(0, 0.5, generator=stream(0, f"inside {name}"))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.words(ids)
+        near = (rows.mean(1) @ self.words.weight.T).tanh()
+        last = (rows.prod(1) if self.sharp else rows.sum(1)) @ self.words.weight.T
+        return self.head(torch.cat([near, last.amax(1, keepdim=True)], 1))
+
+
+@pytest.mark.parametrize("classes", [3, 200])
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"defense": Prune(ratio=0.5)}, "moves, as another layer uses it as well; ids are told by the span"),
+        ({"method": FedAvg(steps=1, optimizer="adam")}, "moves, as another layer uses it as well; ids are told by"),
+        ({}, "how many hidden states meet the rows of words.weight is not known, as another layer uses it as well"),
+    ],
+)
+def test_a_layer_inside_that_shares_the_weight_is_no_head(settings, told, classes):
+    ids, labels = torch.tensor([[3, 3, 7, 0], [11, 7, 2, 0]]), torch.tensor([1, 0])
+    found = attacks.build("tokens")(from_batch(SharedInside(classes), ids, labels, **settings)[0])
+    assert told in (found.reason if isinstance(found, NotApplicable) else found.note)
+
+
+def test_a_word_that_a_layer_inside_reaches_alone_is_not_confirmed_as_fed():
+    """As many classes as words would let its hidden states be counted as those of the outputs."""
+    ids, labels = torch.tensor([[3, 3, 7, 0], [11, 7, 2, 0]]), torch.tensor([1, 0])
+    found = attacks.build("tokens")(from_batch(SharedInside(200, sharp=True), ids, labels)[0])
+    assert {*found.private[NAME].tolist()} > {*ids.flatten().tolist()}
+    assert not found.verified
