@@ -1,4 +1,4 @@
-"""Which reconstruction stands for which true image: one assignment per batch, made here and nowhere else.
+"""Which reconstruction stands for which true image, and which images are equal: both are told here and nowhere else.
 
 The order of a batch is not in its gradient, so reconstructions are matched to the truth before scoring. The match
 minimizes the mean MSE over one-to-one assignments, and every metric is then taken in that order. Matching looks at the
@@ -7,7 +7,8 @@ truth; it belongs to scoring and no attack may call it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Iterable, Sequence
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -45,6 +46,13 @@ def assign(reconstruction: Tensor, truth: Tensor) -> list[int | None]:
     return matched
 
 
+def first_equal(images: Iterable[Tensor]) -> list[int]:
+    """Return for each image (C, H, W) the place of the first one that equals it, its own where none before does."""
+    met: dict[bytes, int] = {}
+    keys = (hashlib.sha256(image.detach().double().cpu().numpy().tobytes()).digest() for image in images)
+    return [met.setdefault(key, place) for place, key in enumerate(keys)]
+
+
 def exchange_copies(
     matched: Sequence[int | None], truth: Tensor, recovered: Sequence[int], labels: Sequence[int]
 ) -> list[int | None]:
@@ -58,9 +66,9 @@ def exchange_copies(
         recovered: label of every reconstruction.
         labels: of every true image.
     """
-    groups: dict[bytes, list[int]] = {}
-    for i, image in enumerate(truth.detach().double().cpu()):
-        groups.setdefault(image.numpy().tobytes(), []).append(i)
+    groups: dict[int, list[int]] = {}
+    for i, first in enumerate(first_equal(truth)):
+        groups.setdefault(first, []).append(i)
     found = list(matched)
     for group in groups.values():
         if len({labels[i] for i in group}) < 2:

@@ -3,7 +3,7 @@
 Differences are taken from the first run. Where both attacked the same images from the same seeds they are paired,
 image by image, which is what tells small differences from chance; otherwise they are differences of means, and the
 table says so. Images are the same if their names and the scores of two constant guesses (which are figures of the
-pixels alone) agree.
+pixels alone) agree. Copies of one image count as one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from eval.metrics.score import Row
 from eval.metrics.statistics import Interval
 from eval.report.formatting import NO_VALUE, format_interval, format_percent_interval
 from eval.report.load import Run, explain_damage, load
-from eval.report.result_groups import IMAGE, ResultGroup, image_key, lpips_column
+from eval.report.result_groups import COPY_OF, IMAGE, ResultGroup, image_key, lpips_column
 from eval.report.settings import entry_label
 from eval.report.training_results import format_accuracy
 
@@ -163,7 +163,8 @@ def psnr_difference(group: ResultGroup, first: ResultGroup) -> Difference | None
     """Return mean PSNR of a group less that of another; None where either has no pictures."""
     if group.psnr is None or first.psnr is None:
         return None
-    mine, other = (_named(side.image_rows) for side in (group, first))
+    copies = {row[IMAGE]: row[COPY_OF] for side in (group, first) for row in side.image_rows if COPY_OF in row}
+    mine, other = (_named(side.image_rows, copies) for side in (group, first))
     if {(row[IMAGE], row["seed"]) for row in mine} == {(row[IMAGE], row["seed"]) for row in other}:
         return Difference(statistics.paired_difference(mine, other, "psnr", image=IMAGE), PAIRED)
     return Difference(_independent_difference(group.psnr, first.psnr), UNPAIRED)
@@ -183,8 +184,15 @@ def _key(group: ResultGroup) -> Key:
     return group.method, group.defense, group.attack, group.round
 
 
-def _named(rows: Sequence[Row]) -> list[Row]:
-    return [{**row, IMAGE: image_key(row)} for row in rows]
+def _named(rows: Sequence[Row], copies: Mapping[Any, Any]) -> list[Row]:
+    """Return rows by what tells images apart; copies of an image are further attempts on it, and count as one."""
+    keys, named = {row[IMAGE]: image_key(row) for row in rows}, []
+    for row in rows:
+        own = row[IMAGE]
+        first = copies.get(own, own)
+        seed = row["seed"] if own == first else (row["seed"], own)
+        named.append({**row, IMAGE: keys.get(first, keys[own]), "seed": seed})
+    return named
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -8,7 +8,6 @@ and scores an `Observation`, whichever source it came from.
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from attacks.base import NotApplicable
 from eval.metrics.lineup import IdentificationLineup
+from eval.metrics.matching import first_equal
 from eval.metrics.validity_flags import TOLERANCE
 from fl.types import Batch, Truth
 from fl.view import ServerView
@@ -75,13 +75,8 @@ class Observation:
     @cached_property
     def copies(self) -> dict[str, str]:
         """By name of a true image that equals an earlier one of another name, the name of that one."""
-        first: dict[bytes, str] = {}
-        found: dict[str, str] = {}
-        for update in self.updates:
-            if update.truth is None:
-                continue
-            for name, image in zip(update.pictures, update.truth.inputs.detach().double().cpu(), strict=True):
-                same = first.setdefault(hashlib.sha256(image.numpy().tobytes()).digest(), name)
-                if same != name:
-                    found[name] = same
-        return found
+        known = [(update.pictures, update.truth.inputs) for update in self.updates if update.truth is not None]
+        named = [pair for names, images in known for pair in zip(names, images, strict=True)]
+        firsts = first_equal(image for _, image in named)
+        pairs = zip(named, firsts, strict=True)
+        return {name: named[first][0] for (name, _), first in pairs if named[first][0] != name}

@@ -9,6 +9,7 @@ from eval.audit.verdict import image_line
 from eval.metrics.baselines import baseline_images
 from eval.metrics.score import score, score_without_truth
 from fl.seeds import stream
+from fl.types import Batch
 
 
 @pytest.fixture
@@ -29,6 +30,28 @@ def test_no_guess_counts_as_a_leak(truth):
     slightly = mean + 0.05 * (truth.inputs - mean)  # 0.45 dB above the mean color
     assert said(truth, slightly).endswith("on average +0.4 dB")
     assert said(truth, 1 - truth.inputs).startswith("no image content shown to leak: 0 of 2")
+
+
+def test_equal_images_count_once(truth):
+    images = truth.inputs[:1].repeat(7, 1, 1, 1)
+    truth.inputs, truth.labels = images, torch.zeros(7, dtype=torch.int64)
+    mean = baseline_images(images)["mean"]
+    text = said(truth, mean + 0.2 * (images - mean))
+    assert text.startswith("too few images to tell content from chance: 7 of 7 image(s) at least 1 dB above")
+    assert text.endswith("images that equal others (6) count once: 1 in all")
+
+
+def test_the_mean_of_an_attacks_public_images_is_a_guess():
+    def pictures(count, seed):
+        disk = torch.zeros(1, 1, 8, 8)
+        disk[..., 2:6, 2:6] = 0.8
+        return disk + 0.2 * torch.rand(count, 1, 8, 8, generator=stream(seed, "pictures"))
+
+    truth = SimpleNamespace(inputs=pictures(8, 0), labels=torch.zeros(8).long(), private={}, extractor={})
+    public = Batch(pictures(40, 1), torch.zeros(40, dtype=torch.int64))
+    guess = Reconstruction(public.inputs.mean(0, keepdim=True).expand(8, -1, -1, -1), None, 0.0, (0.0,))
+    assert leakage(guess, truth).splitlines()[-1].startswith("image content leaked")
+    assert not leakage(guess, truth, public=public).splitlines()[-1].startswith("image content leaked")
 
 
 def test_a_margin_above_the_best_guess_of_two_images_is_no_leak_yet(truth):

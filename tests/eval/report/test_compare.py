@@ -38,6 +38,19 @@ def test_other_images_or_seeds_are_not_paired(tmp_path):
     assert "unpaired" in found.to_text()
 
 
+def test_copies_of_an_image_count_as_one_image_of_a_difference(tmp_path):
+    runs = [FakeRun().attack("fedavg", "ig", psnr) for psnr in ([20.0, 22.0, 24.0, 26.0], [21.0, 23.0, 26.0, 29.0])]
+    for run in runs:
+        for row in run.rows[2:]:  # the last two are the second one
+            row |= {"copy_of": run.rows[1]["picture"]} | {key: run.rows[1][key] for key in row if "floor_" in key}
+    plain = FakeRun().attack("fedavg", "ig", [20.0, 22.0, 24.0, 26.0])  # a run from before copies were told
+    found = compare([run.write(tmp_path / str(i)) for i, run in enumerate([runs[0], runs[1], plain])])
+    copies, unmarked = (line.difference for line in found.lines[1:])
+    assert copies.how == unmarked.how == PAIRED
+    assert copies.psnr.images == unmarked.psnr.images == 2
+    assert copies.psnr.value == pytest.approx((1.0 + (1.0 + 2.0 + 3.0) / 3) / 2)
+
+
 def test_what_a_run_lacks(tmp_path):
     first = FakeRun().attack("fedavg", "ig", [20.0]).refuse("local", "ig", "nothing is sent")
     second = FakeRun().attack("hyperfl", "ig", [10.0])
