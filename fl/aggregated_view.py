@@ -243,10 +243,18 @@ def _joint_truth(truths: Sequence[Truth]) -> Truth:
             labels=torch.cat([trace.labels for trace in traces]),
             indices=torch.cat([trace.indices for trace in traces]),
             draws=_joint_draws([trace.draws for trace in traces]),
+            own=_joint_originals(traces),
         ),
         private=_prefix_by_client([truth.private for truth in truths]),
         extractor=_prefix_by_client([truth.extractor for truth in truths]),
     )
+
+
+def _joint_originals(traces: Sequence[Trace]) -> Tensor | None:
+    """Return the clients' own pictures, where a defense changed those of any."""
+    if all(trace.own is None for trace in traces):
+        return None
+    return torch.cat([trace.inputs if trace.own is None else trace.own for trace in traces])
 
 
 def _hold_same_numbers(a: Any, b: Any) -> bool:

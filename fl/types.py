@@ -276,6 +276,7 @@ class Trace:
         labels: theirs.
         indices: which images of the client's data set they come from (N,).
         draws: the method's own random numbers.
+        own: the client's own pictures, those of `indices`, where the defense changed them; else None.
     """
 
     order: Order
@@ -283,6 +284,7 @@ class Trace:
     labels: Tensor
     indices: Tensor
     draws: Draws
+    own: Tensor | None = None
 
 
 @dataclass(frozen=True)

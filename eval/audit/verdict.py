@@ -13,6 +13,7 @@ from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_S
 from attacks.labels.recovery import LABELS_COUNTED
 from attacks.result import Remark
 from eval.io.text import join_words
+from eval.metrics.own_pictures import OWN_PSNR
 from eval.metrics.score import Row
 from eval.metrics.self_verification import borne_out_words, remarks_of, verification_words
 from eval.metrics.validity_flags import CHANGED_BY
@@ -166,9 +167,18 @@ def image_verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 
 def changed_words(rows: Sequence[Row]) -> str:
-    """Say that figures are of what a defense made of pictures before they were fed, where one did."""
+    """Say that figures are of what a defense made of pictures before they were fed, where one did.
+
+    Where the client's own are known, how close one of these came back, relative to its best guess, is told as well.
+    """
     by = dict.fromkeys(row[CHANGED_BY] for row in rows if row.get(CHANGED_BY))
-    return f" (of the pictures as {join_words([*by])} changed them, not of the client's own)" if by else ""
+    if not by:
+        return ""
+    words = f"of the pictures as {join_words([*by])} changed them, not of the client's own"
+    figures = [ClosestFigure(row[OWN_PSNR], best_baseline(row, OWN_PSNR)) for row in rows if row.get(OWN_PSNR)]
+    best = max(figures, key=lambda figure: figure.gain, default=None)
+    of_own = f", which came back at {best.value:.1f} dB at best against {best.guess:.1f} dB" if best else ""
+    return f" ({words}{of_own})"
 
 
 def _words_of_copies(group: ResultGroup) -> str:
@@ -227,6 +237,9 @@ def image_line(row: Row, number: int) -> str:
     if row.get("psnr_scaled") is not None:
         shown = f"{row['psnr_scaled']:.1f} dB (best guess {best_baseline(row, 'psnr_scaled'):.1f} dB)"
         words += f", {shown} {SCALED}"
+    if row.get(OWN_PSNR) is not None:
+        shown = f"{row[OWN_PSNR]:.1f} dB (best guess {best_baseline(row, OWN_PSNR):.1f} dB)"
+        words += f", {shown} beside the closest of the client's own pictures"
     return f"{words}, {own}" if own else words
 
 

@@ -22,6 +22,7 @@ from eval.metrics import self_verification
 from eval.metrics.baselines import mean_images, nearest_reference, representable_bound
 from eval.metrics.image import psnr
 from eval.metrics.lineup import IdentificationLineup
+from eval.metrics.own_pictures import add_own_pictures
 from eval.metrics.perceptual import Perceptual
 from eval.metrics.score import Row, score, score_without_truth
 from eval.metrics.update_prediction_error import forward_error, prediction_error
@@ -294,6 +295,8 @@ def _score_update(
     rows = self_verification.add_self_check_columns(result, [{**row, "knowledge": knowledge} for row in rows])
     if result.inputs is not None:
         rows = _bounded(rows, task.attack.item, truth)
+        if (own := truth.trace.own) is not None and update.view.task.inputs.is_image:
+            rows = add_own_pictures(rows, result.inputs, own, seed=floor, reference=near, public=public)
     if number not in observation.lineups:
         observation.lineups[number] = IdentificationLineup.of(
             update.view, truth, observation.reference, derive_seed(observation.seed, "identify", update.key)

@@ -249,6 +249,7 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
 
     As they are, or batch by batch where augmentation or the defense change them.
     """
+    own: list[Tensor] = []
     if augment is not None or overrides(client.defense, "transform_batch"):
         fed, index, changed = [], [], []
         position = 0
@@ -258,6 +259,7 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
                 batches = []
                 for chosen in step:
                     batch = data.take(chosen) if augment is None else augment(data.take(chosen), generator)
+                    own.append(batch.inputs)
                     instead = client.defense.transform_batch(batch, client.task, generator)
                     batch = expect_batch(client.defense.name, instead, batch)
                     fed.append(batch)
@@ -278,10 +280,11 @@ def _feed(client: Client, data: Batch, order: Order, generator: torch.Generator,
             tuple(tuple(torch.searchsorted(indices, chosen) for chosen in step) for step in steps) for steps in order
         )
     whole = Batch(inputs, labels)
+    originals = torch.cat(own) if own and overrides(client.defense, "transform_batch") else None
     draws: Draws = tuple(tuple({} for _ in steps) for steps in order)
     if client.draws:  # else the batches need not be taken out here, too
         draws = tuple(tuple(client.draw(whole.take(step[0]), generator) for step in steps) for steps in order)
-    return Trace(order, inputs, labels, indices, draws)
+    return Trace(order, inputs, labels, indices, draws, originals)
 
 
 def observe(

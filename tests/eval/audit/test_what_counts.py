@@ -8,8 +8,10 @@ from torch import nn
 
 import hyperleak
 from eval.audit.judgment import Judgment
-from eval.audit.verdict import FLAT_FROM, has_leaked, image_verdict
+from eval.audit.verdict import FLAT_FROM, best_baseline, has_leaked, image_verdict
 from eval.metrics.baselines import mean_images
+from eval.metrics.image import psnr
+from eval.metrics.own_pictures import add_own_pictures
 from eval.metrics.score import score
 from eval.report.result_groups import ResultGroup
 from fl.types import Batch
@@ -94,8 +96,41 @@ def test_blends_that_come_back_are_not_called_the_clients_pictures(defense):
     assert found.leaked
     assert "changed-pictures" in found.flags
     name = defense if isinstance(defense, str) else "mixup"
-    assert f"image content leaked (of the pictures as {name} changed them, not of the client's own): " in found.verdict
+    assert f"image content leaked (of the pictures as {name} changed them, not of the client's own, " in found.verdict
     assert all(f"as {name} changed them" in leak.words for leak in Judgment(report).leaks)
+
+
+def test_blends_are_held_against_the_clients_own_pictures_as_well():
+    own = torch.stack([pictures(1)[0], 1 - pictures(1)[0]])
+    fed = torch.stack([0.6 * own[0] + 0.4 * own[1], 0.3 * own[0] + 0.7 * own[1]])
+    truth = SimpleNamespace(inputs=fed, labels=torch.tensor([0, 1]), private={}, extractor={})
+    rows = add_own_pictures(score(Found(fed.flip(0)), truth), fed.flip(0), own, seed=0)
+    away = (own[0] - own[1]).square().mean()
+    expected = [-10 * torch.log10(share**2 * away).item() for share in (0.4, 0.3)]
+    assert [row["psnr_own"] for row in rows] == pytest.approx(expected, abs=1e-3)
+    assert all(row["psnr"] == 100 for row in rows)
+    guessed = psnr(own.mean((2, 3), keepdim=True).expand_as(own), own).tolist()
+    assert [row["floor_mean_psnr_own"] for row in rows] == pytest.approx(guessed)
+
+
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_what_came_back_of_the_clients_own_pictures_is_said(batch_size):
+    images, labels = pictures(2), torch.tensor([0, 1])
+    attack = {"name": "ig", "iterations": 3}
+    report = hyperleak.audit(network(), images, labels, attacks=[attack], defense="instahide", batch_size=batch_size)
+    (found,) = report.findings
+    best = max(found.rows, key=lambda row: row["psnr_own"] - best_baseline(row, "psnr_own"))
+    said = f"not of the client's own, which came back at {best['psnr_own']:.1f} dB at best against "
+    assert said in found.verdict
+
+
+def test_a_picture_that_was_blended_with_itself_came_back_as_the_clients_own():
+    report = hyperleak.audit(network(nn.ReLU), pictures(1), torch.tensor([1]), attacks=["analytic"], defense="mixup")
+    (found,) = report.findings
+    (row,) = found.rows
+    assert row["psnr_own"] == pytest.approx(row["psnr"])
+    assert row["floor_mean_psnr_own"] == pytest.approx(row["floor_mean_psnr"])
+    assert "not of the client's own, which came back at" in found.verdict
 
 
 def test_blends_are_named_where_the_attacker_does_not_know_the_defense():
