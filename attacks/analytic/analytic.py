@@ -19,12 +19,13 @@ from attacks.labels.recovery import single_label
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
-from attacks.update.left_out_numbers import leaves_out_at_random, only_leaves_out
+from attacks.update.left_out_numbers import leaves_out_at_random
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
 from attacks.update.upper_adapters import narrow_adapters
 from attacks.verification.explanation import explains_under_any_loss, explains_update
 from attacks.verification.nearly_told import FAR_OUTSIDE, MOST_ALIKE_ROWS, mark_nearly_told
+from fl.defense import overrides
 from fl.ranges import OpenShare
 from fl.tensors import Tensors
 from fl.view import ServerView
@@ -134,10 +135,9 @@ class Analytic(Attack):
             return self._invert_single_image(view, layer)
         reason = _obstacle(view, layer)
         if reason is not None or view.batch_size is None or layer.scale is None:
-            gaps = not ObservedUpdate(view).is_complete(*layer.parameter_names)
-            if reason is None and gaps and only_leaves_out(view, layer.parameter_names):
+            if reason is None and not ObservedUpdate(view).is_complete(*layer.parameter_names):
                 return NotApplicable(LEFT_OUT_OF_BATCH.format(layer.name), limit=True)
-            return NotApplicable(reason or "the size of the gradient is unknown, so no image could be checked")
+            return NotApplicable(reason or _why_size_is_unknown(view))
         return self._images_of_single_neurons(layer, view.batch_size, layer.scale / view.batch_size)
 
     def _invert_single_image(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
@@ -486,6 +486,14 @@ def _within_pixel_range(layer: LinearLayer, inputs: Tensor, slack: float) -> Ten
     """Return which of the inputs (N, n) are pixels in [0, 1]."""
     pixels = layer.to_pixels(inputs).flatten(1)
     return (pixels.amin(1) >= -slack) & (pixels.amax(1) <= 1 + slack)
+
+
+def _why_size_is_unknown(view: ServerView) -> str:
+    """Return why no image of several can be checked by how long the gradient is that it leaves."""
+    defense = view.client.defense
+    changed = any(overrides(defense, hook) for hook in ("surrogate", "gradient"))
+    by = f", as the defense {defense.name} changes the update" if changed else " (clipping, say)"
+    return f"the size of the gradient is not known exactly{by}, so no image could be checked"
 
 
 def _obstacle(view: ServerView, layer: LinearLayer) -> str | None:

@@ -100,12 +100,14 @@ class Spear(Attack):
             return NotApplicable(reason)
         if kind_of_update_rule(view) == RuleKind.CENTRALIZED:
             return NotApplicable(CENTERED, limit=True)
+        whole = ObservedUpdate(view).is_complete(*layer.parameter_names)
+        gaps = "" if whole else f"the defense {view.client.defense.name} left out numbers of {layer.name!r}: "
         factors = GradientFactors.of(layer, view.batch_size)
         if isinstance(factors, NotApplicable):
-            return factors
+            return replace(factors, reason=f"{gaps}{factors.reason}")
         found = self._search(factors, stream(seed, "spear"))
         if found is None:
-            few = f"fewer than {factors.rank} directions with zeros in {self.samples} draws"
+            few = f"{gaps}fewer than {factors.rank} directions with zeros in {self.samples} draws"
             return NotApplicable(few, limit=True)
         return _result(layer, found)
 

@@ -152,7 +152,9 @@ def _separate_at_classifier(
     )
     if told is None:
         given = "" if view.labels is None else " of the labels known"
-        return f"the loss explains the classifier's gradient by no {count} images{given}"
+        whole = ObservedUpdate(view).is_complete(*mine)
+        gaps = "" if whole else f", of which the defense {view.client.defense.name} left out numbers"
+        return f"the loss explains the classifier's gradient by no {count} images{given}{gaps}"
     found, labels = told
     return StartSignal(len(stages) - 1, found.signals * ratio / unit, found.relative_error, labels)
 

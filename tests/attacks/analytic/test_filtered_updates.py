@@ -176,3 +176,30 @@ def test_noise_that_a_layer_of_two_outputs_can_not_show_is_reckoned_with() -> No
         size = float(dense(noisy.update["1.bias"]).norm())
         if defenses.build(FILTERS["local dp, little noise"]).noise_std(noisy.update)["1.bias"] / size > 1e-3:
             assert not unsure.verified
+
+
+@pytest.mark.parametrize(
+    ("attack", "settings", "reason"),
+    [
+        ("analytic", {"fraction": 0.5}, "the defense left out numbers of '1': of several images the attack asks"),
+        ("spear", {"fraction": 0.7, "replace": False}, "the defense nvflare-svt left out numbers of '1': "),
+        ("rconv", {"fraction": 0.5}, "by no 4 images, of which the defense nvflare-svt left out numbers"),
+        ("analytic", {"fraction": 1.0, "replace": False}, "as the defense nvflare-svt changes the update, so no image"),
+    ],
+)
+def test_refusals_of_several_images_name_the_filter_and_not_the_network(
+    attack: str, settings: dict[str, Any], reason: str
+) -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+    for layer in (net[1], net[3]):
+        for value in layer.parameters():
+            nn.init.uniform_(value, -(layer.in_features**-0.5), layer.in_features**-0.5, stream(0, f"{value.shape}"))
+    pixels, labels = torch.rand(4, 1, 8, 8, generator=stream(0, "four")), torch.arange(4)
+    if attack == "spear":  # which reads all four where nothing is left out
+        assert isinstance(whole := build(attack)(from_batch(net, pixels, labels)[0]), Reconstruction)
+        assert whole.verified
+    defense = defenses.build({"name": "nvflare-svt", "epsilon": 1e6, "noise_var": 1e6, "gamma": 1.0, **settings})
+    few: Any = {"name": "spear", "samples": 20_000} if attack == "spear" else attack
+    result = build(few)(from_batch(net, pixels, labels, defense=defense)[0])
+    assert isinstance(result, NotApplicable)
+    assert reason in result.reason
