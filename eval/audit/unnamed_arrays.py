@@ -188,6 +188,13 @@ def _rows_that_fit(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -
     return fits if len(arrays) < len(names) else []
 
 
+def _are_buckets(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> bool:
+    """Return whether vectors have as many numbers together as tensors of these shapes."""
+    if len(arrays) < 2 or not all(array.ndim == 1 for array in arrays):
+        return False
+    return sum(array.numel() for array in arrays) == sum(shape.numel() for shape in shapes.values())
+
+
 def _misfit_words(
     arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]], rows: Sequence[Sequence[str]]
 ) -> str:
@@ -208,6 +215,21 @@ def _misfit_words(
             f"expected the arrays of {twice}, got twice as many: weights beside others of the same shapes, "
             "such as SCAFFOLD's control variates, or those before beside those after; give one half alone, or both as "
             "{'before': ..., 'after': ...}"
+        )
+    trained = kinds["the model's trained parameters"]
+    if len(arrays) != len(trained) and _are_buckets(arrays, trained):
+        return (
+            f"got {len(arrays)} vectors that have as many numbers together as the model's trained parameters: buckets "
+            "of DistributedDataParallel, say, hold parameters in an order of their own, about the last first. Have the "
+            "client save each parameter's gradient by name, "
+            "{name: parameter.grad for name, parameter in model.named_parameters()}, or take the vectors apart "
+            "(GradBucket.parameters() and gradients() go together)"
+        )
+    if turned := next((what for what, shapes in kinds.items() if _fits(arrays[::-1], shapes)), ""):
+        return (
+            f"the arrays without names have the shapes of {turned} from the last to the first, as buckets of "
+            "DistributedDataParallel hold them: give them turned round (arrays[::-1]) if that is their order; or "
+            f"{remedy}"
         )
     same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
     if not same:

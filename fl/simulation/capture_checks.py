@@ -445,4 +445,18 @@ def layout_hint(wanted: Sequence[int], got: Sequence[int]) -> str:
         return f"{kept} kernels as (height, width, in, out): permute(3, 2, 0, 1)"
     if len(wanted) != len(got) and math.prod(wanted) == math.prod(got):
         return f"it has as many numbers in another shape: reshape it to {tuple(wanted)}"
-    return ""
+    return _part_hint(wanted, got)
+
+
+def _part_hint(wanted: Sequence[int], got: Sequence[int]) -> str:
+    """Return what to do where a tensor has a part of the rows or columns; empty where it has not."""
+    if len(wanted) < 2 or len(wanted) != len(got) or any(a < b for a, b in zip(wanted, got, strict=True)):
+        return ""
+    short = [place for place, (a, b) in enumerate(zip(wanted, got, strict=True)) if a > b]
+    if not set(short) <= {0, 1} or not all(got):
+        return ""
+    sides = " and ".join(f"{got[place]} of {wanted[place]} {('rows', 'columns')[place]}" for place in short)
+    return (
+        f"it has {sides}, as of a pruned or another model: give the one that the client trains; where that keeps its "
+        "shapes and has masks (torch.nn.utils.prune), put what was sent at its place among zeros"
+    )

@@ -15,7 +15,7 @@ from eval.audit.captured_update import of_update
 from eval.audit.execution import audit_updates
 from eval.audit.tensor_names import with_model_names
 from fl.aggregated_view import as_single_client
-from fl.capture import ClientSettings
+from fl.capture import ClientSettings, from_update
 from fl.methods.fedavg import FedAvg
 from fl.types import Batch
 from fl.view import ServerView
@@ -32,6 +32,23 @@ def arrays(state):
 
 
 # ---- arrays without names --------------------------------------------------------------------------------------------
+def test_buckets_of_distributed_training_are_named_with_what_to_send():
+    model = network()
+    first, *rest = (value.flatten() for value in list(change(model, batch()).values())[::-1])
+    buckets = CapturedUpdate({"0": first, "1": torch.cat(rest)}, nameless=True)
+    with pytest.raises(ValueError, match=r"got 2 vectors .* buckets of DistributedDataParallel, .* gradient by name"):
+        with_model_names(buckets, model)
+
+
+@pytest.mark.parametrize(("rows", "columns", "said"), [(4, 64, "4 of 5 rows"), (5, 40, "40 of 64 columns")])
+def test_a_part_of_the_rows_or_columns_is_said_to_be_of_a_pruned_model(rows, columns, said):
+    model = network()
+    update = change(model, batch())
+    update["3.weight"] = update["3.weight"][:rows, :columns]
+    with pytest.raises(ValueError, match=f"it has {said}, as of a pruned or another model: give the one that the"):
+        from_update(model, update, input_shape=(1, 6, 6))
+
+
 @pytest.mark.parametrize("norm", [False, True])
 def test_a_list_has_the_names_of_the_state(tmp_path, norm):
     model, data = network(norm), batch(2)
@@ -77,6 +94,8 @@ def test_a_list_that_does_not_fit_is_refused_by_its_place():
     assert f"got (64, {CLASSES}) at place 2, where '3.weight' is ({CLASSES}, 64): it is turned" in turned
     assert "got (4,) at place 0, where '0.weight' is (4, 1, 3, 3)" in refusal([values[1], values[0], *values[2:]])
     assert "4 of model.state_dict()" in refusal([*values, values[0]])
+    assert "from the last to the first, as buckets of DistributedDataParallel hold them" in refusal(values[::-1])
+    assert "give them turned round (arrays[::-1])" in refusal(values[::-1])
     alike = nn.Sequential(nn.Flatten(), nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, CLASSES))
     with pytest.raises(ValueError, match=r"fit the model at 2 places, from 1.weight or 2.weight on: save them by name"):
         with_model_names(CapturedUpdate({"0": torch.ones(36, 36), "1": torch.ones(36)}, nameless=True), alike)
