@@ -17,7 +17,9 @@ from torch.nn import functional
 from attacks.base import NotApplicable, Reconstruction, Result, build
 from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.update_rule import guess_update_rule
+from attacks.verification.comparison import comparison
 from attacks.verification.confirmation import confirm
+from attacks.verification.error_bounds import MAX_PIXEL_ERROR, PARTIAL_TOLERANCE
 from benchmarks.reliability import confirmed
 from benchmarks.reliability.rules import RULES, Grads, Rule, by_torch
 from fl.capture import from_batch, from_update
@@ -402,3 +404,19 @@ def test_in_training_mode_the_buffers_that_came_back_tell_how_bright_pictures_ar
         assert isinstance(result, Reconstruction)
         assert result.verified is sure, factor
         assert ("came back" in result.note) is not bool(sure)
+
+
+def test_a_picture_at_the_bends_of_a_network_may_leave_no_more_than_others() -> None:
+    """A change by a quarter of a level switches half of its units, which would let any picture pass."""
+    model, x, labels = mlp(), image(), torch.tensor([3])
+    first = model[1]
+    with torch.no_grad():
+        first.bias.copy_(-(first.weight @ x.flatten()))
+    view, _ = from_batch(model, image("other"), labels)
+    asked = comparison(view, Reconstruction(inputs=x, labels=labels, verified=True))
+    check = asked.check
+    made = check.predictor.predict(x, labels)
+    allowed = check.bounds.of_near_images(x, labels, made, 1.0, MAX_PIXEL_ERROR)
+    for name, value in check.observed.items():
+        assert allowed[name] <= check.bounds.rounding[name] + PARTIAL_TOLERANCE * float(value.norm())
+    assert check.is_explained(x, labels) is False
