@@ -217,7 +217,7 @@ def _as_permutation(run: Map, taken: Tensor, given: Tensor, noise: Tensor) -> nn
         return None
     if bool((index.diff() != 1).any()):
         return Permutation(lambda x: x.flatten(1)[:, index].view(len(x), *given.shape[1:]), taken.shape[1:], index)
-    return nn.Flatten() if given.ndim == 2 else Reshape(given.shape[1:])
+    return nn.Flatten() if given.ndim == 2 and taken.ndim > 1 else Reshape(given.shape[1:])  # Flatten refuses (N,)
 
 
 def permuted_places(run: Map, taken: Tensor, noise: Tensor) -> Tensor | None:

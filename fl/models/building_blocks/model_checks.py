@@ -98,8 +98,11 @@ def prepare_outputs(
         ValueError: the model does not take such inputs, or the loss does not take what it returns.
     """
     output = probe_outputs(model, inputs, described)
-    hook = OutputHook(choice)
     found = choose_output(output, choice)
+    dimensions = _dimensions_if_squeezed(model, inputs, choice, found)
+    hook = OutputHook(choice, dimensions)
+    if dimensions is not None and found.ndim < dimensions:
+        found = found[None]
     if found.ndim == 1 and len(found) == len(inputs) and not loss.is_cross_entropy:
         found = found[:, None]
     elif found.ndim == 0 or len(found) != len(inputs):
@@ -109,9 +112,34 @@ def prepare_outputs(
             f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}{hint}"
         )
     loss.check_outputs(found)
-    if found is not output or _returns_parts_in_training(model, inputs):
+    if found is not output or dimensions is not None or _returns_parts_in_training(model, inputs):
         model.register_forward_hook(hook)
     return found.shape[1:]
+
+
+def _dimensions_if_squeezed(model: nn.Module, inputs: Tensor, choice: Choice, found: Tensor) -> int | None:
+    """Return how many dimensions outputs of several examples have, where one example's lack the first; else None.
+
+    Networks do so that call `squeeze()`, at their end or behind pooling.
+
+    Args:
+        model: of which a copy is run.
+        inputs: of the model (B, C, H, W).
+        choice: which part of what the model returns is meant.
+        found: that part, of these inputs.
+    """
+    if len(inputs) == 1 and found.ndim and len(found) == 1:
+        return None
+    try:
+        other = choose_output(
+            probe_outputs(model, inputs.expand(2, *inputs.shape[1:]) if len(inputs) == 1 else inputs[:1]), choice
+        )
+    except ValueError:  # it does not run on so many
+        return None
+    one, several = (found, other) if len(inputs) == 1 else (other, found)
+    count = max(len(inputs), 2)
+    fits = several.ndim > 0 and len(several) == count and several.shape[1:] == one.shape
+    return several.ndim if fits else None
 
 
 def _returns_parts_in_training(model: nn.Module, inputs: Tensor) -> bool:

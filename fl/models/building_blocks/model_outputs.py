@@ -25,13 +25,18 @@ class OutputHook:
 
     Attributes:
         choice: which part.
+        dimensions: of outputs, the batch's included, of a network that takes this one off a single example (by
+            `squeeze()`, say); None of others.
     """
 
     choice: Choice = None
+    dimensions: int | None = None
 
     def __call__(self, module: nn.Module, _args: Any, output: Any) -> Tensor:
         """Return the tensor."""
         found = choose_output(output, self.choice)
+        if self.dimensions is not None and found.ndim == self.dimensions - 1:
+            found = found[None]
         return found[:, None] if found.ndim == 1 else found
 
 

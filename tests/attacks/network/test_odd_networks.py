@@ -413,3 +413,48 @@ def test_parts_of_tensors_written_in_place_are_followed(
     assert isinstance(result, Reconstruction), result.reason
     assert result.verified
     assert torch.allclose(result.inputs, image, atol=1e-3)
+
+
+def small_images(count: int = 1) -> Tensor:
+    return torch.rand(count, 3, 2, 2, generator=stream(0, "squeezed"))
+
+
+class Squeezed(nn.Module):
+    """A network that takes every dimension of one off its features, or its outputs: of one example the batch's, too."""
+
+    def __init__(self, classes: int, *, inside: bool) -> None:
+        super().__init__()
+        self.body, self.head, self.inside = nn.Linear(12, 8), nn.Linear(8, classes), inside
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.body(x.flatten(1)))
+        outputs: Tensor = self.head(x.squeeze() if self.inside else x)
+        return outputs.squeeze()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("loss", ["bce", "cross-entropy"])
+def test_squeezed_outputs_of_one_example_are_those_of_a_batch_of_one(count, inside, loss):
+    labels = torch.tensor([1, 0])[:count]
+    model = Squeezed(1 if loss == "bce" else 3, inside=inside)
+    view, truth = from_batch(model, small_images(count), labels.float() if loss == "bce" else labels, loss=loss)
+    assert view.task.output_shape == ((1,) if loss == "bce" else (3,))
+    result = build("analytic")(view, seed=0)  # which asks for what single examples give
+    if count == 1:
+        torch.testing.assert_close(result.inputs, truth.inputs, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("shape", [lambda x: x.flatten(), lambda x: x[:, 0], lambda x: x.squeeze(1)])
+def test_exact_attacks_follow_a_network_that_returns_single_numbers(shape):
+    class Single(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = nn.Linear(12, 8), nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return shape(self.head(torch.tanh(self.body(x.flatten(1)))))
+
+    view, truth = from_batch(Single(), small_images(), torch.tensor([1.0]), loss="bce")
+    result = build("cascade")(view, seed=0)
+    torch.testing.assert_close(result.inputs, truth.inputs, atol=1e-4, rtol=0)
