@@ -192,7 +192,7 @@ class GradientFactors:
             return NotApplicable(f"{count} images are as many as the layer's {m} neurons or {n} inputs")
         rest = singular[count:].square().sum() / ((m - count) * (n - count))
         noise = torch.maximum(rest.sqrt(), 1e-16 * singular[0])
-        rank = min(count, int((singular > 2 * noise * (m**0.5 + n**0.5)).sum()))
+        rank = min(count, int((singular > _largest_of_noise(layer, singular, count)).sum()))
         if rank == 0:
             return NotApplicable("the gradient is no larger than its noise")
         left, right = left[:, :rank], singular[:rank, None] * right[:rank]
@@ -242,6 +242,18 @@ class GradientFactors:
                 return None
             direction = torch.linalg.svd(self.left[zeros])[2][-1]
         return direction
+
+
+def _largest_of_noise(layer: LinearLayer, singular: Tensor, count: int) -> float:
+    """Return a singular value that noise and rounding hardly exceed: images below it leave no trace, nor do copies.
+
+    Numbers that are zero have no rounding, so what is left of the others counts on their rows and columns alone.
+    """
+    moved = layer.update != 0
+    m, n = int(moved.any(1).sum()), int(moved.any(0).sum())
+    rest = singular[count:].square().sum() / max((m - count) * (n - count), 1)
+    rounding = torch.finfo(layer.view.dtype).eps / 2 * layer.update.norm()  # at most half a spacing of each
+    return max(2 * float(rest.sqrt()) * (m**0.5 + n**0.5), float(rounding))
 
 
 class DirectionPool:

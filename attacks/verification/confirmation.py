@@ -12,6 +12,7 @@ these inputs put in the layer's place, they must send back the observed update.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -43,6 +44,7 @@ from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     BELOW_ROUNDING,
     CONTRADICTED,
+    COPIES_UNCOUNTED,
     FEWER_GIVEN,
     FOLDED,
     LABELS_UNTRIED,
@@ -175,13 +177,31 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
         return _hold_to_update(moved, replace(result, note="; ".join(filter(None, (result.note, still)))))
     sized = not is_sign_compressed(view) or explains_size(view, result) is not False  # signs have a direction, too
     if sized and (answer or (answer is None and tells_brightness(view, result))):
-        return hold_to_rounding(view, result)
+        held = hold_to_rounding(view, result)
+        if _may_be_fewer_copies(held) and not explains_size(view, result):
+            held = held.with_note(COPIES_UNCOUNTED).without_remarks({Remark.LABELS_CONFIRMED})
+            return replace(held, verified=None, fixed=None, approximate=bool(held.verified or held.approximate))
+        return held
     if answer is False or leaves_targets_unasked(view, result):
         found = confirm_under_any_loss(view, result)
         if found is not None:
             return found
     kind = coarse_form(view) if answer is False else ""
     return hold_to_coarse_rounding(view, result, kind) if kind else _hold_to_doubt(view, result, answer)
+
+
+def _may_be_fewer_copies(result: Reconstruction) -> bool:
+    """Return whether fewer copies of each picture, with its label, make the same update up to a factor.
+
+    Others of the batch may then be pictures of which the network is certain: they leave nothing in the update.
+    """
+    if result.inputs is None or len(result.inputs) < 2:
+        return False
+    parts = [result.inputs.flatten(1).double()]
+    if result.labels is not None:
+        parts.append(result.labels.reshape(len(result.labels), -1).to(parts[0]))
+    times = torch.unique(torch.cat(parts, 1), dim=0, return_counts=True)[1]
+    return math.gcd(*times.tolist()) > 1
 
 
 def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -> Reconstruction:

@@ -134,6 +134,10 @@ SIZE_UNSTATED = (
     "not confirmed: nothing in the update tells how bright the picture is but its size, which nobody knows without the "
     "step size; state that (method, --method)"
 )
+COPIES_UNCOUNTED = (
+    "not confirmed: some of the pictures are the same, and the size of the update does not bear out how many there "
+    "are, as one of which the network is certain leaves nothing in it; check or state the step size (method, --method)"
+)
 OPEN_NUMBERS = (
     "not verified: {} of the {} numbers of the picture are open, which what it was read from fixes to no level of "
     "8 bits"

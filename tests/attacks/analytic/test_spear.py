@@ -184,6 +184,34 @@ def test_real_pictures_come_out() -> None:
     assert torch.equal(result.labels[index], labels)  # type: ignore[index]
 
 
+def sparse_pictures(which: list[int]) -> torch.Tensor:
+    """Pictures most of whose pixels are black, as of handwriting: these have no rounding."""
+    shown = worlds.images(max(which) + 1, "sparse").inputs.float()
+    return (shown * (shown > 0.7))[which]
+
+
+@pytest.mark.parametrize("which", [[0, 0], [0, 0, 1], [0, 0, 1, 1]])
+def test_rounding_is_no_further_picture_beside_copies(which: list[int]) -> None:
+    task = build("mlp", num_classes=worlds.CLASSES, input_shape=(1, 8, 8), widths=(48,))
+    view, truth = from_batch(task.model, sparse_pictures(which), torch.tensor(which), method=STEP)
+    result = Spear(samples=10_000)(view)
+    assert isinstance(result, Reconstruction)
+    assert result.verified is True, result.note
+    assert nearest(result, truth)[0].max() < 1e-3
+
+
+@pytest.mark.parametrize("lr", [0.1, 0.05])
+def test_copies_are_confirmed_where_the_size_of_the_update_bears_out_their_number(lr: float) -> None:
+    """Half of a picture's update is that of it and one of which the network is certain."""
+    task = build("mlp", num_classes=worlds.CLASSES, input_shape=(1, 8, 8), widths=(48,)).to(dtype=torch.float64)
+    pictures = worlds.images(1, "spear").inputs.double()[[0, 0]]
+    view, _ = from_batch(task.model, pictures, torch.tensor([1, 1]), method=FedAvg(lr=lr, steps=1, batch_size=None))
+    result = Spear()(replace(view, method=STEP))
+    assert isinstance(result, Reconstruction)
+    assert result.verified is (True if lr == STEP.lr else None)
+    assert ("how many there are" in result.note) is (lr != STEP.lr)
+
+
 @pytest.mark.parametrize("labels", [[1, 1, 0], [1, 2, 0]])
 def test_a_picture_that_is_there_twice_is_found_as_often(labels: list[int]) -> None:
     task = build("mlp", num_classes=worlds.CLASSES, input_shape=(1, 8, 8), widths=(48,)).to(dtype=torch.float64)
