@@ -84,6 +84,9 @@ class AttackRegistry(Registry["Attack"]):
 attacks = AttackRegistry("attack", "attacks")
 build = attacks.build
 
+GRACE = 10.0
+"""Seconds beyond the time limit in which what was found is still held to its update."""
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -322,7 +325,7 @@ def _run_and_confirm(
                         continue
                     if isinstance(results[i], Reconstruction):
                         check_result(name, results[i], other)
-                        held[i] = _detached(confirm_whole(attack, views[i], other, results[i]))
+                        held[i] = _detached(_confirm_in_time(attack, views[i], other, results[i], control))
                     if _needs_whole(views[i], held.get(i)):
                         (whole,) = runner(attack, control)([views[i]], [seeds[i]])
                         if isinstance(whole, Reconstruction) and _has_more(whole, results[i]):
@@ -346,9 +349,26 @@ def _run_and_confirm(
         raise TypeError(f"attack {name!r} changed tensors of the view in place, which others attack too: clone")
     for i, result in enumerate(results):
         known = held.get(i) if isinstance(result, Reconstruction) else None
-        held_to = known or confirm_whole(attack, views[i], above[i], doubt_unaskable(views[i], result))
+        asked = doubt_unaskable(views[i], result)
+        held_to = known or _confirm_in_time(attack, views[i], above[i], asked, control)
         results[i] = _in_words_of_inputs(views[i], _note_unexpected_labels(views[i], held_to))
     return results
+
+
+def _confirm_in_time(
+    attack: Attack, view: ServerView, above: ServerView | None, result: Result, control: SearchControl | None
+) -> Result:
+    """Return a result held to its update, or unconfirmed where that takes long beyond the time limit."""
+    if control is None or not isinstance(result, Reconstruction):
+        return confirm_whole(attack, view, above, result)
+    with limited_by(SearchControl(time_limit=control.seconds_left + GRACE)):
+        try:
+            return confirm_whole(attack, view, above, result)
+        except StoppedError as stopped:
+            control.cut_short_by = control.cut_short_by or str(stopped)
+            words = f"not held to the update before {stopped}"
+            kept = replace(result, verified=result.verified and None, fixed=None, approximate=False, cut_short=words)
+            return kept.with_note(f"not confirmed: {words}")
 
 
 def _in_words_of_inputs(view: ServerView, result: Result) -> Result:

@@ -177,6 +177,10 @@ class Graph:
         sent, value = self.value(source), self.value(ref)
         if value.numel() != sent.numel():
             return None
+        if _permutes_memory(sent, value):  # as a transpose does, of which nothing has to be worked out
+            same = value.shape == sent.shape and value.stride() == sent.stride()
+            places = torch.arange(0 if same else sent.numel(), device=sent.device)
+            return name, None if same else places.as_strided(value.shape, value.stride())
         numbers = torch.arange(sent.numel(), dtype=sent.dtype, device=sent.device).view_as(sent)
         try:
             places = self.replay(self.operations_behind(ref), ref, {source: numbers})
@@ -332,6 +336,20 @@ class _CircularPadding(TorchFunctionMode):
             ends = value.narrow(dim, size - before, before), value, value.narrow(dim, 0, after)
             value = torch.cat([part for part in ends if part.shape[dim]], dim)
         return value
+
+
+def _permutes_memory(sent: Tensor, value: Tensor) -> bool:
+    """Return whether a tensor is the memory of one that is laid out row by row, each of its numbers once."""
+    if not sent.is_contiguous() or value.is_sparse or value.data_ptr() != sent.data_ptr() or value.dtype != sent.dtype:
+        return False
+    step = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(value.stride(), value.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != step:
+            return False
+        step *= size
+    return step == sent.numel()
 
 
 def _laid_out_as(value: Tensor, recorded: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attacks.network.network_parts import network_above
 from attacks.result import NotApplicable, Reconstruction
+from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import first_linear
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import training_phases
@@ -58,6 +59,7 @@ def can_replay(view: ServerView) -> bool:
 
 def comparison(view: ServerView, result: Reconstruction) -> Question | None:
     """Return what the update is compared with, or None where a step on what was found can't be taken."""
+    check_time_limit()
     if not can_replay(view):
         return None
     images, whole = result.inputs, result.verified is True
@@ -98,6 +100,7 @@ def most_favorable(answers: Iterable[bool | None]) -> bool | None:
     """Return what the one of several guesses that fits best comes to, asking until one fits; None of none."""
     others: list[bool | None] = []
     for answer in answers:
+        check_time_limit()
         if answer:
             return True
         others.append(answer)

@@ -1,0 +1,40 @@
+"""Holding a result to its update ends soon after the time limit, and the result is kept."""
+
+import pytest
+import torch
+from torch import nn
+
+from attacks.base import Reconstruction, build
+from attacks.network.operation_trace import Ref, trace_operations
+from attacks.search_control import SearchControl
+from fl.capture import from_batch
+from fl.seeds import stream
+
+PIXELS = torch.rand(1, 1, 4, 4, generator=stream(0, "in time"))
+
+
+def view():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 3))
+    return from_batch(net, PIXELS, torch.tensor([1]))[0]
+
+
+@pytest.mark.parametrize("grace", [0.0, 1e3])
+def test_a_result_that_the_time_limit_leaves_unchecked_is_kept_and_not_confirmed(monkeypatch, grace):
+    monkeypatch.setattr("attacks.base.GRACE", grace)
+    control = SearchControl(time_limit=0.0)
+    found = build("analytic")(view(), control=control)
+    assert isinstance(found, Reconstruction)
+    torch.testing.assert_close(found.inputs, PIXELS, atol=1e-4, rtol=0)
+    assert found.verified is (True if grace else None)
+    assert bool(found.cut_short) is not bool(grace)
+    assert ("not confirmed: not held to the update before the time limit" in found.note) is not bool(grace)
+
+
+def test_a_transposed_weight_is_its_parameter_by_its_memory():
+    """Of many numbers nothing is sorted, and places beyond the digits of single precision are right."""
+    layer = nn.Linear(4100, 4100, bias=False)
+    graph = trace_operations(layer, torch.rand(1, 4100))
+    (turned,) = [Ref(n) for n, node in enumerate(graph.nodes) if node.operation == "t"]
+    name, places = graph.as_parameter(turned)
+    assert name == "weight"
+    assert torch.equal(layer.weight.flatten()[places], layer.weight.T)
