@@ -12,7 +12,7 @@ level of the features' noise: what is heard less than that counts as open. What 
 than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to the residuals. By how much d
 then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number.
 
-Away from whole levels brightness and contrast are moved by themselves, too. Normalizations take them off, and of a move
+Brightness and contrast are moved by themselves, too. Normalizations take them off, and of a move
 at random what is open in one direction is no more than a share of 1 / sqrt(n), for n numbers.
 
 Features that a ReLU closed are no equations: they bound what goes into it to one side. A search ends next to such a
@@ -21,7 +21,9 @@ bound, where all above the ReLU has another J to either side. So the lowest feat
 Where iterations do not end, the standard errors of `dense_least_squares` decide for small pictures at whole levels.
 
 Where d comes out otherwise, searches that begin beside the pictures decide, with the bounds: to either side of what J
-does not hear of the move, and at random.
+does not hear of the move, and at random. A normalization over each image takes its contrast off: then they end on one
+line through the picture. Real numbers leave that open. Whole levels do not, unless another picture of whole levels lies
+on the line (`pictures_on_lines`).
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from torch import Tensor
 
 from attacks.analytic.graph.dense_least_squares import solve_densely, without_closed
 from attacks.analytic.graph.feature_inversion import (
+    AT_NOISE,
     NUDGE,
     InversionSettings,
     InvertedImages,
@@ -41,6 +44,7 @@ from attacks.analytic.graph.feature_inversion import (
     invert_features,
 )
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, residual
+from attacks.analytic.graph.level_lines import pictures_on_lines
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.picture_search import search_seconds
 from fl.seeds import stream
@@ -55,6 +59,10 @@ LEVELS_ASIDE, WIDE = 2.0, 20.0
 standard deviation of what they are moved by to first order: two that are told only together then move apart."""
 MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 """Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
+WIDE_DRAWS = 2
+"""Further searches from random beginnings far aside: each would show another direction that is open."""
+NEARER, TRIES = 4.0, 3
+"""By what a change is divided where a search from there does not meet the features, and how often one is tried."""
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction that was not heard."""
 SURE = 3.0
@@ -90,10 +98,11 @@ def count_open_numbers(
     if unseen or not bool(found.converged.all()):
         return unseen
     off = (255 * found.images - (255 * found.images).round()).abs()
-    draw = torch.randn(shape, generator=stream(seed, "open numbers"), dtype=torch.float64).to(found.images)
+    draw = _draw(shape, seed, "open numbers").to(found.images)
     at_levels = bool((off < MAX_LEVEL_DISTANCE).all())
     if at_levels:  # not by chance, but a number or two may be at another level
-        move, aside, most = WIDE / 255 * draw, LEVELS_ASIDE / 255 * draw.sign(), MAX_MOVED_AT_LEVELS / 255
+        contrasts = _draw_contrasts(found.images, seed)
+        move, aside, most = WIDE / 255 * (draw + contrasts), LEVELS_ASIDE / 255 * draw.sign(), MAX_MOVED_AT_LEVELS / 255
     elif any(target.unknown_scale for target in targets):  # a brighter or darker picture may have the same features
         return found.images.numel()
     elif (few := found.images.numel() - sum(map(_count_equations, equations))) > 0:
@@ -110,20 +119,64 @@ def count_open_numbers(
         unsure = _count_unsure(lowest_problem, found.images, move, unheard, seed)
         told = not unsure or (at_levels and _are_told_to_half_a_level(lowest_problem, found.images))
         return 0 if told else unsure
+    problem = FeatureProblem.of(forward, single_forward, targets)
     if unheard is None:
-        if at_levels and _are_told_to_half_a_level(FeatureProblem.of(forward, single_forward, targets), found.images):
+        if at_levels and _are_told_to_half_a_level(problem, found.images):
             return 0
         unheard = move
     farthest = FARTHEST * aside.abs().mean() / unheard.abs().max()
+    changes = [farthest * unheard, -farthest * unheard, aside]
+    if not at_levels:
+        return _count_moved(found.images, _search_aside(problem, found.images, changes, seed), most)
+    changes.append(WIDE / 255 * contrasts)
+    changes += [WIDE / 255 * _draw(shape, seed, "aside", number).to(found.images) for number in range(WIDE_DRAWS)]
+    others = _search_aside(problem, found.images, changes, seed)
+    levels = None if others is None else pictures_on_lines(found.images, others)
+    if levels is not None and not _are_features_met(problem, levels):
+        return 0
+    return _count_moved(found.images, others, most)
+
+
+def _count_moved(images: Tensor, others: Tensor | None, most: float) -> int:
+    """Return how many numbers others (n, B, C, H, W) have elsewhere; all where they are None: nothing was checked."""
+    return images.numel() if others is None else int(((others - images).abs() > most).any(0).sum())
+
+
+def _search_aside(problem: FeatureProblem, images: Tensor, changes: Sequence[Tensor], seed: int) -> Tensor | None:
+    """Return where searches end that begin beside images, (n, B, C, H, W); None where one does not meet its features.
+
+    Args:
+        problem: the features.
+        images: (B, C, H, W).
+        changes: shaped like them, to where each search begins.
+        seed: of the searches.
+    """
+    shape, ends = images.shape, []
     settings = InversionSettings(seed=seed, seconds=search_seconds(shape), restarts=0, roughness=0.0, below_noise=False)
-    moved = torch.zeros_like(found.images, dtype=torch.bool)
-    for change in (farthest * unheard, -farthest * unheard, aside):
-        start = found.images + change
-        again = invert_features(forward, targets, shape, settings=settings, single_forward=single_forward, start=start)
-        if not bool(again.converged.all()):  # what was not checked may be open
-            return found.images.numel()
-        moved |= (again.images - found.images).abs() > most
-    return int(moved.sum())
+
+    def search(change: Tensor) -> InvertedImages:
+        start, single = images + change, problem.single_forward
+        return invert_features(
+            problem.forward, problem.targets, shape, settings=settings, single_forward=single, start=start
+        )
+
+    for change in changes:
+        tries = (search(change / NEARER**number) for number in range(TRIES))
+        end = next((again.images for again in tries if bool(again.converged.all())), None)
+        if end is None:
+            return None
+        ends.append(end)
+    return torch.stack(ends)
+
+
+def _are_features_met(problem: FeatureProblem, pictures: Sequence[Tensor]) -> bool:
+    """Return whether any of the pictures has the features up to their noise."""
+    return any(bool((problem.relative_residual(p) <= AT_NOISE * problem.noise).all()) for p in pictures)
+
+
+def _draw(shape: Sequence[int], seed: int, *names: str | int) -> Tensor:
+    """Return standard normal numbers in double precision."""
+    return torch.randn(tuple(shape), generator=stream(seed, *names), dtype=torch.float64)
 
 
 def _are_contrasts_heard(problem: FeatureProblem, images: Tensor, seed: int) -> bool:
@@ -131,19 +184,33 @@ def _are_contrasts_heard(problem: FeatureProblem, images: Tensor, seed: int) -> 
 
     Normalizations take these off, and what is open in one direction alone hardly shows in a move at random.
     """
+    for pattern in _contrast_patterns(images):
+        unheard = _unheard_part(problem, images, NUDGE * pattern, seed)
+        if unheard is None or bool((unheard.abs() > MAX_MOVED / 255).any()):
+            return False
+    return True
+
+
+def _draw_contrasts(images: Tensor, seed: int) -> Tensor:
+    """Return a sum of all patterns of brightness and contrast, each up or down by between a half and three halves."""
+    patterns = _contrast_patterns(images)
+    size = 0.5 + torch.rand(len(patterns), generator=stream(seed, "contrasts"), dtype=torch.float64)
+    signs = _draw((len(patterns),), seed, "up or down").sign()
+    return torch.einsum("k,k...->...", (size * signs).to(images), torch.stack(patterns))
+
+
+def _contrast_patterns(images: Tensor) -> list[Tensor]:
+    """Return what makes images brighter, and what raises their contrast, as a whole and of each channel."""
     channels = images.shape[1]
     parts = [slice(None), *(slice(c, c + 1) for c in range(channels) if channels > 1)]
+    patterns = []
     for part in parts:
-        own = images[:, part]
-        contrast = own - own.mean((1, 2, 3), keepdim=True)
+        contrast = images[:, part] - images[:, part].mean((1, 2, 3), keepdim=True)
         size = contrast.square().mean((1, 2, 3), keepdim=True).sqrt().clamp_min(1e-30)
-        for pattern in (torch.ones_like(own), contrast / size):
-            move = torch.zeros_like(images)
-            move[:, part] = NUDGE * pattern
-            unheard = _unheard_part(problem, images, move, seed)
-            if unheard is None or bool((unheard.abs() > MAX_MOVED / 255).any()):
-                return False
-    return True
+        for pattern in (torch.ones_like(contrast), contrast / size):
+            patterns.append(torch.zeros_like(images))
+            patterns[-1][:, part] = pattern
+    return patterns
 
 
 def _count_equations(target: FeatureTarget) -> int:
@@ -205,7 +272,7 @@ def _draw_errors(problem: FeatureProblem, images: Tensor, seed: int, number: int
     """Return random errors of each target's residuals, as large as is stated or, where that is more, as these are."""
     drawn, missed = [], problem.evaluate(images)
     for place, (target, own) in enumerate(zip(problem.targets, missed, strict=True)):
-        error = torch.randn(own.shape, generator=stream(seed, "errors", number, place), dtype=torch.float64).to(own)
+        error = _draw(own.shape, seed, "errors", number, place).to(own)
         error = error if target.known is None else error * target.known
         size = own.reshape(len(own), -1).norm(dim=1).clamp_min(target.share * target.noise)
         long = error.reshape(len(own), -1).norm(dim=1).clamp_min(1e-37)
