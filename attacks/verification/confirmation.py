@@ -38,6 +38,7 @@ from attacks.verification.explanation import (
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.nearly_told import say_nearly_told
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried, leaves_order_open
+from attacks.verification.rearrangements import has_rearranged
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.unverified import say_why_unverified
 from attacks.verification.update_comparison import UpdateComparison
@@ -50,6 +51,7 @@ from attacks.verification.words import (
     LABELS_UNTRIED,
     ORDER_UNTOLD,
     POSSIBLE_RULES,
+    REARRANGED,
     RULE_DOUBTED,
     RULE_UNKNOWN,
     SIZE_CONTRADICTED,
@@ -117,9 +119,11 @@ def _confirm(view: ServerView, result: Result) -> Result:
         unseen := _count_unseen(view, held)
     ):
         reason, seen = UNSEEN, held.inputs.numel() - unseen
+    elif (guess := _first_guess(view, held)) is not None and has_rearranged(view, *guess):
+        reason, seen = REARRANGED, 0
     else:
         return held
-    count, partly = held.inputs.numel(), () if reason == FOLDED else (Remark.PARTLY_SEEN,)
+    count, partly = held.inputs.numel(), () if reason in {FOLDED, REARRANGED} else (Remark.PARTLY_SEEN,)
     said = reason.format(seen=seen, unseen=count - seen, count=count)
     held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
     held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)

@@ -97,6 +97,10 @@ FOLDED = (
     "one of several pictures that make the update: what the network does to pixels below its first trained parameters "
     "comes out the same for others"
 )
+REARRANGED = (
+    "one of several pictures that make the update: with parts of it in another order the network returns the same, so "
+    "that its parts are told, but not their order"
+)
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
 UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "

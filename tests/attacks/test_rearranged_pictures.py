@@ -1,0 +1,105 @@
+"""Networks that know no order of their parts: others make the same update, so that none may be called verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attacks.base import Reconstruction, build
+from attacks.update.observed_update import ObservedUpdate
+from attacks.verification.confirmation import confirm
+from attacks.verification.rearrangements import has_rearranged, rearranged
+from attacks.verification.update_comparison import UpdateComparison
+from fl.capture import from_batch
+from fl.methods.fedper import FedPer
+from fl.models.building_blocks.initialization import initialize
+from fl.seeds import stream
+
+
+class Points(nn.Module):
+    """Adds up what it makes of each point, with or without a place of its own."""
+
+    def __init__(self, *, placed: bool = False) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+        self.places = torch.arange(3)[:, None] / 3 if placed else torch.zeros(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.second(torch.tanh(self.first(x.mT) + self.places)))
+        return self.head(x.sum(1))
+
+
+class Compared(nn.Module):
+    """Compares two rows by one encoder; their difference tells which is which, its square does not."""
+
+    def __init__(self, *, signed: bool = False) -> None:
+        super().__init__()
+        self.encoder, self.head, self.signed = nn.Linear(6, 16), nn.Linear(16, 2), signed
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        apart = torch.tanh(self.encoder(first)) - torch.tanh(self.encoder(second))
+        return self.head(apart if self.signed else apart.square())
+
+
+def patches(head: Callable[[], nn.Module] = lambda: nn.AdaptiveAvgPool2d(1), width: int = 32) -> nn.Module:
+    body = nn.Conv2d(1, 32, 2, stride=2), nn.Tanh(), nn.Conv2d(32, 32, 1), nn.Tanh(), head(), nn.Flatten()
+    return nn.Sequential(*body, nn.Linear(width, 4))
+
+
+def values(*shape: int) -> Tensor:
+    return (torch.rand(shape, generator=stream(0, "rearranged")) * 255).round() / 255
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], object], bool]] = {
+    "points": (Points, lambda: values(1, 2, 3), True),
+    "points with places": (lambda: Points(placed=True), lambda: values(1, 2, 3), False),
+    "two rows": (Compared, lambda: values(2, 1, 6).unbind(), True),
+    "two rows and a sign": (lambda: Compared(signed=True), lambda: values(2, 1, 6).unbind(), False),
+    "patches": (patches, lambda: values(1, 1, 6, 6), True),
+    "patches in their places": (lambda: patches(nn.Identity, 288), lambda: values(1, 1, 6, 6), False),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_picture_is_verified_where_no_other_order_of_its_parts_makes_the_update(name: str) -> None:
+    make, inputs, ambiguous = NETWORKS[name]
+    model = make()
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, inputs(), torch.tensor([1]))
+    right = Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True)
+    held = confirm(view, right)
+    assert isinstance(held, Reconstruction)
+    assert held.verified is (None if ambiguous else True), held.note
+    assert ("another order" in held.note) is ambiguous
+    assert not (ambiguous and held.approximate)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_behind_a_private_classifier_the_layers_below_tell_whether_order_is_known(placed: bool) -> None:
+    model = Points(placed=placed)
+    initialize(model, stream(1, "rearranged"))
+    view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]), method=FedPer(steps=1, batch_size=None))
+    assert view.private
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    assert has_rearranged(view, check, truth.inputs, truth.labels) is not placed
+
+
+def test_points_that_an_attack_found_in_another_order_are_not_verified() -> None:
+    model = Points()
+    initialize(model, stream(1, "rearranged"))
+    view, _ = from_batch(model, values(1, 2, 3), torch.tensor([1]))
+    result = build("cascade")(view, seed=0)
+    assert isinstance(result, Reconstruction)
+    assert not result.verified
+
+
+def test_blocks_and_single_places_are_exchanged_along_each_axis() -> None:
+    model = Points()
+    view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]))
+    found = {tuple(other.flatten().tolist()) for other in rearranged(view.task.inputs, truth.inputs.double())}
+    points = truth.inputs.double().reshape(2, 3)
+    for order in ([1, 0, 2], [0, 2, 1], [2, 1, 0], [2, 0, 1]):
+        assert tuple(points[:, order].flatten().tolist()) in found
