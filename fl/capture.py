@@ -218,7 +218,8 @@ def from_batch(
     check_given(inputs, labels, chosen.input_range, classes=loss.is_cross_entropy)
     form = chosen.input_form(inputs, count_ids(model, inputs))
     own = _trainable(model)
-    packed = form.pack(inputs, _float_type(own, inputs)).detach().clone()
+    kind = floating_weight(own).dtype  # pictures are brought to it, as an audit does
+    packed = form.pack(inputs, kind).detach().to(kind, copy=True)
     check_values(form, packed)
     labels = labels.detach().clone()
     packed = _with_inputs(own, form, packed)
@@ -279,12 +280,6 @@ def _with_inputs(model: nn.Module, form: InputForm, packed: Tensor) -> Tensor:
         model.register_forward_pre_hook(InputHook(form), with_kwargs=True, prepend=True)
     protect_inputs(model, packed)
     return packed
-
-
-def _float_type(model: nn.Module, inputs: Inputs) -> torch.dtype:
-    """Return the type in which inputs are packed: the floating-point inputs' own, or that of the model."""
-    given = [value.dtype for value in tensors_of(inputs) if value.is_floating_point()]
-    return given[0] if given else next(p.dtype for p in model.parameters() if p.is_floating_point())
 
 
 def from_update(

@@ -205,8 +205,9 @@ def _with_truth(
     truth = fed_images.take_truth(given, batch_size)
     error, tolerance = error_of(view, truth), _tolerance(view, batch_size)
     known = replace(subject, truth=truth, error=error, tolerance=tolerance, n_given=len(given))
-    if not known.mismatched:
-        return replace(known, inconsistency="")
+    if not known.mismatched:  # nor are zeros off by any share of their size
+        nothing = subject.inconsistency if subject.inconsistency == update_sanity.ALL_ZERO else ""
+        return replace(known, inconsistency=nothing)
     fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
     what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
     what = what or describe_other_loss(view, truth)

@@ -111,7 +111,6 @@ def test_attack_and_leakage(model, batch):
         ({"inputs": torch.full((2, *SHAPE), float("nan"))}, r"expected pixels in \[0, 1\]"),
         ({"inputs": torch.ones(2, *SHAPE, dtype=torch.uint8)}, "floating-point"),
         ({"inputs": torch.zeros(2, 3, 6, 6)}, "expected inputs that fit the model"),
-        ({"inputs": torch.zeros(2, *SHAPE).double()}, "expected inputs that fit the model"),
         ({"labels": torch.tensor([0, 3])}, r"expected labels in \[0, 3\), got 0 to 3"),
         ({"labels": torch.tensor([[0, 1]])}, "expected labels int64"),
         ({"labels": torch.tensor([0.0, 1.0])}, "expected labels int64"),
@@ -132,6 +131,27 @@ def test_a_head_that_is_not_last_is_refused():
     model = nn.Sequential(nn.Flatten(), nn.Linear(36, 6), nn.Unflatten(1, (3, 2)), nn.AvgPool1d(2), nn.Flatten())
     with pytest.raises(ValueError, match="'1', to have 3 outputs, got 6"):
         from_update(model, {}, input_shape=SHAPE, num_classes=3)
+
+
+def test_a_classifier_that_is_a_bare_parameter_is_found_beside_linear_layers():
+    class Cosine(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.classes = nn.Linear(36, 6), nn.Parameter(torch.eye(3, 6))
+
+        def forward(self, x):
+            return nn.functional.normalize(self.body(x.flatten(1))) @ nn.functional.normalize(self.classes).T
+
+    view, _ = from_batch(Cosine(), torch.rand(1, *SHAPE, generator=stream(0, "cosine")), torch.tensor([1]))
+    assert view.task.head == "classes"
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_pictures_are_brought_to_the_type_of_the_model(given, dtype):
+    pictures = torch.rand(1, *SHAPE, generator=stream(0, "types")).to(given)
+    view, truth = from_batch(nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).to(dtype), pictures, torch.tensor([1]))
+    assert view.dtype == truth.inputs.dtype == dtype
 
 
 @pytest.mark.parametrize("lr", [1.0, 0.1])

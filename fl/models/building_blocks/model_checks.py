@@ -207,6 +207,8 @@ def find_head(model: nn.Module, head: str | None, num_classes: int, *, strict: b
     if last.out_features != num_classes and len(fitting) == 1:  # defined before a layer that it comes after
         name, last = fitting[0]
     if last.out_features != num_classes:
+        if len(_matrices(model, num_classes)) == 1:  # a bare parameter, as behind features of length one
+            return _last_matrix(model, num_classes)
         raise ValueError(
             f"expected the last nn.Linear, {name!r}, to have {num_classes} outputs, got {last.out_features}; "
             "give head='the.classifier.' (--head)"
@@ -222,7 +224,7 @@ def _last_matrix(model: nn.Module, num_classes: int) -> str:
     Raises:
         ValueError: it has no such matrix.
     """
-    fitting = [name for name, value in model.named_parameters() if value.ndim == 2 and len(value) == num_classes]
+    fitting = _matrices(model, num_classes)
     if not fitting:
         raise ValueError(
             "expected a model with an nn.Linear as its classifier, found none; give head='its.prefix.' (--head)"
@@ -231,6 +233,11 @@ def _last_matrix(model: nn.Module, num_classes: int) -> str:
     mine = model.get_submodule(owner).parameters()
     alone = sum(value.ndim > 1 for value in mine) == 1
     return f"{owner}{dot}" if owner and alone else fitting[-1]
+
+
+def _matrices(model: nn.Module, rows: int) -> list[str]:
+    """Return the names of parameters that are matrices of so many rows."""
+    return [name for name, value in model.named_parameters() if value.ndim == 2 and len(value) == rows]
 
 
 def _last_layer(model: nn.Module) -> str:

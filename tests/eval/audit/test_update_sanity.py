@@ -59,9 +59,9 @@ def test_zeros_alone_are_said_to_be_that_and_not_to_have_the_wrong_sign():
     assert said.startswith("all numbers of the update are zero, so it tells nothing of any image: the client trained")
     data = Batch(torch.rand(1, *SHAPE, generator=stream(1, "images")), torch.zeros(1, dtype=torch.int64))
     update = CapturedUpdate({name: torch.zeros_like(value) for name, value in zero.update.items()})
-    client = ClientSettings(method=FedAvg(steps=1, batch_size=None))
-    subject = of_update(network(), update, client, input_shape=SHAPE, batch_size=1, given=data)
-    assert describe_contradiction(subject) == said
+    for client in (ClientSettings(method=FedAvg(steps=1, batch_size=None)), ClientSettings()):  # and of unknown size
+        subject = of_update(network(), update, client, input_shape=SHAPE, batch_size=1, given=data)
+        assert describe_contradiction(subject) == said
     moved = view(1, change=lambda name, value: value if name == "3.bias" else torch.zeros_like(value))
     assert find_inconsistency(moved) == ""
 
