@@ -21,6 +21,8 @@ COLLECTIONS = (list, dict, set, deque)
 CODE = (type, FunctionType, MethodType, ModuleType, partial)
 SIMPLE = frozenset({bool, int, float, str, bytes, type(None), torch.dtype, torch.device, torch.Size})
 """Types of values that hold no tensors."""
+COPY_ERRORS = (TypeError, RuntimeError, ValueError, AttributeError, NotImplementedError, OSError)
+"""What `copy.deepcopy` raises of things of which there are no copies."""
 MAX_DEPTH = 4
 """Collections and objects in each other, at most, in which what was computed is looked for."""
 
@@ -46,6 +48,9 @@ def copy_model(model: nn.Module) -> nn.Module:
 
     Args:
         model: any; never changed.
+
+    Raises:
+        ValueError: it keeps something that no copy can be made of (a lock, an open file, a generator); names it.
     """
     finder = _ComputedFinder()
     computed = {
@@ -55,7 +60,13 @@ def copy_model(model: nn.Module) -> nn.Module:
         if name not in OF_EVERY_MODULE
         for value in _tensors_in(kept, finder)
     }
-    result = copy.deepcopy(model, {**_copies_of_empty(model), **computed})
+    try:
+        result = copy.deepcopy(model, {**_copies_of_empty(model), **computed})
+    except COPY_ERRORS as error:
+        raise ValueError(
+            f"expected a model that copy.deepcopy copies, which fails{_uncopied_part(model)}: {error}; let the model "
+            "keep no such thing (locks, open files, loggers and generators may stay outside), or define __deepcopy__"
+        ) from error
     for module in result.modules():
         kept = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
         if kept and not isinstance(module, torch.jit.ScriptModule):
@@ -66,6 +77,20 @@ def copy_model(model: nn.Module) -> nn.Module:
     result.register_forward_pre_hook(forgetting.note, prepend=True)
     result.register_forward_hook(forgetting.forget)  # at the end of all, as a module may read what another keeps
     return result
+
+
+def _uncopied_part(model: nn.Module) -> str:
+    """Return which attribute of which part of a network can't be copied, in words; "" where none fails by itself."""
+    for part, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name in OF_EVERY_MODULE or isinstance(value, Tensor):
+                continue
+            try:
+                copy.deepcopy(value)
+            except COPY_ERRORS:
+                where = f" in {part!r}" if part else ""
+                return f" for {name!r}{where} ({type(value).__name__})"
+    return ""
 
 
 def _copies_of_empty(model: nn.Module) -> dict[int, Any]:

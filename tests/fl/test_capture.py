@@ -146,6 +146,21 @@ def test_a_classifier_that_is_a_bare_parameter_is_found_beside_linear_layers():
     assert view.task.head == "classes"
 
 
+def test_a_network_that_takes_its_input_by_name_alone_is_answered_with_how_to_give_it():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(36, 3)
+
+        def forward(self, *, image):
+            return self.head(image.flatten(1))
+
+    pictures = torch.rand(1, *SHAPE, generator=stream(0, "named"))
+    with pytest.raises(ValueError, match="give inputs by the names of forward's arguments"):
+        from_batch(Named(), pictures, torch.tensor([1]))
+    assert from_batch(Named(), {"image": pictures}, torch.tensor([1]))[0].batch_size == 1
+
+
 @pytest.mark.parametrize("given", [torch.float32, torch.float64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
 def test_pictures_are_brought_to_the_type_of_the_model(given, dtype):

@@ -36,8 +36,10 @@ def probe_outputs(model: nn.Module, inputs: Tensor, described: str = "") -> obje
             return probe(inputs)
         except FORWARD_ERRORS as error:
             refuse_parted(model, error)
+            by_name = isinstance(error, TypeError) and ("positional" in str(error) or "keyword" in str(error))
+            hint = "; give inputs by the names of forward's arguments, {'name': tensor}, each" if by_name else ""
             raise ValueError(
-                f"expected inputs that fit the model, got {described or describe_tensor(inputs)}: {error}"
+                f"expected inputs that fit the model, got {described or describe_tensor(inputs)}: {error}{hint}"
             ) from error
 
 

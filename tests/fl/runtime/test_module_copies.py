@@ -1,6 +1,7 @@
 """A fast copy is what `copy.deepcopy` gives."""
 
 import copy
+import threading
 import warnings
 from collections import OrderedDict, deque
 from types import SimpleNamespace
@@ -140,3 +141,10 @@ def test_copies_can_be_sent_to_other_processes_and_forget_there() -> None:
         sent = unpack(pack(made))
         assert torch.equal(sent(torch.ones(1, 2)), made(torch.ones(1, 2)))
         deep_copy(sent)  # fails where it still holds what it computed
+
+
+def test_what_can_not_be_copied_is_named():
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].lock = threading.Lock()
+    with pytest.raises(ValueError, match=r"which fails for 'lock' in '0' \(lock\): cannot pickle .* may stay outside"):
+        copy_model(model)
