@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.graph.feature_inversion import InvertedImages
-from attacks.analytic.graph.linearization import Forward, RecordedFunction
+from attacks.analytic.graph.linearization import Forward, RecordedFunction, of_any_count
 from attacks.analytic.graph.network_graph import NetworkGraph
 from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.analytic.graph.picture_search import (
@@ -203,7 +203,7 @@ def _features_of(network: NetworkGraph, targets: Sequence[SolvedTensor]) -> tupl
             values = graph.replay_values(nodes, {Ref(IMAGE): images})
             return [path.follow(graph, values) for path in paths]
 
-        return features
+        return of_any_count(features, graph.image)
 
     return in_precision(torch.float64), RecordedFunction(in_precision(torch.float32))
 

@@ -105,6 +105,34 @@ class RecordedDerivative:
         return abs(inner - float((pulled * direction).sum())) <= MAX_MISMATCH * size
 
 
+def of_any_count(forward: Forward, images: Tensor) -> Forward:
+    """Return a function of images that takes any number of them, where it may have been recorded for one number.
+
+    Some operations have the number of images written into them, as group normalization and views do. Then fewer images
+    are filled up with copies of the first, and more go through in parts.
+
+    Args:
+        forward: from images (b, C, H, W) that do not interact to tensors (b, ...).
+        images: (B, C, H, W), as many as it takes for certain.
+    """
+    count = len(images)
+    try:
+        with torch.no_grad():
+            if all(len(value) == count + 1 for value in forward(torch.cat([images, images[:1]]))):
+                return forward
+    except MODEL_ERRORS:
+        pass
+
+    def in_parts(given: Tensor) -> list[Tensor]:
+        parts = given.split(count)
+        missing = count - len(parts[-1])
+        full = [*parts[:-1], torch.cat([parts[-1], given[:1].expand(missing, *given.shape[1:])])] if missing else parts
+        made = zip(*map(forward, full), strict=True)
+        return [torch.cat(values)[: len(given)] for values in made]
+
+    return in_parts
+
+
 class RecordedFunction:
     """A function with records of its derivative: one for each shape of images, made when it is first asked for.
 

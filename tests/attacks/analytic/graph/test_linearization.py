@@ -12,6 +12,7 @@ from attacks.analytic.graph.linearization import (
     RecordedDerivative,
     RecordedFunction,
     UnrecordableError,
+    of_any_count,
 )
 
 
@@ -133,3 +134,28 @@ def test_records_last_from_one_search_to_the_next(monkeypatch: pytest.MonkeyPatc
     made.clear()
     RecordedFunction.of(features).record(images)
     assert not made
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_a_function_recorded_for_some_images_takes_any_number_of_them(count: int) -> None:
+    """Group normalization has the number of images written into it, as `view` has."""
+    norm = nn.GroupNorm(2, 4).double()
+    images = torch.rand(7, 4, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def of_three(given: Tensor) -> list[Tensor]:
+        normalized = torch.ops.aten.native_group_norm(given, norm.weight, norm.bias, 3, 4, 9, 2, norm.eps)[0]
+        return [normalized, normalized.view(3, 36)]
+
+    forward = of_any_count(of_three, images[:3])
+    found = forward(images[:count].requires_grad_())
+    torch.testing.assert_close(found[0], norm(images[:count]))
+    torch.testing.assert_close(found[1], norm(images[:count]).flatten(1))
+    for place, gradient in enumerate(torch.autograd.functional.jacobian(lambda z: forward(z)[0], images[:count])):
+        assert not gradient[..., torch.arange(count) != place, :, :, :].any()
+
+
+def test_a_function_that_takes_any_number_of_images_is_left_as_it_is() -> None:
+    def double(images: Tensor) -> list[Tensor]:
+        return [2 * images]
+
+    assert of_any_count(double, torch.zeros(2, 1, 2, 2)) is double

@@ -201,3 +201,13 @@ def test_a_wrong_bit_is_found_by_the_bias_below() -> None:
     assert not torch.equal(values > 0, true)
     correct_by_biases(known, activation, values)
     assert torch.equal(known.mask(activation), true)
+
+
+def test_two_images_below_group_normalization_end_with_a_reason() -> None:
+    """The layers at the top are solved for, and a search for pictures follows; it ended with torch's RuntimeError."""
+    images = (torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 255).round() / 255
+    view, _ = from_batch(drawn(Normalized, 1).eval(), images, torch.tensor([0, 1]))
+    result = build("backsolve")(view)
+    assert isinstance(result, Reconstruction)
+    assert not result.verified
+    assert "first.1.0.weight: what the network returns gets an unknown signal" in result.note
