@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
+from attacks.analytic.copies import attack_one_of_copies
 from attacks.analytic.input_scale import invert_direction, other_range
 from attacks.analytic.lone_pictures import LonePictures, largest_noise
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
@@ -133,6 +134,13 @@ class Analytic(Attack):
             return layer
         if view.batch_size == 1:
             return self._invert_single_image(view, layer)
+        batch = self._invert_batch(view, layer)
+        if isinstance(batch, Reconstruction) and batch.labels is not None:
+            return batch
+        return attack_one_of_copies(view, self.attack_view, seed) or batch
+
+    def _invert_batch(self, view: ServerView, layer: LinearLayer) -> Reconstruction | NotApplicable:
+        """Return images of a batch that single neurons see alone."""
         reason = _obstacle(view, layer)
         if reason is not None or view.batch_size is None or layer.scale is None:
             if reason is None and not ObservedUpdate(view).is_complete(*layer.parameter_names):

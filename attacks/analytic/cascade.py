@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attacks.analytic.april import April
 from attacks.analytic.backsolve import Backsolve
+from attacks.analytic.copies import attack_one_of_copies
 from attacks.analytic.maxpool.batch_separation import SeparatedBatch
 from attacks.analytic.maxpool.determined_pixels import find_determined_pixels
 from attacks.analytic.maxpool.solver import BATCH_NEARLY_SOLVED, solve_layer
@@ -119,6 +120,8 @@ class Cascade(Attack):
     def attack_view(self, view: ServerView, seed: int) -> Result:
         """Attack one view; the seed is that of `backsolve`, where that is asked."""
         best, taken, tried = self._attack_round(view, seed), view, False
+        if isinstance(best, NotApplicable):
+            best = attack_one_of_copies(view, self._attack_round, seed) or best
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break

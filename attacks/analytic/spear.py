@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from attacks.analytic.analytic import Analytic
+from attacks.analytic.copies import attack_one_of_copies, repeat_images
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.labels.assignment import count_labels
 from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.observed_update import ObservedUpdate
@@ -94,6 +94,8 @@ class Spear(Attack):
         if layer.steps != 1:
             return NotApplicable("it takes one local step: later ones see other weights")
         if not layer.is_rectified():
+            if (copies := attack_one_of_copies(view, Analytic().attack_view, seed)) is not None:
+                return copies
             zeros = f"no ReLU follows {layer.name!r}, so no signal is exactly zero (LeakyReLU's never is)"
             return NotApplicable(zeros, limit=True)
         if (reason := ObservedUpdate(view).altered(*layer.parameter_names)) is not None:
@@ -367,7 +369,7 @@ def _result(layer: LinearLayer, found: DirectionChoice) -> Reconstruction:
     complete = layer.view.batch_size in {None, len(found.inputs)}  # noise may have drowned an image
     features = {} if layer.is_given_images else {"features": found.inputs.to(layer.view.dtype)}
     images, labels = layer.pixels(found.inputs) if layer.is_given_images else None, found.labels
-    if images is not None and not complete and (repeated := _repeat(layer.view, images)) is not None:
+    if images is not None and not complete and (repeated := repeat_images(layer.view, images)) is not None:
         images, labels, complete = *repeated, True  # which the whole update is asked for
     return Reconstruction(
         inputs=images,
@@ -379,13 +381,3 @@ def _result(layer: LinearLayer, found: DirectionChoice) -> Reconstruction:
         and complete
         and layer.has_true_size(found.inputs, found.signals),
     )
-
-
-def _repeat(view: ServerView, images: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return distinct images as often as the batch has them (N, C, H, W), with their labels (N,); None if untold."""
-    counts = count_labels(view, ObservedUpdate(view).change, images, view.batch_size or 0)
-    if counts is None:
-        return None
-    which, labels = counts.nonzero().unbind(1)
-    times = counts[which, labels]
-    return images[which.repeat_interleave(times)], labels.repeat_interleave(times)

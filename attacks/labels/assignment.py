@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from itertools import combinations_with_replacement
 from typing import Any
 
 import torch
@@ -16,12 +17,15 @@ from attacks.update.label_gradients import batches_of_targets
 from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import as_single_client
 from fl.losses import Loss
+from fl.losses.function import OwnLoss
 from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
 
 MAX_COUNT_ERROR = 0.1
 """How far from whole numbers counts of labels may come out."""
+MAX_WAYS = 4096
+"""Ways in which a batch can be made of some images and targets that are tried, at most."""
 MAX_DIRECTION_DISTANCE = 0.1
 """Distance of two unit vectors over the classes up to which a label explains what an image left in the classifier."""
 
@@ -122,6 +126,72 @@ def count_labels(view: ServerView, gradient: Mapping[str, Any], images: Tensor, 
     near = all(float((part - part.round()).abs().max()) < MAX_COUNT_ERROR for part in (copies, labels))
     whole = bool((found >= 0).all()) and torch.equal(found.sum(1), copies.round().to(torch.int64))
     return found.to(view.device) if near and whole and int(found.sum()) == count else None
+
+
+def count_targets(
+    view: ServerView, gradient: Mapping[str, Any], images: Tensor, count: int
+) -> tuple[Tensor, Tensor] | None:
+    """Return which of some images each of the batch is (N,), and its label or target (N, ...); None if untold.
+
+    Of cross entropy counts are read off (`count_labels`). Of other losses all ways in which the batch can be made of
+    the images are tried, and the one is taken that leaves what is nearest to the classifier's gradient: in size, too,
+    where that is known.
+
+    Args:
+        view: whose classifier may be shared or not.
+        gradient: of the step, up to one factor.
+        images: distinct ones, in [0, 1] (U, C, H, W).
+        count: of the batch's images.
+    """
+    task = view.task
+    told = not task.loss.sends_back_one_direction(task.output_shape)  # of two classes columns say one number alone
+    if _takes_classes(view) and task.loss.is_cross_entropy and told:
+        counts = count_labels(view, gradient, images, count)
+        if counts is None:
+            return None
+        which, labels = counts.nonzero().unbind(1)
+        times = counts[which, labels]
+        return which.repeat_interleave(times), labels.repeat_interleave(times)
+    if isinstance(task.loss, OwnLoss) or not view.method.uses_labels:
+        return None  # how much an example counts may hang on the others
+    every = task.loss.every_target(task.output_shape, MAX_WAYS)
+    if every is None or math.comb(len(images) * len(every) + count - 1, count) > MAX_WAYS:
+        return None
+    read = read_classifier(view, gradient, images)
+    if read is None:
+        return None
+    kinds = torch.cartesian_prod(torch.arange(len(images)), torch.arange(len(every)))
+    ways = torch.tensor(list(combinations_with_replacement(range(len(kinds)), count)))
+    which = kinds[ways][..., 0]
+    present = torch.stack([(which == number).any(1) for number in range(len(images))], 1).all(1)
+    ways = ways[present]
+    best = _nearest_way(view, kinds[ways], every, read)
+    return None if best is None else (best[:, 0].to(view.device), every.to(view.device)[best[:, 1].to(view.device)])
+
+
+def _nearest_way(view: ServerView, ways: Tensor, every: Tensor, read: tuple[Tensor, Tensor]) -> Tensor | None:
+    """Return the way (N, 2) of several (W, N, 2) in which images and targets leave what was read; None if none does."""
+    columns, outputs = read[0], read[1]
+    slopes = []
+    for target in every.to(outputs.device):
+        with torch.enable_grad():
+            given = outputs.clone().requires_grad_()
+            loss = view.task.loss(given, target.expand(len(outputs), *target.shape)) * len(outputs)
+            slopes.append(torch.autograd.grad(loss, given)[0])
+    each = torch.stack(slopes, 1).flatten(2)  # (U, M, K)
+    parts = each[ways[..., 0], ways[..., 1]] / ways.shape[1]  # (W, N, K)
+    made = parts.new_zeros(len(ways), *columns.shape)
+    for number in range(len(columns)):
+        made[:, number] = (parts * (ways[..., 0] == number)[..., None].to(parts)).sum(1)
+    seen = columns.flatten().to(made)
+    weight = classifier_names(view, view.update)[0]
+    scale = None if weight is None or view.scale_unknown else ObservedUpdate(view).scale(weight)
+    if scale:
+        far = (scale * made.flatten(1) - seen).norm(dim=1) / seen.norm()
+        if float(far.min()) <= MAX_DIRECTION_DISTANCE:
+            return ways[int(far.argmin())]
+    far = _direction_distance(made.flatten(1), seen[None])
+    return ways[int(far.argmin())] if float(far.min()) <= MAX_DIRECTION_DISTANCE else None
 
 
 def _takes_classes(view: ServerView) -> bool:

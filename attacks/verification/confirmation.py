@@ -69,6 +69,8 @@ from fl.view import ServerView
 
 MOST_NAMED = 3
 """Tensors that a note names, at most."""
+LEAST_OF_COPY, COPY_ROUNDINGS = 1e-4, 10.0
+"""Share of what flows back that each copy of a picture has to leave, and in units of the rounding of any tensor."""
 UNSEEN_GRAY = 0.5
 """Pixels of which nothing is known."""
 LEAST_SEEN = 0.5
@@ -182,11 +184,11 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
     sized = not is_sign_compressed(view) or explains_size(view, result) is not False  # signs have a direction, too
     if sized and (answer or (answer is None and tells_brightness(view, result))):
         held = hold_to_rounding(view, result)
-        if _may_be_fewer_copies(held) and not explains_size(view, result):
+        if _may_be_fewer_copies(held) and not (explains_size(view, result) and _all_copies_speak(view, result)):
             held = held.with_note(COPIES_UNCOUNTED).without_remarks({Remark.LABELS_CONFIRMED})
             return replace(held, verified=None, fixed=None, approximate=bool(held.verified or held.approximate))
         return held
-    if answer is False or leaves_targets_unasked(view, result):
+    if (answer is False or leaves_targets_unasked(view, result)) and not _may_be_fewer_copies(result):
         found = confirm_under_any_loss(view, result)
         if found is not None:
             return found
@@ -195,17 +197,26 @@ def _hold_to_update(view: ServerView, result: Result) -> Result:
 
 
 def _may_be_fewer_copies(result: Reconstruction) -> bool:
-    """Return whether fewer copies of each picture, with its label, make the same update up to a factor.
+    """Return whether fewer copies of each picture may make the same update up to a factor.
 
-    Others of the batch may then be pictures of which the network is certain: they leave nothing in the update.
+    Others of the batch may then be pictures of which the network is certain: they leave nothing in the update. Labels
+    do not tell: where all that flows back has one direction, two copies with different ones leave what one does.
     """
     if result.inputs is None or len(result.inputs) < 2:
         return False
-    parts = [result.inputs.flatten(1).double()]
-    if result.labels is not None:
-        parts.append(result.labels.reshape(len(result.labels), -1).to(parts[0]))
-    times = torch.unique(torch.cat(parts, 1), dim=0, return_counts=True)[1]
+    times = torch.unique(result.inputs.flatten(1), dim=0, return_counts=True)[1]
     return math.gcd(*times.tolist()) > 1
+
+
+def _all_copies_speak(view: ServerView, result: Reconstruction) -> bool:
+    """Return whether each copy leaves something in the update: one with a label that is certain leaves nothing."""
+    guess = _first_guess(view, result)
+    if guess is None:
+        return False
+    check, images, labels = guess
+    flowing = check.label_gradients(images).by_outputs(labels).flatten(1).double().norm(dim=1)
+    least = max([LEAST_OF_COPY, *(COPY_ROUNDINGS * error for error in check.errors.values())])
+    return bool((flowing > least * flowing.sum()).all())
 
 
 def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None) -> Reconstruction:
