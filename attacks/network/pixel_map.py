@@ -83,6 +83,23 @@ def read_pixel_map(view: ServerView) -> PixelMap:
     return PixelMap("fewer", numbers, told.view(graph.image.shape[1:]) if numbers == int(told.sum()) else None)
 
 
+def gray_picture(view: ServerView) -> Tensor | None:
+    """Return the picture (1, C, H, W) of which the first trained parameters are given zeros.
+
+    None where they are not given one affine function of each pixel.
+    """
+    found = trace_view(view, view.device)
+    given = [] if isinstance(found, NotApplicable) else _given_first(found[1], view.update.keys())
+    if isinstance(found, NotApplicable) or len(given) != 1:
+        return None
+    image, made = found[1].image, _map_to(found[1], given[0])
+    black, white = made(torch.zeros_like(image)), made(torch.ones_like(image))
+    if black.numel() != image.numel():
+        return None
+    gray = (black / (black - white)).view_as(image)
+    return gray if bool(gray.isfinite().all()) else None
+
+
 def doubles(images: Tensor) -> Iterator[Tensor]:
     """Yield other pictures that networks often take for some in [0, 1] (N, C, H, W).
 

@@ -37,6 +37,7 @@ from attacks.verification.explanation import (
 )
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.nearly_told import say_nearly_told
+from attacks.verification.negatives import has_negative
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried, leaves_order_open
 from attacks.verification.rearrangements import has_rearranged
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
@@ -49,6 +50,7 @@ from attacks.verification.words import (
     FEWER_GIVEN,
     FOLDED,
     LABELS_UNTRIED,
+    NEGATIVE,
     ORDER_UNTOLD,
     POSSIBLE_RULES,
     REARRANGED,
@@ -123,9 +125,11 @@ def _confirm(view: ServerView, result: Result) -> Result:
         reason, seen = UNSEEN, held.inputs.numel() - unseen
     elif (guess := _first_guess(view, held)) is not None and has_rearranged(view, *guess):
         reason, seen = REARRANGED, 0
+    elif guess is not None and has_negative(view, held, guess[0], guess[2]):
+        reason, seen = NEGATIVE, 0
     else:
         return held
-    count, partly = held.inputs.numel(), () if reason in {FOLDED, REARRANGED} else (Remark.PARTLY_SEEN,)
+    count, partly = held.inputs.numel(), () if reason in {FOLDED, REARRANGED, NEGATIVE} else (Remark.PARTLY_SEEN,)
     said = reason.format(seen=seen, unseen=count - seen, count=count)
     held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
     held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)

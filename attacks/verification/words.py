@@ -101,6 +101,10 @@ REARRANGED = (
     "one of several pictures that make the update: with parts of it in another order the network returns the same, so "
     "that its parts are told, but not their order"
 )
+NEGATIVE = (
+    "one of several pictures that make the update: the network takes a picture for its negative, of the same class or "
+    "of the other one"
+)
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
 UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "
