@@ -22,6 +22,7 @@ from attacks.result import IDS_UNSEARCHABLE, NotApplicable, Reconstruction, Rema
 from attacks.result_checks import check_result, doubt_unaskable
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.float_rounding import largest_rounding
+from attacks.update.plain_weights import with_plain_weights
 from attacks.verification.comparison import can_replay
 from attacks.verification.confirmation import confirm
 from attacks.verification.value_errors import value_errors
@@ -122,6 +123,9 @@ class Attack(FormerHooks):
     takes_off: ClassVar[frozenset[str]] = frozenset()
     """Kinds of what a network does to pixels first (`attacks.network.pixel_prefix`) that are taken off, of one image,
     before the attack is run on what lies above."""
+    takes_plain_weights: ClassVar[bool] = False
+    """Whether of weights under weight norm it is given plain ones, with their gradient. What it finds is held against
+    the update as it came."""
     supports_groups: ClassVar[bool] = False
     """Whether it takes a view of a group of clients (secure aggregation); else only where that is as of one client."""
 
@@ -313,8 +317,9 @@ def _run_and_confirm(
     attack: Attack, name: str, views: Sequence[ServerView], seeds: Sequence[int], control: SearchControl | None
 ) -> list[Result]:
     before = [_tensor_versions(view) for view in views]
-    above = [_network_above(attack, view) for view in views]
-    attacked = [view if other is None else other for view, other in zip(views, above, strict=True)]
+    plain = [with_plain_weights(view) if getattr(attack, "takes_plain_weights", False) else view for view in views]
+    above = [_network_above(attack, view) for view in plain]
+    attacked = [view if other is None else other for view, other in zip(plain, above, strict=True)]
     held: dict[int, Result] = {}  # of networks above: to hold a result to its update may take long
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
         try:
@@ -325,9 +330,10 @@ def _run_and_confirm(
                         continue
                     if isinstance(results[i], Reconstruction):
                         check_result(name, results[i], other)
-                        held[i] = _detached(_confirm_in_time(attack, views[i], other, results[i], control))
+                        told_by = plain[i] if results[i].inputs is None else views[i]  # type: ignore[union-attr]
+                        held[i] = _detached(_confirm_in_time(attack, told_by, other, results[i], control))
                     if _needs_whole(views[i], held.get(i)):
-                        (whole,) = runner(attack, control)([views[i]], [seeds[i]])
+                        (whole,) = runner(attack, control)([plain[i]], [seeds[i]])
                         if isinstance(whole, Reconstruction) and _has_more(whole, results[i]):
                             results[i], above[i] = whole, None
                             held.pop(i, None)
@@ -350,7 +356,8 @@ def _run_and_confirm(
     for i, result in enumerate(results):
         known = held.get(i) if isinstance(result, Reconstruction) else None
         asked = doubt_unaskable(views[i], result)
-        held_to = known or _confirm_in_time(attack, views[i], above[i], asked, control)
+        told_by = plain[i] if isinstance(asked, Reconstruction) and asked.inputs is None else views[i]
+        held_to = known or _confirm_in_time(attack, told_by, above[i], asked, control)
         results[i] = _in_words_of_inputs(views[i], _note_unexpected_labels(views[i], held_to))
     return results
 

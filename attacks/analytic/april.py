@@ -55,6 +55,7 @@ class April(Attack):
         max_unknowns: tell a batch's images apart only where one has no more.
     """
 
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = (
         "reads the picture off a vision transformer's update: what flowed back into its patches is in the position "
         "embedding's."

@@ -83,6 +83,7 @@ class Backsolve(Attack):
     """
 
     takes_off: ClassVar[frozenset[str]] = frozenset({"scaled"})
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "solves for the inputs of a residual network's layers from the top, then for the pictures."
 
     fits: OpenShare = 1e-4

@@ -110,6 +110,7 @@ class Cascade(Attack):
     """
 
     takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
 
     @classmethod

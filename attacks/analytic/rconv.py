@@ -56,6 +56,7 @@ class RConv(LayerwiseInversion):
             taken from them alone; weaker equations are weighed against the weight equations.
     """
 
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = (
         "computes the input of each layer from its gradient alone where that suffices, so that ReLU need not stop it."
     )

@@ -37,6 +37,7 @@ class RGAP(LayerwiseInversion):
     to rounding; what is lost between two float32 models limits it, the more so the deeper the network.
     """
 
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = (
         "computes the input of each layer from its output and its gradient, from the last layer to the image."
     )

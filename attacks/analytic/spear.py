@@ -68,6 +68,7 @@ class Spear(Attack):
         fits: largest distance between the directions of a signal found and of the network's own that counts as none.
     """
 
+    takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "untangles a small batch exactly: finds which neurons each picture left silent."
 
     samples: Annotated[int, Range(1, 10**9)] = 2_000_000

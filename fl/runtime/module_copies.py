@@ -79,6 +79,19 @@ def copy_model(model: nn.Module) -> nn.Module:
     return result
 
 
+def forget_kept(module: nn.Module, name: str) -> None:
+    """Let a copy's module no longer put back a tensor of this name, as where it becomes a parameter.
+
+    Args:
+        module: of a network that `copy_model` made, or a copy of one; changed.
+        name: of the attribute.
+    """
+    for key, hook in list(module._forward_hooks.items()):
+        if isinstance(hook, partial) and hook.func is _restore:
+            (kept,) = hook.args
+            module._forward_hooks[key] = partial(_restore, {n: value for n, value in kept.items() if n != name})
+
+
 def _uncopied_part(model: nn.Module) -> str:
     """Return which attribute of which part of a network can't be copied, in words; "" where none fails by itself."""
     for part, module in model.named_modules():
