@@ -3,7 +3,7 @@
 A network that sums over points, tokens or patches without a place of their own, or compares two inputs of one encoder,
 makes the same update of the same parts in another order, to the last digit. What is found is then right but for that
 order. Where a whole network does so shows in what it returns: numbers are exchanged along each axis of an input, single
-ones and blocks of them, mirrored and moved around, and inputs of one shape exchanged.
+ones and blocks of them, mirrored and moved around, pictures are turned, and inputs of one shape exchanged.
 """
 
 from __future__ import annotations
@@ -80,6 +80,9 @@ def _orders(shape: tuple[int, ...]) -> Iterator[Callable[[Tensor], Tensor]]:
             yield lambda part, axis=axis, index=index: part.index_select(axis, index.to(part.device))  # type: ignore[misc]
     if len(shape) > 1 and shape[-1] == shape[-2]:
         yield lambda part: part.transpose(-1, -2)
+        yield lambda part: part.rot90(1, (-2, -1))
+    if len(shape) > 1:
+        yield lambda part: part.flip((-2, -1))
 
 
 def _indices(count: int) -> Iterator[Tensor]:
@@ -99,6 +102,7 @@ def _indices(count: int) -> Iterator[Tensor]:
     for size in range(2, count // 2 + 1):
         if count % size == 0:
             yield torch.cat([places[size : 2 * size], places[:size], places[2 * size :]])
+            yield places.roll(size)
 
 
 def _is_another(other: Tensor, images: Tensor) -> bool:

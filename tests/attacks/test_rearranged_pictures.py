@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from attacks.base import Reconstruction, build
 from attacks.update.observed_update import ObservedUpdate
@@ -44,6 +45,23 @@ class Compared(nn.Module):
         return self.head(apart if self.signed else apart.square())
 
 
+class Turned(nn.Module):
+    """Applies a convolution turned by quarters or halves, and adds up what comes, as networks do that know no angle."""
+
+    def __init__(self, turns: Sequence[int]) -> None:
+        super().__init__()
+        self.first, self.head, self.turns = nn.Conv2d(1, 16, 3), nn.Linear(16, 3), turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        maps = [functional.conv2d(x, self.first.weight.rot90(turn, (2, 3)), self.first.bias) for turn in self.turns]
+        return self.head(torch.stack([torch.tanh(one).square().mean((2, 3)) for one in maps]).sum(0))
+
+
+def moved_around() -> nn.Module:
+    first = nn.Conv2d(1, 16, 3, stride=2, padding=1, padding_mode="circular")
+    return nn.Sequential(first, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
+
+
 def patches(head: Callable[[], nn.Module] = lambda: nn.AdaptiveAvgPool2d(1), width: int = 32) -> nn.Module:
     body = nn.Conv2d(1, 32, 2, stride=2), nn.Tanh(), nn.Conv2d(32, 32, 1), nn.Tanh(), head(), nn.Flatten()
     return nn.Sequential(*body, nn.Linear(width, 4))
@@ -59,6 +77,10 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], object], bool]] 
     "two rows": (Compared, lambda: values(2, 1, 6).unbind(), True),
     "two rows and a sign": (lambda: Compared(signed=True), lambda: values(2, 1, 6).unbind(), False),
     "patches": (patches, lambda: values(1, 1, 6, 6), True),
+    "quarter turns": (lambda: Turned(range(4)), lambda: values(1, 1, 6, 6), True),
+    "half turns": (lambda: Turned((0, 2)), lambda: values(1, 1, 5, 6), True),
+    "no turns": (lambda: Turned((0,)), lambda: values(1, 1, 6, 6), False),
+    "moved around by twos": (moved_around, lambda: values(1, 1, 6, 6), True),
     "patches in their places": (lambda: patches(nn.Identity, 288), lambda: values(1, 1, 6, 6), False),
 }
 
