@@ -13,6 +13,7 @@ from attacks.network.operation_recognition import (
     ElementwiseAffine,
     LinearMap,
     Reshape,
+    as_row,
     contains_weighted_branch,
     has_trained_weight,
     merge_segments,
@@ -60,6 +61,10 @@ class Piece:
     places: Mapping[str, Tensor] = field(default_factory=dict)
     normalizes: bool = False
     factors: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for end in ("input", "output"):
+            object.__setattr__(self, end, as_row(getattr(self, end)))
 
 
 def read_pieces(graph: Graph) -> Iterator[Piece]:

@@ -117,8 +117,8 @@ class Permutation(LinearMap):
 
 def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
     """Return a module that does the same as a segment without parameters of its own to solve for, or why it is none."""
-    taken, given = graph.value(segment.start), graph.value(segment.end)
-    run = partial(replay_segment, graph, segment)
+    taken, given = as_row(graph.value(segment.start)), as_row(graph.value(segment.end))
+    run = partial(_replay_rows, graph, segment)
     named = str(graph.nodes[segment.nodes[-1]])
     if not given.is_floating_point():
         return f"{named} returns numbers of another kind ({given.dtype})"
@@ -132,8 +132,17 @@ def recognize(graph: Graph, segment: Segment) -> nn.Module | str:
         return _identify(graph, segment, run)
 
 
+def as_row(value: Tensor) -> Tensor:
+    """Return what stands for one image as a column (n, 1), as of matrices that multiply from the left, as (1, n)."""
+    return value.mT if _is_column(value) else value
+
+
+def _is_column(value: Tensor) -> bool:
+    return value.ndim == 2 and value.shape[1] == 1
+
+
 def _identify(graph: Graph, segment: Segment, run: Map) -> nn.Module | str:
-    taken, given = graph.value(segment.start), graph.value(segment.end)
+    taken, given = as_row(graph.value(segment.start)), as_row(graph.value(segment.end))
     try:
         if segment.start == Ref(IMAGE) and (found := _as_pixel_scaling(run, taken, given)):
             return found
@@ -174,6 +183,12 @@ def _as_torch_module(graph: Graph, segment: Segment) -> nn.Module | None:
 def replay_segment(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
     """Return what a recorded segment makes of `x` in the place of what it was given."""
     return graph.replay(segment.nodes, segment.end, {segment.start: x})
+
+
+def _replay_rows(graph: Graph, segment: Segment, x: Tensor) -> Tensor:
+    """Return what a recorded segment makes of `x`, which is given row by row, and so is that."""
+    made = replay_segment(graph, segment, x.mT if _is_column(graph.value(segment.start)) else x)
+    return made.mT if _is_column(graph.value(segment.end)) else made
 
 
 def _identify_map(run: Map, taken: Tensor, given: Tensor) -> nn.Module | None:
@@ -370,7 +385,7 @@ def _obstacle(graph: Graph, segment: Segment, run: Map | None, taken: Tensor) ->
         return f"from {first} to {last} {BRANCHES}"
     if "max_pool" in last.operation or last.operation == "amax":
         return f"{last}: max pooling is not linear and hides which values it took"
-    same_shape = run is not None and graph.value(segment.end).shape == taken.shape
+    same_shape = run is not None and as_row(graph.value(segment.end)).shape == taken.shape
     if run is not None and same_shape and _is_elementwise(run, partial(_noise, taken)):
         if _is_not_monotone(run, taken):
             return TWO_INPUTS.format(last)
