@@ -373,9 +373,7 @@ def _confirm_in_time(
             return confirm_whole(attack, view, above, result)
         except StoppedError as stopped:
             control.cut_short_by = control.cut_short_by or str(stopped)
-            words = f"not held to the update before {stopped}"
-            kept = replace(result, verified=result.verified and None, fixed=None, approximate=False, cut_short=words)
-            return kept.with_note(f"not confirmed: {words}")
+            return result.left_unchecked(str(stopped))
 
 
 def _in_words_of_inputs(view: ServerView, result: Result) -> Result:

@@ -108,6 +108,16 @@ class Reconstruction:
     approximate: bool = False
     remarks: frozenset[Remark] = frozenset()
 
+    def left_unchecked(self, reason: str) -> Reconstruction:
+        """Return this result as it is where it could not be held to the update in time.
+
+        Args:
+            reason: what came before.
+        """
+        words = f"not held to the update before {reason}"
+        kept = replace(self, verified=self.verified and None, fixed=None, approximate=False, cut_short=words)
+        return kept.with_note(f"not confirmed: {words}")
+
     def with_note(self, words: str, *remarks: Remark) -> Reconstruction:
         """Return the result with words at the end of its note, and remarks beside those it has."""
         note = "; ".join(filter(None, (self.note, words)))

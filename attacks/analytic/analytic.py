@@ -17,6 +17,7 @@ from attacks.analytic.lone_pictures import LonePictures, largest_noise
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.batch_weights import batch_weights
 from attacks.labels.recovery import single_label
+from attacks.search_control import StoppedError
 from attacks.update.classifier_update import classifier_names
 from attacks.update.first_linear_layer import LinearLayer, first_linear, layers_of_inputs
 from attacks.update.float_rounding import relative_rounding
@@ -306,9 +307,11 @@ class Analytic(Attack):
         if len(kept) != count:
             return None
         images = layer.pixels(torch.stack(kept))
-        if not explains_under_any_loss(layer.view, images):
-            return None
-        return Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
+        found = Reconstruction(inputs=images, labels=None, objective=self.fits, verified=True)
+        try:
+            return found if explains_under_any_loss(layer.view, images) else None
+        except StoppedError as stopped:
+            return found.left_unchecked(str(stopped))
 
     def _drop_duplicates(
         self, alone: LonePictures, found: list[_Summand], count: int
@@ -327,7 +330,8 @@ class Analytic(Attack):
                 one.row, one.label, one.weight, one.miss, least=one.least
             ):
                 kept.append(one)
-        if len(kept) < count and (every := self._every_summand(alone.layer, found, count)) is not None:
+        every = self._every_summand(alone.layer, found, count) if len(kept) < count else None
+        if every is not None and not (every.cut_short and kept):  # each of those kept is told by itself
             return every
         return self._report(alone.layer, kept) if kept else NotApplicable(self._why_none(alone.layer, found))
 
@@ -338,7 +342,10 @@ class Analytic(Attack):
             if not any(one.overlaps(other) for other in kept):
                 kept.append(one)
         result = self._report(layer, kept) if len(kept) == count else None
-        return result if result is not None and explains_update(layer.view, result) else None
+        try:
+            return result if result is not None and explains_update(layer.view, result) else None
+        except StoppedError as stopped:
+            return None if result is None else result.left_unchecked(str(stopped))
 
     @staticmethod
     def _why_none(layer: LinearLayer, found: list[_Summand]) -> str:

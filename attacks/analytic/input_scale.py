@@ -597,7 +597,10 @@ def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Recons
         and _tells_factors(search, view, found[exact[0]], results[exact[0]])
     ):
         return results[exact[0]]  # whether the update bears it out is asked of every result
-    borne_out = [i for i in exact if explains_update(view, results[i]) is not False]
+    try:
+        borne_out = [i for i in exact if explains_update(view, results[i]) is not False]
+    except StoppedError as stopped:
+        return results[exact[0]].left_unchecked(str(stopped))
     if search.wide:
         borne_out = [i for i in exact if _is_made_to_rounding(search, view, results[i])]
     if search.wide and borne_out and search.tells_pairs_apart():

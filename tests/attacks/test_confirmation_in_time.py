@@ -6,8 +6,9 @@ from torch import nn
 
 from attacks.base import Reconstruction, build
 from attacks.network.operation_trace import Ref, trace_operations
-from attacks.search_control import SearchControl
+from attacks.search_control import SearchControl, StoppedError
 from fl.capture import from_batch
+from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 
 PIXELS = torch.rand(1, 1, 4, 4, generator=stream(0, "in time"))
@@ -38,3 +39,21 @@ def test_a_transposed_weight_is_its_parameter_by_its_memory():
     name, places = graph.as_parameter(turned)
     assert name == "weight"
     assert torch.equal(layer.weight.flatten()[places], layer.weight.T)
+
+
+def test_what_an_attack_holds_to_the_update_itself_is_kept_where_the_time_limit_ends_that(monkeypatch):
+    def stop(*_):
+        raise StoppedError("the time limit")
+
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 48), nn.ReLU(), nn.Linear(48, 3))
+    initialize(net, stream(0, "in time"))
+    pictures = torch.rand(2, 1, 4, 4, generator=stream(0, "two in time"))
+    two = from_batch(net, pictures, torch.tensor([1, 2]))[0]
+    monkeypatch.setattr("attacks.analytic.lone_pictures.LonePictures.are_told", lambda *_, **__: False)
+    assert build("analytic")(two).verified is True
+    monkeypatch.setattr("attacks.analytic.analytic.explains_update", stop)
+    found = build("analytic")(two)
+    assert isinstance(found, Reconstruction), found
+    assert found.verified is None
+    assert found.cut_short == "not held to the update before the time limit"
+    assert (found.inputs[:, None] - pictures).flatten(2).abs().amax(2).amin(1).max() < 1e-3
