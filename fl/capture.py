@@ -25,6 +25,7 @@ from fl.losses.function import IN_ONE_TYPE, FunctionError, TargetKind, build_los
 from fl.method import Method
 from fl.methods.fedavg import FedAvg
 from fl.models.building_blocks.model_checks import (
+    WITHOUT_LABELS,
     abbreviate_list,
     describe_tensor,
     find_head,
@@ -404,10 +405,11 @@ def _output_shape(
         if "inputs that fit the model" not in str(error):
             raise
         said = str(error.__cause__)
+        hint = f"; {WITHOUT_LABELS}" if isinstance(error.__cause__, TypeError) and "positional" in said else ""
         shown = ", ".join(str(part.shape) for part in form.parts)
         raise ValueError(
             f"expected an input_shape (C, H, W) that the model takes, got {shown}: on {count} example(s) of "
-            f"it the model says: {said}{_hint_of_ids(model, form)}"
+            f"it the model says: {said}{_hint_of_ids(model, form)}{hint}"
         ) from error
     if num_classes not in {None, shape[0]}:
         raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")

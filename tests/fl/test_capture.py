@@ -101,6 +101,30 @@ def test_attack_and_leakage(model, batch):
     assert "no images" in leakage(attacks.Reconstruction(None), truth)
 
 
+class OwnLoss(nn.Module):
+    """Computes its loss itself, of labels that it is given or of none."""
+
+    def __init__(self, *, labels: bool) -> None:
+        super().__init__()
+        self.labels, self.layer = labels, nn.Linear(64, 3)
+
+    def forward(self, x, *labels):
+        if self.labels and not labels:
+            raise TypeError("forward() missing 1 required positional argument: 'y'")
+        return self.layer(x.flatten(1)).logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("labels", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_model_that_computes_its_loss_is_answered_with_what_to_give(labels, count):
+    net, pictures = OwnLoss(labels=labels), torch.rand(count, 1, 8, 8, generator=stream(0, "own loss"))
+    said = "give a model that returns outputs .logits. of inputs alone, and state the loss"
+    with pytest.raises(ValueError, match=said):
+        from_batch(net, pictures, torch.zeros(count, dtype=torch.int64))
+    with pytest.raises(ValueError, match=said):
+        from_update(net, {}, input_shape=(1, 8, 8), batch_size=count)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

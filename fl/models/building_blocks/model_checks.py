@@ -15,6 +15,12 @@ from fl.runtime.random_state import preserve_global_rng
 
 MAX_LISTED = 5
 """So many names stand in an error; of a large network nobody reads them all."""
+BY_NAME = "; give inputs by the names of forward's arguments, {'name': tensor}, each"
+WITHOUT_LABELS = (
+    "where forward takes labels or returns the loss, give a model that returns outputs (logits) of inputs alone, "
+    "and state the loss (loss, --loss) that it computes of them"
+)
+"""What to give in place of a network that computes its own loss."""
 FORWARD_ERRORS = (RuntimeError, ValueError, IndexError, AssertionError, TypeError)
 """What a network raises that is given images of a shape or type that it does not take, or too few inputs."""
 
@@ -37,7 +43,7 @@ def probe_outputs(model: nn.Module, inputs: Tensor, described: str = "") -> obje
         except FORWARD_ERRORS as error:
             refuse_parted(model, error)
             by_name = isinstance(error, TypeError) and ("positional" in str(error) or "keyword" in str(error))
-            hint = "; give inputs by the names of forward's arguments, {'name': tensor}, each" if by_name else ""
+            hint = f"{BY_NAME}; {WITHOUT_LABELS}" if by_name else ""
             raise ValueError(
                 f"expected inputs that fit the model, got {described or describe_tensor(inputs)}: {error}{hint}"
             ) from error
@@ -110,6 +116,7 @@ def prepare_outputs(
     elif found.ndim == 0 or len(found) != len(inputs):
         second = found.ndim > 1 and found.shape[1] == len(inputs)
         hint = "; where examples come second (T, B, ...), say output=a function that transposes it" if second else ""
+        hint = f"; a single number may be the loss: {WITHOUT_LABELS}" if found.numel() == 1 else hint
         raise ValueError(
             f"expected a model that returns {loss.outputs} of {len(inputs)} example(s), got {tuple(found.shape)}{hint}"
         )
