@@ -9,7 +9,7 @@ import torch
 from support import chains
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 
 import attacks
 from attacks.base import NotApplicable, Reconstruction
@@ -31,6 +31,20 @@ class Forward(nn.Module):
 
 def conv(filters: int = 12) -> nn.Conv2d:
     return nn.Conv2d(2, filters, 3, padding=1)
+
+
+def twice_normed(layer: nn.Module) -> nn.Module:
+    """A weight under weight norm that is doubled afterwards."""
+
+    class Doubled(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return 2 * weight
+
+    return parametrize.register_parametrization(parametrizations.weight_norm(layer), "weight", Doubled())
+
+
+def test_a_weight_under_weight_norm_is_read_as_a_plain_one() -> None:
+    seen(nn.Sequential(parametrizations.weight_norm(conv(2)), nn.Flatten(), nn.Linear(128, 4)), "rconv")
 
 
 def seen(model: nn.Module, attack: str) -> Reconstruction:
@@ -201,8 +215,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(parametrizations.spectral_norm(conv(2)), nn.Flatten(), nn.Linear(128, 4)),
         "its weight is computed from 0.parametrizations.weight.original",
     ),
-    "weight norm": (
-        lambda: nn.Sequential(parametrizations.weight_norm(conv(2)), nn.Flatten(), nn.Linear(128, 4)),
+    "weight norm and another": (
+        lambda: nn.Sequential(twice_normed(conv(2)), nn.Flatten(), nn.Linear(128, 4)),
         "its weight is computed from 0.parametrizations.weight.original0, 0.parametrizations.weight.original1",
     ),
     "a gradient that is cut off": (lambda: Forward(cut_off, **pair()), "what flows back is changed"),
