@@ -48,6 +48,8 @@ class Remark(StrEnum):
     """Of the picture more is open than of one that an update bears out: others make the same update."""
     MAY_BE_MIXTURE = "may be a mixture"
     """Of unlike examples that were stated as one, for all that the update tells."""
+    ONE_OF_SEVERAL = "one of several"
+    """Another picture makes the same update to the last digit: its parts in another order, its mirror, its negative."""
     NEARLY_TOLD = "nearly told"
     """The picture explains the layers that it was read from but for little, which is more than rounding."""
     LABELS_CONFIRMED = "labels confirmed"

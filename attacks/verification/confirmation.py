@@ -90,7 +90,7 @@ def confirm(view: ServerView, result: Result) -> Result:
         result: of an attack on it.
     """
     if isinstance(result, Reconstruction):
-        result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE})
+        result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE, Remark.ONE_OF_SEVERAL})
     try:
         with function_errors_named():
             held = _confirm(view, result)
@@ -129,7 +129,9 @@ def _confirm(view: ServerView, result: Result) -> Result:
         reason, seen = NEGATIVE, 0
     else:
         return held
-    count, partly = held.inputs.numel(), () if reason in {FOLDED, REARRANGED, NEGATIVE} else (Remark.PARTLY_SEEN,)
+    count = held.inputs.numel()
+    several = (Remark.ONE_OF_SEVERAL,) if held.verified else ()  # of one that is borne out alone many are left
+    partly = several if reason in {FOLDED, REARRANGED, NEGATIVE} else (Remark.PARTLY_SEEN,)
     said = reason.format(seen=seen, unseen=count - seen, count=count)
     held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
     held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)

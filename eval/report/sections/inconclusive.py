@@ -121,6 +121,8 @@ def _of_update(attack: str, update: Hashable, rows: Sequence[Row]) -> Outcome:
     kind = _kind(told, pictured=bool(first.get("candidates")))
     alone = FEATURES_BEYOND if Remark.BEYOND_RANGE in first.get("remarks", ()) else FEATURES_ALONE
     words = alone if kind == "blind" and _has_features_alone(first) else ""
+    if Remark.ONE_OF_SEVERAL in remarks and kind in {"ran", "searched"}:
+        return Outcome(attack, update, kind, note, remarks)
     return Outcome(attack, update, kind, words)
 
 
@@ -152,6 +154,9 @@ def find_open_questions(outcomes: Sequence[Outcome]) -> list[OpenQuestion]:
         limits, facts = _limits(own), [one for one in own if one.kind == "fact"]
         for one in (*limits, *(one for one in own if one.kind in OPEN_KINDS)):
             stopped.setdefault(one.kind, []).append(one)
+        for one in own:
+            if Remark.ONE_OF_SEVERAL in one.remarks:
+                stopped.setdefault("several", []).append(one)
         features = [one for one in own if one.kind == "blind" and one.words in {FEATURES_ALONE, FEATURES_BEYOND}]
         if features and all(one.kind in {"blind", "fact"} for one in own):  # no attack was after pictures
             stopped.setdefault("blind", []).extend(features)
@@ -212,6 +217,12 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
             f"the search of {join_words(names)} failed{some}",
             why,
             "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
+        )
+    if kind == "several":
+        return OpenQuestion(
+            f"what {join_words(names)} found is told but for which of several pictures it is{some}",
+            f"{why}. Figures compare it with the true ones place by place, which may be low though its parts are right",
+            "look at what came back (--out): count it as leaked where its parts are those of the true ones",
         )
     if kind == "blind":
         return OpenQuestion(

@@ -7,7 +7,9 @@ import pytest
 import torch
 from support.audit_command import audit, written
 from support.tiny import Registered
+from torch import nn
 
+import hyperleak
 from attacks.base import Remark
 from attacks.gradient_matching.engine.fit_check import LABELS_UNCONFIRMED, still_falling
 from attacks.verification.words import CONTRADICTED
@@ -16,6 +18,8 @@ from eval.commands import terminal
 from eval.report.sections import inconclusive
 from eval.report.sections.inconclusive import FEATURES_ALONE, Outcome
 from fl.capture import from_batch
+from fl.models.building_blocks.initialization import initialize
+from fl.seeds import stream
 
 MODULE = """
 import torch
@@ -206,3 +210,24 @@ def test_a_label_of_a_failed_search_says_so(mine):
     (row,) = json.loads(scored.stdout)["findings"][0]["images"]
     assert row["labels_doubtful"] is True
     assert "label(s) recovered (doubtful: " in json.loads(scored.stdout)["findings"][0]["verdict"]
+
+
+class Points(nn.Module):
+    """Adds up what it makes of each point, in no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(2, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x.mT)))).sum(1))
+
+
+def test_points_told_in_another_order_than_the_true_ones_are_no_all_clear():
+    net = Points()
+    initialize(net, stream(1, "rearranged"))
+    points = (torch.rand(1, 2, 3, generator=stream(0, "rearranged")) * 255).round() / 255
+    report = hyperleak.audit(net, points, torch.tensor([1]), attacks=["cascade"], batch_size=1)
+    (finding,) = report.findings
+    assert not finding.leaked
+    assert any("for which of several" in one.what and "another order" in one.why for one in report.open_questions({}))
