@@ -442,10 +442,26 @@ class _NetworkProbe:
         own = {**dict(self.model.named_buffers()), **view.buffers}
         self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
 
+    @cached_property
+    def fixed(self) -> int | None:
+        """How many images the network takes at once, where it takes no other number; None where it takes any."""
+        count, network = self.view.batch_size, self._network(self.weights)
+        for asked in (PROBE_IMAGES, count or PROBE_IMAGES):
+            try:
+                with torch.no_grad():
+                    network(self._random_images(asked))
+                return None if asked == PROBE_IMAGES else asked
+            except MODEL_ERRORS:
+                continue
+        return None
+
     @property
     def images(self) -> Tensor:
         """Random pixels."""
-        shape = (PROBE_IMAGES, *self.view.task.input_shape)
+        return self._random_images(self.fixed or PROBE_IMAGES)
+
+    def _random_images(self, count: int) -> Tensor:
+        shape = (count, *self.view.task.input_shape)
         return torch.rand(shape, generator=stream(0, "images"), dtype=torch.float64).to(self.view.device)
 
     @property
@@ -545,7 +561,7 @@ class _NetworkProbe:
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
                 value = (*args, *named.values())[0]
-                if value.ndim == 2 and len(value) == PROBE_IMAGES and name not in seen:
+                if value.ndim == 2 and len(value) == len(images) and name not in seen:
                     seen[name] = value.detach()
 
             return hook
@@ -568,7 +584,15 @@ class _NetworkProbe:
     def outputs(self, images: Tensor) -> Tensor:
         """Return what the loss is given (N, ...)."""
         with torch.no_grad():
-            return self._network(self.weights)(images)
+            network = self._network(self.weights)
+            return torch.cat([network(part) for part in self._parts(images)])[: len(images)]
+
+    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        """Return examples (N, ...) in as many at once as the network takes, the last filled up with the first."""
+        if self.fixed is None or len(values) == self.fixed:
+            return (values,)
+        missing = -len(values) % self.fixed
+        return torch.cat([values, values[:1].expand(missing, *values.shape[1:])]).split(self.fixed)
 
     def outputs_and_signals(self, layer: str) -> tuple[Tensor, Tensor]:
         """Return the layer's outputs for random images, and a random signal's way back to them, each (N, m)."""
@@ -610,6 +634,9 @@ class _NetworkProbe:
 
     def signals(self, layer: str, images: Tensor, targets: Tensor) -> Tensor:
         """Return gradients (N, m) of each image's own loss, with its own target (N, ...), at the layer's output."""
+        if self.fixed is not None and len(images) != self.fixed:
+            parts = zip(self._parts(images), self._parts(targets), strict=True)
+            return torch.cat([self.signals(layer, *part) for part in parts])[: len(images)]
         count, batch = len(images), Batch(images, targets.to(images.device))
         if layer not in self._module_inputs:
             own, weights = self._with_biases(self._vector_layers[layer], count)
@@ -654,6 +681,10 @@ class _NetworkProbe:
 
     def gradients(self, images: Tensor, targets: Tensor, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the gradients of all parameters of the loss of these images (N, C, H, W) with targets (N, ...)."""
+        if self.fixed is not None and len(images) != self.fixed:
+            parts = zip(self._parts(images), self._parts(targets), strict=True)  # copies have the picture's gradient
+            each = [self.gradients(*part, weights) for part in parts]
+            return {name: torch.stack([one[name] for one in each]).mean(0) for name in each[0]}
         leaves = {name: value.detach().requires_grad_() for name, value in weights.items()}
         batch = Batch(images, targets.to(images.device))
         with torch.enable_grad():
