@@ -26,6 +26,7 @@ from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.verification.any_loss import confirm_under_any_loss
 from attacks.verification.comparison import comparison, most_favorable
+from attacks.verification.contrasts import ask_contrast
 from attacks.verification.explanation import (
     explains_size,
     explains_statistics,
@@ -46,6 +47,7 @@ from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     BELOW_ROUNDING,
     CONTRADICTED,
+    CONTRAST_OPEN,
     COPIES_UNCOUNTED,
     FEWER_GIVEN,
     FOLDED,
@@ -77,6 +79,9 @@ UNSEEN_GRAY = 0.5
 """Pixels of which nothing is known."""
 LEAST_SEEN = 0.5
 """Share of a picture's numbers that a network must be given for a picture that the update bears out."""
+
+WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
+"""Reasons why a picture is one of several, of which a network is given all pixels."""
 
 
 def confirm(view: ServerView, result: Result) -> Result:
@@ -127,11 +132,13 @@ def _confirm(view: ServerView, result: Result) -> Result:
         reason, seen = REARRANGED, 0
     elif guess is not None and has_negative(view, held, guess[0], guess[2]):
         reason, seen = NEGATIVE, 0
+    elif guess is not None and (told := ask_contrast(view, *guess)) != "told":
+        reason, seen = CONTRAST_OPEN, 0 if told == "open" else held.inputs.numel()
     else:
         return held
     count = held.inputs.numel()
     several = (Remark.ONE_OF_SEVERAL,) if held.verified else ()  # of one that is borne out alone many are left
-    partly = several if reason in {FOLDED, REARRANGED, NEGATIVE} else (Remark.PARTLY_SEEN,)
+    partly = several if reason in WHOLLY_GIVEN else (Remark.PARTLY_SEEN,)
     said = reason.format(seen=seen, unseen=count - seen, count=count)
     held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
     held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)

@@ -105,6 +105,9 @@ NEGATIVE = (
     "one of several pictures that make the update: the network takes a picture for its negative, of the same class or "
     "of the other one"
 )
+CONTRAST_OPEN = (
+    "one of several pictures that make the update: the network takes their contrast off, about what it takes for gray"
+)
 FEWER_GIVEN = "one of several pictures that make the update: of {count} numbers the network is given {seen}"
 UNSEEN = (
     "borne out as far as the network sees it: {unseen} of the {count} numbers of the picture change nothing in the "

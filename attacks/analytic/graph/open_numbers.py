@@ -44,9 +44,9 @@ from attacks.analytic.graph.feature_inversion import (
     invert_features,
 )
 from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget, ResidualJacobian, residual
-from attacks.analytic.graph.level_lines import pictures_on_lines
 from attacks.analytic.graph.linearization import Forward
 from attacks.analytic.graph.picture_search import search_seconds
+from attacks.verification.level_lines import pictures_on_lines
 from fl.seeds import stream
 from fl.tensors import per_image
 

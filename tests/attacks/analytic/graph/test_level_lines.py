@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureTarget
-from attacks.analytic.graph.level_lines import pictures_on_lines
 from attacks.analytic.graph.open_numbers import count_open_numbers
+from attacks.verification.level_lines import pictures_on_lines
 from fl.seeds import stream
 
 

@@ -1,0 +1,64 @@
+"""Pictures of other contrast that make the same update, about what a network takes for gray.
+
+A network that takes a gray c off pixels, adds no bias and then normalizes returns the same of a picture x and of all of
+
+    c + s (x - c),  s > 0,
+
+and so does what flows back. Whole levels of 8 bits decide where none of the others is at such. Of a black and white
+picture about a middle gray many are.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attacks.network.pixel_map import gray_picture
+from attacks.verification.level_lines import pictures_on_lines
+from attacks.verification.pixel_levels import at_levels
+from attacks.verification.update_comparison import UpdateComparison
+from fl.view import ServerView
+
+SLIGHTLY_DULLER, DULLER = 0.98, 0.8
+"""What contrast is multiplied by in pictures that must not make the update: for one that is verified, and for one that
+counts as near."""
+
+
+def ask_contrast(
+    view: ServerView, check: UpdateComparison, images: Tensor, labels: Tensor
+) -> Literal["told", "nearly", "open"]:
+    """Return whether an update tells pictures from such of another contrast, or nearly tells it.
+
+    Args:
+        view: that was attacked.
+        check: the comparison with the update, which the images explain.
+        images: (N, C, H, W).
+        labels: with which they do.
+    """
+    gray = None if view.private else gray_picture(view)
+    if gray is None:
+        return "told"
+    images, gray = images.double(), gray.to(images.device).double()
+    allowed = check.bounds.predict_exactly(images, labels)[1]
+
+    def makes(others: Tensor) -> bool:
+        return not check.leaves_more(others, labels, allowed)
+
+    def duller(share: float) -> Tensor:
+        return gray + share * (images - gray)
+
+    if not makes(images) or not makes(duller(SLIGHTLY_DULLER)):
+        return "told"
+    whole = at_levels(images)
+    others = None if whole is None else pictures_on_lines(whole, _far_along(whole, whole - gray)[None])
+    if others is not None and not any(map(makes, others)):
+        return "told"
+    return "open" if makes(duller(DULLER)) else "nearly"
+
+
+def _far_along(images: Tensor, away: Tensor) -> Tensor:
+    """Return images moved along lines, so that some pixel of each moves by half of the range."""
+    longest = away.abs().amax((1, 2, 3), keepdim=True).clamp_min(torch.finfo(away.dtype).tiny)
+    return images + away * (0.5 / longest)
