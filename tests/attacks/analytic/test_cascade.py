@@ -219,12 +219,17 @@ def test_a_picture_that_explains_most_is_returned_without_a_claim() -> None:
     assert float((result.inputs - image).square().mean()) < 10**-2.3  # type: ignore[operator]
 
 
-def test_batches_and_several_steps_are_refused() -> None:
+def test_copies_come_back_and_several_steps_are_refused() -> None:
     task = network(*CHAINS["max pooling"])
     for method, count in ((STEP, 2), (replace(STEP, steps=2), 1)):
         batch = Batch(photograph(14).repeat(count, 1, 1, 1), torch.arange(count))
         view = Federation(Client(task, method), [ClientData(batch, batch)]).observe(0)[0]
-        assert isinstance(Cascade()(view), NotApplicable)
+        result = Cascade()(view)
+        assert isinstance(result, NotApplicable) is (method is not STEP)
+        if isinstance(result, Reconstruction):
+            assert result.inputs is not None
+            assert len(result.inputs) == count
+            assert float((result.inputs - batch.inputs).square().mean()) < 1e-3
 
 
 @pytest.mark.parametrize("deep", [False, True])
