@@ -8,28 +8,19 @@ ones and blocks of them, mirrored and moved around, pictures are turned, and inp
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from attacks.network.layer_chain import trace_view
-from attacks.result import NotApplicable
+from attacks.verification.same_outputs import WholeNetwork, are_others, makes_update
 from attacks.verification.update_comparison import UpdateComparison
 from fl.inputs.form import InputForm
-from fl.seeds import stream
 from fl.view import ServerView
 
 MOST_PLACES = 12
 """Places along an axis up to which every two are exchanged; of more, neighbors and the ends."""
-SAME_OUTPUT = 1e-9
-"""Relative to the largest output: what the order of sums may change."""
-DIFFERENT = 1 / 510
-"""Half a level of 8 bits: what a rearranged picture has to differ by somewhere to be another."""
-MARGIN = 1e-6
-"""By how much numbers may lie beyond their range."""
 
 
 def has_rearranged(view: ServerView, check: UpdateComparison, images: Tensor, labels: Tensor) -> bool:
@@ -43,11 +34,19 @@ def has_rearranged(view: ServerView, check: UpdateComparison, images: Tensor, la
         images: (N, C, H, W).
         labels: with which they do.
     """
-    others = (other for other in rearranged(view.task.inputs, images.double()) if _is_another(other, images))
-    return any(
-        bool(view.private) or check.is_explained_to_rounding(other, labels) or check.is_explained(other, labels)
-        for other in _returned_alike(view, images.double(), others)
-    )
+    network = WholeNetwork.of(view, images)
+    if network is None and view.private:
+        return False
+    for other in rearranged(view.task.inputs, images.double()):
+        another = are_others(other, images)
+        if network is None:
+            makes = bool(another.any()) and makes_update(check, other, labels)
+        else:
+            another = another & network.same(other) if bool(another.any()) else another
+            makes = bool(another.any()) and network.makes_update(view, check, network.put(other, another), labels)
+        if makes:
+            return True
+    return False
 
 
 def rearranged(form: InputForm, images: Tensor) -> Iterator[Tensor]:
@@ -98,38 +97,8 @@ def _indices(count: int) -> Iterator[Tensor]:
         yield index
     if count > 2:
         yield places.flip(0)
-        yield places.roll(1)
+        yield from (places.roll(1), places.roll(-1))
     for size in range(2, count // 2 + 1):
         if count % size == 0:
             yield torch.cat([places[size : 2 * size], places[:size], places[2 * size :]])
-            yield places.roll(size)
-
-
-def _is_another(other: Tensor, images: Tensor) -> bool:
-    """Return whether a rearranged picture can be one, and another one."""
-    inside = bool((other >= -MARGIN).all()) and bool((other <= 1 + MARGIN).all())
-    return inside and float((other - images.to(other)).abs().max()) > DIFFERENT
-
-
-def _returned_alike(view: ServerView, images: Tensor, others: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield those of which the network returns the same; all where that can't be asked."""
-    found = trace_view(view, view.device)
-    if isinstance(found, NotApplicable):
-        yield from () if view.private else others
-        return
-    model = copy.deepcopy(found[0])  # in training mode it counts statistics
-    draw = stream(0, "rearrangements")
-    with torch.no_grad():
-        for name, value in model.named_parameters():
-            if name in view.private:  # of which the server has zeros
-                value.copy_(torch.randn(value.shape, generator=draw, dtype=torch.float64))
-    before = _returned(model, images)
-    for other in others:
-        if bool((_returned(model, other) - before).abs().max() <= SAME_OUTPUT * before.abs().max()):
-            yield other
-
-
-def _returned(model: nn.Module, images: Tensor) -> Tensor:
-    with torch.no_grad():
-        outputs: Tensor = model(images)
-    return outputs
+            yield from (places.roll(size), places.roll(-size))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from attacks.base import Reconstruction, build
 from attacks.verification.confirmation import confirm
+from attacks.verification.same_outputs import WholeNetwork
 from fl.capture import from_batch
 from fl.methods.fedper import FedPer
 from fl.models.building_blocks.initialization import initialize
@@ -38,14 +40,20 @@ def values(count: int = 1, least: int = 0) -> Tensor:
     return (least + drawn * (255 - least)).round() / 255
 
 
+def one_with_a_negative() -> Tensor:
+    return torch.cat([values(), values() * 0.8])
+
+
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], bool]] = {
     "squares": (lambda: network(torch.square), values, True),
     "absolute values": (lambda: network(torch.abs), values, True),
     "squares about another gray": (lambda: network(torch.square, gray=0.6), lambda: values(least=60), True),
     "a negative out of range": (lambda: network(torch.square, gray=0.4), values, False),
     "squares of two pictures": (lambda: network(torch.square), lambda: values(2), True),
+    "squares of two, one with a negative": (lambda: network(torch.square, gray=0.4), one_with_a_negative, True),
     "squares and a bias": (lambda: network(torch.square, bias=True), values, False),
     "two classes of odd functions": (lambda: network(torch.tanh, classes=2), values, True),
+    "two pictures and classes of odd functions": (lambda: network(torch.tanh, classes=2), lambda: values(2), True),
     "more classes of odd functions": (lambda: network(torch.tanh, classes=3), values, False),
 }
 
@@ -63,6 +71,31 @@ def test_a_picture_is_verified_where_its_negative_does_not_make_the_update(name:
     assert held.verified is (None if ambiguous else True), held.note
     assert ("its negative" in held.note) is ambiguous
     assert not (ambiguous and held.approximate)
+
+
+def test_a_batch_is_not_verified_where_only_all_of_its_negatives_make_the_update() -> None:
+    """Statistics of a batch take off what its pictures have in common, so that all have to be negated at once."""
+    bend = nn.BatchNorm2d(8, affine=False), Applied(torch.square), nn.Flatten()
+    model = nn.Sequential(nn.Conv2d(1, 8, 3, bias=False), *bend, nn.Linear(128, 4)).train()
+    initialize(model, stream(1, "negatives"))
+    view, truth = from_batch(model, values(2), torch.arange(2))
+    held = confirm(view, Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True))
+    assert isinstance(held, Reconstruction)
+    assert held.verified is None
+    assert "its negative" in held.note
+
+
+def test_numbers_drawn_for_a_private_classifier_do_not_close_it() -> None:
+    head = nn.Sequential(nn.Linear(1024, 8), nn.Tanh(), nn.Linear(8, 4))
+    model = nn.Sequential(Applied(lambda x: 20 * x), nn.Flatten(), nn.Linear(36, 1024), nn.ReLU(), head)
+    initialize(model, stream(1, "negatives"))
+    view, truth = from_batch(model, values(), torch.tensor([1]))
+    private = {name: view.shared[name] for name in view.shared if name.startswith("4.")}
+    network = WholeNetwork.of(replace(view, private=private), truth.inputs)
+    assert network is not None
+    other = truth.inputs.double()
+    other[..., 0, 0] = 1 - other[..., 0, 0]
+    assert not bool(network.same(other).any())
 
 
 def test_a_known_label_tells_a_picture_from_its_negative_of_the_other_class() -> None:

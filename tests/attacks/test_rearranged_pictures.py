@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from attacks.base import Reconstruction, build
+from attacks.search_control import SearchControl, StoppedError, limited_by
 from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.confirmation import confirm
 from attacks.verification.rearrangements import has_rearranged, rearranged
+from attacks.verification.same_outputs import WholeNetwork
 from attacks.verification.update_comparison import UpdateComparison
 from fl.capture import from_batch
 from fl.methods.fedper import FedPer
@@ -62,6 +64,15 @@ def moved_around() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4))
 
 
+def added_up() -> nn.Module:
+    first = nn.Conv2d(1, 16, 3, padding=1), nn.Tanh(), nn.AdaptiveAvgPool2d(1)
+    return nn.Sequential(*first, nn.Flatten(), nn.Linear(16, 4))
+
+
+def beside_black(above: int, below: int) -> Tensor:
+    return functional.pad(values(1, 1, 6, 6), (0, 0, above, below))
+
+
 def patches(head: Callable[[], nn.Module] = lambda: nn.AdaptiveAvgPool2d(1), width: int = 32) -> nn.Module:
     body = nn.Conv2d(1, 32, 2, stride=2), nn.Tanh(), nn.Conv2d(32, 32, 1), nn.Tanh(), head(), nn.Flatten()
     return nn.Sequential(*body, nn.Linear(width, 4))
@@ -81,6 +92,9 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], Callable[[], object], bool]] 
     "half turns": (lambda: Turned((0, 2)), lambda: values(1, 1, 5, 6), True),
     "no turns": (lambda: Turned((0,)), lambda: values(1, 1, 6, 6), False),
     "moved around by twos": (moved_around, lambda: values(1, 1, 6, 6), True),
+    "room above alone": (added_up, lambda: beside_black(3, 1), True),
+    "room below alone": (added_up, lambda: beside_black(1, 3), True),
+    "no room": (added_up, lambda: beside_black(0, 0), False),
     "patches in their places": (lambda: patches(nn.Identity, 288), lambda: values(1, 1, 6, 6), False),
 }
 
@@ -97,6 +111,26 @@ def test_a_picture_is_verified_where_no_other_order_of_its_parts_makes_the_updat
     assert held.verified is (None if ambiguous else True), held.note
     assert ("another order" in held.note) is ambiguous
     assert not (ambiguous and held.approximate)
+
+
+def test_a_batch_is_not_verified_where_one_of_its_pictures_can_be_moved_around() -> None:
+    model = added_up()
+    initialize(model, stream(1, "rearranged"))
+    images = torch.cat([beside_black(3, 1), values(1, 1, 10, 6)])
+    view, truth = from_batch(model, images, torch.tensor([1, 2]))
+    held = confirm(view, Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True))
+    assert isinstance(held, Reconstruction)
+    assert held.verified is None
+    assert "another order" in held.note
+
+
+def test_other_orders_are_asked_for_no_longer_than_the_time_limit() -> None:
+    model = Points(placed=True)
+    view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]))
+    network = WholeNetwork.of(view, truth.inputs)
+    assert network is not None
+    with limited_by(SearchControl(time_limit=0.0)), pytest.raises(StoppedError):
+        network.same(truth.inputs.double())
 
 
 @pytest.mark.parametrize("placed", [True, False])
