@@ -52,15 +52,20 @@ class WholeNetwork:
                     value.copy_(drawn * value.shape[1:].numel() ** -0.5)
             return cls(model, images, model(images))
 
-    def same(self, others: Tensor, *, sign: int = 1) -> Tensor:
-        """Return of which others (N, C, H, W) the network returns the same (N,), or that times -1.
+    def same(self, others: Tensor, *, sign: int = 1, least: float = SAME_OUTPUT) -> Tensor:
+        """Return of which others the network returns the same (N,), or that times -1.
 
         Pictures count each by itself: a network may take one of a batch for another one, and the rest not.
+
+        Args:
+            others: (N, C, H, W).
+            sign: 1 or -1.
+            least: what outputs may differ by, relative to the largest, where that is more than the order of sums does.
         """
         check_time_limit()
         with torch.no_grad():
             far = (self.model(others) - sign * self.outputs).abs()
-        limit, count = SAME_OUTPUT * self.outputs.abs().max(), len(self.images)
+        limit, count = max(least, SAME_OUTPUT) * self.outputs.abs().max(), len(self.images)
         each = far.reshape(count, -1).amax(1) if len(far) == count else far.amax().expand(count)
         return each <= limit
 

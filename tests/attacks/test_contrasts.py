@@ -7,8 +7,13 @@ import torch
 from torch import Tensor, nn
 
 from attacks.base import Reconstruction, build
+from attacks.search_control import SearchControl, StoppedError, limited_by
+from attacks.update.observed_update import ObservedUpdate
 from attacks.verification.confirmation import confirm
+from attacks.verification.contrasts import ask_contrast
+from attacks.verification.update_comparison import UpdateComparison
 from fl.capture import from_batch
+from fl.methods.fedper import FedPer
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
 
@@ -65,6 +70,29 @@ def test_a_picture_is_verified_where_none_of_another_contrast_makes_the_update(
     assert held.verified is verified, held.note
     assert ("contrast off" in held.note) is (verified is None)
     assert not held.approximate
+
+
+@pytest.mark.parametrize(
+    ("name", "bias", "verified"),
+    [("black and white", False, None), ("black and white", True, True), ("levels", False, True)],
+)
+def test_behind_a_private_classifier_what_it_is_given_tells_whether_contrast_is_told(
+    name: str, bias: bool, verified: bool | None
+) -> None:
+    gray = 0.2 if name == "levels" else 0.5
+    method = FedPer(steps=1, batch_size=None)
+    view, truth = from_batch(network(gray, bias=bias), PICTURES[name], torch.tensor([1]), method=method)
+    held = confirm(view, Reconstruction(inputs=truth.inputs, labels=None, verified=True))
+    assert isinstance(held, Reconstruction)
+    assert held.verified is verified, held.note
+
+
+def test_other_contrasts_are_asked_for_no_longer_than_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    view, truth = from_batch(network(0.5), PICTURES["black and white"], torch.tensor([1]))
+    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
+    monkeypatch.setattr("attacks.verification.contrasts.gray_picture", lambda view: torch.full((1, 1, 6, 6), 0.5))
+    with limited_by(SearchControl(time_limit=0.0)), pytest.raises(StoppedError):
+        ask_contrast(view, check, truth.inputs, truth.labels)
 
 
 def test_a_picture_that_an_attack_found_at_another_contrast_is_not_verified() -> None:
