@@ -82,6 +82,8 @@ LEAST_SEEN = 0.5
 
 WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
 """Reasons why a picture is one of several, of which a network is given all pixels."""
+CONTRAST_DOUBTS = {True: ("open", "nearly"), False: ("open",)}
+"""Answers on a picture's contrast that matter, of one verified, and of one near, whose note says how near."""
 
 
 def confirm(view: ServerView, result: Result) -> Result:
@@ -132,7 +134,7 @@ def _confirm(view: ServerView, result: Result) -> Result:
         reason, seen = REARRANGED, 0
     elif guess is not None and has_negative(view, held, guess[0], guess[2]):
         reason, seen = NEGATIVE, 0
-    elif guess is not None and (told := ask_contrast(view, *guess)) != "told":
+    elif guess is not None and (told := ask_contrast(view, *guess)) in CONTRAST_DOUBTS[bool(held.verified)]:
         reason, seen = CONTRAST_OPEN, 0 if told == "open" else held.inputs.numel()
     else:
         return held
