@@ -130,7 +130,7 @@ def _confirm(view: ServerView, result: Result) -> Result:
         unseen := _count_unseen(view, held)
     ):
         reason, seen = UNSEEN, held.inputs.numel() - unseen
-    elif (guess := _first_guess(view, held)) is not None and has_rearranged(view, *guess):
+    elif (guess := _first_guess(view, held)) is not None and has_rearranged(view, *guess, held.fixed):
         reason, seen = REARRANGED, 0
     elif guess is not None and has_negative(view, held, guess[0], guess[2]):
         reason, seen = NEGATIVE, 0

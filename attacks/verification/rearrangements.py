@@ -23,7 +23,9 @@ MOST_PLACES = 12
 """Places along an axis up to which every two are exchanged; of more, neighbors and the ends."""
 
 
-def has_rearranged(view: ServerView, check: UpdateComparison, images: Tensor, labels: Tensor) -> bool:
+def has_rearranged(
+    view: ServerView, check: UpdateComparison, images: Tensor, labels: Tensor, fixed: Tensor | None = None
+) -> bool:
     """Return whether images make an update in another order of their parts as well.
 
     Where the server does not know the whole network, what the rest of it returns has to do.
@@ -33,12 +35,14 @@ def has_rearranged(view: ServerView, check: UpdateComparison, images: Tensor, la
         check: the comparison with the update, which the images explain.
         images: (N, C, H, W).
         labels: with which they do.
+        fixed: the numbers that are told, where an attack says so: another order of the rest is no news.
     """
     network = WholeNetwork.of(view, images)
     if network is None and view.private:
         return False
     for other in rearranged(view.task.inputs, images.double()):
-        another = are_others(other, images)
+        changed = other if fixed is None else torch.where(fixed, other, images.to(other))
+        another = are_others(changed, images)
         if network is None:
             makes = bool(another.any()) and makes_update(check, other, labels)
         else:
