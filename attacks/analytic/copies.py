@@ -13,6 +13,7 @@ from attacks.labels.assignment import count_targets
 from attacks.labels.recovery import single_label
 from attacks.result import NotApplicable, Reconstruction, Result
 from attacks.update.first_linear_layer import LinearLayer, first_linear
+from attacks.update.float_rounding import coarse_form
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import training_phases
 from fl.losses.function import OwnLoss
@@ -48,6 +49,8 @@ def attack_one_of_copies(
 
 def may_be_copies(view: ServerView) -> bool:
     """Return whether one step on several images left in the first linear layer what a single one leaves."""
+    if coarse_form(view):  # of unlike images the mean would do as well
+        return False
     count, fed = view.batch_size, [step for steps in training_phases(view)[1] or () for step in steps if any(step)]
     if not count or count < 2 or view.parts or len(fed) != 1 or isinstance(view.task.loss, OwnLoss):
         return False

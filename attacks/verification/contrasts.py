@@ -10,6 +10,7 @@ picture about a middle gray many are.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -50,12 +51,13 @@ def ask_contrast(
     images, gray = images.double(), gray.to(images.device).double()
     allowed = check.bounds.predict_exactly(images, labels)[1] if network is None else {}
     rounding = ROUNDINGS * torch.finfo(view.dtype).eps
+    factor = None if network is not None else _stated_factor(check, images, labels, allowed)
 
     def makes(others: Tensor) -> bool:
         check_time_limit()
         if network is not None:
             return bool(network.same(others, least=rounding).all())
-        return not check.leaves_more(others, labels, allowed)
+        return not check.exceeds(check.predictor.predict_in_double(others, labels), allowed, factor)
 
     def duller(share: float) -> Tensor:
         return gray + share * (images - gray)
@@ -67,6 +69,16 @@ def ask_contrast(
     if others is not None and not any(map(makes, others)):
         return "told"
     return "open" if makes(duller(DULLER)) else "nearly"
+
+
+def _stated_factor(
+    check: UpdateComparison, images: Tensor, labels: Tensor, allowed: Mapping[str, float]
+) -> float | None:
+    """Return by what a prediction is multiplied at the stated step size, or None where images make no such update."""
+    if check.view.scale_unknown:
+        return None
+    made = check.predictor.predict_in_double(images, labels)
+    return None if check.exceeds(made, allowed, check.stated_factor) else check.stated_factor
 
 
 def _far_along(images: Tensor, away: Tensor) -> Tensor:

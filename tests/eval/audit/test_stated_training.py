@@ -25,7 +25,7 @@ def audited(examples: int, stated: int, *, known: bool = False) -> AuditReport:
 
 
 def test_what_nothing_being_shown_rests_on_is_said() -> None:
-    (rests,) = audited(1, 8).notes[-1:]
+    (rests,) = audited(2, 8).notes[-1:]
     assert rests.startswith(f"{RESTS}8")
     assert "a wrong one can hide what leaks" in rests
 

@@ -105,8 +105,10 @@ def test_an_update_in_the_order_of_sorted_names_is_taken_where_no_other_fits():
 def test_weights_that_do_not_belong_together_are_refused_with_the_reason():
     model = network()
     before, late = dict(model.state_dict()), after(model, batch())
-    with pytest.raises(ValueError, match=r"expected arrays without names in the order of model.state_dict.., got"):
+    with pytest.raises(ValueError, match=r"shapes of model.state_dict.. from the last to the first"):
         with_model_names(load_pair(list(before.values())[::-1], late), model)
+    with pytest.raises(ValueError, match=r"expected arrays without names in the order of model.state_dict.., got"):
+        with_model_names(load_pair([*list(before.values())[1:], before[next(iter(before))]], late), model)
     with pytest.raises(ValueError, match=r"the same names under 'before' and 'after', got '3.bias' in 'after' alone"):
         with_model_names(load_pair({n: v for n, v in before.items() if n != "3.bias"}, late), model)
     with pytest.raises(ValueError, match="expected kind 'update' of weights before and after"):
