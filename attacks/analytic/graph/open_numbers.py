@@ -28,6 +28,7 @@ on the line (`pictures_on_lines`).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -145,6 +146,8 @@ def _count_moved(images: Tensor, others: Tensor | None, most: float) -> int:
 def _search_aside(problem: FeatureProblem, images: Tensor, changes: Sequence[Tensor], seed: int) -> Tensor | None:
     """Return where searches end that begin beside images, (n, B, C, H, W); None where one does not meet its features.
 
+    All of them together may take as long as the search for the pictures.
+
     Args:
         problem: the features.
         images: (B, C, H, W).
@@ -152,12 +155,14 @@ def _search_aside(problem: FeatureProblem, images: Tensor, changes: Sequence[Ten
         seed: of the searches.
     """
     shape, ends = images.shape, []
-    settings = InversionSettings(seed=seed, seconds=search_seconds(shape), restarts=0, roughness=0.0, below_noise=False)
+    settings = InversionSettings(seed=seed, restarts=0, roughness=0.0, below_noise=False)
+    last = time.process_time() + search_seconds(shape)
 
     def search(change: Tensor) -> InvertedImages:
         start, single = images + change, problem.single_forward
+        timed = replace(settings, seconds=max(0.0, last - time.process_time()))
         return invert_features(
-            problem.forward, problem.targets, shape, settings=settings, single_forward=single, start=start
+            problem.forward, problem.targets, shape, settings=timed, single_forward=single, start=start
         )
 
     for change in changes:

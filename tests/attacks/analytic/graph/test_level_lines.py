@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attacks.analytic.graph.feature_inversion import InvertedImages
-from attacks.analytic.graph.feature_residuals import FeatureTarget
+from attacks.analytic.graph import open_numbers
+from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
 from attacks.analytic.graph.open_numbers import count_open_numbers
 from attacks.verification.level_lines import pictures_on_lines
 from fl.seeds import stream
@@ -73,3 +74,26 @@ def test_features_without_contrast_tell_a_picture_of_whole_levels(flat: bool) ->
     found = InvertedImages(image, torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.ones(1), 1)
     opened = count_open_numbers(features, features, [FeatureTarget(*features(image))], found, seed=0)
     assert opened > 0 if flat else opened == 0
+
+
+def test_searches_aside_share_one_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be searched for counts as open."""
+    image, given = picture(4), list[float]()
+    monkeypatch.setattr(open_numbers, "search_seconds", lambda _: 5.0)
+
+    def stuck(*_: object, settings: InversionSettings, **__: object) -> InvertedImages:
+        given.append(settings.seconds or 0.0)
+        return InvertedImages(image, torch.ones(1), torch.zeros(1, dtype=torch.bool), torch.ones(1), 1)
+
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr(open_numbers.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(open_numbers, "invert_features", stuck)
+
+    def contrastless(x: Tensor) -> list[Tensor]:
+        signal = (x - 127.5 / 255).flatten(1)
+        return [signal / signal.norm(dim=1, keepdim=True)]
+
+    found = InvertedImages(image, torch.zeros(1), torch.ones(1, dtype=torch.bool), torch.ones(1), 1)
+    problem = FeatureProblem.of(contrastless, contrastless, [FeatureTarget(*contrastless(image))])
+    assert open_numbers._search_aside(problem, found.images, [torch.zeros_like(image)], seed=0) is None
+    assert given == [3.0, 1.0, 0.0]
