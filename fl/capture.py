@@ -219,30 +219,41 @@ def from_batch(
     check_given(inputs, labels, chosen.input_range, classes=loss.is_cross_entropy)
     form = chosen.input_form(inputs, count_ids(model, inputs))
     own = _trainable(model)
-    kind = floating_weight(own).dtype  # pictures are brought to it, as an audit does
-    packed = form.pack(inputs, kind).detach().to(kind, copy=True)
-    check_values(form, packed)
-    labels = labels.detach().clone()
-    packed = _with_inputs(own, form, packed)
+    packed = _pack(own, form, inputs)
     described = " and ".join(map(describe_tensor, tensors_of(inputs)))
     shape = prepare_outputs(own, packed, loss, chosen.output, described)
     if num_classes not in {None, shape[0]}:
         raise ValueError(f"expected num_classes {shape[0]}, as the model has, got {num_classes}")
     task = chosen.task(own, form, shape)
-    labels = _prepare_targets(loss, task.loss, labels, shape)
+    targets = _prepare_targets(loss, task.loss, labels.detach().clone(), shape)
     client = chosen.client(task)
     check_training(client, packed, default=chosen.method is None)
-    batch = Batch(packed, labels)
+    return _observe_step(client, Batch(packed, targets), seed, chosen.threat)
+
+
+def _pack(model: nn.Module, form: InputForm, inputs: Inputs) -> Tensor:
+    """Return inputs as one tensor, in the model's type as an audit has them, and let the model take it."""
+    kind = floating_weight(model).dtype
+    packed = form.pack(inputs, kind).detach().to(kind, copy=True)
+    check_values(form, packed)
+    return _with_inputs(model, form, packed)
+
+
+def _observe_step(client: Client, batch: Batch, seed: int, threat: ThreatModel | None) -> tuple[ServerView, Truth]:
+    """Return what the server sees of a client's step on a batch, and the truth.
+
+    Raises:
+        ValueError: the step fails, or its numbers are not finite.
+    """
     several = "; a loss that compares examples takes several (batch_size)" if len(batch) == 1 else ""
     try:
         with function_errors_named():
-            view, truth = Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=chosen.threat)
+            view, truth = Federation(client, [ClientData(batch, batch)], seed).observe(0, threat=threat)
     except FunctionError as error:
         several = "" if str(error).endswith(IN_ONE_TYPE) else several
         several = "; give targets as the function takes them" if "must match" in str(error) else several
-        given = (
-            f"{len(batch)} example(s), outputs {(len(batch), *shape)} and targets {labels.dtype} {tuple(labels.shape)}"
-        )
+        outputs, targets = (len(batch), *client.task.output_shape), batch.labels
+        given = f"{len(batch)} example(s), outputs {outputs} and targets {targets.dtype} {tuple(targets.shape)}"
         raise ValueError(f"{error}, in the client's own step on {given}{several}") from error
     if bad := [name for name, value in view.update.items() if not bool(dense(value).isfinite().all())]:
         raise ValueError(

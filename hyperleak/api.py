@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -31,7 +31,7 @@ from eval.experiment.spec import Experiment
 from eval.report.load import load as read_run
 from eval.report.writer import write_figures
 from eval.run import runner
-from eval.run.execute import folder_in_use, run_and_publish
+from eval.run.execute import RunOutcome, folder_in_use, run_and_publish
 from eval.run.executors.choice import ExecutorChoice, choose_executor
 from eval.run.plan import prepare
 from eval.run.resources import choose_workers
@@ -177,44 +177,90 @@ def run(
     """
     if unknown := set(how) - set(RunSettings.__annotations__):
         raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
-    control, unlike, modules = _control(how.get("minutes")), None, ""
-    section: Mapping[str, Any] = {}
+    control = _control(how.get("minutes"))
     target = None if out is None else _path("out", out)
     if isinstance(experiment, str | Path):
-        path = config_catalog.find_config(str(experiment))
-        target = default_folder(path) if target is None else target
-        name, described = path.stem, yaml_config.load(path, overrides)
-        modules, section = plugins.module_folder(described, path), yaml_config.executor_section(path)
-        if path.resolve().parent != target.resolve():  # a run's own config has every default in it
-            unlike = default_differences.differences_in_file(described, path, overrides)
+        source = _read_config(config_catalog.find_config(str(experiment)), overrides, target)
     elif overrides:
         raise ValueError("overrides go with the name of a config or a file; change plain data or the object itself")
-    elif isinstance(experiment, Experiment):
-        name, described = "experiment", experiment
-    elif not isinstance(experiment, Mapping):
-        kind = type(experiment).__name__
-        raise TypeError(f"expected an experiment as a config's name, a file, plain data or an Experiment, got {kind}")
     else:
-        name, described = "experiment", yaml_config.read(dict(experiment))
-        unlike = default_differences.differing_defaults(described, experiment)
-        section = yaml_config.executor_section(experiment)
-    folder = RunDir(Path("results") / name if target is None else target)
-    choice = _executor(how.get("executor"), section, workers)
+        source = _take_experiment(experiment, target)
+    choice = _executor(how.get("executor"), source.executor, workers)
     if choice is not None:
         choice.check()
-    plan = prepare(described, device=device, elsewhere=choice is not None and choice.is_elsewhere)
+    plan = prepare(source.experiment, device=device, elsewhere=choice is not None and choice.is_elsewhere)
     if choice is not None:
         choice.count(plan.device_kind)  # refuses a number that can't be, before anything is written
     options = runner.Options(
         workers=choose_workers(workers, plan.device),
-        name=name,
+        name=source.name,
         control=control,
-        unlike_defaults=unlike,
-        module_folder=modules,
+        unlike_defaults=source.unlike_defaults,
+        module_folder=source.module_folder,
         executor=choice,
     )
-    with folder_in_use(folder, options), folder.logged():
-        outcome = run_and_publish(plan, folder, options, progress)
+    with folder_in_use(source.folder, options), source.folder.logged():
+        outcome = run_and_publish(plan, source.folder, options, progress)
+    return _result_of(outcome, source.folder)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Source:
+    """An experiment, and what its config says of the run beside it.
+
+    Attributes:
+        experiment: the settings.
+        name: of the run.
+        folder: of the run.
+        unlike_defaults: in which defaults the methods differ, if in any.
+        module_folder: where modules are that the config imports.
+        executor: the config's section of that name.
+    """
+
+    experiment: Experiment
+    name: str
+    folder: RunDir
+    unlike_defaults: str | None = None
+    module_folder: str = ""
+    executor: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _read_config(path: Path, overrides: Sequence[str], out: Path | None) -> _Source:
+    """Return the experiment of a file."""
+    folder = default_folder(path) if out is None else out
+    experiment = yaml_config.load(path, overrides)
+    is_own = path.resolve().parent == folder.resolve()  # a run's own config has every default in it
+    return _Source(
+        experiment=experiment,
+        name=path.stem,
+        folder=RunDir(folder),
+        unlike_defaults=None if is_own else default_differences.differences_in_file(experiment, path, overrides),
+        module_folder=plugins.module_folder(experiment, path),
+        executor=yaml_config.executor_section(path),
+    )
+
+
+def _take_experiment(given: Mapping[str, Any] | Experiment, out: Path | None) -> _Source:
+    """Return the experiment that is given as an object or as plain data."""
+    name = "experiment"
+    folder = RunDir(Path("results") / name if out is None else out)
+    if isinstance(given, Experiment):
+        return _Source(experiment=given, name=name, folder=folder)
+    if not isinstance(given, Mapping):
+        kind = type(given).__name__
+        raise TypeError(f"expected an experiment as a config's name, a file, plain data or an Experiment, got {kind}")
+    experiment = yaml_config.read(dict(given))
+    return _Source(
+        experiment=experiment,
+        name=name,
+        folder=folder,
+        unlike_defaults=default_differences.differing_defaults(experiment, given),
+        executor=yaml_config.executor_section(given),
+    )
+
+
+def _result_of(outcome: RunOutcome, folder: RunDir) -> RunResult:
+    """Return what a run left, unless nothing could be finished."""
     failures = tuple(f"{failure.name}: {failure.reason}" for failure in outcome.failures)
     unfinished = tuple(outcome.unfinished)
     if not outcome.rows:

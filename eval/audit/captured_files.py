@@ -281,43 +281,69 @@ def _from_state(found: object, wanted: str, file: str = "") -> CapturedUpdate:
     if _is_by_layer(found):
         return _from_state(_joined(found), wanted, file)
     named = {str(name): value for name, value in found.items()}
+    _refuse_optimizer(named, wanted)
+    _refuse_packed(named, wanted)
+    if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
+        ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
+        return _from_list([named[name] for name in ordered], wanted)
+    _refuse_half(named, wanted)
+    return _from_inner_state(named, wanted, file) or _from_tensors(named, wanted)
+
+
+def _refuse_optimizer(named: Mapping[str, object], wanted: str) -> None:
+    """Refuse the state of an optimizer."""
     if named.keys() >= OPTIMIZER_KEYS:
         raise ValueError(
             f"{wanted}, got the state of an optimizer, whose averages of gradients are no update: give the model's "
             "weights before and after"
         )
+
+
+def _refuse_packed(named: Mapping[str, object], wanted: str) -> None:
+    """Refuse a tensor that was packed, such as the places and values of a sparse one, in place of a state."""
     if len(named) <= 3 and "values" in named and (hint := packed_hint(list(named))):
         raise ValueError(f"{wanted}, got {', '.join(named)}: {hint}")
-    if all(re.fullmatch(r"arr_\d+|\d+", name) for name in named):
-        ordered = sorted(named, key=lambda name: int(name.removeprefix("arr_")))
-        return _from_list([named[name] for name in ordered], wanted)
-    _refuse_half(named, wanted)
+
+
+def _from_inner_state(named: Mapping[str, object], wanted: str, file: str) -> CapturedUpdate | None:
+    """Return the one state inside a checkpoint, by the words of trainers or for being alone; None where is none."""
     inner = {name: value for name, value in named.items() if _is_state(value)}
     chosen = _state_word(inner) or (next(iter(inner)) if len(inner) == 1 else "")
-    if chosen and (chosen in STATE_WORDS or not any(isinstance(value, Tensor) for value in named.values())):
-        note = f"the update is what {file or 'it'} holds under {chosen!r}"
-        state = _from_state(inner[chosen], wanted)
-        return replace(state, notes=(note, *state.notes))
+    if not chosen:
+        return None
+    if chosen not in STATE_WORDS and any(isinstance(value, Tensor) for value in named.values()):
+        return None
+    note = f"the update is what {file or 'it'} holds under {chosen!r}"
+    state = _from_state(inner[chosen], wanted)
+    return replace(state, notes=(note, *state.notes))
+
+
+def _from_tensors(named: Mapping[str, object], wanted: str) -> CapturedUpdate:
+    """Return the tensors of a dictionary, those with a scale written out, without numbers and words beside them."""
     written, scaled = write_out_scaled(named, wanted)
     plain = sorted(
         name for name, value in written.items() if value is None or isinstance(value, bool | int | float | str)
     )
-    tensors = {name: value for name, value in written.items() if name not in plain}
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            packed = packed_hint([str(part) for part in value]) if isinstance(value, dict) else ""
-            hint = _states_hint(tensors) or PAIR_HINT if isinstance(value, dict) else _list_hint(value)
-            remedy = packed or _odd_inside(value) or hint
-            raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {remedy}")
+    others = {name: value for name, value in written.items() if name not in plain}
+    tensors = {name: value for name, value in others.items() if isinstance(value, Tensor)}
+    for name, value in others.items():
+        if name not in tensors:
+            raise ValueError(f"{wanted}, got a {type(value).__name__} under {name!r}: {_remedy_of(value, others)}")
     if not tensors:
         raise ValueError(f"{wanted}, got none")
-    plain_tensors = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
     return CapturedUpdate(
-        plain_tensors,
+        tensors,
         notes=(*([f"no tensors, so left out: {', '.join(plain)}"] if plain else []), *scaled.notes),
         rounding=scaled.rounding,
-        sent_as=scaled.sent_as or coarse_type(plain_tensors),
+        sent_as=scaled.sent_as or coarse_type(tensors),
     )
+
+
+def _remedy_of(value: object, beside: Mapping[str, object]) -> str:
+    """Say what to give in place of something that is no tensor."""
+    if not isinstance(value, dict):
+        return _list_hint(value)
+    return packed_hint([str(part) for part in value]) or _odd_inside(value) or _states_hint(beside) or PAIR_HINT
 
 
 def _states_hint(found: Mapping[str, object]) -> str:

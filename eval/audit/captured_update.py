@@ -69,48 +69,22 @@ def of_update(
     Raises:
         ValueError: model, update and images do not fit each other; says which tensor.
     """
-    sides = [side for side in input_shape if isinstance(side, int)] if isinstance(input_shape, Sequence) else []
-    if len(sides) == len(input_shape) == 3:
-        what = "inputs" if source else "--input-shape of images"
-        check_images_fit(model, (sides[0], sides[1], sides[2]), what, source)
-    stated = client.labels if isinstance(client, CapturedUpdateSettings) else None
+    _check_sides(model, input_shape, source)
     knows_labels = client.threat is not None and client.threat.knows_labels
+    stated = client.labels if isinstance(client, CapturedUpdateSettings) else None
     if client.threat is not None:  # a part of several clients' labels belongs to each
         client = replace(client, threat=replace(client.threat, knows_labels=False))
-    clients = captured.clients
+    count = batch_size * captured.clients
     with with_command_hints(model, client.method):
-        known = _known(client, batch_size=batch_size * clients)
-        task = task_of_update(model, input_shape, known, update=captured.update)
+        task = task_of_update(model, input_shape, _known(client, batch_size=count), update=captured.update)
         made = client.client(task)
     model, masks = with_masks_of(task.model, model)
     model, unsent = freeze_unsent(model, captured.update, _shared_names(made, model))
-
-    def view_of(size: int) -> ServerView:
-        known = _known(
-            client,
-            batch_size=max(1, size // clients),
-            shared=_parameters(captured, model),
-            buffers=_known_buffers(captured, model),
-            kind=captured.kind,
-        )
-        with with_command_hints(model, client.method):
-            alone = from_update(model, captured.update, input_shape=input_shape, options=known)
-        return as_mean_of_clients(alone, clients)
-
-    view = replace(_with_buffers(view_of(batch_size * clients), captured.buffers), scale_unknown=captured.scale_unknown)
-    halves = {name: captured.before.get(name, captured.update[name]) for name in view.update if name in captured.update}
-    view = replace(view, sent_as=captured.sent_as or coarse_in_part(halves))
-    view, decay = with_decay_read_off(view)
-    known_data = None
-    if given is not None:
-        known_data = _true_batch(Examples.of(given), view, batch_size * clients)
-        known_data = known_data.take(torch.arange(len(given) // clients * clients))
-        stated = known_data.labels[: batch_size * clients] if knows_labels else stated
-    elif knows_labels and stated is None:
-        raise ValueError(
-            "expected the labels, which the attacker knows under this threat model, got none: give them alone "
-            "(--labels 3,0), or with their images (--images, or your function returns them)"
-        )
+    view_of = partial(_view_of, model, captured, client, input_shape)
+    view, decay = with_decay_read_off(_as_sent(view_of(count), captured))
+    true = None if given is None else _true_batch(Examples.of(given), view, count, captured.clients)
+    if knows_labels:
+        stated = _known_labels(stated if true is None else true.labels[:count])
     view = view if stated is None else _with_labels(view, stated)
     doubts = (
         _train_mode_contradiction(view, captured.buffers),
@@ -119,11 +93,69 @@ def of_update(
     )
     notes = (*captured.notes, *filter(None, (masks, unsent, decay)))
     subject = Subject(view, None, inconsistency="; ".join(filter(None, doubts)), captured=True, notes=notes)
-    scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
-    if known_data is None:
+    if true is None:
         return subject
-    told = _with_truth(subject, known_data, view_of, scaled=scaled, rounding=_rounding(captured, view))
+    scaled = client.method is None or captured.scale_unknown  # without a method the step size is a guess
+    told = _with_truth(subject, true, view_of, scaled=scaled, rounding=_rounding(captured, view))
     return _allow_finer_start(told, rounding_bounds(captured.before, captured.before))
+
+
+def _check_sides(model: nn.Module, input_shape: Sequence[int] | Inputs, source: str) -> None:
+    """Refuse a shape of pictures that the model does not take; of other inputs nothing is said here.
+
+    Args:
+        model: of the user.
+        input_shape: as `of_update` takes it.
+        source: what says the shape; that is the option where nothing else does.
+
+    Raises:
+        ValueError: the model does not take such pictures.
+    """
+    sides = [side for side in input_shape if isinstance(side, int)] if isinstance(input_shape, Sequence) else []
+    if len(sides) == len(input_shape) == 3:
+        what = "inputs" if source else "--input-shape of images"
+        check_images_fit(model, (sides[0], sides[1], sides[2]), what, source)
+
+
+def _view_of(
+    model: nn.Module,
+    captured: CapturedUpdate,
+    client: ClientSettings | CapturedUpdateSettings,
+    input_shape: Sequence[int] | Inputs,
+    size: int,
+) -> ServerView:
+    """Return the view of a captured update as if it were of so many images, those of all clients together."""
+    known = _known(
+        client,
+        batch_size=max(1, size // captured.clients),
+        shared=_parameters(captured, model),
+        buffers=_known_buffers(captured, model),
+        kind=captured.kind,
+    )
+    with with_command_hints(model, client.method):
+        alone = from_update(model, captured.update, input_shape=input_shape, options=known)
+    return as_mean_of_clients(alone, captured.clients)
+
+
+def _as_sent(view: ServerView, captured: CapturedUpdate) -> ServerView:
+    """Return a view with what the file says beside the update: buffers, whether its size is told, coarse numbers."""
+    view = replace(_with_buffers(view, captured.buffers), scale_unknown=captured.scale_unknown)
+    halves = {name: captured.before.get(name, captured.update[name]) for name in view.update if name in captured.update}
+    return replace(view, sent_as=captured.sent_as or coarse_in_part(halves))
+
+
+def _known_labels(labels: Tensor | None) -> Tensor:
+    """Return the labels that the attacker knows.
+
+    Raises:
+        ValueError: nobody gives them.
+    """
+    if labels is None:
+        raise ValueError(
+            "expected the labels, which the attacker knows under this threat model, got none: give them alone "
+            "(--labels 3,0), or with their images (--images, or your function returns them)"
+        )
+    return labels
 
 
 def _with_labels(view: ServerView, labels: Tensor) -> ServerView:
@@ -296,8 +328,8 @@ def _with_buffers(view: ServerView, change: dict[str, Tensor]) -> ServerView:
     return replace(view, buffers_after=after)
 
 
-def _true_batch(given: Examples, view: ServerView, count: int) -> Batch:
-    """Return the true inputs as the view has them, and their targets.
+def _true_batch(given: Examples, view: ServerView, count: int, clients: int) -> Batch:
+    """Return the true inputs as the view has them, and their targets, as many for each client.
 
     Raises:
         ValueError: there are fewer than the update is made of, or they do not fit the view.
@@ -313,7 +345,8 @@ def _true_batch(given: Examples, view: ServerView, count: int) -> Batch:
         raise ValueError(f"expected true images of --input-shape {expected}, got {got}")
     packed = task.inputs.pack(given.inputs, view.dtype)
     check_values(task.inputs, packed)
-    return Batch(packed, task.loss.prepare(given.labels, task.output_shape))
+    whole = Batch(packed, task.loss.prepare(given.labels, task.output_shape))
+    return whole.take(torch.arange(len(given) // clients * clients))
 
 
 def _tolerance(view: ServerView, batch_size: int) -> float:

@@ -67,17 +67,31 @@ def with_model_names(
     if captured.unpaired is not None:
         captured = _pair_up(captured, captured.unpaired, model, input_shape)
     captured = with_torch_layout(split_vector(captured, model), model, input_shape)
+    renamed = _renamed(captured, model)
+    rounded = _with_rounding(renamed, model)
+    return replace(_without_idle_parts(rounded, model), nameless=False, weights=False)
+
+
+def _renamed(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return an update, or weights, by the model's own names; what the model does not have is gone."""
     own, said = _own_names(captured, model)
     if (captured.weights or captured.before) and (masked := _masked_weights(own)):
         raise ValueError(
             f"expected {own[masked]!r} as the pruned model has it, got {masked!r}, which is multiplied with its mask: "
             "save model.state_dict() before torch.nn.utils.prune.remove, or the difference of the masked weights alone"
         )
-    update = {own[name]: value for name, value in captured.update.items() if name in own}
+    update, before, rounding = (
+        {own[name]: value for name, value in values.items() if name in own}
+        for values in (captured.update, captured.before, captured.rounding)
+    )
     _refuse_other_names(update, model)
-    before = {own[name]: value for name, value in captured.before.items() if name in own}
-    notes = [*captured.notes, *said]
-    rounding = {own[name]: value for name, value in captured.rounding.items() if name in own}
+    return replace(captured, update=update, before=before, rounding=rounding, notes=(*captured.notes, *said))
+
+
+def _with_rounding(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return an update with how far its numbers may be off; where weights came back, as their change."""
+    update, before, rounding = captured.update, captured.before, captured.rounding
+    notes = [*captured.notes]
     if captured.weights:
         notes += coarse_note(update, "weights")
         after, update = update, _from_own_weights(update, model)
@@ -89,9 +103,14 @@ def with_model_names(
         start = before or dict(model.state_dict())
         notes += grid_note(update, start, rounding)
         rounding |= grid_bounds(update, start, rounding)
-    whole = set(update)
-    update = untie_parameters(model, update)
-    if tied := sorted(whole - set(update)):
+    return replace(captured, update=update, rounding=rounding, notes=tuple(notes))
+
+
+def _without_idle_parts(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
+    """Return an update without what is no part of one: further names, buffers, frozen parameters that lie still."""
+    notes = [*captured.notes]
+    update = untie_parameters(model, captured.update)
+    if tied := sorted(set(captured.update) - set(update)):
         notes.append(f"{', '.join(tied)}: further names of parameters that have another (tied weights)")
     kept = {name for name, _ in model.named_buffers(remove_duplicate=False)} & set(model.state_dict())
     buffers = {name: value for name, value in update.items() if name in kept}
@@ -104,10 +123,9 @@ def with_model_names(
     if still:
         notes.append(f"{len(still)} frozen parameter(s) of the file that have not moved are left out")
     update = {name: value for name, value in update.items() if name not in kept | still}
-    rounding = {name: value for name, value in rounding.items() if name in update}
+    rounding = {name: value for name, value in captured.rounding.items() if name in update}
     notes += share_note(update, rounding)
-    plain = replace(captured, nameless=False, weights=False, rounding=rounding)
-    return replace(plain, update=update, buffers=buffers, notes=tuple(notes), before=before)
+    return replace(captured, update=update, buffers=buffers, rounding=rounding, notes=tuple(notes))
 
 
 def _own_names(

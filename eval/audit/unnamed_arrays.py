@@ -18,6 +18,11 @@ CLEARLY_NEARER = 0.5
 """Share of the distance to what arrays are compared with, in the next order, below which one order is the right one."""
 OPEN = "their shapes allow another order as well, that of sorted names: give them by name where it is that"
 
+TRAINED = "the model's trained parameters"
+"""What is called so among the kinds of arrays that a list may be of."""
+BY_NAME = "save them by name: dict(zip(names, arrays))"
+"""What does away with all doubt about their order."""
+
 
 def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
     """Return arrays without names in place of one vector of all their numbers; anything else as it is.
@@ -36,7 +41,7 @@ def split_vector(captured: CapturedUpdate, model: nn.Module) -> CapturedUpdate:
         return captured
     numbers = vector.numel()
     smaller = _parts(model)
-    layouts = {"the model's trained parameters": trained, "model.state_dict()": state, **smaller}
+    layouts = {TRAINED: trained, "model.state_dict()": state, **smaller}
     sizes = {what: sum(shape.numel() for shape in shapes.values()) for what, shapes in layouts.items()}
     whole = next((what for what, size in sizes.items() if size == numbers), None)
     if whole is None:
@@ -85,7 +90,7 @@ def match_places(
     state = {name: value.shape for name, value in model.state_dict().items()}
     trained = {name: value.shape for name, value in model.named_parameters() if value.requires_grad}
     arrays = list(captured.update.values())
-    whole = {"model.state_dict()": state, "the model's trained parameters": trained}
+    whole = {"model.state_dict()": state, TRAINED: trained}
     kinds = whole | _parts(model)
     usual = {what: list(shapes) for what, shapes in kinds.items() if _fits(arrays, shapes)}
     by_name = {
@@ -198,25 +203,40 @@ def _are_buckets(arrays: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> 
 def _misfit_words(
     arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]], rows: Sequence[Sequence[str]]
 ) -> str:
-    """Say why arrays without names can't be matched."""
-    remedy = "save them by name: dict(zip(names, arrays))"
+    """Say why arrays without names can't be matched: the likeliest mistake that they look like.
+
+    Args:
+        arrays: as they were given.
+        kinds: shapes by name, by what of the model has them.
+        rows: places of the model where they fit, by names.
+    """
     if len(arrays) == 2 and arrays[0].shape == arrays[1].shape:
-        if any(not array.is_floating_point() for array in arrays):
-            return f"expected the arrays of one update, got two, one of integers: {packed_hint(['indices', 'values'])}"
-        return (
-            f"expected the arrays of one update, got two of one shape, {tuple(arrays[0].shape)}: if they are weights "
-            "before and after, give them as {'before': ..., 'after': ...}, which says so"
-        )
+        return _pair_words(arrays)
     if rows:
         begins = " or ".join(row[0] for row in rows[:3])
-        return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {remedy}"
+        return f"{len(arrays)} arrays without names fit the model at {len(rows)} places, from {begins} on: {BY_NAME}"
     if twice := next((what for what, shapes in kinds.items() if _fits_twice(arrays, shapes)), ""):
         return (
             f"expected the arrays of {twice}, got twice as many: weights beside others of the same shapes, "
             "such as SCAFFOLD's control variates, or those before beside those after; give one half alone, or both as "
             "{'before': ..., 'after': ...}"
         )
-    trained = kinds["the model's trained parameters"]
+    return _bucket_words(arrays, kinds) or _first_misfit_words(arrays, kinds)
+
+
+def _pair_words(arrays: Sequence[Tensor]) -> str:
+    """Say what two arrays of one shape may be."""
+    if any(not array.is_floating_point() for array in arrays):
+        return f"expected the arrays of one update, got two, one of integers: {packed_hint(['indices', 'values'])}"
+    return (
+        f"expected the arrays of one update, got two of one shape, {tuple(arrays[0].shape)}: if they are weights "
+        "before and after, give them as {'before': ..., 'after': ...}, which says so"
+    )
+
+
+def _bucket_words(arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]]) -> str:
+    """Say that arrays are buckets of DistributedDataParallel, in vectors or from the last to the first; or nothing."""
+    trained = kinds[TRAINED]
     if len(arrays) != len(trained) and _are_buckets(arrays, trained):
         return (
             f"got {len(arrays)} vectors that have as many numbers together as the model's trained parameters: buckets "
@@ -229,14 +249,19 @@ def _misfit_words(
         return (
             f"the arrays without names have the shapes of {turned} from the last to the first, as buckets of "
             "DistributedDataParallel hold them: give them turned round (arrays[::-1]) if that is their order; or "
-            f"{remedy}"
+            f"{BY_NAME}"
         )
+    return ""
+
+
+def _first_misfit_words(arrays: Sequence[Tensor], kinds: Mapping[str, Mapping[str, torch.Size]]) -> str:
+    """Say at which place arrays first differ from the model's, or that they are not as many."""
     same = {what: shapes for what, shapes in kinds.items() if len(shapes) == len(arrays)}
     if not same:
         counts = " or ".join(f"{len(shapes)} of {what}" for what, shapes in kinds.items())
         return (
             f"expected arrays without names for {counts}, got {len(arrays)}: the model may be another than the "
-            f"client's; or {remedy}"
+            f"client's; or {BY_NAME}"
         )
     what, shapes = next(iter(same.items()))
     place = _first_misfit(arrays, shapes)
@@ -246,5 +271,5 @@ def _misfit_words(
     turned = layout_hint(shape, array.shape)
     return (
         f"expected arrays without names in the order of {what}, got {tuple(array.shape)} at place {place}, where "
-        f"{name!r} is {shape}: {turned or f'the model may be another than the client has; or {remedy}'}"
+        f"{name!r} is {shape}: {turned or f'the model may be another than the client has; or {BY_NAME}'}"
     )

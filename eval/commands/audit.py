@@ -6,7 +6,7 @@ import inspect
 import math
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -253,7 +253,8 @@ def audit(
     update.npz --model my_model:build), and a method (audit method hyperfl --dataset faces). Without these words: audit
     my_model:build, audit --update update.npz ..., audit --method hyperfl ....
     """
-    of_method = all(given is None for given in (update, before, after, target))
+    given = dict(locals())  # its options go into the request by their names
+    of_method = all(source is None for source in (update, before, after, target))
     if of_method:
         _check_source(method, dataset)
     if not import_:
@@ -267,41 +268,15 @@ def audit(
         imports = _import_plugins(import_)
         outputs = _output_options(out, workers, minutes, {"psnr": max_psnr, "ssim": max_ssim}, json=json)
         outputs = replace(outputs, files=_ci_files(junit, sarif))
+    request = _request({**given, "attack": tuple(attack or ()), "imports": imports, "download": not offline})
+    _audit(request, outputs)
+
+
+def _request(given: Mapping[str, Any]) -> AuditRequest:
+    """Return the settings among the command's options; others say what is to become of the findings."""
     from eval.audit.request import AuditRequest
 
-    request = AuditRequest(
-        target=target,
-        method=method,
-        dataset=dataset,
-        model=model,
-        update=update,
-        before=before,
-        after=after,
-        kind=kind,
-        clients=clients,
-        images=images,
-        labels=labels,
-        attack=tuple(attack or ()),
-        defense=defense,
-        count=count,
-        batch_size=batch_size,
-        rounds=rounds,
-        input_shape=input_shape,
-        mean=mean,
-        std=std,
-        loss=loss,
-        targets=targets,
-        threat=threat,
-        output=output,
-        head=head,
-        input_range=input_range,
-        categories=categories,
-        seed=seed,
-        device=device,
-        imports=imports,
-        download=not offline,
-    )
-    _audit(request, outputs)
+    return AuditRequest(**{setting.name: given[setting.name] for setting in fields(AuditRequest)})
 
 
 def _check_source(method: str | None, dataset: str | None) -> None:

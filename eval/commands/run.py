@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +54,58 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 WITH_WATCH = ("config", "watch", "json")
 """Parameters of `hyperleak run` that `--watch` takes, or that are refused by a name of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RunRequest:
+    """What the command line asks for.
+
+    Attributes:
+        config: as it was written.
+        path: of the config.
+        overrides: settings in place of the config's.
+        selection: labels by "imports", "without" and "only".
+        out: folder of the run; None leaves it to the config.
+        device: where tensors live.
+        workers: processes; None leaves their number to the machine.
+        executor: what starts them; None leaves it to the config.
+        executor_options: of it, KEY=VALUE.
+        plan_only: whether only the plan is asked for.
+    """
+
+    config: str
+    path: Path
+    overrides: Sequence[str]
+    selection: Mapping[str, Sequence[str]]
+    out: Path | None
+    device: str
+    workers: int | None
+    executor: str | None
+    executor_options: Sequence[str]
+    plan_only: bool
+
+
+@dataclass(frozen=True)
+class _PreparedRun:
+    """What is to be run.
+
+    Attributes:
+        experiment: its settings.
+        plan: its cells.
+        folder: of the run.
+        choice: what starts the workers; None where this process does.
+        workers: how many; None where their number has yet to be said.
+        unlike_defaults: in which defaults the methods differ, if in any.
+        notes: what was printed and is to be logged.
+    """
+
+    experiment: Experiment
+    plan: Plan
+    folder: RunDir
+    choice: ExecutorChoice | None
+    workers: int | None
+    unlike_defaults: str | None
+    notes: list[str]
 
 
 def run(
@@ -108,63 +160,113 @@ def run(
     computed twice, also when attacks, methods or seeds are added.
     """
     given = dict(locals())
-    from eval.experiment import config_catalog
-
     if watch is not None:
         beside = [*([f"the config {config}"] if config else []), *run_views.options_unlike(run, given, *WITH_WATCH)]
         run_views.watch_run(watch, beside, as_json=json)
         return
+    request = _RunRequest(
+        config=config,
+        path=_find_config(config, set_ or (), names_are_known=not import_),
+        overrides=_overrides(set_, seeds, offline=offline),
+        selection={"imports": import_ or (), "without": without or (), "only": only or ()},
+        out=out,
+        device=device,
+        workers=workers,
+        executor=executor,
+        executor_options=executor_option or (),
+        plan_only=plan_only,
+    )
+    stop_on_signals()  # so that a run ended politely ends its worker processes
+    with exit_on_errors(USAGE), prints_aside(json):
+        control = _time_limit(minutes)
+        prepared = _prepare(request)
+    if plan_only:
+        run_views.print_plan(prepared.plan, prepared.folder, prepared.workers, as_json=json)
+        return
+    screen = console(as_json=json)
+    # last: what is wrong in itself is said rather than that the folder is taken
+    with _locked_folder(prepared.folder, shared=prepared.choice is not None):
+        options = _run_options(prepared, request)
+        kept = replace(options, control=control, checkpoint_seconds=checkpoint_every, keep_checkpoints=keep_checkpoints)
+        _say_and_log(prepared)
+        with prints_aside(json):
+            outcome = _run_plan(prepared.plan, prepared.folder, kept, screen)
+    _print_results(screen, prepared.folder, outcome, json=json)
+    if outcome.failures:
+        raise typer.Exit(FAILURE)
+
+
+def _find_config(config: str, overrides: Sequence[str], *, names_are_known: bool) -> Path:
+    """Return the file of a config; leave with a line, before what takes seconds to import, where something is wrong.
+
+    Args:
+        config: a file, or the name of a shipped one.
+        overrides: of `--set`.
+        names_are_known: whether no module of the user's may register further names.
+    """
+    from eval.experiment import config_catalog
+
     with exit_on_errors(USAGE):
         if not config:
             raise ValueError("expected a config: a YAML file, or a name that `hyperleak list configs` shows")
-        path = config_catalog.find_config(config)  # before what takes seconds to import
-        if not import_:
-            _check_names(path, set_ or ())
+        path = config_catalog.find_config(config)
+        if names_are_known:
+            _check_names(path, overrides)
+    return path
+
+
+def _overrides(settings: Sequence[str] | None, seeds: int | None, *, offline: bool) -> list[str]:
+    """Return the settings of the command line that stand in place of the config's."""
+    return [
+        *(settings or ()),
+        *([f"seeds={list(range(seeds))}"] if seeds else []),
+        *(["score.download=false"] if offline else []),
+    ]
+
+
+def _prepare(request: _RunRequest) -> _PreparedRun:
+    """Read the experiment and plan it, without writing anything.
+
+    Raises:
+        ValueError: something is wrong in the config or the options, or they do not fit each other.
+    """
+    from eval.run import runner
+    from eval.run.run_directory import RunDir, default_folder
+
+    notes = list[str]()
+    experiment = _load_experiment(request, notes)
+    folder = RunDir(request.out or default_folder(request.path))
+    unlike_defaults = _unlike_defaults(experiment, request.path, request.overrides, folder)
+    choice = _executor_choice(request.path, request.executor, request.executor_options, request.workers)
+    if choice is not None and not request.plan_only:
+        choice.check()
+    plan = runner.prepare(experiment, device=request.device, elsewhere=choice is not None and choice.is_elsewhere)
+    workers = _count_workers(choice, request.workers, plan, plan_only=request.plan_only)
+    return _PreparedRun(experiment, plan, folder, choice, workers, unlike_defaults, notes)
+
+
+def _run_options(prepared: _PreparedRun, request: _RunRequest) -> Options:
+    """Return how the plan is run, apart from its time and its checkpoints."""
     from eval.experiment.plugins import module_folder
     from eval.run import runner
     from eval.run.resources import choose_workers
-    from eval.run.run_directory import RunDir, default_folder
 
-    stop_on_signals()  # so that a run ended politely ends its worker processes
-    screen, notes = console(as_json=json), list[str]()
-    overrides = [*(set_ or ()), *([f"seeds={list(range(seeds))}"] if seeds else [])]
-    overrides += ["score.download=false"] if offline else []
-    with exit_on_errors(USAGE), prints_aside(json):
-        control = _time_limit(minutes)
-        selection = {"imports": import_ or (), "without": without or (), "only": only or ()}
-        experiment = _load_experiment(config, path, overrides, selection, notes)
-        folder = RunDir(out or default_folder(path))
-        unlike_defaults = _unlike_defaults(experiment, path, overrides, folder)
-        choice = _executor_choice(path, executor, executor_option or (), workers)
-        if choice is not None and not plan_only:
-            choice.check()
-        plan = runner.prepare(experiment, device=device, elsewhere=choice is not None and choice.is_elsewhere)
-        count = _count_workers(choice, workers, plan, plan_only=plan_only)
-    if plan_only:
-        run_views.print_plan(plan, folder, count, as_json=json)
-        return
-    # last: what is wrong in itself is said rather than that the folder is taken
-    with _locked_folder(folder, shared=choice is not None):
-        options = runner.Options(
-            workers=choose_workers(workers, plan.device),
-            checkpoint_seconds=checkpoint_every,
-            keep_checkpoints=keep_checkpoints,
-            name=_run_name(path, folder, experiment.title),
-            command=shareable_command(sys.argv[1:], config),
-            control=control,
-            unlike_defaults=unlike_defaults,
-            module_folder=module_folder(experiment, path),
-            executor=choice,
-        )
-        if unlike_defaults:
-            _note(unlike_defaults, notes)
-        for words in notes:
-            log.info(words)
-        with prints_aside(json):
-            outcome = _run_plan(plan, folder, options, screen)
-    _print_results(screen, folder, outcome, json=json)
-    if outcome.failures:
-        raise typer.Exit(FAILURE)
+    return runner.Options(
+        workers=choose_workers(request.workers, prepared.plan.device),
+        name=_run_name(request.path, prepared.folder, prepared.experiment.title),
+        command=shareable_command(sys.argv[1:], request.config),
+        unlike_defaults=prepared.unlike_defaults,
+        module_folder=module_folder(prepared.experiment, request.path),
+        executor=prepared.choice,
+    )
+
+
+def _say_and_log(prepared: _PreparedRun) -> None:
+    """Print how the methods differ in their defaults, and log all notes, now that the log is open."""
+    if prepared.unlike_defaults:
+        _note(prepared.unlike_defaults, prepared.notes)
+    for words in prepared.notes:
+        log.info(words)
 
 
 def _executor_choice(
@@ -207,9 +309,7 @@ def _time_limit(minutes: float | None) -> SearchControl:
     return SearchControl(time_limit=seconds_of(minutes))
 
 
-def _load_experiment(
-    config: str, path: Path, overrides: Sequence[str], selection: Mapping[str, Sequence[str]], notes: list[str]
-) -> Experiment:
+def _load_experiment(request: _RunRequest, notes: list[str]) -> Experiment:
     """Read the experiment as the command line changes it; what there is to say of it is printed and kept in `notes`."""
     from eval.experiment import yaml_config
 
@@ -217,10 +317,10 @@ def _load_experiment(
         _note(words, notes)
 
     def note_imports(modules: Sequence[str]) -> bool:
-        note(f"runs the code of {', '.join(modules)}, which {config} imports")
+        note(f"runs the code of {', '.join(modules)}, which {request.config} imports")
         return True
 
-    return yaml_config.load(path, overrides, **selection, note=note, asked=note_imports)
+    return yaml_config.load(request.path, request.overrides, **request.selection, note=note, asked=note_imports)
 
 
 def _unlike_defaults(experiment: Experiment, path: Path, overrides: Sequence[str], folder: RunDir) -> str | None:

@@ -169,11 +169,8 @@ def score(
     recovered = reconstruction.inputs
     guess = true[:0] if recovered is None else recovered.detach().to(true.device)
     loss = CrossEntropy() if task is None else task.loss
-    matched = assign(guess, true)
-    told = reconstruction.labels if loss.takes_classes else None
-    if told is not None and len(told) == len(guess) and len(truth.labels) == len(true):
-        matched = exchange_copies(matched, true, _hard(told), _hard(truth.labels))
     form = image_form(true.shape[1:]) if task is None else task.inputs
+    matched = _match(reconstruction, truth, guess, loss)
     measures, missing = _measures(true, perceptual, form)
     scored = _images(measures, guess, true, matched)
     failure, absent, why = _absent(measures, recovered)
@@ -190,16 +187,37 @@ def score(
         head = {"image": image, "matched": match, "images": len(true), "candidates": len(guess)}
         row: Row = {**head, "failure": failure if match is None else None, **dict.fromkeys(missing, math.nan)}
         row |= {**scored.get(image, absent), **labels[image], **batch, **floors[image]}
-        if match is not None and reconstruction.seen is not None and reconstruction.seen[match].any():
-            row |= _of_seen_pixels(guesses, guess[match], true[image], reconstruction.seen[match], image)
-        by_channel = Remark.SCALES_TAKEN_OFF in reconstruction.remarks
-        scaled = by_channel or Remark.SCALE_TAKEN_OFF in reconstruction.remarks
-        fitted = true[0, 0] if by_channel else true[0]
-        if match is not None and scaled and fitted.numel() >= MIN_FITTED:
-            row |= _up_to_scale(guesses, guess[match], true[image], image, by_channel=by_channel)
+        if match is not None:
+            row |= _figures_of_kind(reconstruction, match, guesses, true, image)
         reasons = missing if match is not None else dict.fromkeys(absent, why) | missing
         rows.append(_json_ready(row, reasons))
     return rows
+
+
+def _match(reconstruction: Reconstructed, truth: TrueValues, guess: Tensor, loss: Loss) -> list[int | None]:
+    """Return which reconstruction stands for each true image; copies of one image change places for their labels."""
+    true = truth.inputs.detach()
+    matched = assign(guess, true)
+    told = reconstruction.labels if loss.takes_classes else None
+    if told is None or len(told) != len(guess) or len(truth.labels) != len(true):
+        return matched
+    return exchange_copies(matched, true, _hard(told), _hard(truth.labels))
+
+
+def _figures_of_kind(
+    reconstruction: Reconstructed, match: int, guesses: Mapping[str, Tensor], true: Tensor, image: int
+) -> Row:
+    """Return the figures of images whose network sees some pixels alone, or that are known up to a scale."""
+    assert reconstruction.inputs is not None
+    found, row = reconstruction.inputs.detach()[match].to(true.device), Row()
+    if reconstruction.seen is not None and reconstruction.seen[match].any():
+        row |= _of_seen_pixels(guesses, found, true[image], reconstruction.seen[match], image)
+    by_channel = Remark.SCALES_TAKEN_OFF in reconstruction.remarks
+    scaled = by_channel or Remark.SCALE_TAKEN_OFF in reconstruction.remarks
+    fitted = true[0, 0] if by_channel else true[0]
+    if scaled and fitted.numel() >= MIN_FITTED:
+        row |= _up_to_scale(guesses, found, true[image], image, by_channel=by_channel)
+    return row
 
 
 def score_without_truth(reconstruction: Reconstructed, size: int | None, task: Task | None = None) -> list[Row]:

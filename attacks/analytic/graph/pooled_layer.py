@@ -17,6 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal, count_shortfall, solve_input
 from attacks.analytic.graph.pooling_structure import PooledActivation, follow_scalings, read_pooled_activation
 from attacks.analytic.graph.propagation import Propagation, UnknownError
@@ -56,6 +57,31 @@ def find_pooled_signal(known: Propagation, number: int) -> Tensor | None:
         known: values and signals, of one image; pooled outputs and their signal among them.
         number: of the convolution.
     """
+    found = _read_pooled_layer(known, number)
+    if found is None:
+        return None
+    layer, slope, signal, equations = found
+    x = _search_input(equations)
+    positions: Tensor | None = None
+    back = signal
+    for _ in range(ROUNDS):
+        before, positions = positions, select_largest(equations, x)
+        if before is not None and torch.equal(before, positions):
+            break
+        passed = equations.layer.scatter(positions * equations.signal[..., None])
+        back = (passed * slope).reshape(layer.output_shape)
+        solved = solve_input([KnownSignal(layer, back)])
+        if solved is None:
+            return None
+        x = solved.values[0]
+    return back
+
+
+def _read_pooled_layer(known: Propagation, number: int) -> tuple[LayerEquations, Tensor, Tensor, Equations] | None:
+    """Return a convolution, its outputs' slopes (C, 1) up to the pooling, the pooled signal, and all its equations.
+
+    None where it is no single convolution below windows side by side, or the pooled outputs are not known.
+    """
     network = known.network
     layer = network.layers[number]
     after = follow_scalings(network, number)
@@ -89,20 +115,7 @@ def find_pooled_signal(known: Propagation, number: int) -> Tensor | None:
         torch.ones_like(target),
         gradient_noise=GRADIENT_NOISE,
     )
-    x = _search_input(equations)
-    positions: Tensor | None = None
-    back = signal
-    for _ in range(ROUNDS):
-        before, positions = positions, select_largest(equations, x)
-        if before is not None and torch.equal(before, positions):
-            break
-        passed = convolution.scatter(positions * equations.signal[..., None])
-        back = (passed * after.slope.reshape(-1, 1)).reshape(layer.output_shape)
-        solved = solve_input([KnownSignal(layer, back)])
-        if solved is None:
-            return None
-        x = solved.values[0]
-    return back
+    return layer, after.slope.reshape(-1, 1), signal, equations
 
 
 def _is_tiled(pooling: PooledActivation) -> bool:

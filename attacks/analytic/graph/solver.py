@@ -241,6 +241,12 @@ class GraphSolver:
             if not self.anchor and max(layer.weight.shape[2:]) > 1:
                 self.ends.setdefault(layer.name, UNSHIFTED)
             return None
+        gradient = self._whole_gradient(layer)
+        columns = None if gradient is None else self._find_columns(layer, gradient)
+        return None if columns is None else self._tell_images_apart(number, columns)
+
+    def _whole_gradient(self, layer: LayerEquations) -> Tensor | None:
+        """Return a convolution's gradient with what the defense left out, or None where it tells too little."""
         if not bool(layer.gradient.any()):
             self.ends.setdefault(layer.name, NO_GRADIENT)
             return None
@@ -253,27 +259,34 @@ class GraphSolver:
             self.ends.setdefault(layer.name, few)  # why what is known from above gave no input comes first
             return None
         gradient = layer.gradient
-        if layer.sent is not None:
-            complete = complete_low_rank(gradient.flatten(1), layer.sent.flatten(1), rank)
-            if complete is None:
-                few = f"{int((gradient != 0).sum())} of its gradient's {gradient.numel()} entries are other than zero"
-                self.ends.setdefault(
-                    layer.name, f"{few}, the defense left some out: too few to tell a matrix of rank {rank}"
-                )
-                return None
-            gradient = complete.reshape(gradient.shape)
-        found = find_signal_columns(gradient, (layer.output_shape[2], layer.output_shape[3]), self.images)
+        if layer.sent is None:
+            return gradient
+        complete = complete_low_rank(gradient.flatten(1), layer.sent.flatten(1), rank)
+        if complete is None:
+            few = f"{int((gradient != 0).sum())} of its gradient's {gradient.numel()} entries are other than zero"
+            self.ends.setdefault(
+                layer.name, f"{few}, the defense left some out: too few to tell a matrix of rank {rank}"
+            )
+            return None
+        return complete.reshape(gradient.shape)
+
+    def _find_columns(self, layer: LayerEquations, gradient: Tensor) -> Tensor | None:
+        """Return mixtures (C, P, B) of the images' signals, or None where too few directions flow back."""
+        height, width = layer.output_shape[2:]
+        found = find_signal_columns(gradient, (height, width), self.images)
         if not found.weakest > MIN_DIRECTION:
-            few = f"what flows back has fewer than {rank} independent directions"
+            few = f"what flows back has fewer than {self.images * height * width} independent directions"
             self.ends.setdefault(layer.name, few + self._count_equal(layer))
             return None
-        columns = (
-            self._fit_columns(layer, found.columns)
-            if found.gap < CLEAR_GAP or layer.sent is not None
-            else found.columns
-        )
-        # what is not confirmed is believed if it looks right, as the equations below would contradict it
-        slope = self._slope_above(number)
+        is_noisy = found.gap < CLEAR_GAP or layer.sent is not None
+        return self._fit_columns(layer, found.columns) if is_noisy else found.columns
+
+    def _tell_images_apart(self, number: int, columns: Tensor) -> tuple[Tensor, bool] | None:
+        """Return the signal of each image (C, P, B) out of mixtures, and whether it is two-valued; None if they don't.
+
+        What is not confirmed is believed if it looks right: the equations below would contradict it.
+        """
+        layer, slope = self.network.layers[number], self._slope_above(number)
         two_valued = unmix_two_valued(columns, slope=slope, rounds=MIN_ROUNDS + self.images)
         if two_valued.directions.shape[1] == self.images:
             single = columns @ two_valued.directions
@@ -282,7 +295,7 @@ class GraphSolver:
                 return single, slope == 0 and self.network.gate(Ref(number)) is not None
         if self.images == 1:
             return columns, False
-        told = int(two_valued.confirmed.sum())
+        told, positions = int(two_valued.confirmed.sum()), columns.shape[1]
         for rows in (columns, _neighbor_differences(columns)) if positions > 1 else (columns,):
             sparse = unmix_sparse(rows.flatten(0, 1), rounds=MIN_ROUNDS + self.images)
             if int(sparse.confirmed.sum()) == self.images:

@@ -160,46 +160,64 @@ def conv_equations(
         returned: what is known of its outputs.
         visible_cells: rows and columns of the outputs, pooled, that the layer above saw; None is all.
     """
-    conv = stage.layer
+    layer, scale = _conv_pool_layer(stage, above, visible_cells, images=len(returned.signal))
+    outputs = _by_channel(returned, layer)
+    gradient = gradients[f"{stage.name}.weight"]
+    return Equations(
+        layer,
+        gradient.flatten(1) / scale[:, None],
+        target=outputs.inputs.values,
+        signal=outputs.signal,
+        target_known=outputs.inputs.known,
+        target_std=outputs.std,
+        side_factor=outputs.side_factor,
+        rounding=_relative_rounding(view, stage, gradient),
+        other_target=outputs.other_inputs,
+    )
+
+
+def _conv_pool_layer(
+    stage: Stage, above: Stage, visible_cells: tuple[int, int] | None, *, images: int
+) -> tuple[ConvPoolLayer, Tensor]:
+    """Return a convolution with its normalization at rest and its pooling, and the normalization's factors (O,)."""
+    conv, pooled = stage.layer, pooling_between(stage, above)
     assert isinstance(conv, nn.Conv2d)
-    pooled = pooling_between(stage, above)
     assert pooled is not None
     weight = conv.weight.detach()
     bias = weight.new_zeros(len(weight)) if conv.bias is None else conv.bias.detach()
     scale, shift = batch_norm_scale(stage, weight)
-    count, (channels, height, width) = len(returned.signal), stage.layer_input_shape
+    channels, height, width = stage.layer_input_shape
     layer = ConvPoolLayer(
         weight * scale[:, None, None, None],
         bias * scale + shift,
-        (channels, count * height, width),
+        (channels, images * height, width),
         _pair(conv.padding),  # type: ignore[arg-type]
         _pair(conv.stride),  # type: ignore[arg-type]
         pooled.window,
         pooled.average,
-        count,
+        images,
         visible_cells,
         pooled.stride,
     )
+    return layer, scale
+
+
+def _by_channel(returned: ActivationOutputs, layer: ConvPoolLayer) -> ActivationOutputs:
+    """Return what is known of a convolution's outputs as (O, K), of the visible cells alone."""
     rows, columns = replace(layer, visible_cells=None).pooled_size
-    gradient = gradients[f"{stage.name}.weight"]
-    known = (returned.inputs.values, returned.inputs.known, returned.signal, returned.std, returned.side_factor)
-    parts = known if returned.other_inputs is None else (*known, returned.other_inputs)
-    target, target_known, signal, target_std, side_factor, *other = (
-        part.view(count, len(weight), rows, columns)[..., : layer.pooled_size[0], : layer.pooled_size[1]]
-        .transpose(0, 1)
-        .flatten(1)
-        for part in parts
-    )
-    return Equations(
-        layer,
-        gradient.flatten(1) / scale[:, None],
-        target,
-        signal,
-        target_known,
-        target_std,
-        side_factor,
-        rounding=_relative_rounding(view, stage, gradient),
-        other_target=other[0] if other else None,
+    height, width = layer.pooled_size
+
+    def arrange(part: Tensor) -> Tensor:
+        seen = part.view(layer.images, len(layer.weight), rows, columns)[..., :height, :width]
+        return seen.transpose(0, 1).flatten(1)
+
+    return replace(
+        returned,
+        inputs=ActivationInputs(arrange(returned.inputs.values), arrange(returned.inputs.known)),
+        signal=arrange(returned.signal),
+        std=arrange(returned.std),
+        side_factor=arrange(returned.side_factor),
+        other_inputs=None if returned.other_inputs is None else arrange(returned.other_inputs),
     )
 
 
