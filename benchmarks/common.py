@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from fl.runtime.atomic_files import atomic_write
 
 RESULTS = Path(__file__).parent / "results"
+log = logging.getLogger(__name__)
 
 
 def machine() -> dict[str, Any]:
@@ -67,6 +69,46 @@ def results_parser(description: str | None, *, has_again: bool = True) -> argpar
         parser.add_argument("--again", action="store_true", help="measure anew what the results have")
     parser.add_argument("--rewrite", action="store_true", help="write the page anew from what was measured")
     return parser
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowBenchmark:
+    """A benchmark whose rows are measured one after the other, each by itself.
+
+    Attributes:
+        page: name of its results.
+        keys: columns by which a row is known; its case has one value for each, in this order.
+        measure: makes the row of a case, of these values.
+        document: makes the page of all rows.
+    """
+
+    page: str
+    keys: Sequence[str]
+    measure: Callable[..., dict[str, Any]]
+    document: Callable[[Sequence[dict[str, Any]]], Sequence[str]]
+
+    def main(
+        self, description: str | None, cases: Iterable[tuple[object, ...]], arguments: Sequence[str] | None = None
+    ) -> None:
+        """Measure the cases that the results lack, each written as soon as it is done; or write the page anew.
+
+        Args:
+            description: of the command line.
+            cases: all there are, in the order in which they are measured.
+            arguments: of the command line; None takes the process's own.
+        """
+        chosen = start(results_parser(description), arguments)
+        if chosen.rewrite:
+            rewrite(self.page, lambda results: self.document(results["rows"]))
+            return
+        rows = [] if chosen.again else known_rows(self.page)
+        known = {tuple(row[key] for key in self.keys) for row in rows}
+        for case in cases:
+            if case in known:
+                continue
+            rows.append(self.measure(*case))
+            publish(self.page, {"rows": rows}, self.document(rows))
+            log.info("%s", json.dumps(rows[-1]))
 
 
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -8,8 +8,6 @@ has been measured is left as it is.
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from benchmarks.common import known_rows, publish, results_parser, rewrite, start, table
+from benchmarks.common import RowBenchmark, table
 from benchmarks.exact import cascade_ends
 from benchmarks.exact.residual_victims import CASES, observe, pictures_of
 from eval.metrics import image
@@ -38,7 +36,6 @@ STEPS, FIRST_STEP, LAST_STEP = 600, 0.05, 5e-4
 FIRST_PRIOR, LAST_PRIOR = 0.2, 2e-5
 """Weight of total variation beside the relative misfit, likewise."""
 Row = dict[str, Any]
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -283,18 +280,9 @@ def _stem_equations(own: Sequence[Row]) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    chosen = start(results_parser(__doc__), arguments)
-    if chosen.rewrite:
-        rewrite(PAGE, lambda results: document(results["rows"]))
-        return
-    rows = [] if chosen.again else known_rows(PAGE)
-    known = {(row["case"], row["victim"]) for row in rows}
-    for name, count in VICTIMS.items():
-        for number in range(count):
-            if (name, number) not in known:
-                rows.append(measure(name, number))
-                publish(PAGE, {"rows": rows}, document(rows))
-                log.info("%s", json.dumps(rows[-1]))
+    benchmark = RowBenchmark(page=PAGE, keys=("case", "victim"), measure=measure, document=document)
+    cases = [(name, number) for name, count in VICTIMS.items() for number in range(count)]
+    benchmark.main(__doc__, cases, arguments)
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ is.
 from __future__ import annotations
 
 import copy
-import json
-import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -33,15 +31,14 @@ from torch.func import vjp
 from torch.nn import functional as F
 from torch.nn.grad import conv2d_weight
 
-from benchmarks.common import known_rows, publish, results_parser, rewrite, start, table
-from benchmarks.exact.residual_stem import bounds_of_windows
-from benchmarks.exact.residual_victims import CASES, gradients, pictures_of
+from benchmarks.common import RowBenchmark, table
+from benchmarks.exact.residual_stem import SIZES, bounds_of_windows
+from benchmarks.exact.residual_victims import gradients, pictures_of
 from eval.metrics import image
 from fl.models.building_blocks.layers import Normalize
 from fl.types import Batch
 
 PAGE = "residual_twins"
-SIZES = tuple(case for case in CASES if case.name.startswith("resnet18-imagenet-"))
 VICTIMS = 5
 STARTS = {
     "gray": lambda picture: torch.full_like(picture, 0.5),
@@ -54,7 +51,6 @@ MARGIN, TOLERANCE, TIE = 3e-6, 1e-5, 1e-7
 bound may be exceeded by: in flat areas outputs are at theirs."""
 Row = dict[str, Any]
 Linear = Callable[[Tensor], Tensor]
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -286,19 +282,9 @@ def _median(rows: Sequence[Row], key: str) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Command line."""
-    chosen = start(results_parser(__doc__), arguments)
-    if chosen.rewrite:
-        rewrite(PAGE, lambda results: document(results["rows"]))
-        return
-    rows = [] if chosen.again else known_rows(PAGE)
-    known = {(row["case"], row["victim"], row["start"]) for row in rows}
-    for number in range(VICTIMS):
-        for case in SIZES:
-            for begin in STARTS:
-                if (case.name, number, begin) not in known:
-                    rows.append(measure(case.name, number, begin))
-                    publish(PAGE, {"rows": rows}, document(rows))
-                    log.info("%s", json.dumps(rows[-1]))
+    benchmark = RowBenchmark(page=PAGE, keys=("case", "victim", "start"), measure=measure, document=document)
+    cases = [(case.name, number, begin) for number in range(VICTIMS) for case in SIZES for begin in STARTS]
+    benchmark.main(__doc__, cases, arguments)
 
 
 if __name__ == "__main__":
