@@ -14,8 +14,9 @@ import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, Literal
 
 import torch
@@ -40,7 +41,8 @@ from fl.methods.hyperfl import HyperFL
 from fl.models.hypernetworks.hyperfl_hypernetwork import EMBEDDING, Hypernetwork
 from fl.simulation.client_round import prepare, train
 from fl.tensors import dense
-from fl.types import Batch
+from fl.types import Batch, Truth
+from fl.view import ServerView
 
 LEARNING_RATES = {"fashion_mnist": 0.01, "handwritten62": 0.01, "cifar10": 0.02}
 """Of hypernetwork and embedding, from the authors' code; the classifier's is 0.1."""
@@ -107,21 +109,7 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
     row: dict[str, Any] = asdict(case)
     if isinstance(rule, HyperFL):
         view = uploaded(view)
-        method = federation.client.method
-        assert isinstance(method.parametrization, Hypernetwork)
-        params = {**federation.download(0).shared, **federation.clients[0].private}
-        row["active"] = int((method.parametrization.preactivation(params) > 0).sum())
-        peeled = HypernetPeel().solve(view)
-        row["signal"] = not isinstance(peeled, NotApplicable)
-        if isinstance(peeled, NotApplicable):
-            row["peel"] = peeled.reason
-        else:
-            found, true = (
-                torch.cat([part[n].flatten() for n in truth.extractor]) for part in (peeled.extractor, truth.extractor)
-            )
-            row |= {"extractor": error(found, true), "peel_verified": bool(peeled.verified)}
-            if peeled.embedding is not None:
-                row["embedding"] = error(peeled.embedding.float(), dense(truth.private[EMBEDDING]))
+        row |= _peeled(federation, view, truth)
     if case.images == "1":
         exact = build(_exact(case))(view)
         row |= scored(exact, images)
@@ -134,6 +122,25 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
     if "search" in row:
         row["floor"] = float(psnr(baseline_images(images.inputs)["mean"], images.inputs).mean())
     return {**row, "seconds": time.process_time() - began}
+
+
+def _peeled(federation: Federation, view: ServerView, truth: Truth) -> dict[str, Any]:
+    """What `peel` makes of a client's update, and how many units of its hypernetwork were active."""
+    method = federation.client.method
+    assert isinstance(method.parametrization, Hypernetwork)
+    params = {**federation.download(0).shared, **federation.clients[0].private}
+    row: dict[str, Any] = {"active": int((method.parametrization.preactivation(params) > 0).sum())}
+    peeled = HypernetPeel().solve(view)
+    row["signal"] = not isinstance(peeled, NotApplicable)
+    if isinstance(peeled, NotApplicable):
+        return {**row, "peel": peeled.reason}
+    found, true = (
+        torch.cat([part[n].flatten() for n in truth.extractor]) for part in (peeled.extractor, truth.extractor)
+    )
+    row |= {"extractor": error(found, true), "peel_verified": bool(peeled.verified)}
+    if peeled.embedding is not None:
+        row["embedding"] = error(peeled.embedding.float(), dense(truth.private[EMBEDDING]))
+    return row
 
 
 def _exact(case: Case) -> str:
@@ -245,7 +252,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The page."""
-    lines = [
+    return [
         "# HyperFL's algorithm as published, whole",
         "",
         "`python -m benchmarks.hyperfl.published_hyperfl --rows FILE`, with `HYPERLEAK_DATA` set, measures this page.",
@@ -261,28 +268,50 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "",
         *summary(rows),
         "",
+        *_single_images(rows),
+        *_rounds(rows),
+        *_normalization(rows),
+    ]
+
+
+def _single_images(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The section on one step on one image."""
+    head = ["images", "init", "classifier's epoch on", "tried", "a gradient arrives", "embedding", "extractor"]
+    head += ["exact", "above 40 dB", "verified", "verified wrongly"]
+    body = []
+    for dataset, init, classifier in product(SETS, INITIALIZATIONS, WORDS):
+        own = _group(rows, dataset=dataset, init=init, classifier=classifier, work="step", images="1")
+        own = _group(own, normalize=True, method="HyperFL")
+        if own:
+            arrives = sum(row["signal"] for row in own)
+            errors = [_middle(own, "embedding"), _middle(own, "extractor")]
+            body.append([dataset, init, WORDS[classifier], len(own), arrives, *errors, *_pictures(own)])
+    return [
         "## One step on one image",
         "",
         "Ten test images a row, each meets a network of its own. A gradient arrives where the hypernetwork's update is",
         "more than weight decay and rounding. `peel+cascade` finds the picture; exact is to the 8-bit pixel.",
         "",
+        *table(head, body),
+        "",
+        "Errors are relative, medians over what could be peeled.",
+        "",
     ]
-    head = ["images", "init", "classifier's epoch on", "tried", "a gradient arrives", "embedding", "extractor"]
-    head += ["exact", "above 40 dB", "verified", "verified wrongly"]
+
+
+def _rounds(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The section on whole rounds, and on a step on fifty images."""
+    head = ["images", "init", "work", "on", "clients", "a gradient arrives", "active", "embedding", "extractor"]
+    head += ["peel verified", "exact", "above 40 dB", "search, dB", "baseline, dB"]
+    works = (("step", "50"), *(("round", size) for size in ROUND_SIZES))
     body = []
-    for dataset in SETS:
-        for init in INITIALIZATIONS:
-            for classifier in ("same images", "all images", "at rest"):
-                own = _group(rows, dataset=dataset, init=init, classifier=classifier, work="step", images="1")
-                own = _group(own, normalize=True, method="HyperFL")
-                if own:
-                    arrives = sum(row["signal"] for row in own)
-                    errors = [_middle(own, "embedding"), _middle(own, "extractor")]
-                    cells = [dataset, init, WORDS[classifier], len(own), arrives, *errors, *_pictures(own)]
-                    body.append(cells)
-    lines += [*table(head, body), "", "Errors are relative, medians over what could be peeled.", ""]
-    lines += ["## Whole rounds, and a step on fifty images", ""]
-    lines += [
+    for dataset, init, (work, size) in product(SETS, INITIALIZATIONS, works):
+        own = _group(rows, dataset=dataset, init=init, work=work, images=size, method="HyperFL")
+        if own:
+            body.append(_round_line(own, size))
+    return [
+        "## Whole rounds, and a step on fifty images",
+        "",
         "The classifier's epoch comes first and sees the same images. Active units are those of 128 at the start.",
         "A round is five epochs. `peel+surrogate+cascade` finds pictures of single images, which takes the round for",
         "one step; what solves exactly for several steps needs the classifier. Searches: `peel+ig` with 500",
@@ -290,46 +319,47 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
         "over as many pictures; the baseline is each image's mean color. A dash was not measured, or no gradient "
         "arrived.",
         "",
+        *table(head, body),
+        "",
     ]
-    head = ["images", "init", "work", "on", "clients", "a gradient arrives", "active", "embedding", "extractor"]
-    head += ["peel verified", "exact", "above 40 dB", "search, dB", "baseline, dB"]
+
+
+def _round_line(own: Sequence[dict[str, Any]], size: str) -> list[object]:
+    """The line of one kind of round."""
+    first = own[0]
+    searched = [row for row in own if isinstance(row.get("search"), float)]
+    means = [f"{mean(row[key] for row in searched):.1f}" if searched else "-" for key in ("search", "floor")]
+    return [
+        *(first["dataset"], first["init"], first["work"]),
+        str(CLIENT_IMAGES[first["dataset"]]) if size == "all" else size,
+        len(own),
+        sum(row["signal"] for row in own),
+        f"{median(row['active'] for row in own):g}",
+        _middle(own, "embedding"),
+        _middle(own, "extractor"),
+        sum(bool(row.get("peel_verified")) for row in own),
+        *(_pictures(own)[:2] if size == "1" else ["-", "-"]),
+        *means,
+    ]
+
+
+def _normalization(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The section on normalized inputs."""
+    head = ["method", "normalized", "tried", "exact", "above 40 dB", "verified", "verified wrongly"]
     body = []
-    for dataset in SETS:
-        for init in INITIALIZATIONS:
-            for work, size in (("step", "50"), *(("round", size) for size in ROUND_SIZES)):
-                own = _group(rows, dataset=dataset, init=init, work=work, images=size, method="HyperFL")
-                if not own:
-                    continue
-                found = [row["search"] for row in own if isinstance(row.get("search"), float)]
-                limits = [row["floor"] for row in own if isinstance(row.get("search"), float)]
-                count = str(CLIENT_IMAGES[dataset]) if size == "all" else size
-                pictures = _pictures(own)[:2] if size == "1" else ["-", "-"]
-                body.append(
-                    [dataset, init, work, count, len(own), sum(row["signal"] for row in own)]
-                    + [
-                        f"{median(row['active'] for row in own):g}",
-                        _middle(own, "embedding"),
-                        _middle(own, "extractor"),
-                    ]
-                    + [sum(bool(row.get("peel_verified")) for row in own), *pictures]
-                    + [f"{sum(part) / len(part):.1f}" if part else "-" for part in (found, limits)]
-                )
-    lines += [*table(head, body), "", "## Normalized inputs and float32's rounding", ""]
-    lines += [
+    for (method, init), normalize in product((("FedAvg", "-"), ("HyperFL", "scaled")), (True, False)):
+        own = _group(rows, dataset="cifar10", method=method, init=init, classifier="at rest", normalize=normalize)
+        if own:
+            body.append([method, "yes" if normalize else "no", len(own), *_pictures(own)])
+    return [
+        "## Normalized inputs and float32's rounding",
+        "",
         "CIFAR-10, one step of 0.02 on one image, classifier at rest, scaled heads. An update is a difference of",
         "float32 weights, whose rounding hides the last digits of a gradient. FedAvg sends each number of it once,",
         "HyperFL once for every active unit.",
         "",
+        *table(head, body),
     ]
-    body = []
-    for method, init in (("FedAvg", "-"), ("HyperFL", "scaled")):
-        for normalize in (True, False):
-            own = _group(rows, dataset="cifar10", method=method, init=init, classifier="at rest", normalize=normalize)
-            if own:
-                body.append([method, "yes" if normalize else "no", len(own), *_pictures(own)])
-    return lines + table(
-        ["method", "normalized", "tried", "exact", "above 40 dB", "verified", "verified wrongly"], body
-    )
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -120,29 +120,51 @@ def main() -> None:
     torch.set_num_threads(1)
     data = fl.data.load(SET)
     images = [data.test.take(torch.tensor([chosen.first + i])) for i in range(chosen.images)]
+    mean = data.train.inputs.mean(0, keepdim=True)
+    floor = sum(float(metrics.psnr(mean, image.inputs)[0]) for image in images) / len(images)
     settings: dict[str, dict[str, Any]] = {
         "lti": {"auxiliary": SET, "part": "train", "iterations": chosen.steps},
         "ig": {"iterations": chosen.iterations},
         "rog": {},
     }
+    attacks = {name: build({"name": name, **own}) for name, own in settings.items()}
     again = chosen.attack or list(NAMES)
-    mean = data.train.inputs.mean(0, keepdim=True)
-    floor = sum(float(metrics.psnr(mean, image.inputs)[0]) for image in images) / len(images)
     found = before(again, chosen.images) if set(again) != set(NAMES) else []
     for label, defense in DEFENSES.items():
         views = observed(images, data.num_classes, defense)
         for name in again:
-            rows, seconds = attacked(build({"name": name, **settings[name]}), views, images)
+            rows, seconds = attacked(attacks[name], views, images)
             found += [{"defense": label, "attack": name, "seconds": seconds, **row} for row in rows]
-    search, rog = build({"name": "ig", **settings["ig"]}), build("rog")
+    lines = document(found, floor, chosen, attacks, training_images=len(data.train))
+    publish("lti", {"floor": floor, "rows": found}, lines)
+
+
+def document(
+    found: Sequence[dict[str, Any]],
+    floor: float,
+    chosen: argparse.Namespace,
+    attacks: Mapping[str, Attack],
+    *,
+    training_images: int,
+) -> list[str]:
+    """The page.
+
+    Args:
+        found: all rows.
+        floor: PSNR of the mean of the training images.
+        chosen: by the command line.
+        attacks: that were measured, by name.
+        training_images: how many the inverter learned on.
+    """
+    search, rog = attacks["ig"], attacks["rog"]
     assert isinstance(search, GradientMatching)
     assert isinstance(rog, ROG)
-    lines = [
+    return [
         "# A learned inverter beside searches",
         "",
         f"PSNR in dB on {chosen.images} test images of Fashion-MNIST from number {chosen.first} on: untrained sigmoid "
         "LeNet, FedAvg, one step on one image in float32, no label given; all attacks know the defense. `lti` learns "
-        f"on {len(data.train)} training images, in {chosen.steps} steps. Each step takes 64 imitated updates. The "
+        f"on {training_images} training images, in {chosen.steps} steps. Each step takes 64 imitated updates. The "
         "searches have their defaults. "
         f"`ig` takes {search.iterations} iterations with a total variation of {search.tv_weight:g}. `rog` takes "
         f"{rog.iterations} with {rog.tv_weight:g}. The codes of `rog` are {rog.factor} times smaller on each side, its "
@@ -160,7 +182,6 @@ def main() -> None:
             [verdict(found, *pair) for pair in (("lti", "ig"), ("rog", "ig"), ("lti", "rog"))],
         ),
     ]
-    publish("lti", {"floor": floor, "rows": found}, lines)
 
 
 if __name__ == "__main__":

@@ -177,30 +177,74 @@ def _places() -> Iterator[Case]:
             yield Case(f"{name}: {way}", partial(replaced, name=name, how=how), ["report", "out"])
 
 
+FOLDER_AUDIT = [
+    *("audit", "--method", "fedavg", "--dataset", "{name: folder, path: p, size: 8}"),
+    *("--model", "{name: mlp, input_shape: [3, 8, 8]}", "--attack", "analytic", "--workers", "1"),
+]
+SIDES = ((13_000, 13_000), (10**5, 10**5), (2**31 - 1, 1), (1, 2**26 + 1), (9_000, 9_000), (0, 0))
+"""What the head of an image says of its width and height."""
+HEADS = {
+    "png": b"\x89PNG\r\n\x1a\n",
+    "jpg": b"\xff\xd8\xff\xe0",
+    "tif": b"II*\0",
+    "webp": b"RIFF\xff\xff\0\0WEBP",
+    "bmp": b"BM",
+    "ppm": b"P6 9999999 99999999 255\n",
+}
+"""How a file begins, by its ending."""
+LINES = (
+    *("../../../secret/secret.png", "/etc/passwd", "..", "", "0.png\0", "a/b", "x" * 300),
+    *("\x1b[31m", "../images/0.png"),
+)
+"""Names of images in Tiny ImageNet's annotations."""
+
+
 def _data() -> Iterator[Case]:
     """Folders of images and annotations."""
+    for name, spoil in (_lying_images() | _odd_entries() | _junk_images()).items():
+        yield Case(f"folder: {name}", partial(_spoilt_pictures, spoil=spoil), FOLDER_AUDIT)
+    for line in LINES:
+        words = ["doctor", "--download", "tiny-imagenet", "--source", "t"]
+        yield Case(f"annotation {line[:20]!r}", partial(_annotated, line=line), words)
 
-    def pictures(folder: Path, spoil: Callable[[Path], object]) -> None:
-        from PIL import Image
 
-        for name in ("a", "b"):
-            (folder / "p" / name).mkdir(parents=True)
-            for number in range(4):
-                Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / "p" / name / f"{number}.png")
-        spoil(folder / "p" / "a")
+def _spoilt_pictures(folder: Path, spoil: Callable[[Path], object]) -> None:
+    """Write two classes of four images into `p`, and spoil the first."""
+    from PIL import Image
+
+    for name in ("a", "b"):
+        (folder / "p" / name).mkdir(parents=True)
+        for number in range(4):
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(folder / "p" / name / f"{number}.png")
+    spoil(folder / "p" / "a")
+
+
+def _annotated(folder: Path, line: str) -> None:
+    """Write a folder of Tiny ImageNet whose annotations name an image so."""
+    from PIL import Image
+
+    for kind in ("train/n1", "val/images"):
+        (folder / "t" / kind).mkdir(parents=True)
+        Image.new("RGB", (64, 64)).save(folder / "t" / kind / "0.png")
+    (folder / "t" / "words.txt").write_text("n1\tx\n")
+    (folder / "t" / "val" / "val_annotations.txt").write_text(f"{line}\tn1\n", encoding="utf-8", errors="replace")
+
+
+def _lying_images() -> dict[str, Callable[[Path], object]]:
+    """Images whose heads say that they are large."""
 
     def png(width: int, height: int) -> bytes:
         head = b"IHDR" + pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
         data = b"IDAT" + zlib.compress(bytes(10**6))
-        return b"\x89PNG\r\n\x1a\n" + b"".join(
-            pack(">I", len(x) - 4) + x + pack(">I", zlib.crc32(x)) for x in (head, data)
-        )
+        parts = (pack(">I", len(x) - 4) + x + pack(">I", zlib.crc32(x)) for x in (head, data))
+        return HEADS["png"] + b"".join(parts)
 
-    spoils: dict[str, Callable[[Path], object]] = {
-        f"{w} x {h}": partial(_content, name="x.png", content=png(w, h))
-        for w, h in ((13_000, 13_000), (10**5, 10**5), (2**31 - 1, 1), (1, 2**26 + 1), (9_000, 9_000), (0, 0))
-    }
-    spoils |= {
+    return {f"{w} x {h}": partial(_content, name="x.png", content=png(w, h)) for w, h in SIDES}
+
+
+def _odd_entries() -> dict[str, Callable[[Path], object]]:
+    """Links, pipes and others in place of an image or a class."""
+    return {
         "a pipe": lambda a: os.mkfifo(a / "x.png"),
         "a device": lambda a: (a / "x.png").symlink_to("/dev/zero"),
         "a link out": lambda a: (a / "x.png").symlink_to("../../../secret/secret.png"),
@@ -212,112 +256,65 @@ def _data() -> Iterator[Case]:
         "a folder": lambda a: (a / "x.png").mkdir(),
         "not UTF-8": lambda a: (a.parent / os.fsdecode(b"caf\xe9")).mkdir(),
     }
-    for number in range(12):
-        junk = np.random.default_rng(number).bytes(999)
-        ending = ("png", "jpg", "tif", "webp", "bmp", "ppm")[number % 6]
-        heads = (
-            b"\x89PNG\r\n\x1a\n",
-            b"\xff\xd8\xff\xe0",
-            b"II*\0",
-            b"RIFF\xff\xff\0\0WEBP",
-            b"BM",
-            b"P6 9999999 99999999 255\n",
-        )
-        content = heads[number % 6] + junk
+
+
+def _junk_images() -> dict[str, Callable[[Path], object]]:
+    """Files that begin as images and go on with noise."""
+    spoils: dict[str, Callable[[Path], object]] = {}
+    for number in range(2 * len(HEADS)):
+        ending = [*HEADS][number % len(HEADS)]
+        content = HEADS[ending] + np.random.default_rng(number).bytes(999)
         spoils[f"junk {number}"] = partial(_content, name=f"x.{ending}", content=content)
-    words = [
-        "audit",
-        "--method",
-        "fedavg",
-        "--dataset",
-        "{name: folder, path: p, size: 8}",
-        "--model",
-        "{name: mlp, input_shape: [3, 8, 8]}",
-        "--attack",
-        "analytic",
-        "--workers",
-        "1",
-    ]
-    for name, spoil in spoils.items():
-        yield Case(f"folder: {name}", partial(pictures, spoil=spoil), words)
+    return spoils
 
-    def annotated(folder: Path, line: str) -> None:
-        from PIL import Image
 
-        for kind in ("train/n1", "val/images"):
-            (folder / "t" / kind).mkdir(parents=True)
-            Image.new("RGB", (64, 64)).save(folder / "t" / kind / "0.png")
-        (folder / "t" / "words.txt").write_text("n1\tx\n")
-        (folder / "t" / "val" / "val_annotations.txt").write_text(f"{line}\tn1\n", encoding="utf-8", errors="replace")
-
-    for line in (
-        "../../../secret/secret.png",
-        "/etc/passwd",
-        "..",
-        "",
-        "0.png\0",
-        "a/b",
-        "x" * 300,
-        "\x1b[31m",
-        "../images/0.png",
-    ):
-        yield Case(
-            f"annotation {line[:20]!r}",
-            partial(annotated, line=line),
-            ["doctor", "--download", "tiny-imagenet", "--source", "t"],
-        )
+NETWORK = "import torch\nf = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))\n"
+UPDATE_AUDIT = ["--model", "hostile_model:f", "--input-shape", "1,8,8", "--attack", "analytic"]
 
 
 def _updates() -> Iterator[Case]:
     """Updates and data sets that are programs, bombs, or lie about their sizes."""
+    for name, content in _archives().items():
+        for ending in ("npz", "pt"):
+            words = ["audit", "--update", f"u.{ending}", *UPDATE_AUDIT]
+            yield Case(f"update .{ending}: {name}", partial(_beside_network, end=ending, content=content), words)
+        data = ["audit", "hostile_model:f", "--images", "u.npz", "--attack", "analytic"]
+        yield Case(f"data: {name}", partial(_beside_network, end="npz", content=content), data)
+
+
+def _beside_network(folder: Path, end: str, content: bytes) -> None:
+    """Write a file `u` with its ending, and the module of a network."""
+    (folder / "hostile_model.py").write_text(NETWORK)
+    (folder / f"u.{end}").write_bytes(content)
+
+
+def _archives() -> dict[str, bytes]:
+    """What stands in place of an update or of images, by what it is."""
     pickled = b"cos\nsystem\n(S'touch ran'\ntR."
-    header = b"\x93NUMPY\x01\x00"
-
-    def lying(shape: str, kind: str = "<f4") -> bytes:
-        words = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
-        return header + pack("<H", len(words)) + words
-
-    def zipped(members: dict[str, bytes], repeat: int = 1) -> bytes:
-        file = io.BytesIO()
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
-            for name, content in members.items():
-                with archive.open(name, "w", force_zip64=True) as member:
-                    for _ in range(repeat):
-                        member.write(content)
-        return file.getvalue()
-
     keys = ("0.weight", "images", "labels")
     files: dict[str, bytes] = {"a program": pickled, "nothing": b"", "text": b"hello", "html": b"<html><script>"}
     for shape in ("(1099511627776,)", "(-1,)", "(2, 2)", "(0,)", "(9,) * 9", "()", "(99999999999999999999,)"):
-        files[f"lying {shape}"] = zipped({f"{key}.npy": lying(shape) for key in keys})
+        files[f"lying {shape}"] = _zipped({f"{key}.npy": _array_head(shape) for key in keys})
     for kind in ("|O", "<M8[s]", "|S9", "<f16", "|V8"):
-        files[f"kind {kind}"] = zipped({f"{key}.npy": lying("(1,)", kind) + pickled.ljust(64) for key in keys})
-    files["a bomb"] = zipped({f"{key}.npy": b"\0" * 2**20 for key in keys}, 64)
-    files["a program in an archive"] = zipped({"archive/data.pkl": pickled, "archive/version": b"3"})
-    files["paths in an archive"] = zipped({f"../../{key}.npy": lying("(1,)") for key in keys})
-    model = "import torch\nf = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 2))\n"
-    for name, content in files.items():
-        for ending in ("npz", "pt"):
-            words = [
-                "audit",
-                "--update",
-                f"u.{ending}",
-                "--model",
-                "hostile_model:f",
-                "--input-shape",
-                "1,8,8",
-                "--attack",
-                "analytic",
-            ]
+        files[f"kind {kind}"] = _zipped({f"{key}.npy": _array_head("(1,)", kind) + pickled.ljust(64) for key in keys})
+    files["a bomb"] = _zipped({f"{key}.npy": b"\0" * 2**20 for key in keys}, 64)
+    files["a program in an archive"] = _zipped({"archive/data.pkl": pickled, "archive/version": b"3"})
+    files["paths in an archive"] = _zipped({f"../../{key}.npy": _array_head("(1,)") for key in keys})
+    return files
 
-            def make(folder: Path, end: str = ending, what: bytes = content) -> None:
-                (folder / "hostile_model.py").write_text(model)
-                (folder / f"u.{end}").write_bytes(what)
 
-            yield Case(f"update .{ending}: {name}", make, words)
-        data = ["audit", "hostile_model:f", "--images", "u.npz", "--attack", "analytic"]
-        yield Case(
-            f"data: {name}",
-            partial(make, end="npz", what=content),
-            data,
-        )
+def _array_head(shape: str, kind: str = "<f4") -> bytes:
+    """Return the head of an `.npy` file without the numbers that it tells of."""
+    words = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + pack("<H", len(words)) + words
+
+
+def _zipped(members: dict[str, bytes], repeat: int = 1) -> bytes:
+    """Return an archive of members, the content of each repeated."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                for _ in range(repeat):
+                    member.write(content)
+    return file.getvalue()

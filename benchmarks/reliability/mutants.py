@@ -14,7 +14,7 @@ import dataclasses
 import math
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -214,24 +214,32 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=400)
     count = parser.parse_args(argv).count
     tried = [(mutant, outcome(mutant)) for mutant in mutants(count)]
-    wrong = [(mutant, said) for mutant, said in tried if mutant.kind in WRONG]
-    perhaps = [(mutant, said) for mutant, said in tried if mutant.kind in PERHAPS]
-    named_ = sum(said == "refused" for _, said in wrong)
-    legal = sum(said == "built" for _, said in perhaps)
-    odd = len(perhaps) - legal - sum(said == "refused" for _, said in perhaps)
-    said = [(key, unfit(method)) for key, method in UNFIT]
-    late = sum(key not in words for key, words in said)
+    refusals = [(key, unfit(method)) for key, method in UNFIT]
     total, taken = odd_values()
-    numbers_ = ("true", "text", "NaN", "mapping")
-    allowed = {"true": "true or false", "text": "text", "NaN": "anything", "mapping": "settings"}
-    astray = sum(n for name in numbers_ for words, n in taken[name].items() if allowed[name] not in words)
-    figures = [
+    figures = [*_figures_of_mutants(tried), _figure_of_unfit(refusals), _figure_of_odd_values(total, taken)]
+    details = {
+        "outcomes": {kind: dict(Counter(s for m, s in tried if m.kind == kind)) for kind in (*WRONG, *PERHAPS)},
+        "built": [f"{m.config}: {m.key} = {m.kind}" for m, said in tried if m.kind in PERHAPS and said == "built"],
+        "otherwise": [f"{m.config}: {m.key} ({m.kind}): {s}" for m, s in tried if s not in {"refused", "built"}],
+        "unfit": [words for _, words in refusals],
+        "taken": {name: dict(sorted(found.items())) for name, found in taken.items()},
+    }
+    record("mutants", "python -m benchmarks.reliability.mutants", figures, details)
+
+
+def _figures_of_mutants(tried: Sequence[tuple[Mutant, str]]) -> list[Figure]:
+    """What came of configs with one change."""
+    wrong = [said for mutant, said in tried if mutant.kind in WRONG]
+    perhaps = [said for mutant, said in tried if mutant.kind in PERHAPS]
+    refused, legal = wrong.count("refused"), perhaps.count("built")
+    odd = len(perhaps) - legal - perhaps.count("refused")
+    return [
         Figure(
             "configs with one thing that is wrong for certain",
             len(wrong),
             "all refused before training, the key named",
-            f"{named_} refused with the key",
-            named_ == len(wrong),
+            f"{refused} refused with the key",
+            refused == len(wrong),
         ),
         Figure(
             "configs with one thing that may be legal (zero, -1, huge, null, an empty list)",
@@ -240,29 +248,32 @@ def main(argv: list[str] | None = None) -> None:
             f"{legal} built, {len(perhaps) - legal - odd} refused with the key, {odd} otherwise",
             not odd,
         ),
-        Figure(
-            "settings of a method that are legal by themselves and do not fit each other, the network or the images",
-            len(UNFIT),
-            "all refused before training, the key named",
-            f"{len(UNFIT) - late} refused with the key",
-            not late,
-        ),
-        Figure(
-            "settings given true, '1', NaN and {}, where their type is another",
-            4 * total,
-            "0 taken",
-            f"{astray} taken",
-            not astray,
-        ),
     ]
-    details = {
-        "outcomes": {kind: dict(Counter(s for m, s in tried if m.kind == kind)) for kind in (*WRONG, *PERHAPS)},
-        "built": [f"{m.config}: {m.key} = {m.kind}" for m, said in perhaps if said == "built"],
-        "otherwise": [f"{m.config}: {m.key} ({m.kind}): {s}" for m, s in tried if s not in {"refused", "built"}],
-        "unfit": [words for _, words in said],
-        "taken": {name: dict(sorted(found.items())) for name, found in taken.items()},
-    }
-    record("mutants", "python -m benchmarks.reliability.mutants", figures, details)
+
+
+def _figure_of_unfit(refusals: Sequence[tuple[str, str]]) -> Figure:
+    """What came of settings that do not fit each other; by key, what was said."""
+    late = sum(key not in words for key, words in refusals)
+    return Figure(
+        "settings of a method that are legal by themselves and do not fit each other, the network or the images",
+        len(refusals),
+        "all refused before training, the key named",
+        f"{len(refusals) - late} refused with the key",
+        not late,
+    )
+
+
+def _figure_of_odd_values(total: int, taken: Mapping[str, Counter[str]]) -> Figure:
+    """What came of values of a type that is not the setting's."""
+    allowed = {"true": "true or false", "text": "text", "NaN": "anything", "mapping": "settings"}
+    astray = sum(n for name, own in allowed.items() for words, n in taken[name].items() if own not in words)
+    return Figure(
+        "settings given true, '1', NaN and {}, where their type is another",
+        len(allowed) * total,
+        "0 taken",
+        f"{astray} taken",
+        not astray,
+    )
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def own_attacks(folder: Path) -> None:
 
 def cases() -> list[Case]:
     """All of them."""
-    return [*_streams(), *_folders(), *_homes(), *_limits(), *_signals(), *_files(), *_others()]
+    return [*_streams(), *_folders(), *_homes(), *_limits(), *_signals(), *_images(), *_configs(), *_others()]
 
 
 def _streams() -> list[Case]:
@@ -285,7 +285,7 @@ def _signals() -> list[Case]:
     ]
 
 
-def _files() -> list[Case]:
+def _images() -> list[Case]:
     def pipe(folder: Path) -> None:
         os.mkfifo(folder / "x.png")
 
@@ -307,6 +307,12 @@ def _files() -> list[Case]:
             prepare=pictures(lambda folder: (folder / "0.png").chmod(0)),
             stranger=True,
         ),
+    ]
+
+
+def _configs() -> list[Case]:
+    long_label = CONFIG.replace("attack: analytic", f"attack: {{name: analytic, as: {'x' * 300}}}")
+    return [
         Case(
             name="a config that must not be read",
             words=RUN,
@@ -327,9 +333,7 @@ def _files() -> list[Case]:
             words=RUN,
             code=2,
             said="at most 200 letters",
-            prepare=written(
-                "small.yaml", CONFIG.replace("attack: analytic", f"attack: {{name: analytic, as: {'x' * 300}}}")
-            ),
+            prepare=written("small.yaml", long_label),
         ),
         Case(
             name="a config that is no text",

@@ -26,6 +26,7 @@ SCALED = "times what the model makes of them"
 def situations() -> Iterator[Situation]:
     """Yield all of them."""
     yield from _scaled()
+    yield from _renamed()
     yield from _packed()
     yield from _thinned()
     yield from _pictures()
@@ -86,8 +87,8 @@ def _scaled() -> Iterator[Situation]:
     yield _situation("distillation from a teacher, which nobody says", distilled, "taken from the update")
 
 
-def _packed() -> Iterator[Situation]:
-    """Yield files in other forms than tensors of float32 by the model's names."""
+def _renamed() -> Iterator[Situation]:
+    """Yield files of other names than the model's, or than their content."""
 
     def misnamed(folder: Path) -> Given:
         given = _plain(folder, _of())
@@ -106,6 +107,10 @@ def _packed() -> Iterator[Situation]:
         return _plain(folder, {f"_fsdp_wrapped_module.{name}": value for name, value in _of().items()})
 
     yield _situation("FSDP: `_fsdp_wrapped_module.` before all names", sharded, "_fsdp_wrapped_module")
+
+
+def _packed() -> Iterator[Situation]:
+    """Yield files in other forms than dense tensors of float32."""
 
     def small(kind: torch.dtype, folder: Path) -> Given:
         torch.save({name: value.to(kind) for name, value in _of().items()}, folder / "update.pt")

@@ -80,6 +80,7 @@ def files() -> Iterator[Situation]:
     """Yield what files of updates look like."""
     yield from _names_of_tensors()
     yield from _containers()
+    yield from _lost()
     yield from _numbers()
     yield from _parts_of_models()
     yield from _running_statistics()
@@ -159,14 +160,20 @@ def _containers() -> Iterator[Situation]:
 
     yield _of_file("the weights that came back alone", returned)
 
-    def kept(folder: Path) -> Given:
-        safetensors.torch.save_file(_change(), folder / "update.safetensors")
-        return command(folder, "update.safetensors", *HOW)
+    yield _of_file("Hugging Face's .safetensors", _safetensors)
 
-    yield _of_file("Hugging Face's .safetensors", kept)
+
+def _safetensors(folder: Path) -> Given:
+    """Write an update as Hugging Face does."""
+    safetensors.torch.save_file(_change(), folder / "update.safetensors")
+    return command(folder, "update.safetensors", *HOW)
+
+
+def _lost() -> Iterator[Situation]:
+    """Yield files that are not there, in part or at all."""
 
     def cut(folder: Path) -> Given:
-        given, path = kept(folder), folder / "update.safetensors"
+        given, path = _safetensors(folder), folder / "update.safetensors"
         path.write_bytes(path.read_bytes()[:-1000])
         return given
 
@@ -353,17 +360,18 @@ def untold() -> Iterator[Situation]:
     yield situation("gradients clipped number by number, which nobody says", cut, warned)
 
 
-def mistakes() -> Iterator[Situation]:
-    """Yield what people get wrong, and what several clients make of it."""
+def _of_client(words: str, write: Callable[[Path], Given], right: Right) -> Situation:
+    return Situation(words=words, part=PART, give=write, right=right)
 
-    def situation(words: str, write: Callable[[Path], Given], right: Right) -> Situation:
-        return Situation(words=words, part=PART, give=write, right=right)
+
+def mistakes() -> Iterator[Situation]:
+    """Yield what people get wrong."""
 
     def weights(folder: Path) -> Given:
         np.savez(folder / "update.npz", **arrays(trained(networks.dense())))
         return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
 
-    yield situation("weights in place of a difference", weights, Right(kind="warned", words=("--after",)))
+    yield _of_client("weights in place of a difference", weights, Right(kind="warned", words=("--after",)))
 
     def turned(folder: Path) -> Given:
         model = networks.dense()
@@ -371,21 +379,25 @@ def mistakes() -> Iterator[Situation]:
         np.savez(folder / "update.npz", **arrays(change))
         return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
 
-    yield situation("the wrong sign: after minus before", turned, Right(kind="warned", words=("sign",)))
+    yield _of_client("the wrong sign: after minus before", turned, Right(kind="warned", words=("sign",)))
 
     def size(folder: Path) -> Given:
         model = networks.dense()
         np.savez(folder / "update.npz", **arrays(difference(model, trained(model, 4))))
         return command(folder, "update.npz", "--method", PLAIN, attacks=("analytic", SEARCH))
 
-    yield situation("four pictures, called one", size, Right(kind="warned", words=("--batch-size",)))
+    yield _of_client("four pictures, called one", size, Right(kind="warned", words=("--batch-size",)))
 
     def other(folder: Path) -> Given:
         model = networks.dense()
         np.savez(folder / "update.npz", **arrays(difference(model, trained(model))))
         return command(folder, "update.npz", "--method", PLAIN, model="lenet")
 
-    yield situation("another model than the update's", other, Right(kind="refused", words=("1.weight",)))
+    yield _of_client("another model than the update's", other, Right(kind="refused", words=("1.weight",)))
+
+
+def federations() -> Iterator[Situation]:
+    """Yield the mean of several clients, and what a federation recorded of one."""
 
     def mean(folder: Path) -> Given:
         model = networks.dense()
@@ -394,7 +406,7 @@ def mistakes() -> Iterator[Situation]:
         words = ("mean.npz", "--clients", "2", "--batch-size", "2", "--method", PLAIN)
         return command(folder, *words, count=4, attacks=("spear", SEARCH))
 
-    yield situation("the mean of two clients, two pictures each", mean, Right(kind="closer"))
+    yield _of_client("the mean of two clients, two pictures each", mean, Right(kind="closer"))
 
     def recorded(folder: Path) -> Given:
         model = networks.dense()
@@ -406,7 +418,7 @@ def mistakes() -> Iterator[Situation]:
         return command(folder, "round-3.npz")
 
     right = Right(kind="exact", words=("recorded: client: 7",))
-    yield situation("an update that a federation recorded, facts included", recorded, right)
+    yield _of_client("an update that a federation recorded, facts included", recorded, right)
 
 
 def defended() -> Iterator[Situation]:
@@ -465,4 +477,4 @@ def aggregated() -> Situation:
 
 def situations() -> list[Situation]:
     """Return all of this part."""
-    return [*files(), *training(), *untold(), *mistakes(), *defended(), aggregated()]
+    return [*files(), *training(), *untold(), *mistakes(), *federations(), *defended(), aggregated()]
