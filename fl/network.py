@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -99,3 +101,16 @@ class _Layout:
 
 
 _LAYOUTS: WeakKeyDictionary[nn.Module, _Layout] = WeakKeyDictionary()
+
+
+def call_with(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) -> Any:
+    """Return what a module returns with some tensors in place of its own, which it has again afterwards.
+
+    Args:
+        model: the module, each of whose modules may have several names.
+        tensors: parameters and buffers by their first names; the others stay as they are.
+        inputs: what it is given.
+    """
+    ties = _Layout.of(model).ties
+    given = {**tensors, **{name: tensors[first] for name, first in ties if first in tensors and name not in tensors}}
+    return functional_call(model, given, inputs, tie_weights=False)

@@ -26,7 +26,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.func import functional_call
 
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.result import NotApplicable
@@ -35,6 +34,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, training_phases
 from fl.defense import Defense, UnknownDefense, overrides
 from fl.losses.function import OwnLoss
+from fl.network import call_with
 from fl.seeds import stream
 from fl.tensors import Tensors, dense
 from fl.types import Phase
@@ -323,7 +323,7 @@ def _moved_by(view: ServerView, inputs: Tensor, mixture: Callable[[Tensor], Tens
     used |= {name: value for name, value in sent.items() if name in known}
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            outputs = functional_call(model, used, (inputs,))
+            outputs = call_with(model, used, inputs)
             flows = torch.autograd.grad(mixture(outputs).sum(), [*sent.values()], allow_unused=True)
     except MODEL_ERRORS:
         return {}

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from attacks.network.module_inputs import inputs_of_linear
 from attacks.update.classifier_update import classifier_names
@@ -18,6 +17,7 @@ from attacks.update.observed_update import ObservedUpdate
 from fl.aggregated_view import as_single_client
 from fl.losses import Loss
 from fl.losses.function import OwnLoss
+from fl.network import call_with
 from fl.tensors import dense
 from fl.types import frozen
 from fl.view import ServerView
@@ -271,7 +271,7 @@ def _features(view: ServerView, weight: str, images: Tensor) -> tuple[Tensor, Te
     buffers = {n: v.to("cpu", kinds[n], copy=True) for n, v in view.buffers.items()}
     try:
         with inputs_of_linear(model, weight) as given, torch.no_grad():
-            outputs = functional_call(model, {**weights, **buffers}, (images.to("cpu", torch.float64),))
+            outputs = call_with(model, {**weights, **buffers}, images.to("cpu", torch.float64))
     except RuntimeError:  # nor does every network run in double precision
         return None
     if len(given) != 1 or given[0].ndim != 2 or len(given[0]) != len(images):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.func import functional_call, vmap
+from torch.func import vmap
 
+from fl.network import call_with
 from fl.runtime.user_code import RUN_ERRORS
 from fl.seeds import stream
 from fl.view import ServerView
@@ -95,7 +96,7 @@ def _vmap_obstacle(view: ServerView) -> str | None:
     images = torch.rand(2, 2, *view.task.input_shape, generator=stream(0, "stacked")).to(view.device, view.dtype)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         try:
-            functional_call(model, state, (images[0],))
+            call_with(model, state, images[0])
         except RUN_ERRORS as error:
             said = " ".join(str(error).split())
             return (
@@ -103,7 +104,7 @@ def _vmap_obstacle(view: ServerView) -> str | None:
                 f"run: {said}; have forward take the type of its weights (x.to(self.layer.weight.dtype))"
             )
         try:
-            vmap(lambda batch: functional_call(model, state, (batch,)))(images)
+            vmap(lambda batch: call_with(model, state, batch))(images)
         except AUTOGRAD_ERRORS as error:
             said = " ".join(str(error).split())
             return f"it evaluates the network for many guesses at once, and torch.func.vmap can't: {said}"

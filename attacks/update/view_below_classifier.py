@@ -17,7 +17,7 @@ from attacks.update.observed_update import ObservedUpdate
 from attacks.update.overflow_safe_scaling import rescale_to_unit
 from attacks.update.step_gradient import single_step_obstacle
 from fl.method import Method, Step
-from fl.network import Network
+from fl.network import Network, call_with
 from fl.runtime.module_copies import deep_copy
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Group, Phase, Scope, Task
@@ -213,7 +213,7 @@ def _truncated_view(
     weights = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
     probe = torch.full((1, *view.task.input_shape), 0.5, dtype=view.dtype, device=view.device)
     try:
-        output = torch.func.functional_call(model, weights, (probe,))
+        output = call_with(model, weights, probe)
     except RuntimeError as error:  # what comes behind the layer takes something else than the layer gives
         return NotApplicable(f"the network does not run up to {layer!r} alone: {error}", limit=True)
     if not isinstance(output, Tensor) or output.numel() != delta.numel() or output.shape[:1] != (1,):

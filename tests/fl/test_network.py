@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint
 
-from fl.network import Network
+from fl.network import Network, call_with
 from fl.seeds import stream
 
 
@@ -42,6 +42,18 @@ def test_a_module_with_two_names_has_its_own_tensors_after_a_call() -> None:
     for _ in range(2):
         inner = nn.functional.linear(inner, torch.full((3, 3), 2.0), torch.full((3,), 2.0))
     torch.testing.assert_close(out, inner)
+
+
+def test_a_module_with_two_names_has_its_own_tensors_after_a_call_with_some() -> None:
+    model, x = Twice().eval(), torch.rand(2, 3)
+    before, own = dict(model.named_parameters()), model(x)
+    twice = {"second.weight": 2 * model.second.weight.detach()}  # of the third layer, too, and of the steps' second
+    for _ in range(2):
+        out = call_with(model, twice, x)
+        assert all(value is before[name] for name, value in model.named_parameters())
+        inner = nn.functional.linear(model.steps[:2](x), twice["second.weight"], model.second.bias)
+        torch.testing.assert_close(out, nn.functional.linear(inner, twice["second.weight"], model.third.bias))
+        torch.testing.assert_close(model(x), own)
 
 
 def test_what_is_missing_is_named() -> None:

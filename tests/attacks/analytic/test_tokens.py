@@ -421,3 +421,27 @@ def test_ids_of_a_parameter_that_no_example_made_up_reaches_are_scored():
     view, _ = from_batch(RareRows(), ids, LABELS[:1])
     scores = token_scores(attacks.build("tokens")(view).private, view.task, view.task.inputs.pack(ids, torch.float32))
     assert scores["tokens_precision"] == 1
+
+
+class Siblings(nn.Module):
+    """Scores pairs of ids by one table, which two names have in common."""
+
+    def __init__(self):
+        super().__init__()
+        self.users = nn.Embedding(20, 4)
+        self.items = self.users
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, ids):
+        return self.head(torch.cat([self.users(ids[:, 0].long()), self.items(ids[:, 1].long())], 1))
+
+
+def test_a_table_that_has_two_names_keeps_its_parameters():
+    """Attacks that came after `tokens` ended with an error, as the model's weights were no parameters any more."""
+    model = Siblings()
+    view, _ = from_batch(model, torch.tensor([[3, 7]]), torch.tensor([1]))
+    before = dict(view.task.model.named_parameters())
+    found = attacks.build("tokens")(view)
+    assert found.verified
+    assert found.private["tokens/users.weight"].tolist() == [3, 7]
+    assert all(value is before[name] for name, value in view.task.model.named_parameters())
