@@ -21,7 +21,7 @@ from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, 
 from attacks.labels.assignment import assign_labels, assign_labels_by_features, count_labels
 from attacks.labels.recovery import single_label
 from attacks.network.elementwise_regions import find_activations, with_activations
-from attacks.network.layer_chain import trace_view
+from attacks.network.layer_chain import make_trace, trace_view
 from attacks.network.recurrent import recurrent_obstacle
 from attacks.update.classifier_update import classifier_names
 from attacks.update.left_out_numbers import are_smallest_left_out
@@ -218,6 +218,8 @@ def _name_of(features: SolvedTensor) -> str:
 
 def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) -> NetworkGraph | NotApplicable:
     single = trace_view(view, view.device)
+    if isinstance(single, NotApplicable) and count > 1:
+        single = make_trace(view, view.device, running_statistics=True)
     if isinstance(single, NotApplicable):
         return single
     batch = single if count == 1 else trace_view(view, view.device, count=count)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from attacks.network.curved_activations import TWO_INPUTS, CurvedActivation, ValleyActivation
 from attacks.network.kept_readings import kept_reading
@@ -157,7 +158,12 @@ def _count_numbers(trace: Trace | NotApplicable) -> int:
 
 
 def make_trace(
-    view: ServerView, device: torch.device | str = "cpu", *, count: int = 1, dtype: torch.dtype = torch.float64
+    view: ServerView,
+    device: torch.device | str = "cpu",
+    *,
+    count: int = 1,
+    dtype: torch.dtype = torch.float64,
+    running_statistics: bool = False,
 ) -> Trace | NotApplicable:
     """Return a network and its trace that are the caller's own, as `trace_view` does, in any precision.
 
@@ -166,9 +172,15 @@ def make_trace(
         device: where it computes.
         count: of the images.
         dtype: in which it computes.
+        running_statistics: whether batch normalization uses these, as in evaluation mode. In training mode a network
+            does not run on one image where it normalizes channels of one position.
     """
     check_time_limit()
     model = load_sent_weights(view.client.network_in(dtype, device), view)
+    if running_statistics:
+        for module in model.modules():
+            if isinstance(module, _BatchNorm):
+                module.eval()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")

@@ -89,6 +89,19 @@ def test_training_mode_is_told_by_what_it_does() -> None:
     assert torch.allclose(norm.gamma, torch.ones(12, dtype=torch.float64))
 
 
+class AtOnePosition(Network):
+    """Normalizes channels of one position, so that no picture runs alone in training mode."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        low = self.low(torch.relu(self.norm(self.stem(x)))).mean((2, 3), keepdim=True)
+        return self.head(self.high(low).flatten(1))
+
+
+def test_channels_of_one_position_are_normalized_over_the_batch() -> None:
+    _, network = traced(AtOnePosition().train())
+    assert len(find_normalizations(network)) == sum(p.ndim == 4 for p in AtOnePosition().parameters())
+
+
 def test_other_normalizations_are_none_in_training_mode() -> None:
     assert not find_normalizations(traced(Network().eval())[1])
     assert not find_normalizations(traced(Network(lambda channels: nn.GroupNorm(2, channels)).train())[1])
