@@ -1,7 +1,7 @@
 """House rules that no linter knows: what may not be imported or called, how long a file may be."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -141,6 +141,40 @@ def test_parameters_are_counted():
     seven = "class A:\n def f(self, a, b, /, c, d=1, *e, g, h=2): pass"
     assert not crowded(ast.parse(seven))
     assert crowded(ast.parse(seven.replace("h=2", "h=2, **i"))) == {"f": 8}
+
+
+def misplaced(tests: Collection[str], modules: Collection[str]) -> dict[str, list[str]]:
+    """Tests that have the name of a module of their package and don't stand where it does, by the module's path.
+
+    Args:
+        tests: paths below tests/.
+        modules: paths of modules.
+    """
+    found = {}
+    for test in tests:
+        package, _, rest = test.partition("/")
+        folder, _, name = rest.rpartition("/")
+        own = name.removeprefix("test_")
+        alike = [one for one in modules if one.startswith(f"{package}/") and one.endswith(f"/{own}")]
+        is_room = own == f"{folder.rpartition('/')[2]}.py"
+        if alike and "/".join(filter(None, (package, folder, own))) not in alike and not is_room:
+            found[test] = alike
+    return found
+
+
+def test_tests_mirror_the_packages():
+    """tests/fl/test_view.py is of fl/view.py; a test of several modules has a name of its own."""
+    tests = [path.relative_to(ROOT / "tests").as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    packages = (*LAYERS, "hyperleak", "benchmarks")
+    modules = [p.relative_to(ROOT).as_posix() for package in packages for p in (ROOT / package).rglob("*.py")]
+    assert not misplaced(tests, modules)
+
+
+def test_misplaced_tests_are_found():
+    modules = ["fl/view.py", "fl/data/load.py", "eval/load.py", "fl/data/data.py"]
+    fine = ["fl/test_view.py", "eval/test_load.py", "fl/data/test_data.py", "fl/test_build.py", "support/test_view.py"]
+    assert not misplaced(fine, modules)
+    assert misplaced(["fl/test_load.py"], modules) == {"fl/test_load.py": ["fl/data/load.py"]}
 
 
 def test_tests_are_no_packages():

@@ -264,7 +264,7 @@ def test_unknown_names_have_their_own_error(experiment):
 
 
 def test_committed_configs_are_read_as_they_are_written_out():
-    paths = sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))  # `test_reproduce` reads all of them
+    paths = sorted((Path(__file__).parents[3] / "configs").rglob("*.yaml"))  # all are read in a test of their own
     for path in {path.parent: path for path in paths}.values():
         found = yaml_config.load(path)
         assert yaml_config.read(yaml12.parse(yaml_config.dump(found))) == found

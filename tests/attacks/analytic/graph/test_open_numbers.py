@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import attacks
 from attacks.analytic.graph import open_numbers, picture_search
-from attacks.analytic.graph.feature_inversion import InvertedImages
-from attacks.analytic.graph.feature_residuals import FeatureTarget
+from attacks.analytic.graph.feature_inversion import InversionSettings, InvertedImages
+from attacks.analytic.graph.feature_residuals import FeatureProblem, FeatureTarget
 from attacks.analytic.graph.open_numbers import count_open_numbers
 from fl.capture import from_batch
 from fl.seeds import stream
@@ -162,3 +162,42 @@ def test_a_contrast_that_features_do_not_tell_is_open_however_many_numbers_share
     for seed in range(3):
         found = as_found(images)
         assert count_open_numbers(normalized, normalized, [FeatureTarget(*normalized(images))], found, seed) == 3072
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_features_without_contrast_tell_a_picture_of_whole_levels(flat: bool) -> None:
+    """All 108 numbers are open as real numbers, and none as levels, unless two levels alone are in the picture."""
+    image = torch.randint(30, 220, (1, 3, 6, 6), generator=stream(4, "levels")).double() / 255
+    image = torch.where(image > 0.5, 105, 150).double() / 255 if flat else image
+    mixing = torch.randn(216, 108, generator=stream(5, "mixing"), dtype=torch.float64)
+
+    def features(x: Tensor) -> list[Tensor]:
+        signal = (x - 127.5 / 255).flatten(1)
+        return [signal / signal.norm(dim=1, keepdim=True) @ mixing.T]
+
+    found = as_found(image)
+    opened = count_open_numbers(features, features, [FeatureTarget(*features(image))], found, seed=0)
+    assert opened > 0 if flat else opened == 0
+
+
+def test_searches_aside_share_one_bound_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What could not be searched for counts as open."""
+    image, given = torch.rand(1, 3, 6, 6, generator=stream(4, "aside"), dtype=torch.float64), list[float]()
+    monkeypatch.setattr(open_numbers, "search_seconds", lambda _: 5.0)
+
+    def stuck(*_: object, settings: InversionSettings, **__: object) -> InvertedImages:
+        given.append(settings.seconds or 0.0)
+        return InvertedImages(image, torch.ones(1), torch.zeros(1, dtype=torch.bool), torch.ones(1), 1)
+
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr(open_numbers.time, "process_time", lambda: float(next(clock)))
+    monkeypatch.setattr(open_numbers, "invert_features", stuck)
+
+    def contrastless(x: Tensor) -> list[Tensor]:
+        signal = (x - 127.5 / 255).flatten(1)
+        return [signal / signal.norm(dim=1, keepdim=True)]
+
+    found = as_found(image)
+    problem = FeatureProblem.of(contrastless, contrastless, [FeatureTarget(*contrastless(image))])
+    assert open_numbers._search_aside(problem, found.images, [torch.zeros_like(image)], seed=0) is None
+    assert given == [3.0, 1.0, 0.0]
