@@ -85,9 +85,6 @@ class AttackRegistry(Registry["Attack"]):
 attacks = AttackRegistry("attack", "attacks")
 build = attacks.build
 
-GRACE = 10.0
-"""Seconds beyond the time limit in which what was found is still held to its update."""
-
 
 @dataclass(frozen=True)
 class Preset:
@@ -368,7 +365,7 @@ def _confirm_in_time(
     """Return a result held to its update, or unconfirmed where that takes long beyond the time limit."""
     if control is None or not isinstance(result, Reconstruction):
         return confirm_whole(attack, view, above, result)
-    with limited_by(SearchControl(time_limit=control.seconds_left + GRACE)):
+    with limited_by(control.overtime()):
         try:
             return confirm_whole(attack, view, above, result)
         except StoppedError as stopped:

@@ -139,7 +139,7 @@ class AttackPool:
         pool = self._pool
         if pool is None:
             raise RuntimeError("the workers were told to end")
-        left = None if control is None else control.seconds_left
+        left = None if control is None else (control.seconds_left, control.grace)
         found: list[Result] = unpack(pool.result(pool.submit(_run_packed, pack((attack, views, seeds, left, slot)))))
         return found
 
@@ -364,12 +364,12 @@ class _WorkerControl(SearchControl):
     """The control of a search in a worker, whose board tells it of an interrupt.
 
     Args:
-        seconds: that it has.
+        seconds: that it has, and grace beyond them.
         slot: in which it tells how far it is.
     """
 
-    def __init__(self, seconds: float, slot: int) -> None:
-        super().__init__(time_limit=seconds, on_progress=self._write)
+    def __init__(self, seconds: tuple[float, float], slot: int) -> None:
+        super().__init__(time_limit=seconds[0], grace=seconds[1], on_progress=self._write)
         self._slot = slot
 
     @property

@@ -18,11 +18,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from fl.runtime.interruption import asked_in_passes
+
 TIME_LIMIT = "the time limit"
 INTERRUPT = "an interrupt"
 """What cut a search short, in its note."""
 PACE_REPORTS = 20
 """Reports that the present speed is taken from."""
+GRACE_SHARE, MOST_GRACE = 0.1, 10.0
+"""Share of the whole time, and seconds at most, beyond the limit in which what was found is held to its update."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class SearchControl:
             sets `interrupted`; else it is raised and the search is lost.
         interval: seconds between two reports, at least.
         parent: the control that this one is a share of: what interrupts one of them interrupts the other.
+        grace: seconds beyond the time limit that `overtime` has; None takes a share of the time that there is now.
 
     Attributes:
         is_searching: whether something runs now that `interrupt` ends (`searching`).
@@ -70,7 +75,9 @@ class SearchControl:
         keep_best_on_interrupt: bool = False,
         interval: float = 0.5,
         parent: SearchControl | None = None,
+        grace: float | None = None,
     ) -> None:
+        self.grace = min(GRACE_SHARE * time_limit, MOST_GRACE) if grace is None else grace
         self.deadline = time.monotonic() + time_limit
         self.on_progress = on_progress
         self.keep_best_on_interrupt = keep_best_on_interrupt
@@ -88,7 +95,12 @@ class SearchControl:
             keep_best_on_interrupt=self.keep_best_on_interrupt,
             interval=self.interval,
             parent=self,
+            grace=self.grace,
         )
+
+    def overtime(self) -> SearchControl:
+        """Return the control of what is done with what was found, which ends a little behind the time limit."""
+        return SearchControl(time_limit=self.deadline + self.grace - time.monotonic(), grace=0.0)
 
     @property
     def interrupted(self) -> bool:
@@ -140,8 +152,12 @@ OPERATIONS_A_SECOND = 2e10
 """Of floating-point numbers in double precision, as many as a thread can do at most."""
 
 
-class StoppedError(Exception):
-    """An attack that solves has to end now; its text says what stops it."""
+class StoppedError(BaseException):
+    """An attack that solves has to end now; its text says what stops it.
+
+    It is no `Exception`: a network or a loss of the user's own, in the midst of which it may be raised, and what names
+    their errors, let it through.
+    """
 
 
 _CONTROL: ContextVar[SearchControl | None] = ContextVar("control", default=None)
@@ -150,12 +166,43 @@ _CONTROL: ContextVar[SearchControl | None] = ContextVar("control", default=None)
 
 @contextmanager
 def limited_by(control: SearchControl) -> Iterator[None]:
-    """While the block runs `check_time_limit` asks this control."""
+    """While the block runs `check_time_limit` asks this control, and so does every pass through a network."""
+
+    def ask() -> None:
+        if not control.seconds_left or control.interrupted:
+            raise_if_stopped(control)
+
     token = _CONTROL.set(control)
     try:
-        yield
+        with asked_in_passes(ask):
+            yield
     finally:
         _CONTROL.reset(token)
+
+
+@contextmanager
+def in_overtime() -> Iterator[None]:
+    """While the block runs, the attack that solves now may go a little beyond its limit, to name what it has found.
+
+    Raises:
+        StoppedError: that is over, too.
+    """
+    control = _CONTROL.get()
+    if control is None:
+        yield
+        return
+    with limited_by(control.overtime()):
+        yield
+
+
+def raise_if_stopped(control: SearchControl) -> None:
+    """End the work that a control bounds, if it says so.
+
+    Raises:
+        StoppedError: it has to end.
+    """
+    if reason := control.stop_reason():
+        raise StoppedError(reason)
 
 
 def check_time_limit() -> None:
@@ -165,8 +212,8 @@ def check_time_limit() -> None:
         StoppedError: it has to end.
     """
     control = _CONTROL.get()
-    if control is not None and (reason := control.stop_reason()):
-        raise StoppedError(reason)
+    if control is not None:
+        raise_if_stopped(control)
 
 
 def check_time_for(operations: float) -> None:

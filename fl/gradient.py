@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.func import grad as func_grad
 
 from fl.network import Network
+from fl.runtime.interruption import asked_backward
 from fl.tensors import Tensors
 from fl.types import Batch, Step
 
@@ -38,7 +39,8 @@ def autograd_derivative(loss: Callable[[dict[str, Tensor]], Tensor], values: dic
             "expected a loss that depends on the parameters, got one without a gradient: is it detached (.detach(), "
             ".item(), torch.no_grad()), or made of other tensors?"
         )
-    grads = torch.autograd.grad(value, list(leaves.values()), create_graph=again, materialize_grads=True)
+    with asked_backward(leaves.values()):
+        grads = torch.autograd.grad(value, list(leaves.values()), create_graph=again, materialize_grads=True)
     return dict(zip(leaves, grads, strict=True))
 
 

@@ -6,20 +6,37 @@ of views that differ in what was sent back alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from fl.view import ServerView
 
 T = TypeVar("T")
 MAX_KEPT = 12
-"""Readings that are kept at once; the oldest gives way."""
-MAX_NUMBERS = 2**20
-"""Numbers that a reading may hold: of a larger network it is made anew, as it takes little of what an attack takes."""
+"""Readings that are kept at once."""
+MAX_NUMBERS = 2**28
+"""Numbers that they may hold together: a recorded network of two hundred million is made anew each time."""
 
-_KEPT: ContextVar[dict[Hashable, tuple[tuple[Any, ...], Any]] | None] = ContextVar("kept", default=None)
+
+@dataclass(frozen=True)
+class _Kept:
+    """A reading.
+
+    Attributes:
+        network: what it was read off; as long as that is kept, no other object has its identity.
+        found: the reading.
+        size: numbers that it holds.
+    """
+
+    network: tuple[Any, ...]
+    found: Any
+    size: int
+
+
+_KEPT: ContextVar[dict[Hashable, _Kept] | None] = ContextVar("kept", default=None)
 
 
 @contextmanager
@@ -49,10 +66,16 @@ def kept_reading(view: ServerView, what: Hashable, make: Callable[[], T], size: 
     key = (what, *map(id, network))
     if key not in kept:
         found = make()
-        if size(found) > MAX_NUMBERS:
+        numbers = size(found)
+        if numbers > MAX_NUMBERS:
             return found
-        while len(kept) >= MAX_KEPT:
-            del kept[next(iter(kept))]
-        kept[key] = network, found  # as long as they are kept no other object has their identity
-    result: T = kept[key][1]
+        while kept and (len(kept) >= MAX_KEPT or numbers + sum(one.size for one in kept.values()) > MAX_NUMBERS):
+            del kept[_first_to_go(kept)]
+        kept[key] = _Kept(network, found, numbers)
+    result: T = kept[key].found
     return result
+
+
+def _first_to_go(kept: Mapping[Hashable, _Kept]) -> Hashable:
+    """Return the reading that gives way: the oldest where there are too many, else the largest."""
+    return next(iter(kept)) if len(kept) >= MAX_KEPT else max(kept, key=lambda key: kept[key].size)

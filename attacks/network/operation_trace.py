@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl.runtime.double_precision import PrecisionError
+from fl.runtime.interruption import ask_now
 
 IMAGE = -1
 """Number of the source that stands for the images."""
@@ -150,6 +151,7 @@ class Graph:
         """Return all tensors that `nodes` make, and those of `known`, which have other values than those recorded."""
         found = {ref: _laid_out_as(value, self.value(ref)) for ref, value in known.items()}
         for number in nodes:
+            ask_now()
             node = self.nodes[number]
             leaves = [found.get(leaf, self.value(leaf)) if isinstance(leaf, Ref) else leaf for leaf in node.leaves]
             args, kwargs = pytree.tree_unflatten(leaves, node.spec)

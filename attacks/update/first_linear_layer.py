@@ -36,8 +36,9 @@ SIZE_TOLERANCE = 1e-3
 """Distance of a signal's directions up to which a layer's input is as bright as it seems: about one percent of it."""
 MAX_COMBINATIONS = 64
 """Combinations of labels that are tried of a picture, at most: of six labels that may be 0 or 1."""
-PROBE_IMAGES = 8
-"""Random images that tell what a layer is given and whether a ReLU follows it."""
+PROBE_IMAGES, LARGE_PROBES, LARGE = 8, 4, 2**15
+"""Random images that tell what a layer is given and whether a ReLU follows it, and as many of such that each has so
+many numbers, of which a pass takes long."""
 SAME_GRADIENT = 1e-5
 """By how much of its length a gradient may be off another that is the same: a forward may fix single precision."""
 
@@ -241,7 +242,7 @@ def first_linear(view: ServerView, *, scaled: bool = False) -> LinearLayer | Not
     except PrecisionError as error:
         return NotApplicable(str(error), limit=True)
     except MODEL_ERRORS as error:
-        return NotApplicable(f"the network does not run on a batch of {PROBE_IMAGES} images: {error}", limit=True)
+        return NotApplicable(f"the network does not run on a batch of {_probe_count(view)} images: {error}", limit=True)
     still: NotApplicable | None = None
     reused: list[str] = []
     for name, images in layers.items():
@@ -442,23 +443,36 @@ class _NetworkProbe:
         own = {**dict(self.model.named_buffers()), **view.buffers}
         self.buffers = {n: v.double() if v.is_floating_point() else v for n, v in own.items()}
 
-    @cached_property
+    @property
     def fixed(self) -> int | None:
         """How many images the network takes at once, where it takes no other number; None where it takes any."""
-        count, network = self.view.batch_size, self._network(self.weights)
-        for asked in (PROBE_IMAGES, count or PROBE_IMAGES):
-            try:
-                with torch.no_grad():
-                    network(self._random_images(asked))
-                return None if asked == PROBE_IMAGES else asked
-            except MODEL_ERRORS:
-                continue
-        return None
+        return self._first_pass[0]
+
+    @cached_property
+    def _first_pass(self) -> tuple[int | None, dict[str, Tensor]]:
+        """The number of images that it is fixed to, and what linear layers are given of random ones.
+
+        One pass tells both, and views that differ in what was sent back alone have it in common.
+        """
+
+        def size(found: tuple[int | None, dict[str, Tensor]]) -> int:
+            return sum(value.numel() for value in found[1].values())
+
+        return kept_reading(self.view, "first pass", self._run_first, size)
+
+    def _run_first(self) -> tuple[int | None, dict[str, Tensor]]:
+        count, fed = _probe_count(self.view), self.view.batch_size
+        try:
+            return None, self._inputs_of_linear(self._random_images(count))
+        except MODEL_ERRORS:
+            if not fed or fed == count:
+                raise
+            return fed, self._inputs_of_linear(self._random_images(fed))
 
     @property
     def images(self) -> Tensor:
         """Random pixels."""
-        return self._random_images(self.fixed or PROBE_IMAGES)
+        return self._random_images(self.fixed or _probe_count(self.view))
 
     def _random_images(self, count: int) -> Tensor:
         shape = (count, *self.view.task.input_shape)
@@ -553,10 +567,13 @@ class _NetworkProbe:
         real = {number: part.flatten(1) for number, part in parts.items() if part.is_floating_point()}
         return {n: i for n, given in self._given.items() for i, part in real.items() if _are_same(given, part)}
 
-    @cached_property
+    @property
     def _given(self) -> dict[str, Tensor]:
         """What every linear layer is given that sees one vector per image, the first time it runs."""
-        images, seen = self.images, dict[str, Tensor]()
+        return self._first_pass[1]
+
+    def _inputs_of_linear(self, images: Tensor) -> dict[str, Tensor]:
+        seen = dict[str, Tensor]()
 
         def note(name: str) -> Callable[..., None]:
             def hook(module: nn.Module, args: tuple[Tensor, ...], named: dict[str, Tensor], output: Tensor) -> None:
@@ -568,10 +585,12 @@ class _NetworkProbe:
 
         linear = [(n, m) for n, m in self.model.named_modules() if isinstance(m, nn.Linear)]
         handles = [module.register_forward_hook(note(name), with_kwargs=True) for name, module in linear]
-        with torch.no_grad():
-            self.run(images)
-        for handle in handles:
-            handle.remove()
+        try:
+            with torch.no_grad():
+                self.run(images)
+        finally:
+            for handle in handles:
+                handle.remove()
         return seen
 
     def run(self, images: Tensor) -> Any:
@@ -691,6 +710,11 @@ class _NetworkProbe:
             loss = self._mean_loss(self._network(leaves), batch)
             found = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True, allow_unused=True)
         return dict(zip(leaves, found, strict=True))
+
+
+def _probe_count(view: ServerView) -> int:
+    """Return how many random images a network is tried on."""
+    return PROBE_IMAGES if math.prod(view.task.input_shape) < LARGE else LARGE_PROBES
 
 
 def _probe(view: ServerView) -> _NetworkProbe:

@@ -1,15 +1,26 @@
 """Holding a result to its update ends soon after the time limit, and the result is kept."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
-from attacks.base import Reconstruction, build
+from attacks.base import Attack, Reconstruction, build
 from attacks.network.operation_trace import Ref, trace_operations
 from attacks.search_control import SearchControl, StoppedError
 from fl.capture import from_batch
 from fl.models.building_blocks.initialization import initialize
 from fl.seeds import stream
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time, which stands still but where a test moves it."""
+    now = [0.0]
+    monkeypatch.setattr("attacks.search_control.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
+
 
 PIXELS = torch.rand(1, 1, 4, 4, generator=stream(0, "in time"))
 
@@ -19,16 +30,34 @@ def view():
     return from_batch(net, PIXELS, torch.tensor([1]))[0]
 
 
-@pytest.mark.parametrize("grace", [0.0, 1e3])
-def test_a_result_that_the_time_limit_leaves_unchecked_is_kept_and_not_confirmed(monkeypatch, grace):
-    monkeypatch.setattr("attacks.base.GRACE", grace)
-    control = SearchControl(time_limit=0.0)
-    found = build("analytic")(view(), control=control)
+@pytest.mark.parametrize("seconds_over", [0.9, 1.1])
+def test_a_result_that_the_time_limit_leaves_unchecked_is_kept_and_not_confirmed(monkeypatch, clock, seconds_over):
+    """A tenth of the time is left beyond the limit, whatever the attack has overdrawn by itself."""
+    confirm = Attack.confirm
+
+    def slowly(self, view, result):
+        clock[0] = 10.0 + seconds_over
+        return confirm(self, view, result)
+
+    monkeypatch.setattr(Attack, "confirm", slowly)
+    found = build("analytic")(view(), control=SearchControl(time_limit=10.0))
+    in_time = seconds_over < 1
     assert isinstance(found, Reconstruction)
     torch.testing.assert_close(found.inputs, PIXELS, atol=1e-4, rtol=0)
-    assert found.verified is (True if grace else None)
-    assert bool(found.cut_short) is not bool(grace)
-    assert ("not confirmed: not held to the update before the time limit" in found.note) is not bool(grace)
+    assert found.verified is (True if in_time else None)
+    assert bool(found.cut_short) is not in_time
+    assert ("not confirmed: not held to the update before the time limit" in found.note) is not in_time
+
+
+@pytest.mark.parametrize(("limit", "over"), [(18.0, 1.8), (60.0, 6.0), (3600.0, 10.0)])
+def test_what_is_held_to_its_update_ends_a_tenth_beyond_the_limit_at_most(clock, limit, over):
+    control = SearchControl(time_limit=limit)
+    for one in (control, control.share(3)):
+        clock[0] = 0.0
+        end = one.deadline + over
+        assert one.overtime().deadline == pytest.approx(end)
+        clock[0] = 5.0  # from where it is asked does not matter
+        assert one.overtime().deadline == pytest.approx(end)
 
 
 def test_a_transposed_weight_is_its_parameter_by_its_memory():
