@@ -20,8 +20,8 @@ def imports(*packages: str) -> grimp.ImportGraph:
     return grimp.build_graph(*packages, cache_dir=None)
 
 
-def circle(graph: grimp.ImportGraph, package: str) -> list[str]:
-    """One circle of modules of a package that import each other; empty where there is none."""
+def cycle(graph: grimp.ImportGraph, package: str) -> list[str]:
+    """One cycle of modules of a package that import each other; empty where there is none."""
     modules = {name for name in graph.modules if name.partition(".")[0] == package}
     known = {name: graph.find_modules_directly_imported_by(name) & modules for name in modules}
     try:
@@ -64,11 +64,11 @@ def test_contracts_hold():
     [
         ("fl.tensors", "eval.cli", "Packages: "),
         ("defenses.clip", "attacks.base", "Packages: "),
-        ("attacks.result", "attacks.base", "Rooms of attacks"),
-        ("attacks.labels.counts", "attacks.gradient_matching.ig", "Rooms of attacks"),
-        ("eval.io.text", "eval.metrics.image", "Rooms of eval"),
-        ("fl.local.sampling", "fl.simulation.federation_state", "Rooms of fl"),
-        ("attacks.update.overflow_safe_scaling", "attacks.update.view_below_classifier", "No circle "),
+        ("attacks.result", "attacks.base", "Layers of attacks"),
+        ("attacks.labels.counts", "attacks.gradient_matching.ig", "Layers of attacks"),
+        ("eval.io.text", "eval.metrics.image", "Layers of eval"),
+        ("fl.local.sampling", "fl.simulation.federation_state", "Layers of fl"),
+        ("attacks.update.overflow_safe_scaling", "attacks.update.view_below_classifier", "No cycle "),
     ],
 )
 def test_contracts_can_fail(tree: Path, importer: str, imported: str, broken: str):
@@ -80,7 +80,7 @@ def test_contracts_can_fail(tree: Path, importer: str, imported: str, broken: st
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_modules_import_each_other(package: str):
-    assert not circle(imports(*PACKAGES), package)
+    assert not cycle(imports(*PACKAGES), package)
 
 
 @pytest.mark.parametrize(
@@ -90,10 +90,10 @@ def test_no_modules_import_each_other(package: str):
         ("attacks.result", "attacks"),
     ],
 )
-def test_circles_are_found(importer: str, imported: str):
+def test_cycles_are_found(importer: str, imported: str):
     graph = imports(*PACKAGES)
     graph.add_import(importer=importer, imported=imported)
-    assert {importer, imported} <= {*circle(graph, "attacks")}
+    assert {importer, imported} <= {*cycle(graph, "attacks")}
 
 
 def test_imports_inside_of_functions_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -101,4 +101,4 @@ def test_imports_inside_of_functions_count(tmp_path: Path, monkeypatch: pytest.M
     for name, code in (("__init__", ""), ("a", "import planted.b\n"), ("b", "def f():\n    from planted import a\n")):
         (tmp_path / "planted" / f"{name}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    assert {*circle(imports("planted"), "planted")} == {"planted.a", "planted.b"}
+    assert {*cycle(imports("planted"), "planted")} == {"planted.a", "planted.b"}

@@ -16,7 +16,7 @@ FORMER = [
     ("eval", "harness", "eval.harness"),
     ("eval", "results", "eval.results"),
     ("eval", "store", "eval.store"),
-    ("eval.audit", "leakage", "eval.audit.update:leakage"),
+    ("eval.audit", "leakage", "eval.audit.leakage_words:leakage"),
     ("eval.canaries", "audit", "eval.privacy.canaries:audit"),
     ("eval.rundir", "RunDir", "eval.run.run_directory:RunDir"),
     ("fl.capture", "from_batch", "fl.capture:from_batch"),

@@ -1,5 +1,5 @@
 """Audits of one model, one update or one method."""
 
-from eval.audit.update import leakage
+from eval.audit.leakage_words import leakage
 
 __all__ = ["leakage"]

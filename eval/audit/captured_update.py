@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.dropout import _DropoutNd
 
 from attacks.update.decay_reading import with_decay_read_off
-from eval.audit import fed_images, update_sanity
+from eval.audit import true_images, update_sanity
 from eval.audit.captured_files import CapturedUpdate
 from eval.audit.coarse_numbers import coarse_in_part, rounding_bounds
 from eval.audit.examples import Examples
@@ -234,13 +234,13 @@ def _with_truth(
     """
     view, error_of = subject.view, partial(prediction_error, scaled=scaled, rounding=rounding)
     batch_size = view.batch_size or 1
-    truth = fed_images.take_truth(given, batch_size)
+    truth = true_images.take_truth(given, batch_size)
     error, tolerance = error_of(view, truth), _tolerance(view, batch_size)
     known = replace(subject, truth=truth, error=error, tolerance=tolerance, n_given=len(given))
     if not known.mismatched:  # nor are zeros off by any share of their size
         nothing = subject.inconsistency if subject.inconsistency == update_sanity.ALL_ZERO else ""
         return replace(known, inconsistency=nothing)
-    fits = fed_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
+    fits = true_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
     what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
     what = what or describe_other_loss(view, truth)
     off = _dropout_off(view)

@@ -140,7 +140,7 @@ def _show(item: Item, scale: ScaleName, out: Path, summary: dict[str, Any] | Non
     from eval.io import jsonl, manifest
     from eval.report.load import ROWS, load
     from eval.report.results_table import to_markdown
-    from eval.reproduce.beside import as_table, compare_with_paper
+    from eval.reproduce.paper_comparison import as_table, compare_with_paper
 
     found = []
     if (out / ROWS).is_file() and (out / ROWS).stat().st_size:
@@ -190,8 +190,8 @@ def _list(beginning: str, scale: ScaleName | None, beside: Sequence[str], *, as_
     """Show the tables and figures whose names begin so, at one scale or at all; refuses options `beside` these."""
     from eval.experiment.scale_names import SCALES
     from eval.reproduce.index import list_indexed
+    from eval.reproduce.item_status import LEGEND, as_rows, columns
     from eval.reproduce.items import list_items
-    from eval.reproduce.listed import LEGEND, as_rows, columns
 
     shown = SCALES if scale is None else (scale.value,)
     with exit_on_errors(USAGE):

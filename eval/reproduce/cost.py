@@ -15,7 +15,7 @@ from typing import Any
 from eval.experiment.scales import DOMAINS
 from eval.experiment.spec import Experiment, ObserveSpec
 from eval.reproduce.cells import PlannedCell, planned_cells
-from eval.reproduce.listed import Cost
+from eval.reproduce.item_status import Cost
 from eval.run.estimate import KnownTimes
 from eval.run.unit_costs import (
     ClientImages,

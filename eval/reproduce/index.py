@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.io import jsonl
+from eval.reproduce.item_status import ItemStatus
 from eval.reproduce.items import CELLS, Item
-from eval.reproduce.listed import Listed
 
 INDEX = Path(__file__).with_name("index.json")
 DIGITS = 12
@@ -24,7 +24,7 @@ PRECISION = 4
 """Significant digits of seconds, which are estimates."""
 
 
-def list_indexed(items: Sequence[Item], tell: Callable[[str], None] = lambda _words: None) -> list[Listed]:
+def list_indexed(items: Sequence[Item], tell: Callable[[str], None] = lambda _words: None) -> list[ItemStatus]:
     """Return items with their status: as it is committed, else as it was computed here before, else computed.
 
     Args:
@@ -37,14 +37,14 @@ def list_indexed(items: Sequence[Item], tell: Callable[[str], None] = lambda _wo
     known = read_index(items)
     new = [item for item in items if item.name not in known]
     if new:
-        from eval.reproduce.kept import KeptListing
         from eval.reproduce.listing import list_status
+        from eval.reproduce.listing_cache import ListingCache
 
-        known |= {one.item.name: one for one in list_status(new, kept=KeptListing(), tell=tell)}
+        known |= {one.item.name: one for one in list_status(new, kept=ListingCache(), tell=tell)}
     return [known[item.name] for item in items]
 
 
-def read_index(items: Sequence[Item], path: Path = INDEX) -> dict[str, Listed]:
+def read_index(items: Sequence[Item], path: Path = INDEX) -> dict[str, ItemStatus]:
     """Return what is committed of items by name, as far as their configs and the cells are as they were then.
 
     An installation comes without cells; there it is taken as it is.
@@ -56,23 +56,23 @@ def read_index(items: Sequence[Item], path: Path = INDEX) -> dict[str, Listed]:
         return {}
     if CELLS.is_dir() and cells != _digests_of_cells():
         return {}
-    found: dict[str, Listed] = {}
+    found: dict[str, ItemStatus] = {}
     for item in items:
         with suppress(LookupError, TypeError, AttributeError, OSError):  # not there, or not as this version writes it
             entry = entries[item.name]
             if entry["config"] == _digest(item.path):
-                found[item.name] = Listed.from_plain(item, entry)
+                found[item.name] = ItemStatus.from_plain(item, entry)
     return found
 
 
-def write_index(found: Sequence[Listed], path: Path = INDEX) -> None:
+def write_index(found: Sequence[ItemStatus], path: Path = INDEX) -> None:
     """Write the list of all items, a line for each."""
     entries = ",\n".join(f"{json.dumps(one.item.name)}: {json.dumps(to_entry(one))}" for one in found)
     cells = json.dumps(_digests_of_cells(), indent=1)
     jsonl.write_text(path, f'{{"cells": {cells},\n"items": {{\n{entries}\n}}}}\n')
 
 
-def to_entry(one: Listed) -> dict[str, Any]:
+def to_entry(one: ItemStatus) -> dict[str, Any]:
     """Return what the committed list has of an item."""
     plain = one.to_plain()
     del plain["item"], plain["title"]

@@ -12,7 +12,7 @@ from defenses.clip import Clip
 from defenses.compose import Chain
 from defenses.secagg import SecAgg
 from eval.audit.input_shape import check_images_fit
-from eval.audit.update import leakage
+from eval.audit.leakage_words import leakage
 from fl.capture import CapturedUpdateSettings, ClientSettings, from_batch, from_update
 from fl.methods.fedavg import FedAvg
 from fl.methods.hyperfl import HyperFL

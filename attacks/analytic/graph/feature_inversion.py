@@ -25,11 +25,11 @@ early where its steps are slow: through a hundred layers the kinks are so near t
 Descent then goes on from there. The best is kept. A near image that comes back to the same residual is at the minimum
 that its features have, and is left alone.
 
-**Trained networks.** They hardly hear fine patterns, and see a picture through many kinks. So the second annealing is
-a smooth one, of the features nearest to the picture alone, as many as give three equations a pixel; further ones are of
-the kind that went better. From where it is
-near enough steps go on with ReLUs whose kinks are rounded off, less and less (`softened_rectifiers`), and with as many
-products a step as directions need that features hardly tell.
+**Trained networks.** They hardly respond to fine patterns, and see a picture through many kinks. So the second
+annealing is a smooth one, of the features nearest to the picture alone, as many as give three equations a pixel;
+further ones are of the kind that went better. From where it is near enough steps go on with ReLUs whose kinks are
+rounded off, less and less (`softened_rectifiers`), and with as many products a step as directions need that features
+hardly tell.
 
 The images of a batch do not interact: each has its own inner products, step lengths and end.
 """

@@ -6,8 +6,8 @@ so many that steps which lower it get stuck between them, however they are found
 - **Annealing** takes steps of Adam (Kingma and Ba, 2015), whose size hangs on no slope, and clips to the pixels' range
   [0, 1]. Wide steps are nearly half the range at first, so pixels jump far and kinks are jumped over; they shrink to
   nothing in a straight line. The slower, the lower it ends. Smooth steps are short, and total variation (Rudin, Osher
-  and Fatemi, 1992) is added to the misfit and fades. A trained network hardly hears the finest patterns, so what a
-  start has of them stays otherwise.
+  and Fatemi, 1992) is added to the misfit and fades. A trained network hardly responds to the finest patterns, so
+  what a start has of them stays otherwise.
 - **Descent** is L-BFGS (Liu and Nocedal, 1989) in the coordinates u of x = x_0 + S^-1 C^T D^-1/2 u, in which the
   misfit's curvature is about the same in all directions (`pixel_curvature`). It follows the pieces at every step, where
   a step of Gauss and Newton takes tens of products with the Jacobian of pieces that are wrong at its end.
@@ -56,7 +56,7 @@ class AnnealingCourse:
 
 
 WIDE = AnnealingCourse(0.4)
-"""For a network that hears every pattern alike, as untrained ones do."""
+"""For a network that responds to every pattern alike, as untrained ones do."""
 SMOOTH = AnnealingCourse(0.05, 0.001, 0.2)
 """For a network that was trained on natural pictures, and such a picture."""
 EDGE = 1e-3

@@ -26,10 +26,10 @@ from torch import Tensor
 from attacks.analytic.graph.layer_solves import MIN_RATIO, MISFIT_FACTOR, SILENT_CHANNEL, KnownSignal, channel_sizes
 from attacks.search_control import check_time_limit
 
-MAX_POSITIONS, MAX_HEARD_POSITIONS = 2048, 4096
+MAX_POSITIONS, MAX_WEIGHTED_POSITIONS = 2048, 4096
 """Numbers of one input channel of one image, at most, of which a basis is found, and between which a matrix is made."""
 NO_DIRECTION = 1e-7
-"""Share of the largest singular value below which equations do not hear a direction but by rounding."""
+"""Share of the largest singular value up to which a direction is in the null space but for rounding."""
 CONSISTENT = 1e-5
 """Share of itself by which what is determined may be off where all equations agree."""
 ROUNDS, MIN_GOOD_SHARE = 8, 0.75
@@ -69,8 +69,8 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
     norms = a.norm(dim=1)
     if not bool(norms.any()):
         return None
-    heard = norms > SILENT_CHANNEL * norms[norms > 0].median()  # others tell nothing and would count as equations
-    a, g, channel = a[heard], g[heard], channel[heard].unique(return_inverse=True)[1]
+    active = norms > SILENT_CHANNEL * norms[norms > 0].median()  # others tell nothing and would count as equations
+    a, g, channel = a[active], g[active], channel[active].unique(return_inverse=True)[1]
     bases = [_row_basis(part) for part in a.split(height * width, dim=1)]
     ranks = [basis.shape[1] for basis in bases]
     if not min(ranks) > 0 or sum(ranks) == n * height * width or MIN_RATIO * sum(ranks) > len(a):
@@ -86,8 +86,8 @@ def solve_projection(signals: Sequence[KnownSignal]) -> SolvedProjection | None:
 
 
 @dataclass(frozen=True)
-class HeardPart:
-    """What layers' gradients say of the input of one image, each direction as loud as they hear it.
+class WeightedProjection:
+    """What layers' gradients say of the input of one image, each direction weighted by its singular value.
 
     Attributes:
         values: (1, K, H, W), M x.
@@ -98,14 +98,14 @@ class HeardPart:
     matrix: Tensor
 
 
-def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
+def weighted_projection(signals: Sequence[KnownSignal]) -> WeightedProjection | None:
     """Return what gradients say of one image's input where they are too few to be checked; None of several or a vector.
 
     Args:
         signals: of the layers that take the input; of one group of channels.
     """
     n, _, height, width = signals[0].layer.input_shape
-    if n != 1 or not 1 < height * width <= MAX_HEARD_POSITIONS or _have_gaps(signals):
+    if n != 1 or not 1 < height * width <= MAX_WEIGHTED_POSITIONS or _have_gaps(signals):
         return None
     check_time_limit()
     a, g, _ = _weighed_equations(signals)
@@ -114,7 +114,7 @@ def hear_part(signals: Sequence[KnownSignal]) -> HeardPart | None:
     u, s, v = torch.linalg.svd(a, full_matrices=False)
     share = s / s[0]
     values = v.mT @ (u.mT @ g / s[0])
-    return HeardPart(values.mT.reshape(signals[0].layer.input_shape), ((v.mT * share) @ v)[None])
+    return WeightedProjection(values.mT.reshape(signals[0].layer.input_shape), ((v.mT * share) @ v)[None])
 
 
 def _have_gaps(signals: Sequence[KnownSignal]) -> bool:

@@ -30,12 +30,12 @@ pull upwards become free.
 
 **Preconditioner.** Let A^T A = V S V^T. Positions that no equation of A ties together, such as those that a stride
 keeps apart, make blocks of V. With C the eigenvectors of the channels' part of F^T F, it divides by S_i + w p_i m_j
-in the coordinates V and C. m_j is an eigenvalue of that part, averaged over positions, and p_i how much F hears of
+in the coordinates V and C. m_j is an eigenvalue of that part, averaged over positions, and p_i the share of F^T F in
 direction i, relative to others. Where entries are known, A^T A and the diagonal of w F^T F are inverted instead, for
 every channel at its own unknown entries. That needs small blocks.
 
-The weight w is 1 by rounding alone. Where A hears many directions a little, F cannot tell all of them, and the system
-is ill-conditioned: there w is less, so that A counts more in all directions but as many as F can tell.
+The weight w is 1 by rounding alone. Where A has many small singular values, F cannot tell all those directions, and
+the system is ill-conditioned: there w is less, so that A counts more in all directions but as many as F can tell.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ MAX_TOLD_SHARE = 0.4
 """Directions that are left to F, as a share of its equations for one channel."""
 LEAST_WEIGHT = 1e-3
 """Weight of F's equations, at least."""
-UNHEARD = 1e-12
-"""Share of the largest eigenvalue below which equations do not hear a direction."""
-LEAST_HEARD = 1e-3
+NULL_SPACE = 1e-12
+"""Share of the largest eigenvalue up to which a direction counts as in the null space."""
+LEAST_SHARE = 1e-3
 """Share of the largest number of the preconditioner that each is taken to have at least."""
 RIDGE = 1e-13
 """Share of the largest number on the diagonal that keeps a channel's block invertible."""
@@ -72,7 +72,7 @@ MAX_BLOCK_NUMBERS = 2**25
 CHANNELS_TOGETHER = 64
 """Channels whose blocks are inverted as one stack."""
 ENTRY_WEIGHT = 0.03
-"""Weight of F's equations where entries are known, in which directions that A does not hear are most of all."""
+"""Weight of F's equations where entries are known, in which directions in the null space of A are most of all."""
 MIN_CHANNEL_RATIO = 1.25
 """Equations of a channel's gradient for one unknown by which it is solved for by itself."""
 SIGN_TOLERANCES, SETTLED_SHARES = (1e-5, 1e-7), (5e-2, 2e-2)
@@ -664,24 +664,24 @@ class _Preconditioner:
         """
         n, k = len(basis.values), gradients.right.shape[1]
         draw = stream(0, "probes of output equations")
-        heard, mixed = basis.values.new_zeros(n), basis.values.new_zeros(k, k)
+        shares, mixed = basis.values.new_zeros(n), basis.values.new_zeros(k, k)
         for _ in range(PROBES):
             probe = (2.0 * torch.randint(0, 2, (n, k), generator=draw) - 1).to(basis.values)
             answer = basis.to(gradients.as_rows(others.pull(others.push(gradients.as_images(basis.back(probe))))))
-            heard += (probe * answer).sum(1) / (k * PROBES)
+            shares += (probe * answer).sum(1) / (k * PROBES)
             mixed += probe.mT @ answer / (n * PROBES)
         values, channels = torch.linalg.eigh((mixed + mixed.mT) / 2)
-        unheard = basis.values <= UNHEARD * float(basis.values.max())
-        if bool((unheard & (heard <= UNHEARD * float(heard.max()))).any()):
+        null = basis.values <= NULL_SPACE * float(basis.values.max())
+        if bool((null & (shares <= NULL_SPACE * float(shares.max()))).any()):
             return None
-        if bool(unheard.any()) and float(values.min()) <= UNHEARD * float(values.max()):
+        if bool(null.any()) and float(values.min()) <= NULL_SPACE * float(values.max()):
             return None
-        values = values.clamp_min(LEAST_HEARD * float(values.max()))
-        heard = heard.clamp_min(LEAST_HEARD * float(heard.max())) / heard.mean()
+        values = values.clamp_min(LEAST_SHARE * float(values.max()))
+        shares = shares.clamp_min(LEAST_SHARE * float(shares.max())) / shares.mean()
         told = min(int(MAX_TOLD_SHARE * others.count / k), n - 1)
         level = float(basis.values.sort().values[told]) / float(values.mean())
         weight = min(1.0, max(level, LEAST_WEIGHT))
-        return cls(channels, basis.values[:, None] + weight * heard[:, None] * values), weight
+        return cls(channels, basis.values[:, None] + weight * shares[:, None] * values), weight
 
     def __call__(self, y: Tensor) -> Tensor:
         """Return what y (n, K) is divided to."""

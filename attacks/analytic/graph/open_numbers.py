@@ -6,11 +6,12 @@ little: to first order, by least squares of what the features say of the move,
 
     min over d of |J d - (r + J move)|^2,
 
-with r the residuals at the pictures, and J their Jacobian there. Iterations begin at zero and never leave what J hears.
-So d comes out as the move only where J hears all of it, and where the pictures are the best there are. They end at the
-level of the features' noise: what is heard less than that counts as open. What is heard may still be told to no better
-than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to the residuals. By how much d
-then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to each number.
+with r the residuals at the pictures, and J their Jacobian there. Iterations begin at zero and gain nothing in J's null
+space. So d comes out as the move only where no part of it lies there, and where the pictures are the best there are.
+They end at the level of the features' noise: what moves them less than that counts as open. What moves them more may
+still be told to no better than a level of 8 bits. So it is asked again with errors e of that noise drawn and added to
+the residuals. By how much d then comes out otherwise, A^-1 J^T e with A = J^T J, is what errors of the features do to
+each number.
 
 Brightness and contrast are moved by themselves, too. Normalizations take them off, and of a move
 at random what is open in one direction is no more than a share of 1 / sqrt(n), for n numbers.
@@ -20,10 +21,10 @@ bound, where all above the ReLU has another J to either side. So the lowest feat
 
 Where iterations do not end, the standard errors of `dense_least_squares` decide for small pictures at whole levels.
 
-Where d comes out otherwise, searches that begin beside the pictures decide, with the bounds: to either side of what J
-does not hear of the move, and at random. A normalization over each image takes its contrast off: then they end on one
-line through the picture. Real numbers leave that open. Whole levels do not, unless another picture of whole levels lies
-on the line (`pictures_on_lines`).
+Where d comes out otherwise, searches that begin beside the pictures decide, with the bounds: to either side along the
+part of the move in the null space, and at random. A normalization over each image takes its contrast off: then they end
+on one line through the picture. Real numbers leave that open. Whole levels do not, unless another picture of whole
+levels lies on the line (`pictures_on_lines`).
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ WIDE_DRAWS = 2
 NEARER, TRIES = 4.0, 3
 """By what a change is divided where a search from there does not meet the features, and how often one is tried."""
 FARTHEST = 2.0
-"""Times such a move that a search begins aside, at most, in the direction that was not heard."""
+"""Times such a move that a search begins aside, at most, in the direction of the null space."""
 SURE = 3.0
 """Times the largest distance from a whole level, in standard errors, that a number may be off; and standard deviations
 of drawn errors likewise."""
@@ -113,29 +114,40 @@ def count_open_numbers(
     first = next(place for place, target in enumerate(equations) if target.counts)
     lowest = [target if place == first else replace(target, use="none") for place, target in enumerate(equations)]
     lowest_problem = FeatureProblem.of(forward, single_forward, lowest)
-    if not at_levels and not _are_contrasts_heard(lowest_problem, found.images, seed):
+    if not at_levels and not _are_contrasts_told(lowest_problem, found.images, seed):
         return found.images.numel()
-    unheard = _unheard_part(lowest_problem, found.images, move, seed)
-    if unheard is not None and bool((unheard.abs() <= most).all()):
-        unsure = _count_unsure(lowest_problem, found.images, move, unheard, seed)
+    open_part = _null_space_part(lowest_problem, found.images, move, seed)
+    if open_part is not None and bool((open_part.abs() <= most).all()):
+        unsure = _count_unsure(lowest_problem, found.images, move, open_part, seed)
         told = not unsure or (at_levels and _are_told_to_half_a_level(lowest_problem, found.images))
         return 0 if told else unsure
     problem = FeatureProblem.of(forward, single_forward, targets)
-    if unheard is None:
+    if open_part is None:
         if at_levels and _are_told_to_half_a_level(problem, found.images):
             return 0
-        unheard = move
-    farthest = FARTHEST * aside.abs().mean() / unheard.abs().max()
-    changes = [farthest * unheard, -farthest * unheard, aside]
-    if not at_levels:
-        return _count_moved(found.images, _search_aside(problem, found.images, changes, seed), most)
-    changes.append(WIDE / 255 * contrasts)
-    changes += [WIDE / 255 * _draw(shape, seed, "aside", number).to(found.images) for number in range(WIDE_DRAWS)]
-    others = _search_aside(problem, found.images, changes, seed)
-    levels = None if others is None else pictures_on_lines(found.images, others)
+        open_part = move
+    farthest = FARTHEST * aside.abs().mean() / open_part.abs().max()
+    changes = [farthest * open_part, -farthest * open_part, aside]
+    if at_levels:
+        return _count_other_levels(problem, found.images, [*changes, WIDE / 255 * contrasts], seed)
+    return _count_moved(found.images, _search_aside(problem, found.images, changes, seed), most)
+
+
+def _count_other_levels(problem: FeatureProblem, images: Tensor, changes: Sequence[Tensor], seed: int) -> int:
+    """Return how many numbers of images at whole levels may be at others, as searches that begin beside them end.
+
+    Args:
+        problem: the features.
+        images: (B, C, H, W).
+        changes: shaped like them, to where searches begin, beside some at random far aside.
+        seed: of the searches.
+    """
+    far = [WIDE / 255 * _draw(images.shape, seed, "aside", number).to(images) for number in range(WIDE_DRAWS)]
+    others = _search_aside(problem, images, [*changes, *far], seed)
+    levels = None if others is None else pictures_on_lines(images, others)
     if levels is not None and not _are_features_met(problem, levels):
         return 0
-    return _count_moved(found.images, others, most)
+    return _count_moved(images, others, MAX_MOVED_AT_LEVELS / 255)
 
 
 def _count_moved(images: Tensor, others: Tensor | None, most: float) -> int:
@@ -184,14 +196,14 @@ def _draw(shape: Sequence[int], seed: int, *names: str | int) -> Tensor:
     return torch.randn(tuple(shape), generator=stream(seed, *names), dtype=torch.float64)
 
 
-def _are_contrasts_heard(problem: FeatureProblem, images: Tensor, seed: int) -> bool:
+def _are_contrasts_told(problem: FeatureProblem, images: Tensor, seed: int) -> bool:
     """Return whether features tell the brightness and contrast of images, as a whole and of each channel.
 
     Normalizations take these off, and what is open in one direction alone hardly shows in a move at random.
     """
     for pattern in _contrast_patterns(images):
-        unheard = _unheard_part(problem, images, NUDGE * pattern, seed)
-        if unheard is None or bool((unheard.abs() > MAX_MOVED / 255).any()):
+        open_part = _null_space_part(problem, images, NUDGE * pattern, seed)
+        if open_part is None or bool((open_part.abs() > MAX_MOVED / 255).any()):
             return False
     return True
 
@@ -251,22 +263,22 @@ def _are_told_to_half_a_level(problem: FeatureProblem, images: Tensor) -> bool:
     return True
 
 
-def _count_unsure(problem: FeatureProblem, images: Tensor, move: Tensor, unheard: Tensor, seed: int) -> int:
+def _count_unsure(problem: FeatureProblem, images: Tensor, move: Tensor, open_part: Tensor, seed: int) -> int:
     """Return how many numbers may be at another level by errors of the features, as drawn ones put them off.
 
     Args:
         problem: the features.
         images: (B, C, H, W), which are moved.
         move: shaped like them.
-        unheard: what is left of it without errors.
+        open_part: what is left of it without errors.
         seed: of the errors.
     """
     squares = torch.zeros_like(images)
     for number in range(ERROR_DRAWS):
-        left = _unheard_part(problem, images, move, seed, _draw_errors(problem, images, seed, number))
+        left = _null_space_part(problem, images, move, seed, _draw_errors(problem, images, seed, number))
         if left is None:
             return images.numel()
-        off = (left - unheard).abs()
+        off = (left - open_part).abs()
         if CLEAR * float(off.max()) <= MAX_MOVED_AT_LEVELS / 255:  # a number's first error is seldom so small by chance
             return 0
         squares += off.square() / ERROR_DRAWS
@@ -285,7 +297,7 @@ def _draw_errors(problem: FeatureProblem, images: Tensor, seed: int, number: int
     return drawn
 
 
-def _unheard_part(
+def _null_space_part(
     problem: FeatureProblem, images: Tensor, move: Tensor, seed: int, errors: Sequence[Tensor] = ()
 ) -> Tensor | None:
     """Return what is left of a move of the images without what the features say of it, to first order.
@@ -316,7 +328,7 @@ def _unheard_part(
     noise, before = problem.noise * problem.size, dot(rest, rest).sqrt()
     for k in range(1, MAX_ITERATIONS + 1):
         pushed = jacobian.push(direction)
-        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0, 0.0)  # where nothing is left to hear
+        length = (gamma / dot(pushed, pushed)).nan_to_num(0.0, 0.0)  # where nothing is left to gain
         told = told + per_image(length, direction) * direction
         rest = tuple(r - per_image(length, p) * p for r, p in zip(rest, pushed, strict=True))
         if k % LOOK_BACK == 0:

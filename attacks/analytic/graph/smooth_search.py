@@ -8,7 +8,7 @@ along to the end, and annealing fades it as far as features are met:
 
 Features alone count whose numbers say something of their own: those that the image reaches without passing through
 another known tensor (`nearest_features`). What gradients say of the first layer that has too few equations counts, too
-(`input_projections.hear_part`): nothing else tells more of the picture, and here nothing could be checked anyway.
+(`input_projections.weighted_projection`): nothing else tells more of the picture, and nothing could be checked.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from attacks.analytic.graph.image_factors import (
     find_factors_by_shifts,
     find_image_factors,
 )
-from attacks.analytic.graph.input_projections import hear_part, solve_projection
+from attacks.analytic.graph.input_projections import solve_projection, weighted_projection
 from attacks.analytic.graph.joint_least_squares import OutOfTimeError
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import (
@@ -51,7 +51,7 @@ MAX_SIGNED_MISFIT = 1e-4
 """Misfit of what is known above, at most, for a search by signs: what is less precise hides which numbers are zero."""
 MAX_BAD_CHANNELS = 0.25
 """Share of the output channels that may not fit."""
-MIN_HEARD, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
+MIN_CHANNEL_SIGNAL, MAX_TWO_VALUE_ERROR = 3e-2, 1e-2
 """Share of the largest signal above which a channel counts, and how far from two values its signals may be."""
 CLEAR_GAP = 1e4
 """How many times larger the gradient's last singular value that counts is than the next one, where noise counts for
@@ -453,7 +453,7 @@ class GraphSolver:
         signals = [self.known.layer_signal(number) for number in users]
         found = solve_projection(signals) if signals else None
         if found is None or not found.misfit < MAX_MISFIT:
-            self._note_heard(ref, signals)
+            self._note_guide(ref, signals)
             return
         names = tuple(known.layer.name for known in signals)
         numbers = signals[0].layer.unknown_inputs
@@ -463,13 +463,13 @@ class GraphSolver:
         values = found.values.reshape(self.network.graph.value(ref).shape)
         self.projections.append(SolvedTensor(ref, values, found.misfit, True, names, found.projection))
 
-    def _note_heard(self, ref: Ref, signals: list[KnownSignal]) -> None:
+    def _note_guide(self, ref: Ref, signals: list[KnownSignal]) -> None:
         """Note what gradients say of what layers take, where that can not be checked: it guides a search."""
-        heard = hear_part(signals) if signals else None
-        if heard is not None:
+        found = weighted_projection(signals) if signals else None
+        if found is not None:
             names = tuple(known.layer.name for known in signals)
-            values = heard.values.reshape(self.network.graph.value(ref).shape)
-            self.guides.append(SolvedTensor(ref, values, 0.0, True, names, heard.matrix))
+            values = found.values.reshape(self.network.graph.value(ref).shape)
+            self.guides.append(SolvedTensor(ref, values, 0.0, True, names, found.matrix))
 
     def _is_precise(self) -> bool:
         """Return whether what was solved for last is so precise that zeros below it can be told from small numbers."""
@@ -595,10 +595,10 @@ def _neighbor_differences(columns: Tensor) -> Tensor:
 
 
 def _look_two_valued(columns: Tensor, slope: float) -> bool:
-    """Return whether in nearly all channels that are heard each image (C, P, B) has one number or `slope` times it."""
+    """Return whether in nearly all channels with a signal each image (C, P, B) has one number or `slope` times it."""
     for image in columns.unbind(2):
         largest = image.gather(1, image.abs().argmax(1, keepdim=True))
-        heard = largest.abs()[:, 0] > MIN_HEARD * largest.abs().max()
+        heard = largest.abs()[:, 0] > MIN_CHANNEL_SIGNAL * largest.abs().max()
         share = (image / largest)[heard]
         off = torch.minimum((share - slope).abs(), (share - 1).abs()).amax(1)
         if float(off.quantile(0.9)) > MAX_TWO_VALUE_ERROR:

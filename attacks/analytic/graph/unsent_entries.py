@@ -87,15 +87,15 @@ def masked_least_squares(a: Tensor, b: Tensor, sent: Tensor) -> Tensor | None:
 
 
 def _solve_together(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
-    """Return x (n, K) by iterations; None where they do not end, or leave a direction at zero that is not heard.
+    """Return x (n, K) by iterations; None where they do not end, or leave a direction of the null space at zero.
 
-    A known solution goes along with each column's: a direction that its equations do not hear is missing there, too.
+    A known solution goes along with each column's: a direction in the null space is missing there, too.
     """
     probe = torch.randn(a.shape[1], b.shape[1], generator=stream(0, "probe"), dtype=a.dtype).to(a.device)
     both, ended = _iterate(a, torch.cat([b, (a @ probe) * weights], 1), weights.repeat(1, 2))
     found, again = both.chunk(2, 1)
-    heard = (again - probe).norm(dim=0) <= SAME * probe.norm(dim=0)
-    return found if bool(ended.all() and heard.all()) else None
+    complete = (again - probe).norm(dim=0) <= SAME * probe.norm(dim=0)
+    return found if bool(ended.all() and complete.all()) else None
 
 
 def _iterate(a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -56,7 +56,7 @@ def test_refusals_are_said_of_rows_too() -> None:
     ("words", "other"),
     [
         ("a picture, an image and a pixel", "an example, an example and a number"),
-        ("pictures (--images) of fed_images", "examples (--images) of fed_images"),
+        ("pictures (--images) of true_images", "examples (--images) of true_images"),
     ],
 )
 def test_words_change_where_inputs_are_no_pictures(words: str, other: str) -> None:

@@ -13,7 +13,7 @@ from eval.federations.wording import in_arguments
 
 ROOT = Path(__file__).parents[3]
 SPEAKING = ["attacks", "fl", *(f"eval/audit/{name}.py" for name in (
-    "captured_files", "captured_update", "fed_images", "input_shape", "tensor_names", "update_sanity", "user_model"
+    "captured_files", "captured_update", "true_images", "input_shape", "tensor_names", "update_sanity", "user_model"
 ))]  # fmt: skip
 """What an audit in a federation calls."""
 OTHERS = re.compile(r"python -m|the authors'|hyperleak doctor")

@@ -7,7 +7,7 @@ import torch
 
 from attacks.base import Reconstruction
 from eval.audit.findings import report_from_rows
-from eval.audit.update import leakage
+from eval.audit.leakage_words import leakage
 from eval.metrics.score import score
 from eval.metrics.self_verification import add_self_check_columns, attack_notes, verification_words
 from fl.seeds import stream

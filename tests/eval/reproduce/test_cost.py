@@ -9,7 +9,7 @@ from torch import nn
 
 from eval.reproduce import cost
 from eval.reproduce.cost import client_images, experiment_cost
-from eval.reproduce.listed import describe_seconds
+from eval.reproduce.item_status import describe_seconds
 from fl.models import Network
 
 CALM = ("observe.method={steps: 1}", "method=[{name: fedavg, lr: 0.1, batch_size: 6, epochs: 5}]", "attack=[]")

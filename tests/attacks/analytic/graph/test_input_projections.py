@@ -13,7 +13,7 @@ from attacks import Reconstruction
 from attacks.analytic.graph import picture_search
 from attacks.analytic.graph.feature_inversion import InvertedImages
 from attacks.analytic.graph.feature_residuals import FeatureTarget
-from attacks.analytic.graph.input_projections import hear_part, solve_projection
+from attacks.analytic.graph.input_projections import solve_projection, weighted_projection
 from attacks.analytic.graph.layer_equations import LayerEquations
 from attacks.analytic.graph.layer_solves import KnownSignal
 from attacks.analytic.graph.open_numbers import count_open_numbers
@@ -99,15 +99,15 @@ def test_nothing_is_told_where_all_is_determined_or_images_are_mixed() -> None:
     assert solve_projection([same]) is None
 
 
-def test_what_gradients_say_is_said_of_the_input_as_loud_as_they_hear_it() -> None:
+def test_what_gradients_say_of_the_input_is_weighted_by_singular_values() -> None:
     known, given = transition(images=1, window=1)
     signal = known.signal.clone()
     signal[:, 5:] = 0  # five equations for sixteen numbers of each channel
     gradient = torch.einsum("bchw,bkhw->ck", signal, given)[..., None, None]
-    heard = hear_part([KnownSignal(replace(known.layer, gradient=gradient), signal)])
-    assert heard is not None
-    assert torch.allclose((given.flatten(2) @ heard.matrix).reshape(given.shape), heard.values, atol=1e-9)
-    values = torch.linalg.eigvalsh(heard.matrix[0])
+    found = weighted_projection([KnownSignal(replace(known.layer, gradient=gradient), signal)])
+    assert found is not None
+    assert torch.allclose((given.flatten(2) @ found.matrix).reshape(given.shape), found.values, atol=1e-9)
+    values = torch.linalg.eigvalsh(found.matrix[0])
     assert int((values > 1e-9).sum()) == 5
     assert abs(float(values[-1]) - 1) < 1e-9
 
@@ -116,7 +116,7 @@ def test_of_a_vector_gradients_say_nothing_that_guides_a_search() -> None:
     given, signal = torch.ones(1, 8, 1, 1, dtype=torch.float64), torch.ones(1, 4, 1, 1, dtype=torch.float64)
     weight = torch.ones(4, 8, 1, 1, dtype=torch.float64)
     layer = LayerEquations("weight", weight, weight, *ONE, 1, given.shape, signal.shape)
-    assert hear_part([KnownSignal(layer, signal)]) is None
+    assert weighted_projection([KnownSignal(layer, signal)]) is None
 
 
 def test_a_network_of_linear_layers_is_refused_or_solved_where_its_update_is_coarse() -> None:
@@ -136,7 +136,7 @@ def test_a_network_of_linear_layers_is_refused_or_solved_where_its_update_is_coa
 
 def test_what_gradients_say_of_several_images_is_not_told_apart() -> None:
     known, _ = transition(images=2, window=1)
-    assert hear_part([known]) is None
+    assert weighted_projection([known]) is None
 
 
 class Pooled(nn.Module):

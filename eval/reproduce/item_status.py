@@ -38,7 +38,7 @@ class Cost:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AtScale:
+class ScaleStatus:
     """A table at a scale.
 
     Attributes:
@@ -51,7 +51,7 @@ class AtScale:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ItemStatus:
     """A table or figure with what is known of it.
 
     Attributes:
@@ -64,7 +64,7 @@ class Listed:
 
     item: Item
     rows: int
-    scales: Mapping[Scale, AtScale]
+    scales: Mapping[Scale, ScaleStatus]
     otherwise: int
     changes: tuple[str, ...]
 
@@ -90,13 +90,13 @@ class Listed:
         }
 
     @classmethod
-    def from_plain(cls, item: Item, data: Mapping[str, Any]) -> Listed:
+    def from_plain(cls, item: Item, data: Mapping[str, Any]) -> ItemStatus:
         """Return what `to_plain` made plain data of."""
-        scales: dict[Scale, AtScale] = {}
+        scales: dict[Scale, ScaleStatus] = {}
         for scale in SCALES:
             if (own := data["scales"].get(scale)) is not None:
                 cost = Cost(trainings=own["trainings"], attacks=own["attacks"], seconds=own["seconds"])
-                scales[scale] = AtScale(measured=own["measured"], cost=cost)
+                scales[scale] = ScaleStatus(measured=own["measured"], cost=cost)
         changes = tuple(data["changes"])
         return cls(item=item, rows=data["rows"], scales=scales, otherwise=data["otherwise"], changes=changes)
 
@@ -106,7 +106,7 @@ def columns(shown: Sequence[Scale] = SCALES) -> list[str]:
     return ["item", "rows", *(f"{scale}: measured, cost" for scale in shown), "otherwise"]
 
 
-def as_rows(found: Sequence[Listed], shown: Sequence[Scale] = SCALES) -> list[list[str]]:
+def as_rows(found: Sequence[ItemStatus], shown: Sequence[Scale] = SCALES) -> list[list[str]]:
     """Return a row of words for each item, under `columns`, and one of sums.
 
     Args:
@@ -127,7 +127,7 @@ def as_rows(found: Sequence[Listed], shown: Sequence[Scale] = SCALES) -> list[li
     return [*lines, ["all", str(whole), *sums, str(sum(one.otherwise for one in found))]]
 
 
-def _words(own: AtScale | None) -> str:
+def _words(own: ScaleStatus | None) -> str:
     if own is None:
         return "-"
     return f"{own.measured or '-'}, {describe_seconds(own.cost.seconds)}"

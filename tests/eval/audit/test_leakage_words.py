@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attacks.base import Reconstruction
-from eval.audit.update import leakage
+from eval.audit.leakage_words import leakage
 from eval.audit.verdict import image_line
 from eval.metrics.baselines import baseline_images
 from eval.metrics.score import score, score_without_truth

@@ -24,7 +24,7 @@ from fl.runtime.atomic_files import make_folder
 NAME = "reproduce-list.json"
 
 
-class KeptListing:
+class ListingCache:
     """The figures of items by name, in a file; nothing is kept where there is no place for it.
 
     Args:

@@ -6,7 +6,7 @@ from support.fakerun import CONFIG, FakeRun
 from eval.report.formatting import NO_VALUE
 from eval.report.load import load
 from eval.report.results_table import to_markdown
-from eval.reproduce.beside import as_table, compare_with_paper
+from eval.reproduce.paper_comparison import as_table, compare_with_paper
 
 HEAD = 'source: "Toy, Table 1"'
 

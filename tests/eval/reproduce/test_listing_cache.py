@@ -8,7 +8,7 @@ from eval.experiment import config_catalog
 from eval.reproduce import listing
 from eval.reproduce.committed import Committed
 from eval.reproduce.items import find_item
-from eval.reproduce.kept import NAME, KeptListing
+from eval.reproduce.listing_cache import NAME, ListingCache
 
 ITEMS = ["hyperfednet/figure6", "hyperfednet/figure7"]
 
@@ -16,13 +16,13 @@ ITEMS = ["hyperfednet/figure6", "hyperfednet/figure7"]
 @pytest.fixture
 def computed(monkeypatch):
     """Names of the items whose configs were read."""
-    names, compute = [], listing._listed
+    names, compute = [], listing._status_of
 
     def noted(item, committed):
         names.append(item.name)
         return compute(item, committed)
 
-    monkeypatch.setattr(listing, "_listed", noted)
+    monkeypatch.setattr(listing, "_status_of", noted)
     monkeypatch.setattr(listing, "read_committed", Committed)
     return names
 
@@ -32,30 +32,30 @@ def listed(kept):
 
 
 def test_what_is_kept_is_what_was_computed(tmp_path, computed):
-    first = listed(KeptListing(tmp_path / "cache" / NAME))
+    first = listed(ListingCache(tmp_path / "cache" / NAME))
     assert computed == ITEMS
-    again = listed(KeptListing(tmp_path / "cache" / NAME))
+    again = listed(ListingCache(tmp_path / "cache" / NAME))
     assert computed == ITEMS
     assert again == first
 
 
 def test_nothing_is_taken_of_other_configs_or_a_damaged_file(tmp_path, computed, monkeypatch):
     file = tmp_path / NAME
-    first = listed(KeptListing(file))
+    first = listed(ListingCache(file))
     whole = json.loads(file.read_text())
     damaged = ["", "[]", '{"items": 3}', json.dumps({**whole, "items": {name: {"rows": 1} for name in ITEMS}})]
     for text in damaged:
         computed.clear()
         file.write_text(text)
-        assert listed(KeptListing(file)) == first
+        assert listed(ListingCache(file)) == first
         assert computed == ITEMS, text
     monkeypatch.setattr(config_catalog, "CONFIGS", tmp_path)
-    assert KeptListing(file).read() == {}
+    assert ListingCache(file).read() == {}
 
 
 def test_it_is_in_the_users_cache_and_does_without(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert KeptListing().path == tmp_path / "hyperleak" / NAME
+    assert ListingCache().path == tmp_path / "hyperleak" / NAME
     (tmp_path / "hyperleak").write_text("no folder")
-    KeptListing().write({})
-    assert KeptListing().read() == {}
+    ListingCache().write({})
+    assert ListingCache().read() == {}
