@@ -131,7 +131,8 @@ class Analytic(Attack):
             if isinstance(layer, NotApplicable):
                 if layer.limit and (narrow := narrow_adapters(view)) is not None:
                     return narrow
-                return replace(layer, reason="; ".join(dict.fromkeys((layer.reason, by_direction.reason))))
+                reason = "; ".join(dict.fromkeys((layer.reason, by_direction.reason)))
+                return replace(layer, reason=reason, cut_short=by_direction.cut_short)
         if isinstance(layer, NotApplicable):
             return layer
         if view.batch_size == 1:

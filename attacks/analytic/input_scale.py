@@ -27,7 +27,7 @@ from attacks.labels.recovery import single_label
 from attacks.network.layer_chain import trace_view
 from attacks.network.operation_trace import MODEL_ERRORS
 from attacks.network.pixel_layers import PixelLayer, PixelNetwork, pixel_layers
-from attacks.search_control import StoppedError, check_time_limit
+from attacks.search_control import StoppedError, check_time_limit, in_overtime
 from attacks.update.float_rounding import relative_rounding
 from attacks.update.label_gradients import MAX_TRIED_LABELS
 from attacks.update.observed_update import ObservedUpdate
@@ -378,7 +378,13 @@ def _search(search: ScaleSearch, limit: float) -> Result:
     reason = NOT_SIZED.format(stopped) if stopped else NO_SIZE
     if nearly is not None:
         return replace(nearly, cut_short=stopped)
-    if _is_alone(search) and part.left <= limit and search.tells_pairs_apart():
+    try:
+        with in_overtime():
+            told = _is_alone(search) and part.left <= limit and search.tells_pairs_apart()
+    except StoppedError as error:
+        told, stopped = False, str(error)
+        reason = NOT_SIZED.format(stopped)
+    if told:
         return replace(_up_to_a_factor(search.view, part, reason), cut_short=stopped)
     return NotApplicable(
         f"{part.layer.weight} tells the picture up to its brightness, and {reason}",
@@ -429,10 +435,12 @@ def _judge_resized(search: ScaleSearch, limit: float) -> Reconstruction | None:
         check_time_limit()
         result = _as_result(search, one)
         if max(left, one.left) <= limit and _is_made_to_rounding(search, view, result):
-            single = _is_alone(search) and search.tells_pairs_apart()
-            private = _features(search, one) if single else {}
-            result = result.with_note(OTHER_STEP_SIZE, Remark.DIRECTION_ONLY)
-            return replace(result, verified=None, private=private)
+            result = replace(result.with_note(OTHER_STEP_SIZE, Remark.DIRECTION_ONLY), verified=None)
+            try:
+                single = _is_alone(search) and search.tells_pairs_apart()
+            except StoppedError as stopped:
+                return replace(result, cut_short=str(stopped))
+            return replace(result, private=_features(search, one)) if single else result
     return None
 
 
@@ -579,58 +587,124 @@ def other_range(form: InputForm) -> str:
 def _judge(search: ScaleSearch, found: Sequence[_Found], limit: float) -> Reconstruction | None:
     """Return the picture that makes the update, verified where no other does and its brightness is told; None of none.
 
+    Where the time limit comes before that is decided, the picture is kept and named not decided.
+
     Args:
         search: for it.
         found: what explains its layers.
         limit: share of the layers' update and equations that rounding may be.
     """
-    check_time_limit()
-    view = without_unmoved(search.view)
-    results = [_as_result(search, one) for one in found]
-    left = max(part.left for part in search.parts)
-    exact = [i for i, one in enumerate(found) if max(left, one.left) <= limit]
-    told = search.surplus >= LEAST_SURPLUS
-    if (
-        told
-        and len(exact) == 1
-        and not search.wide
-        and _tells_factors(search, view, found[exact[0]], results[exact[0]])
-    ):
-        return results[exact[0]]  # whether the update bears it out is asked of every result
+    judgment = _Judgment(search, found, limit, [_as_result(search, one) for one in found])
     try:
-        borne_out = [i for i in exact if explains_update(view, results[i]) is not False]
+        check_time_limit()
+        return judgment.of_any_range() if search.wide else judgment.of_pictures()
     except StoppedError as stopped:
-        return results[exact[0]].left_unchecked(str(stopped))
-    if search.wide:
-        borne_out = [i for i in exact if _is_made_to_rounding(search, view, results[i])]
-    if search.wide and borne_out and search.tells_pairs_apart():
-        one, result = found[borne_out[0]], results[borne_out[0]]
-        if not told:
+        if search.wide or not found:
+            raise
+        return judgment.undecided(str(stopped))
+
+
+@dataclass(frozen=True)
+class _Judgment:
+    """What is said of the pictures that explain their layers.
+
+    Attributes:
+        search: for them.
+        found: the best first.
+        limit: share of the layers' update and equations that rounding may be.
+        results: of each.
+    """
+
+    search: ScaleSearch
+    found: Sequence[_Found]
+    limit: float
+    results: Sequence[Reconstruction]
+
+    @cached_property
+    def view(self) -> ServerView:
+        """The server's, without what did not move."""
+        return without_unmoved(self.search.view)
+
+    @property
+    def left(self) -> float:
+        """The share of its layers' update that no single input explains, of the part of which that is most."""
+        return max(part.left for part in self.search.parts)
+
+    @property
+    def exact(self) -> list[int]:
+        """Numbers of those that leave no more than rounding."""
+        return [i for i, one in enumerate(self.found) if max(self.left, one.left) <= self.limit]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether there are more equations than unknowns."""
+        return self.search.surplus >= LEAST_SURPLUS
+
+    def tells_factors(self, number: int) -> bool:
+        """Return whether one of them a little brighter or darker leaves more than rounding."""
+        return _tells_factors(self.search, self.view, self.found[number], self.results[number])
+
+    def undecided(self, stopped: str) -> Reconstruction:
+        """Return the best one, where something came before it was decided whether the update bears it out."""
+        kept = self.results[self.exact[0]] if self.exact else self._nearly()
+        return kept.left_unchecked(stopped)
+
+    def of_any_range(self) -> Reconstruction | None:
+        """Return what the layers are given, where the whole update says so, or None."""
+        search = self.search
+        borne_out = [i for i in self.exact if _is_made_to_rounding(search, self.view, self.results[i])]
+        if not borne_out or not self.is_told or not search.tells_pairs_apart():
             return None
-        if not _tells_factors(search, view, one, result):
+        result = self.results[borne_out[0]]
+        if not self.tells_factors(borne_out[0]):
             result = result.with_note(FACTOR_UNTOLD, Remark.DIRECTION_ONLY)
-        result = result.with_note(other_range(view.task.inputs), Remark.BEYOND_RANGE)
-        return replace(result, inputs=None, private=_features(search, one), verified=None)
-    if search.wide or not found:
-        return None
-    if not exact:
-        most = max(left, found[0].left)
-        told = left <= limit and _is_alone(search) and search.tells_pairs_apart()
-        private = _features(search, found[0]) if told else {}
-        result = replace(results[0], verified=None, objective=most, private=private).with_note(NEARLY.format(most))
-        return result.with_note(UP_TO_BRIGHTNESS, Remark.DIRECTION_ONLY) if told else result
-    best = (borne_out or exact)[0]
-    others = [i for i in borne_out if _are_apart(results[best], results[i])]
-    if told and len(exact) > 1 and not others and _tells_factors(search, view, found[best], results[best]):
-        return results[best]
-    if not told and not search.sized and _is_alone(search):
-        return None  # some picture makes whatever flows back, so that its direction is all that is told
-    reason = SEVERAL_FACTORS.format(f"{len(others) + 1} pictures") if others else FACTOR_UNTOLD
-    reason = reason if told else TOO_FEW_OUTPUTS.format(math.prod(view.task.output_shape))
-    single = bool(borne_out) and _is_alone(search)
-    single = single and search.tells_pairs_apart()
-    private = _features(search, found[best]) if single else {}
-    return replace(results[best], verified=None, private=private).with_note(reason, Remark.DIRECTION_ONLY)
+        result = result.with_note(other_range(self.view.task.inputs), Remark.BEYOND_RANGE)
+        return replace(result, inputs=None, private=_features(search, self.found[borne_out[0]]), verified=None)
+
+    def of_pictures(self) -> Reconstruction | None:
+        """Return the picture; None of none."""
+        exact, search = self.exact, self.search
+        if self.is_told and len(exact) == 1 and self.tells_factors(exact[0]):
+            return self.results[exact[0]]  # whether the update bears it out is asked of every result
+        if not self.found:
+            return None
+        if not exact:
+            told = self.left <= self.limit and _is_alone(search) and search.tells_pairs_apart()
+            nearly = self._nearly()
+            if not told:
+                return nearly
+            nearly = replace(nearly, private=_features(search, self.found[0]))
+            return nearly.with_note(UP_TO_BRIGHTNESS, Remark.DIRECTION_ONLY)
+        borne_out = [i for i in exact if explains_update(self.view, self.results[i]) is not False]
+        best = (borne_out or exact)[0]
+        others = [i for i in borne_out if _are_apart(self.results[best], self.results[i])]
+        if self.is_told and len(exact) > 1 and not others and self.tells_factors(best):
+            return self.results[best]
+        if not self.is_told and not search.sized and _is_alone(search):
+            return None  # some picture makes whatever flows back, so that its direction is all that is told
+        return self._of_untold_brightness(best, len(others) + 1, single=bool(borne_out))
+
+    def _nearly(self) -> Reconstruction:
+        """Return the best one, which leaves more than rounding."""
+        most = max(self.left, self.found[0].left)
+        return replace(self.results[0], verified=None, objective=most).with_note(NEARLY.format(most))
+
+    def _of_untold_brightness(self, best: int, count: int, *, single: bool) -> Reconstruction:
+        """Return a picture of which the direction alone is told.
+
+        Args:
+            best: its number.
+            count: of pictures of different brightness that make the update.
+            single: whether it may be said that the update is of this one, but for its brightness.
+        """
+        search = self.search
+        reason = SEVERAL_FACTORS.format(f"{count} pictures") if count > 1 else FACTOR_UNTOLD
+        if not self.is_told:
+            reason = TOO_FEW_OUTPUTS.format(math.prod(self.view.task.output_shape))
+        told = single and _is_alone(search) and search.tells_pairs_apart()
+        private = _features(search, self.found[best]) if told else {}
+        result = replace(self.results[best], verified=None, private=private)
+        return result.with_note(reason, Remark.DIRECTION_ONLY)
 
 
 def _has_moved_bias(view: ServerView) -> bool:

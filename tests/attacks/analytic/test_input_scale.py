@@ -246,6 +246,57 @@ def test_the_search_of_the_size_ends_at_the_time_limit(monkeypatch: pytest.Monke
     assert "up to a factor" in proved_exposures("analytic", result, view)[0].words
 
 
+@pytest.mark.parametrize("where", ["_tells_factors", "explains_update", "ScaleSearch.tells_pairs_apart"])
+def test_a_picture_that_was_found_is_kept_where_the_time_limit_comes_while_it_is_judged(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def stop(*_: object) -> bool:
+        raise StoppedError(TIME_LIMIT)
+
+    model, x = network(chain), picture()
+    view = view_of(model, moved(model, x))
+    if where != "_tells_factors":
+        monkeypatch.setattr("attacks.analytic.input_scale._tells_factors", lambda *_: False)
+        assert not found(view).cut_short
+    monkeypatch.setattr(f"attacks.analytic.input_scale.{where}", stop)
+    result = build("analytic").attack_view(view, 0)
+    assert isinstance(result, Reconstruction)
+    assert is_right(result, x)
+    assert result.verified is None
+    assert not result.approximate
+    assert result.cut_short == f"not held to the update before {TIME_LIMIT}"
+    assert not result.private
+
+
+def test_a_picture_at_another_step_size_is_kept_where_the_time_limit_comes_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> bool:
+        raise StoppedError(TIME_LIMIT)
+
+    model, x = network(chain), picture()
+    monkeypatch.setattr("attacks.analytic.input_scale.ScaleSearch.tells_pairs_apart", stop)
+    result = build("analytic").attack_view(view_of(model, moved(model, x), lr=0.02), 0)
+    assert isinstance(result, Reconstruction)
+    assert is_right(result, x)
+    assert (result.verified, result.cut_short) == (None, TIME_LIMIT)
+
+
+def test_a_direction_is_not_said_to_be_told_where_the_time_limit_comes_before_pairs_were_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def stop(*_: object) -> bool:
+        raise StoppedError(TIME_LIMIT)
+
+    model, x = network(chain), picture()
+    for name in ("check_time_limit", "ScaleSearch.tells_pairs_apart"):
+        monkeypatch.setattr(f"attacks.analytic.input_scale.{name}", stop)
+    result = build("analytic").attack_view(view_of(model, moved(model, x)), 0)
+    assert isinstance(result, NotApplicable)
+    assert result.limit
+    assert result.cut_short
+
+
 @pytest.mark.parametrize("share", [0.1, 0.2])
 def test_a_smoothed_label_is_no_reason_to_call_a_picture_normalized(share: float) -> None:
     model, x = network(chain), picture()
