@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -160,22 +160,7 @@ class Cascade(Attack):
         gradients = {n: dense(g) for n, g in even.items()}
         top = first_layer_with_signal(stages, gradients)
         if top is None:
-            there = any(isinstance(s.layer, nn.Linear) and f"{s.name}.bias" in gradients for s in stages)
-            still = (
-                "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
-                "network is certain of"
-            )
-            biases = [f"{s.name}.bias" for s in stages if isinstance(s.layer, nn.Linear)]
-            untrained = [
-                n for n in biases if n in gradients and bool(gradients[f"{n.removesuffix('bias')}weight"].any())
-            ]
-            if untrained:
-                return NotApplicable(UNTRAINED_BIASES.format(untrained[-1]))
-            if there:
-                return NotApplicable(still)
-            why = f": {stages[-1].end_reason}" if stages[-1].end_reason else ""
-            missing = f"no linear layer with a bias is in the update: nothing says what flows back{why}"
-            return NotApplicable(missing, limit=True)
+            return _no_signal(stages, gradients)
         refused = _refusal(stages[: top + 1], gradients)
         if refused is not None:
             return refused
@@ -188,6 +173,23 @@ class Cascade(Attack):
         if count == 1:
             return _with_label(view, found)
         return found if found.inputs is None else replace(found, labels=assign_labels(view, gradients, found.inputs))
+
+
+def _no_signal(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> NotApplicable:
+    """Say why no linear layer of a chain tells what flows back into it."""
+    linear = [
+        stage.name for stage in stages if isinstance(stage.layer, nn.Linear) and f"{stage.name}.bias" in gradients
+    ]
+    untrained = [f"{name}.bias" for name in linear if bool(gradients[f"{name}.weight"].any())]
+    if untrained:
+        return NotApplicable(UNTRAINED_BIASES.format(untrained[-1]))
+    if linear:
+        return NotApplicable(
+            "no linear layer's bias moved by more than rounding: no gradient reached it, as of an image that the "
+            "network is certain of"
+        )
+    why = f": {stages[-1].end_reason}" if stages[-1].end_reason else ""
+    return NotApplicable(f"no linear layer with a bias is in the update: nothing says what flows back{why}", limit=True)
 
 
 def _with_label(view: ServerView, found: Reconstruction) -> Reconstruction:

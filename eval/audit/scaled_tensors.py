@@ -67,20 +67,8 @@ def write_out_scaled(tensors: Mapping[str, object], wanted: str) -> tuple[dict[s
             continue
         if not _is_scale_of(tensors[scale]):
             continue
-        factor = _spread(tensors[scale], value)
-        if factor is None:
-            shape = tuple(torch.as_tensor(tensors[scale]).shape)
-            shapes = f"{name!r}, {tuple(value.shape)}, {scale!r}, {shape}, stands"
-            raise ValueError(f"{wanted}, got nothing that tells for which numbers of {shapes}: {REMEDY}")
-        start = 0 if zero is None else _as_zero_point(tensors[zero], value)
-        if start is None:
-            raise ValueError(
-                f"{wanted}, got {zero!r} that is no zero point of {name!r}: expected whole numbers that "
-                f"{str(value.dtype).removeprefix('torch.')} can have. What is added behind the scale is none: write "
-                "the tensor out, values * scale + offset"
-            )
-        plain = value.float() - start
-        found[name] = plain * factor
+        factor, start = _factor_and_start(tensors, name, scale, zero, wanted)
+        found[name] = (value.float() - start) * factor
         bounds = rounding_bounds({name: value}, {name: value}) if value.dtype in BYTES else {}
         rounding[name] = bounds.get(name, torch.ones(())).double() * factor.double().abs().expand(value.shape)
         written.append(name)
@@ -90,6 +78,37 @@ def write_out_scaled(tensors: Mapping[str, object], wanted: str) -> tuple[dict[s
     some = f"{', '.join(written[:3])}{f' and {len(written) - 3} more' if len(written) > 3 else ''}"
     what = "numbers of one byte" if any("float" in kind for kind in kinds) else "integers"
     note = f"{some}: {what}, written out as (values - zero_point) * scale"
+    _refuse_left_scales(found, wanted)
+    return found, Scaled(rounding, f"{' and '.join(sorted(kinds))} with a scale", (note,)) if written else Scaled()
+
+
+def _factor_and_start(
+    tensors: Mapping[str, object], name: str, scale: str, zero: str | None, wanted: str
+) -> tuple[Tensor, Tensor | int]:
+    """Return what a tensor's numbers are multiplied by, and which of them stands for 0.
+
+    Raises:
+        ValueError: one of the two can't be of this tensor.
+    """
+    value = tensors[name]
+    assert isinstance(value, Tensor)
+    factor = _spread(tensors[scale], value)
+    if factor is None:
+        shape = tuple(torch.as_tensor(tensors[scale]).shape)
+        shapes = f"{name!r}, {tuple(value.shape)}, {scale!r}, {shape}, stands"
+        raise ValueError(f"{wanted}, got nothing that tells for which numbers of {shapes}: {REMEDY}")
+    start = 0 if zero is None else _as_zero_point(tensors[zero], value)
+    if start is None:
+        raise ValueError(
+            f"{wanted}, got {zero!r} that is no zero point of {name!r}: expected whole numbers that "
+            f"{str(value.dtype).removeprefix('torch.')} can have. What is added behind the scale is none: write "
+            "the tensor out, values * scale + offset"
+        )
+    return factor, start
+
+
+def _refuse_left_scales(found: Mapping[str, object], wanted: str) -> None:
+    """Refuse a number that may be a factor of a tensor of which it was not taken for one."""
     for name, value in found.items():
         lost = None if isinstance(value, Tensor) else find_lost_scale([name], found.keys() - {name})
         if lost is not None and isinstance(value, int | float) and not isinstance(value, bool):
@@ -97,7 +116,6 @@ def write_out_scaled(tensors: Mapping[str, object], wanted: str) -> tuple[dict[s
                 f"{wanted}, got {value!r} under {name!r}, which may be a factor of {lost[0]!r}: multiply the tensor "
                 "with it, or leave it out"
             )
-    return found, Scaled(rounding, f"{' and '.join(sorted(kinds))} with a scale", (note,)) if written else Scaled()
 
 
 def find_lost_scale(left: Collection[str], taken: Collection[str]) -> tuple[str, str] | None:

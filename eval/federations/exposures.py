@@ -78,19 +78,7 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     sized = error is not None and error <= MAX_RELATIVE_ERROR and result.objective <= MAX_STANDARD_ERRORS
     sure = bool(result.verified or result.approximate)
     if result.inputs is not None and (sure or sized):
-        count = len(result.inputs)
-        noun = "image" if view.task.inputs.is_image else "example"
-        words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
-        shown_by = "its layer confirms it" if sized else "the update confirms it"
-        if result.approximate:
-            seen = ", as far as the network sees its pixels" if Remark.PARTLY_SEEN in result.remarks else ""
-            if {Remark.SCALE_TAKEN_OFF, Remark.SCALES_TAKEN_OFF} & result.remarks:
-                seen = ", up to brightness and contrast that the network takes off"
-            shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
-            if Remark.MAY_BE_MIXTURE in result.remarks:
-                shown_by = f"the update bears it out{seen}, if it is of {count} alone: a mixture would not show"
-        how = f"{_say_error(error) if sized else ''}, and {shown_by}"
-        shown.append(Exposure("images", attack, f"{words} recovered{how}"))
+        shown.append(Exposure("images", attack, _say_images(result, view, error if sized else None)))
     linear = first_linear(view) if "features" in result.private else NotApplicable("")
     for name, value in result.private.items():
         first, _, layer = name.partition("/")
@@ -115,6 +103,30 @@ def proved_exposures(attack: str, result: Result, view: ServerView, *, replayabl
     if result.labels is not None and shown:
         shown.append(Exposure("labels", attack, _say_labels(result, view)))
     return shown
+
+
+def _say_images(result: Reconstruction, view: ServerView, error: float | None) -> str:
+    """Say that pictures are recovered, and what shows it.
+
+    Args:
+        result: with pictures.
+        view: of the update.
+        error: of an adaptive step's picture, where its layer confirms it; None where the update does.
+    """
+    assert result.inputs is not None
+    count = len(result.inputs)
+    noun = "image" if view.task.inputs.is_image else "example"
+    words = f"an {noun} is" if count == 1 else f"{count} {noun}s are"
+    shown_by = "the update confirms it" if error is None else "its layer confirms it"
+    if result.approximate:
+        seen = ", as far as the network sees its pixels" if Remark.PARTLY_SEEN in result.remarks else ""
+        if {Remark.SCALE_TAKEN_OFF, Remark.SCALES_TAKEN_OFF} & result.remarks:
+            seen = ", up to brightness and contrast that the network takes off"
+        shown_by = f"the update bears it out{seen}, if not to a quarter of a level"
+        if Remark.MAY_BE_MIXTURE in result.remarks:
+            shown_by = f"the update bears it out{seen}, if it is of {count} alone: a mixture would not show"
+    how = "" if error is None else _say_error(error)
+    return f"{words} recovered{how}, and {shown_by}"
 
 
 def compressed_exposures(found: Reading, view: ServerView) -> list[Exposure]:

@@ -186,6 +186,37 @@ def _limits(own: Sequence[Outcome]) -> list[Outcome]:
     ]
 
 
+_QUESTIONS: dict[str, tuple[str, str]] = {
+    "limit": (
+        "{} could not be tried",
+        "write the network, with the same weights, of layers that these attacks undo, or raise the setting that is "
+        "named",
+    ),
+    "contradicted": (
+        "what {} found is not borne out",
+        "state how the client trained (--method '{name: fedavg, optimizer: adam, lr: 0.001, steps: 2}', say), the "
+        "clients that it is the mean of (--clients), and the loss (--loss) if it is another; take off what else "
+        "was added (a control variate, a regularizer); where tensors have step sizes of their own, divide each by "
+        "its own and audit that as the gradient (--kind gradient)",
+    ),
+    "gave up": (
+        "the search of {} failed",
+        "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
+    ),
+    "several": (
+        "what {} found is told but for which of several pictures it is",
+        "look at what came back (--out): count it as leaked where its parts are those of the true ones",
+    ),
+    "blind": (
+        "no attack came to a picture",
+        "attacks that are after pictures (without --attack all that fit are tried), or a search such as ig",
+    ),
+    "cut short": ("{} ran out of time", MORE_TIME),
+}
+"""By kind of outcomes what is open, of which attacks, and what decides it."""
+_NOTHING_SAID = ("no attack says anything", "an attack that applies, or settings by which one does")
+
+
 def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int) -> OpenQuestion:
     """Return outcomes of one kind as an open question in words."""
     names = list(dict.fromkeys(one.attack for one in found))
@@ -198,41 +229,11 @@ def _open_question(kind: OutcomeKind | str, found: Sequence[Outcome], total: int
     if len(reasons) == 1:
         why = next(iter(reasons))
     if kind == "limit":
-        return OpenQuestion(
-            f"{join_words(names)} could not be tried{some}",
-            f"{why} (a limit of {'this attack' if len(names) == 1 else 'these attacks'}, not of what the update tells)",
-            "write the network, with the same weights, of layers that these attacks undo, or raise the setting that is "
-            "named",
-        )
-    if kind == "contradicted":
-        remedy = (
-            "state how the client trained (--method '{name: fedavg, optimizer: adam, lr: 0.001, steps: 2}', say), the "
-            "clients that it is the mean of (--clients), and the loss (--loss) if it is another; take off what else "
-            "was added (a control variate, a regularizer); where tensors have step sizes of their own, divide each by "
-            "its own and audit that as the gradient (--kind gradient)"
-        )
-        return OpenQuestion(f"what {join_words(names)} found is not borne out{some}", why, remedy)
-    if kind == "gave up":
-        return OpenQuestion(
-            f"the search of {join_words(names)} failed{some}",
-            why,
-            "more iterations or restarts (--attack '{name: ig, iterations: 10000, restarts: 4}'), or other settings",
-        )
+        why += f" (a limit of {'this attack' if len(names) == 1 else 'these attacks'}, not of what the update tells)"
     if kind == "several":
-        return OpenQuestion(
-            f"what {join_words(names)} found is told but for which of several pictures it is{some}",
-            f"{why}. Figures compare it with the true ones place by place, which may be low though its parts are right",
-            "look at what came back (--out): count it as leaked where its parts are those of the true ones",
-        )
-    if kind == "blind":
-        return OpenQuestion(
-            f"no attack came to a picture{some}",
-            why,
-            "attacks that are after pictures (without --attack all that fit are tried), or a search such as ig",
-        )
-    if kind == "cut short":
-        return OpenQuestion(f"{join_words(names)} ran out of time{some}", why, MORE_TIME)
-    return OpenQuestion(f"no attack says anything{some}", why, "an attack that applies, or settings by which one does")
+        why += ". Figures compare it with the true ones place by place, which may be low though its parts are right"
+    question, remedy = _QUESTIONS.get(kind, _NOTHING_SAID)
+    return OpenQuestion(f"{question.format(join_words(names))}{some}", why, remedy)
 
 
 def not_begun(attacks: Sequence[str]) -> OpenQuestion:
