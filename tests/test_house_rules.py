@@ -10,6 +10,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = ("fl", "defenses", "attacks", "eval")
 SOURCES = [path for layer in LAYERS for path in sorted((ROOT / layer).rglob("*.py"))]
 LONGEST = 800
+LONGEST_FUNCTION = 50
+"""Lines of a function's body, its docstring apart: what a screen shows."""
 MOST_PARAMETERS = 7
 COMMANDS = {"eval/commands/audit.py: audit", "eval/commands/run.py: run"}
 """Functions whose parameters are the options of a command, one for each: typer reads them off the signature."""
@@ -114,6 +116,33 @@ def test_files_are_short():
     paths = [*SOURCES, *(p for folder in ("tests", "benchmarks") for p in (ROOT / folder).rglob("*.py"))]
     lengths = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in paths}
     assert not {path: length for path, length in lengths.items() if length > LONGEST}
+
+
+def body_length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """How many lines a function has from its first statement on, its docstring apart."""
+    begins = function.body[0].lineno
+    if ast.get_docstring(function) is not None:
+        begins = (function.body[0].end_lineno or begins) + 1
+    return (function.end_lineno or begins) - begins + 1
+
+
+def scrolled(tree: ast.AST) -> dict[str, int]:
+    """Functions that a screen does not show, and how long they are."""
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return {one.name: length for one in functions if (length := body_length(one)) > LONGEST_FUNCTION}
+
+
+def test_functions_fit_on_a_screen():
+    """What a function does in steps has names for these."""
+    paths = [*SOURCES, *(path for folder in ("hyperleak", "benchmarks") for path in (ROOT / folder).rglob("*.py"))]
+    found = {f"{p.relative_to(ROOT).as_posix()}: {name}": n for p in paths for name, n in scrolled(parse(p)).items()}
+    assert not found
+
+
+def test_lines_of_functions_are_counted():
+    whole = 'def f(\n a,\n):\n """Say.\n\n More.\n """\n' + " x = 1\n" * LONGEST_FUNCTION
+    assert not scrolled(ast.parse(whole))
+    assert scrolled(ast.parse(whole + " y = 1\n")) == {"f": LONGEST_FUNCTION + 1}
 
 
 def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
