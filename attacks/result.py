@@ -117,7 +117,8 @@ class Reconstruction:
             reason: what came before.
         """
         words = f"not held to the update before {reason}"
-        kept = replace(self, verified=self.verified and None, fixed=None, approximate=False, cut_short=words)
+        cut = "; ".join(filter(None, (self.cut_short, words)))
+        kept = replace(self, verified=self.verified and None, fixed=None, approximate=False, cut_short=cut)
         return kept.with_note(f"not confirmed: {words}")
 
     def with_note(self, words: str, *remarks: Remark) -> Reconstruction:

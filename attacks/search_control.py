@@ -77,6 +77,7 @@ class SearchControl:
         parent: SearchControl | None = None,
         grace: float | None = None,
     ) -> None:
+        self.time_limit = time_limit
         self.grace = min(GRACE_SHARE * time_limit, MOST_GRACE) if grace is None else grace
         self.deadline = time.monotonic() + time_limit
         self.on_progress = on_progress

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from defenses import Defense, defenses
 from eval.audit import attack_selection, captured_files, captured_update, user_model
 from eval.audit.captured_files import CapturedUpdate, Part
 from eval.audit.examples import Examples, check_examples
-from eval.audit.execution import audit_updates
+from eval.audit.execution import Execution, audit_updates
 from eval.audit.findings import AuditReport
 from eval.audit.input_shape import SCALED, hook_hint
 from eval.audit.python_words import errors_in_python, report_in_python
@@ -131,8 +132,8 @@ class RunSettings(TypedDict, total=False):
     """Further settings of `run`.
 
     Attributes:
-        minutes: how long all of it may take, about: searches then end with their best so far, and what comes later is
-            left out; called again without, it computes the rest. None is no limit.
+        minutes: how long trainings and attacks may take, about: searches then end with their best so far, and what
+            comes later is left out; called again without, it computes the rest. None is no limit.
         executor: what starts `workers` processes that compute the cells: `"local"`, `"slurm"`, `"dask"` or `"ray"`, or
             that as `name` beside the engine's options. None leaves it to a config's `executor`, or to this process.
     """
@@ -177,7 +178,7 @@ def run(
     """
     if unknown := set(how) - set(RunSettings.__annotations__):
         raise TypeError(f"run() got an unexpected keyword argument {min(unknown)!r}")
-    control = _control(how.get("minutes"))
+    control = SearchControl(time_limit=_seconds(how.get("minutes")))
     target = None if out is None else _path("out", out)
     if isinstance(experiment, str | Path):
         source = _read_config(config_catalog.find_config(str(experiment)), overrides, target)
@@ -277,13 +278,12 @@ def _executor(
     return choose_executor(options.pop("name", None), section, options, workers)
 
 
-def _control(minutes: float | None, *, keep_best_on_interrupt: bool = False) -> SearchControl:
-    """Return the limits of all searches."""
+def _seconds(minutes: float | None) -> float:
+    """Return the seconds of a limit in minutes; infinity without."""
     number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
     if minutes is not None and not (number and 0 < minutes < math.inf):
         raise ValueError(f"expected minutes > 0, or None for no limit, got {minutes!r}")
-    seconds = math.inf if minutes is None else 60 * minutes
-    return SearchControl(time_limit=seconds, keep_best_on_interrupt=keep_best_on_interrupt)
+    return math.inf if minutes is None else 60 * minutes
 
 
 def _path(what: str, value: object) -> Path:
@@ -320,8 +320,9 @@ class AuditOptions:
         column_std: of a table, the standard deviation of each column, by which numbers are scored.
         seed: of all randomness.
         workers: processes that updates are spread over; their number changes no result.
-        minutes: how long all of it may take, about: searches then end with their best so far, and attacks that come
-            later are not tried; the report says so. None is no limit.
+        minutes: how long attacks may take, about, from the first on: searches then end with their best so far, and
+            attacks that come later are not tried; the report says so. Preparing the updates is not counted. None is no
+            limit.
         out: folder for report, table and pictures; an audit that was stopped goes on there. Nothing is kept without.
 
     Raises:
@@ -464,7 +465,7 @@ def _audit(
     stated: Tensor | None,
 ) -> AuditReport:
     """Return what `audit` does, in the words of the command line; `stated` are labels without images."""
-    control = _control(chosen.minutes, keep_best_on_interrupt=True)
+    seconds, began = _seconds(chosen.minutes), time.monotonic()
     if isinstance(subject, ServerView):
         if known is not None or update is not None:
             raise ValueError("a view holds its update: give what is known to be behind it as truth=")
@@ -485,14 +486,16 @@ def _audit(
     ids = subjects[0].view.task.inputs.has_ids
     usual = attack_selection.ATTACKS_ON_IDS if ids else attack_selection.default_attacks(method, batch_size)
     named = chosen.named_attacks or usual
+    preparation = time.monotonic() - began
+    control = SearchControl(time_limit=seconds, keep_best_on_interrupt=True)
+    options = runner.Options(workers=chosen.workers, control=control)
     return audit_updates(
         type(subject).__name__ if isinstance(subject, nn.Module) else "a view",
         subjects,
         {attack_registry.label(attack): attack for attack in map(attack_registry.build, named)},
         seed=chosen.seed,
-        options=runner.Options(workers=chosen.workers, control=control),
+        execution=Execution(options=options, early_stop=not chosen.named_attacks, preparation=preparation),
         out=None if chosen.out is None else Path(chosen.out),
-        early_stop=not chosen.named_attacks,
     )
 
 

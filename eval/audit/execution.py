@@ -28,6 +28,10 @@ from eval.run.run_directory import RunDir
 from eval.run.runner import Failure
 from fl.view import ServerView
 
+NOT_COUNTED = "preparing what is attacked took {:.0f} seconds, which the time limit does not count"
+"""Of a model's checks and its step on the images: none of it can be cut, or there is nothing to attack."""
+NOTED_SHARE = 0.1
+"""Of the time limit: what preparing took beyond it is noted."""
 FINDINGS = "audit.json"
 """In the folder of an audit: what `--json` prints of it, but for limits."""
 
@@ -41,12 +45,20 @@ class Execution:
         progress: told how far it is.
         keep_outputs: whether the folder stays, so that table, report and tracebacks are of use.
         early_stop: whether attacks are left out that could add nothing to those before them.
+        preparation: seconds that it took until there was something to attack.
     """
 
     options: runner.Options
     progress: runner.Progress = runner.silent
     keep_outputs: bool = False
     early_stop: bool = False
+    preparation: float = 0.0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a reader has to know of how long it took."""
+        noted = self.preparation > NOTED_SHARE * self.options.control.time_limit
+        return (NOT_COUNTED.format(self.preparation),) if noted else ()
 
 
 def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
@@ -81,6 +93,7 @@ def run_audit(plan: Plan, folder: RunDir, execution: Execution) -> AuditReport:
         else:
             others += _not_begun(outcome.plan, folder, outcome.failures)
         report = _with_others(report, plan, stopping.left_out(plan), others)
+        report = replace(report, notes=(*report.notes, *execution.notes))
         if execution.keep_outputs:
             _write_findings(folder.path, report)
     return report
@@ -92,9 +105,8 @@ def audit_updates(
     attacks: Mapping[str, Attack],
     *,
     seed: int = 0,
-    options: runner.Options | None = None,
+    execution: Execution | None = None,
     out: Path | None = None,
-    early_stop: bool = False,
 ) -> AuditReport:
     """Audit updates that are there already, without the command line.
 
@@ -103,20 +115,19 @@ def audit_updates(
         subjects: the updates, at least one.
         attacks: by label.
         seed: of all randomness.
-        options: of the run.
+        execution: how; its folder stays where `out` is given.
         out: folder for report, table and pictures; nothing is kept without.
-        early_stop: whether an update that one attack settles is left out of those behind it.
     """
     source = {"model": name, **({"update": "captured"} if subjects[0].captured else {})}
     request = CaptureRequest(name=name, source=source, seed=seed, device=subjects[0].view.device.type)
     plan = plan_updates(subjects, attacks, request)
-    options = replace(options or runner.Options(), name=name)
+    execution = execution or Execution(options=runner.Options())
+    named = replace(execution, options=replace(execution.options, name=name), keep_outputs=out is not None)
     with TemporaryDirectory() as temporary:
         folder = RunDir(Path(temporary) / "audit" if out is None else out)
         check_folder(folder, plan)
         make_folder(out)
-        execution = Execution(options=options, keep_outputs=out is not None, early_stop=early_stop)
-        return run_audit(plan, folder, execution)
+        return run_audit(plan, folder, named)
 
 
 def make_folder(path: Path | None) -> None:

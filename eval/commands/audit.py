@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import sys
+import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
@@ -194,7 +195,7 @@ class OutputOptions:
         out: folder for the run, with table and report; nothing is kept without.
         limits: by figure, what no image may exceed.
         workers: processes; as many as there are cores where none is given.
-        time_limit: seconds that all of it may take.
+        time_limit: seconds that attacks may take, and the trainings before them.
         json: whether findings are printed as JSON.
         files: where else findings are written.
     """
@@ -464,7 +465,7 @@ def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
     from eval.run.runner import Options
 
     screen = console(as_json=True)  # on stderr: stdout is for what was found
-    control = SearchControl(time_limit=outcome.time_limit)
+    began = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(prints_aside())  # what a model of the user's own prints is nothing found
         folder = RunDir(outcome.out or Path(stack.enter_context(TemporaryDirectory())) / "audit")
@@ -476,6 +477,7 @@ def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
             make_folder(folder.path)
             # one update has all threads to itself
             processes = 1 if updates == 1 else choose_workers(outcome.workers, plan.device)
+        preparation, control = time.monotonic() - began, SearchControl(time_limit=outcome.time_limit)
         with (
             exit_on_errors(FAILURE),
             show_warnings(screen),
@@ -490,9 +492,14 @@ def _run_request(request: AuditRequest, outcome: OutputOptions) -> AuditReport:
                 on_search=seen.search,
             )
             keep, early_stop = outcome.out is not None, not request.attack
-            report = run_audit(
-                plan, folder, Execution(options=options, progress=seen.stage, keep_outputs=keep, early_stop=early_stop)
+            execution = Execution(
+                options=options,
+                progress=seen.stage,
+                keep_outputs=keep,
+                early_stop=early_stop,
+                preparation=preparation,
             )
+            report = run_audit(plan, folder, execution)
     return replace(report, notes=(*report.notes, *_untried_note(request)))
 
 

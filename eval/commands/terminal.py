@@ -67,8 +67,8 @@ IMPORT_HINT = "names of your own are known with --import FILE"
 Minutes = Annotated[
     float | None,
     typer.Option(
-        help="How long all of it may take, about: searches then end with their best so far, and what comes later is "
-        "left out. The same command without it computes the rest."
+        help="How long trainings and attacks may take, about: searches then end with their best so far, and what comes "
+        "later is left out. The same command without it computes the rest."
     ),
 ]
 Offline = Annotated[

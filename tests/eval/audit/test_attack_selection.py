@@ -43,6 +43,7 @@ def flat():
 FACES = ("--images", "{name: faces, size: 12}", "--count", 2)
 LINEAR = ("--method", "fedavg", "--dataset", "{name: faces, size: 12}", "--count", 2)
 LINEAR += ("--model", "{name: linear, input_shape: [1, 12, 12]}")
+EARLY = execution.Execution(options=runner.Options(), early_stop=True)
 
 
 @pytest.fixture
@@ -189,7 +190,7 @@ def test_only_updates_that_are_open_are_attacked_again(mine):
     noisy = replace(view, update={**view.update, "1.weight": weight + 0.1 * weight.norm() * noise / noise.norm()})
     subjects = [Subject(*pairs[0]), Subject(noisy, truth)]
     named = {name: attacks.build(name) for name in ("analytic", "guess")}
-    first, second = execution.audit_updates("x", subjects, named, early_stop=True).findings
+    first, second = execution.audit_updates("x", subjects, named, execution=EARLY).findings
     assert [one["verified"] for one in first.rows] == [True, False]
     assert [one["update"] for one in second.rows] == [1]
     assert second.verdict.startswith("of the 1 update(s) that no attack before it settled: ")
@@ -218,7 +219,7 @@ def test_an_update_of_adam_settles_nothing_and_is_named(mine):
     view, truth = from_batch(model, face.inputs, face.labels, method=method)
     captured = from_update(model, dict(view.update), input_shape=(1, 12, 12), num_classes=view.task.num_classes)
     named = {name: attacks.build(name) for name in ("analytic", "cascade", "guess")}
-    findings = execution.audit_updates("x", [Subject(captured, truth)], named, early_stop=True).findings
+    findings = execution.audit_updates("x", [Subject(captured, truth)], named, execution=EARLY).findings
     assert not any(found.spared for found in findings)
     assert not any(found.verified for found in findings)
     np.savez("update.npz", **{name: value.numpy() for name, value in view.update.items()})

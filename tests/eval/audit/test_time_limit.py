@@ -2,12 +2,13 @@
 
 import json
 import os
+import re
 import signal
 
 import pytest
 import torch
 from support.audit_command import written
-from support.paced import paced
+from support.paced import CLOCK, paced
 from support.runs import tiny
 from support.tiny import CONFIG, Registered
 from typer.testing import CliRunner
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import hyperleak
 from attacks.search_control import SearchControl, SearchProgress
 from eval import cli
+from eval.audit.request import AuditRequest
 from eval.commands import terminal
 from eval.commands.system_errors import first_interrupt_ends_search
 from eval.commands.terminal import duration, iterations_words, seconds_of
@@ -169,6 +171,45 @@ def test_the_python_api_keeps_to_the_time(clock, tmp_path):
     assert "cut short by the time limit after 15 of 100" in report.findings[0].cut_short
     with pytest.raises(ValueError, match="expected minutes > 0"):
         hyperleak.audit(model, images, labels, minutes=0)
+
+
+class Slow(torch.nn.Module):
+    """A network of which every pass takes a second."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 3)
+
+    def forward(self, images):
+        CLOCK.tick()
+        return self.layer(images.flatten(1))
+
+
+def test_preparing_an_update_is_not_counted_and_a_note_says_how_long_it_took(clock):
+    images, labels, attack = torch.rand(1, 1, 8, 8), torch.tensor([0]), {"name": "paced", "iterations": 100}
+    report = hyperleak.audit(Slow(), images, labels, attacks=[attack], minutes=0.5)
+    assert "cut short by the time limit after 30 of 100" in report.findings[0].cut_short
+    said = [note for note in report.notes if "does not count" in note]
+    assert len(said) == 1
+    taken = int(re.search(r"took (\d+) seconds", said[0])[1])
+    assert 3 < taken < 30
+    assert clock.now <= 30 + taken + 3  # seconds in which the picture is held to its update
+    clock.now = 0
+    report = hyperleak.audit(Slow(), images, labels, attacks=[attack], minutes=20)
+    assert not [note for note in report.notes if "does not count" in note]
+
+
+def test_the_command_does_not_count_preparing_either(clock, mine, monkeypatch):
+    made = AuditRequest.plan
+
+    def slowly(request):
+        clock.now += 50
+        return made(request)
+
+    monkeypatch.setattr(AuditRequest, "plan", slowly)
+    found = audit(mine, "--attack", FIRST, "--minutes", "1", "--json")
+    assert "preparing what is attacked took 50 seconds, which the time limit does not count" in found.stdout
+    assert clock.now == 110
 
 
 def test_a_run_from_python_says_what_it_left(clock, tmp_path):
