@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -252,15 +253,40 @@ class Analytic(Attack):
         rank = min(count, int((singular > max(1e-12 * float(singular[0]), largest_noise(layer))).sum()))
         if rank >= min(whole.shape):
             return NotApplicable("the gradient has full rank: whether a neuron sees one image can't be checked")
-        left, singular, right = left[:, :rank], singular[:rank], right[:rank]
-        ones = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
-        found: list[_Summand] = []
+        gradient = _TruncatedGradient(left[:, :rank], singular[:rank], right[:rank])
         possible = layer.possible_labels()
         assert possible is not None  # which was asked before
         task = layer.view.task
         shares = batch_weights(task.loss, task.output_shape, len(possible), count, layer.view.device)
         if shares is None:
             return self._of_another_loss(layer, count) or NotApplicable(SHARED_WEIGHTS)
+        found = self._summands(layer, gradient, (rows, inputs), shares, unit)
+        pictures = LonePictures(layer, 1 / count, gradient.left, gradient.singular, gradient.right.mT, self.fits)
+        kept = self._drop_duplicates(pictures, found, count)
+        return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
+
+    def _summands(
+        self,
+        layer: LinearLayer,
+        gradient: _TruncatedGradient,
+        candidates: tuple[Tensor, Tensor],
+        shares: Sequence[Tensor],
+        unit: float,
+    ) -> list[_Summand]:
+        """Return the candidates that are pictures which some label makes a summand of the gradient.
+
+        Args:
+            layer: the layer.
+            gradient: of its weight and bias.
+            candidates: rows of the gradient, and what each holds, divided by the bias's.
+            shares: by label how much a picture may count.
+            unit: what a gradient of size 1 of one image adds to the update.
+        """
+        (rows, inputs), found = candidates, list[_Summand]()
+        possible = layer.possible_labels()
+        assert possible is not None
+        left, singular, right = gradient.left, gradient.singular, gradient.right
+        ones = torch.cat([inputs, torch.ones_like(inputs[:, :1])], 1)
         for numbers, each in layer.signals(inputs, possible):
             signal = each * unit
             inside = signal @ left
@@ -283,8 +309,7 @@ class Analytic(Attack):
                 )
                 for i in fitting
             ]
-        kept = self._drop_duplicates(LonePictures(layer, 1 / count, left, singular, right.mT, self.fits), found, count)
-        return (self._of_another_loss(layer, count) or kept) if isinstance(kept, NotApplicable) else kept
+        return found
 
     def _of_another_loss(self, layer: LinearLayer, count: int) -> Reconstruction | None:
         """Return as many images as were fed, where none of their labels fits and they make the update otherwise.
@@ -366,6 +391,21 @@ class Analytic(Attack):
 def _is_least(shares: Tensor, number: int, tolerance: float) -> bool:
     """Return whether none of the weights (n,) but 0 is less than that of this number by more than a share of it."""
     return not bool(((shares > 0) & (shares < shares[number] * (1 - tolerance))).any())
+
+
+@dataclass(frozen=True, eq=False)
+class _TruncatedGradient:
+    """The gradient of a layer's weight and bias (O, n + 1), of rank R: its singular value decomposition.
+
+    Attributes:
+        left: (O, R).
+        singular: (R,).
+        right: (R, n + 1).
+    """
+
+    left: Tensor
+    singular: Tensor
+    right: Tensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -310,18 +310,36 @@ class Screener:
         if trained and not captured.update:
             refuse_untrained(recorded.after)
         whole = trained <= captured.update.keys()
-        silenced = Silenced(model)
-        if any(module.training for module in model.modules()):
-            stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
-            alone = (facts.examples or facts.batch_size or 1, facts.steps or facts.epochs) in {(1, 1), (1, None)}
-            silenced = silence(model, self.input_shape if stated else None, captured.update if alone else None)  # type: ignore[arg-type]
+        silenced = self._silence(model, facts, captured.update)
         if silenced.evaluating or equals_evaluation(silenced.model):
             facts = replace(facts, train_mode=False)
             silenced.model.eval()
-        model = silenced.model
         captured = replace(captured, notes=(*captured.notes, *filter(None, (silenced.note,))))
         captured = replace(captured, scale_unknown=facts.scale_unknown)
-        client = ClientSettings(
+        subject = of_update(
+            silenced.model,
+            captured,
+            self._client(silenced.model, facts),
+            input_shape=self.input_shape,
+            batch_size=facts.examples or facts.batch_size or 1,
+            given=None,
+        )
+        if any(name in not_sent_back for name, _ in silenced.model.named_parameters()):
+            notes = (note.replace(UNSENT_KNOWN, "numbers that were sent to the client") for note in subject.notes)
+            subject = replace(subject, notes=tuple(notes))
+        return Case(subject, silenced.replayable, whole)
+
+    def _silence(self, model: nn.Module, facts: TrainingFacts, update: Mapping[str, Tensor]) -> Silenced:
+        """Return a network without the random numbers that it draws in training mode."""
+        if not any(module.training for module in model.modules()):
+            return Silenced(model)
+        stated = isinstance(self.input_shape, Sequence) and all(isinstance(side, int) for side in self.input_shape)
+        alone = (facts.examples or facts.batch_size or 1, facts.steps or facts.epochs) in {(1, 1), (1, None)}
+        return silence(model, self.input_shape if stated else None, update if alone else None)  # type: ignore[arg-type]
+
+    def _client(self, model: nn.Module, facts: TrainingFacts) -> ClientSettings:
+        """Return how a client trains that is said to have trained so."""
+        return ClientSettings(
             method=facts.method(model),
             mean=self.mean,
             std=self.std,
@@ -331,12 +349,6 @@ class Screener:
             input_range=self.input_range,
             categories=self.categories,
         )
-        count = facts.examples or facts.batch_size or 1
-        subject = of_update(model, captured, client, input_shape=self.input_shape, batch_size=count, given=None)
-        if any(name in not_sent_back for name, _ in model.named_parameters()):
-            notes = (note.replace(UNSENT_KNOWN, "numbers that were sent to the client") for note in subject.notes)
-            subject = replace(subject, notes=tuple(notes))
-        return Case(subject, silenced.replayable, whole)
 
     @property
     def _has_loader(self) -> bool:
