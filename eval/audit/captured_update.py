@@ -19,7 +19,7 @@ from eval.audit.coarse_numbers import coarse_in_part, rounding_bounds
 from eval.audit.examples import Examples
 from eval.audit.input_shape import check_images_fit, with_command_hints
 from eval.audit.other_loss import describe_other_loss
-from eval.audit.tensor_mixups import describe_mixups
+from eval.audit.tensor_mismatches import describe_mismatches
 from eval.audit.tensor_names import freeze_unsent
 from eval.audit.update_scale import describe_scale
 from eval.audit.user_model import Subject
@@ -241,8 +241,8 @@ def _with_truth(
         nothing = subject.inconsistency if subject.inconsistency == update_sanity.ALL_ZERO else ""
         return replace(known, inconsistency=nothing)
     fits = true_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
-    what = fits or describe_scale(view, truth, MISMATCH, rounding) or describe_mixups(view, truth, MISMATCH, rounding)
-    what = what or describe_other_loss(view, truth)
+    what = fits or describe_scale(view, truth, MISMATCH, rounding)
+    what = what or describe_mismatches(view, truth, MISMATCH, rounding) or describe_other_loss(view, truth)
     off = _dropout_off(view)
     return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what, off))))
 

@@ -24,7 +24,7 @@ from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.mse import SquaredError
 from fl.losses.returned_value import expect_number
 from fl.losses.segmentation import Segmentation
-from fl.losses.stray_targets import RefuseStrayTargets
+from fl.losses.target_bounds import TargetBoundsCheck
 from fl.runtime import user_code
 from fl.runtime.double_precision import KeepDouble, PrecisionError
 from fl.seeds import stream
@@ -393,7 +393,12 @@ def _tried(loss: Loss, outputs: Tensor, trials: Iterable[Tensor]) -> list[Tensor
     """
     found: list[Tensor] = []
     try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings(), torch.enable_grad(), RefuseStrayTargets():
+        with (
+            torch.random.fork_rng(devices=[]),
+            warnings.catch_warnings(),
+            torch.enable_grad(),
+            TargetBoundsCheck(),
+        ):
             warnings.simplefilter("ignore")  # of targets that do not go with the outputs
             asked = copy.deepcopy(loss)
             for targets in trials:

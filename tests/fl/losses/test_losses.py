@@ -12,7 +12,7 @@ from fl.losses.cross_entropy import CrossEntropy
 from fl.losses.function import GivenFunction, NamedFunction, build_loss, known_loss
 from fl.losses.mse import SquaredError
 from fl.losses.segmentation import Segmentation
-from fl.losses.stray_targets import RefuseStrayTargets
+from fl.losses.target_bounds import TargetBoundsCheck
 from fl.seeds import stream
 
 LOGITS = torch.tensor([[0.5, -1.0, 2.0], [0.1, 0.2, 0.3]])
@@ -300,9 +300,9 @@ def test_a_loss_of_sequences_is_not_tried_with_targets_that_are_no_classes():
         ([1, 2, 3], (2, 2), "target_lengths up to the 3"),
     ],
 )
-def test_stray_targets_of_sequences_are_refused_with_words(targets, lengths, said):
+def test_target_bounds_of_sequences_are_refused_with_words(targets, lengths, said):
     outputs = torch.randn(5, 2, 4, generator=stream(0, "steps")).log_softmax(2)
-    with RefuseStrayTargets():
+    with TargetBoundsCheck():
         functional.ctc_loss(outputs, torch.tensor([1, 2, 3]), (5, 5), (2, 1))
         with pytest.raises(ValueError, match=said):
             nn.CTCLoss()(outputs, torch.tensor(targets), (5, 5), lengths)

@@ -22,7 +22,7 @@ LEAST_FITTING = 0.1
 """Share of the update's length that must fit, for the rest to be what is wrong."""
 
 
-def describe_mixups(
+def describe_mismatches(
     view: ServerView, truth: Truth, tolerance: float, rounding: Mapping[str, Tensor] | None = None
 ) -> str:
     """Say which tensors do not fit the images that the others fit; empty where most do not, or the size is unknown.

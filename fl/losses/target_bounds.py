@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 
-class RefuseStrayTargets(TorchFunctionMode):
+class TargetBoundsCheck(TorchFunctionMode):
     """A mode in which connectionist temporal classification refuses targets that are none of its classes.
 
     PyTorch does not check them (`torch.nn.functional.ctc_loss`): the process may end.
