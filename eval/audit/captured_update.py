@@ -242,7 +242,8 @@ def _with_truth(
         return replace(known, inconsistency=nothing)
     fits = true_images.describe_matching_images(view, given, view_of, error_of=error_of, tolerance=MISMATCH)
     what = fits or describe_scale(view, truth, MISMATCH, rounding)
-    what = what or describe_mismatches(view, truth, MISMATCH, rounding) or describe_other_loss(view, truth)
+    what = what or describe_mismatches(view, truth, MISMATCH, rounding, scaled=scaled)
+    what = what or describe_other_loss(view, truth)
     off = _dropout_off(view)
     return replace(known, inconsistency=fits or "; ".join(filter(None, (subject.inconsistency, what, off))))
 

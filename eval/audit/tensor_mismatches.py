@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from eval.audit.update_scale import NEGLIGIBLE
+from eval.audit.update_scale import NEGLIGIBLE, typical_factor
 from eval.io.text import join_words
 from eval.metrics.update_prediction_error import within_rounding
 from fl.predict import predict
@@ -18,36 +18,49 @@ from fl.view import ServerView
 
 MOST_NAMED = 4
 """Tensors that are named, at most."""
+CLEARLY_OFF = 3.0
+"""Tolerances beyond which a tensor is that is told from those that fit."""
 LEAST_FITTING = 0.1
 """Share of the update's length that must fit, for the rest to be what is wrong."""
 
 
 def describe_mismatches(
-    view: ServerView, truth: Truth, tolerance: float, rounding: Mapping[str, Tensor] | None = None
+    view: ServerView,
+    truth: Truth,
+    tolerance: float,
+    rounding: Mapping[str, Tensor] | None = None,
+    *,
+    scaled: bool = False,
 ) -> str:
-    """Say which tensors do not fit the images that the others fit; empty where most do not, or the size is unknown.
+    """Say which tensors do not fit the images that the others fit; empty where most do not.
 
     Args:
         view: of the update, which the view's settings do not explain.
         truth: what the client fed.
         tolerance: relative error of a tensor up to which it fits.
         rounding: how far numbers of the update may be off for having been rounded, by name.
+        scaled: whether the step size is unknown, and read off what most tensors are a multiple of.
     """
     with torch.no_grad():
         made = {name: dense(value).double() for name, value in predict(view, truth.candidate()).items()}
     sent = {name: dense(value).double() for name, value in view.update.items()}
+    if scaled:
+        factor = typical_factor((made[name], value) for name, value in sent.items())
+        made = {name: factor * value for name, value in made.items()}
     whole = sum(float(value.square().sum()) for value in sent.values()) ** 0.5
     if not 0 < whole < float("inf"):
         return ""
 
-    def fits(own: str, name: str, change: Callable[[Tensor], Tensor] = lambda value: value) -> bool:
+    def fits(own: str, name: str, change: Callable[[Tensor], Tensor] = lambda value: value, within: float = 1) -> bool:
         """Return whether what was sent under one name, changed, is what is made under another."""
         bound = (rounding or {}).get(own)
         near = within_rounding(made[name], change(sent[own]), None if bound is None else change(bound))
         off = float((dense(near) - change(sent[own])).norm())
-        return off <= tolerance * float(sent[own].norm()) + NEGLIGIBLE * tolerance * whole
+        return off <= within * tolerance * (float(sent[own].norm()) + NEGLIGIBLE * whole)
 
     odd = [name for name in sent if not fits(name, name)]
+    if any(fits(name, name, within=CLEARLY_OFF) for name in odd):
+        return ""  # as of noise: nothing sets these apart from the others
     turned = [name for name in odd if _is_square(sent[name]) and fits(name, name, lambda value: value.transpose(0, 1))]
     pairs = [(a, b) for a, b in combinations(odd, 2) if made[a].shape == made[b].shape and fits(a, b) and fits(b, a)]
     still = [name for name in odd if not bool(sent[name].any())]

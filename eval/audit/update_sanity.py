@@ -181,7 +181,8 @@ def _bias_inconsistency(bias: Tensor, images: int, rounding: float) -> str:
         return (
             "the update is not that of a softmax cross entropy in this model: that of the classifier's bias sums to "
             f"{total / whole:.2g} of its size and not to zero; check that it is weights before - after, the optimizer "
-            "(Adam and its kind leave such sums, in later steps too; so do noise and masks), and --method"
+            "(Adam and its kind leave such sums, in later steps too; so do noise, masks and weight decay that was not "
+            "stated), and --method"
         )
     least = SIGN_THRESHOLD * float(bias.abs().max()) + rounding
     negative, positive = int((bias < -least).sum()), int((bias > least).sum())

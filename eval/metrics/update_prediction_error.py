@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attacks.update.observed_update import ObservedUpdate
 from eval.metrics.score import relative_error
 from fl.client import Client, LocalTraining, gather_batches, local_update
 from fl.defense import Defense, overrides
@@ -45,7 +46,8 @@ def prediction_error(
     Args:
         view: what the server knows.
         truth: what the client fed.
-        scaled: whether the step size is unknown: the prediction is then taken times the positive factor that fits best.
+        scaled: whether the step size is unknown: what gradients make of the prediction is then taken times the positive
+            factor that fits best.
         rounding: how far numbers of the update may be off for having been rounded, by name; only what is beyond that
             counts.
 
@@ -60,15 +62,27 @@ def prediction_error(
         return None
     with torch.no_grad():
         predicted = predict(view, truth.candidate())
-        pairs = [(dense(predicted[name]).double(), dense(value).double()) for name, value in view.update.items()]
-        norm = sum((mine * mine).sum().item() for mine, _ in pairs)
-        if scaled and norm > 0:
-            factor = max(0.0, sum((mine * seen).sum().item() for mine, seen in pairs) / norm)
-            predicted = {name: dense(value).double() * factor for name, value in predicted.items()}
+        if scaled:
+            predicted = _at_fitted_step(view, predicted)
     near = {
         name: within_rounding(predicted[name], value, (rounding or {}).get(name)) for name, value in view.update.items()
     }
     return relative_error(near, view.update)
+
+
+def _at_fitted_step(view: ServerView, predicted: Tensors) -> Tensors:
+    """Return a prediction at the step size that fits the view's update best.
+
+    What weight decay takes of the weights is known as a share of them, whatever the step size.
+    """
+    observed = ObservedUpdate(view)
+    mine = {name: dense(value).double() for name, value in observed.without_decay(predicted).items()}
+    seen = {name: dense(value).double() for name, value in observed.change.items()}
+    norm = sum((mine[name] * mine[name]).sum().item() for name in seen)
+    if not norm > 0:
+        return predicted
+    factor = max(0.0, sum((mine[name] * value).sum().item() for name, value in seen.items()) / norm)
+    return {name: factor * mine[name] + (dense(view.update[name]).double() - value) for name, value in seen.items()}
 
 
 def prediction_shift(view: ServerView, truth: Truth, rounding: Mapping[str, Tensor]) -> float:

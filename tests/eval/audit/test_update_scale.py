@@ -52,6 +52,79 @@ def test_step_sizes_by_layer_are_named_and_nothing_of_other_pictures():
     assert "times" not in said(other)
 
 
+def noisy(update, share):
+    draw = stream(0, "noise")
+    lengths = {name: share * value.norm() / value.numel() ** 0.5 for name, value in update.items()}
+    return {n: v + lengths[n] * torch.randn(v.shape, generator=draw) for n, v in update.items()}
+
+
+@pytest.mark.parametrize("share", [0.0102, 0.02])
+def test_noise_is_no_step_size_of_each_tensor(share):
+    told = said(noisy(change(network(), batch()), share))
+    assert "the update is not what this model makes of these images" in told
+    assert "LARS" not in told
+    assert "but for some tensors" not in told
+
+
+def test_of_two_classes_a_negative_multiple_may_be_another_label():
+    model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Sigmoid(), nn.Linear(8, 2))
+    one = Batch(torch.rand(1, 1, 4, 4, generator=stream(0, "one")), torch.tensor([1]))
+    update, wrong = change(model, one), Batch(one.inputs, torch.tensor([0]))
+    client = ClientSettings(method=FedAvg(lr=0.1, steps=1, batch_size=None))
+    captured = with_model_names(described(as_state(update, "update"), "update", 1), model)
+    told = describe_contradiction(
+        of_update(model, captured, client, input_shape=(1, 4, 4), batch_size=1, given=wrong),
+    )
+    assert "the sign is turned, give weights before - after" in told
+    assert "or the labels are others" in told
+    assert "or the labels are others" not in said({name: -v for name, v in change(network(), batch()).items()})
+
+
+def unstated(update, data=None):
+    """What is said of an update of one step whose size nobody states, and what is noted of it."""
+    named = with_model_names(load_pair(network(), after(update), said=False), network())
+    subject = of_update(
+        network(),
+        named,
+        ClientSettings(),
+        input_shape=SHAPE,
+        batch_size=1 if data is None else len(data.labels),
+        given=data or batch(),
+    )
+    return describe_contradiction(subject), subject.notes
+
+
+def test_decay_that_was_read_off_is_no_part_of_a_step_of_unknown_size():
+    """The share of the weights is known; the gradient's factor is not. Both were taken times one factor."""
+    model = network()
+    weights = model.state_dict()
+    for factor in (0.3, 1, 20):
+        update = {n: factor * v + 0.01 * weights[n] for n, v in change(model, batch()).items()}
+        told, notes = unstated(update)
+        assert told == ""
+        assert any("weight decay by 0.01 of the weights was read off" in note for note in notes)
+
+
+def test_decay_that_can_not_be_read_off_is_named_with_the_true_images(monkeypatch):
+    monkeypatch.setattr("eval.audit.captured_update.with_decay_read_off", lambda view: (view, ""))
+    model = network()
+    weights = model.state_dict()
+    plain = change(model, batch())
+    for update in (unstated, lambda update: (said(update),)):
+        told = update({name: value + 0.01 * weights[name] for name, value in plain.items()})[0]
+        assert "with 0.01 of the weights beside: weight decay" in told
+    partly = {name: value + 0.01 * weights[name] * (value.ndim > 1) for name, value in plain.items()}
+    assert "with 0.01 of the weights beside in the matrices alone: weight decay" in said(partly)
+
+
+def test_tensors_that_did_not_move_are_named_where_nobody_knows_the_step_size():
+    update = {name: 50 * value for name, value in change(network(), batch()).items()}
+    still = {name: value if value.ndim > 1 else 0 * value for name, value in update.items()}
+    told, _ = unstated(still)
+    assert "LARS" not in told
+    assert "3.bias not moved (frozen?" in told or "0.bias" in told
+
+
 SIGNED = sorted(DIGITS.keys() - {torch.float8_e8m0fnu}, key=str)
 
 
