@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -40,6 +42,31 @@ class Question:
     guesses: Iterable[tuple[Tensor, Tensor]]
 
 
+_SHARED: ContextVar[list[UpdateComparison] | None] = ContextVar("shared", default=None)
+"""The comparison that was made last, while a result is held to its update."""
+
+
+@contextmanager
+def comparisons_shared() -> Iterator[None]:
+    """While the block runs, questions of one view in turn ask one comparison, which keeps what it has worked out."""
+    token = _SHARED.set([])
+    try:
+        yield
+    finally:
+        _SHARED.reset(token)
+
+
+def _compared(view: ServerView, *, whole: bool) -> UpdateComparison:
+    """Return the comparison of a view, with all pixels or those fixed alone."""
+    last = _SHARED.get()
+    if last and last[0].view is view and last[0].whole == whole:
+        return last[0]
+    made = UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
+    if last is not None:
+        last[:] = [made]
+    return made
+
+
 def can_replay(view: ServerView) -> bool:
     """Return whether one step on a picture can be taken in this view.
 
@@ -67,7 +94,7 @@ def comparison(view: ServerView, result: Reconstruction) -> Question | None:
         return _feature_comparison(view, result)
     if len(images) != view.batch_size:
         return None
-    check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, whole)
+    check = _compared(view, whole=whole)
     return Question(check, ((images, labels) for labels in taken_labels(view, result, images)))
 
 

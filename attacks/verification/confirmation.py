@@ -16,17 +16,14 @@ import math
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from attacks.network.pixel_map import doubles, read_pixel_map
 from attacks.result import Reconstruction, Remark, Result
 from attacks.update.earlier_rounds import rounds_on_same_images
 from attacks.update.float_rounding import coarse_form, is_below_rounding
 from attacks.update.unmoved_tensors import without_unmoved
 from attacks.update.update_rule import guess_update_rule, is_sign_compressed
 from attacks.verification.any_loss import confirm_under_any_loss
-from attacks.verification.comparison import comparison, most_favorable
-from attacks.verification.contrasts import ask_contrast
+from attacks.verification.comparison import comparisons_shared, most_favorable
 from attacks.verification.explanation import (
     explains_size,
     explains_statistics,
@@ -38,24 +35,17 @@ from attacks.verification.explanation import (
 )
 from attacks.verification.left_out import hold_to_sent_numbers
 from attacks.verification.nearly_told import say_nearly_told
-from attacks.verification.negatives import has_negative
+from attacks.verification.other_pictures import doubt_other_pictures, first_guess
 from attacks.verification.possible_labels import candidate_labels, leaves_labels_untried, leaves_order_open
-from attacks.verification.rearrangements import has_rearranged
 from attacks.verification.rounding import hold_to_coarse_rounding, hold_to_rounding, note_if_borne_out
 from attacks.verification.unverified import say_why_unverified
-from attacks.verification.update_comparison import UpdateComparison
 from attacks.verification.words import (
     BELOW_ROUNDING,
     CONTRADICTED,
-    CONTRAST_OPEN,
     COPIES_UNCOUNTED,
-    FEWER_GIVEN,
-    FOLDED,
     LABELS_UNTRIED,
-    NEGATIVE,
     ORDER_UNTOLD,
     POSSIBLE_RULES,
-    REARRANGED,
     RULE_DOUBTED,
     RULE_UNKNOWN,
     SIZE_CONTRADICTED,
@@ -65,7 +55,6 @@ from attacks.verification.words import (
     TARGETS_REFUSED,
     TARGETS_UNKNOWN,
     UNDER_ANOTHER_LOSS,
-    UNSEEN,
 )
 from fl.losses.function import FunctionError, OwnLoss, function_errors_named
 from fl.runtime.double_precision import PrecisionError
@@ -75,15 +64,6 @@ MOST_NAMED = 3
 """Tensors that a note names, at most."""
 LEAST_OF_COPY, COPY_ROUNDINGS = 1e-4, 10.0
 """Share of what flows back that each copy of a picture has to leave, and in units of the rounding of any tensor."""
-UNSEEN_GRAY = 0.5
-"""Pixels of which nothing is known."""
-LEAST_SEEN = 0.5
-"""Share of a picture's numbers that a network must be given for a picture that the update bears out."""
-
-WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
-"""Reasons why a picture is one of several, of which a network is given all pixels."""
-CONTRAST_DOUBTS = {True: ("open", "nearly"), False: ("open",)}
-"""Answers on a picture's contrast that matter, of one verified, and of one near, whose note says how near."""
 
 
 def confirm(view: ServerView, result: Result) -> Result:
@@ -99,7 +79,7 @@ def confirm(view: ServerView, result: Result) -> Result:
     if isinstance(result, Reconstruction):
         result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE, Remark.ONE_OF_SEVERAL})
     try:
-        with function_errors_named():
+        with function_errors_named(), comparisons_shared():
             held = _confirm(view, result)
             return say_why_unverified(view, say_nearly_told(held)) if isinstance(held, Reconstruction) else held
     except (PrecisionError, FunctionError) as error:
@@ -114,64 +94,9 @@ def _confirm(view: ServerView, result: Result) -> Result:
     if isinstance(held, Reconstruction) and Remark.PARTLY_TOLD in held.remarks:
         ruled_out = None if coarse_form(view) else False  # a miss may be no more than rounding
         return replace(held, verified=ruled_out, fixed=None, approximate=False)
-    if not isinstance(held, Reconstruction) or held.inputs is None or view.task.inputs.has_ids:
+    if not isinstance(held, Reconstruction) or view.task.inputs.has_ids:
         return held
-    asked = held.verified or held.approximate
-    if not (asked or view.task.inputs.is_image):
-        return held
-    pixels = read_pixel_map(without_unmoved(view))  # what did not move tells nothing
-    if not asked:
-        return _without_unseen_pixels(held, pixels.pixels)
-    if pixels.kind == "folded" or (pixels.kind == "unknown" and held.verified and _has_double(view, held)):
-        reason, seen = FOLDED, 0
-    elif pixels.kind == "fewer":
-        reason, seen = FEWER_GIVEN, len(held.inputs) * pixels.numbers
-    elif (pixels.kind == "unknown" or (held.approximate and held.fixed is None)) and (
-        unseen := _count_unseen(view, held)
-    ):
-        reason, seen = UNSEEN, held.inputs.numel() - unseen
-    elif (guess := _first_guess(view, held)) is not None and has_rearranged(view, *guess, held.fixed):
-        reason, seen = REARRANGED, 0
-    elif guess is not None and has_negative(view, held, guess[0], guess[2]):
-        reason, seen = NEGATIVE, 0
-    elif guess is not None and (told := ask_contrast(view, *guess)) in CONTRAST_DOUBTS[bool(held.verified)]:
-        reason, seen = CONTRAST_OPEN, 0 if told == "open" else held.inputs.numel()
-    else:
-        return held
-    count = held.inputs.numel()
-    several = (Remark.ONE_OF_SEVERAL,) if held.verified else ()  # of one that is borne out alone many are left
-    partly = several if reason in WHOLLY_GIVEN else (Remark.PARTLY_SEEN,)
-    said = reason.format(seen=seen, unseen=count - seen, count=count)
-    held = held.with_note(said if view.task.inputs.is_image else said.replace("picture", "example"), *partly)
-    held = replace(held, verified=None, fixed=None, approximate=seen >= LEAST_SEEN * count)
-    return _without_unseen_pixels(held, pixels.pixels)
-
-
-def _without_unseen_pixels(result: Reconstruction, told: Tensor | None) -> Reconstruction:
-    """Return pictures with gray at the pixels that a network is not given; as they are where none is told by itself."""
-    if told is None or result.inputs is None:
-        return result
-    seen = told.to(result.inputs.device).expand_as(result.inputs)
-    return replace(result, inputs=torch.where(seen, result.inputs, UNSEEN_GRAY), seen=seen)
-
-
-def _has_double(view: ServerView, result: Reconstruction) -> bool:
-    """Return whether pictures that networks often take for another make the update as well."""
-    asked = _first_guess(view, result)
-    return asked is not None and any(asked[0].is_explained_to_rounding(other, asked[2]) for other in doubles(asked[1]))
-
-
-def _count_unseen(view: ServerView, result: Reconstruction) -> int:
-    """Return how many numbers of pictures that an update bears out may be any for all that it says."""
-    asked = _first_guess(view, result)
-    return 0 if asked is None else asked[0].count_unseen(*asked[1:])
-
-
-def _first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateComparison, Tensor, Tensor] | None:
-    """Return the comparison with an update, and the pictures with the likeliest labels; None where none can be made."""
-    asked = comparison(view, replace(result, verified=True))
-    guess = None if asked is None else next(iter(asked.guesses), None)
-    return None if asked is None or guess is None else (asked.check, *guess)
+    return doubt_other_pictures(view, held)
 
 
 def _hold_to_update(view: ServerView, result: Result) -> Result:
@@ -225,7 +150,7 @@ def _may_be_fewer_copies(result: Reconstruction) -> bool:
 
 def _all_copies_speak(view: ServerView, result: Reconstruction) -> bool:
     """Return whether each copy leaves something in the update: one with a label that is certain leaves nothing."""
-    guess = _first_guess(view, result)
+    guess = first_guess(view, result)
     if guess is None:
         return False
     check, images, labels = guess

@@ -33,7 +33,11 @@ ROUNDINGS = 10.0
 
 
 def ask_contrast(
-    view: ServerView, check: UpdateComparison, images: Tensor, labels: Tensor
+    view: ServerView,
+    check: UpdateComparison,
+    images: Tensor,
+    labels: Tensor,
+    network: WholeNetwork | None = None,
 ) -> Literal["told", "nearly", "open"]:
     """Return whether an update tells pictures from such of another contrast, or nearly tells it.
 
@@ -44,19 +48,23 @@ def ask_contrast(
         check: the comparison with the update, which the images explain.
         images: (N, C, H, W).
         labels: with which they do.
+        network: with what it returns of the images; None makes it where some of it is private.
     """
-    gray, network = gray_picture(view), WholeNetwork.of(view, images) if view.private else None
+    gray = gray_picture(view)
+    network = (network or WholeNetwork.of(view, images)) if view.private and gray is not None else None
     if gray is None or (view.private and network is None):
         return "told"
+    own, allowed = check.bounds.predict_exactly(images, labels) if network is None else ({}, {})
     images, gray = images.double(), gray.to(images.device).double()
-    allowed = check.bounds.predict_exactly(images, labels)[1] if network is None else {}
     rounding = ROUNDINGS * torch.finfo(view.dtype).eps
-    factor = None if network is not None else _stated_factor(check, images, labels, allowed)
+    factor = None if network is not None else _stated_factor(check, own, allowed)
 
     def makes(others: Tensor) -> bool:
         check_time_limit()
         if network is not None:
             return bool(network.same(others, least=rounding).all())
+        if others is images:
+            return not check.exceeds(own, allowed, factor)
         return not check.exceeds(check.predictor.predict_in_double(others, labels), allowed, factor)
 
     def duller(share: float) -> Tensor:
@@ -71,13 +79,10 @@ def ask_contrast(
     return "open" if makes(duller(DULLER)) else "nearly"
 
 
-def _stated_factor(
-    check: UpdateComparison, images: Tensor, labels: Tensor, allowed: Mapping[str, float]
-) -> float | None:
-    """Return by what a prediction is multiplied at the stated step size, or None where images make no such update."""
+def _stated_factor(check: UpdateComparison, made: Mapping[str, Tensor], allowed: Mapping[str, float]) -> float | None:
+    """Return by what a prediction is multiplied at the stated step size, or None where it is of no such size."""
     if check.view.scale_unknown:
         return None
-    made = check.predictor.predict_in_double(images, labels)
     return None if check.exceeds(made, allowed, check.stated_factor) else check.stated_factor
 
 

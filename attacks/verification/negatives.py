@@ -26,7 +26,9 @@ GRAY = 0.5
 """What networks take for gray at most times."""
 
 
-def has_negative(view: ServerView, result: Reconstruction, check: UpdateComparison, labels: Tensor) -> bool:
+def has_negative(
+    view: ServerView, result: Reconstruction, check: UpdateComparison, labels: Tensor, network: WholeNetwork
+) -> bool:
     """Return whether the negative of one of a result's pictures makes the update as well.
 
     Where the server does not know the whole network, what the rest of it returns has to be the same.
@@ -36,11 +38,8 @@ def has_negative(view: ServerView, result: Reconstruction, check: UpdateComparis
         result: with pictures that the update bears out.
         check: the comparison with it.
         labels: with which these do.
+        network: and what it returns of them.
     """
-    assert result.inputs is not None
-    network = WholeNetwork.of(view, result.inputs)
-    if network is None:
-        return False
     for others in negatives(view, network.images):
         another = are_others(others, network.images)
         others = network.put(others, another)

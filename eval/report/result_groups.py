@@ -11,7 +11,7 @@ from statistics import fmean
 from statistics import median as middle
 from typing import Any
 
-from attacks.verification.confirmation import LEAST_SEEN
+from attacks.verification.other_pictures import LEAST_SEEN
 from eval.io.text import format_count
 from eval.metrics import statistics, validity_flags
 from eval.metrics.lineup import AMONG, BY_PICTURE, BY_UPDATE

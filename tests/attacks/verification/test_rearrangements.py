@@ -140,7 +140,8 @@ def test_behind_a_private_classifier_the_layers_below_tell_whether_order_is_know
     view, truth = from_batch(model, values(1, 2, 3), torch.tensor([1]), method=FedPer(steps=1, batch_size=None))
     assert view.private
     check = UpdateComparison(view, ObservedUpdate(view).relative_rounding, True)
-    assert has_rearranged(view, check, truth.inputs, truth.labels) is not placed
+    network = WholeNetwork.of(view, truth.inputs)
+    assert has_rearranged(view, check, truth.inputs, truth.labels, network=network) is not placed
 
 
 def test_points_that_an_attack_found_in_another_order_are_not_verified() -> None:

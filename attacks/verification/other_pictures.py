@@ -1,0 +1,178 @@
+"""Whether other pictures than those found make the same update, as far as that is known to happen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from attacks.network.pixel_map import PixelMap, doubles, read_pixel_map
+from attacks.result import Reconstruction, Remark
+from attacks.update.unmoved_tensors import without_unmoved
+from attacks.verification.comparison import comparison
+from attacks.verification.contrasts import ask_contrast
+from attacks.verification.negatives import has_negative
+from attacks.verification.rearrangements import has_rearranged
+from attacks.verification.same_outputs import WholeNetwork
+from attacks.verification.update_comparison import UpdateComparison
+from attacks.verification.words import CONTRAST_OPEN, FEWER_GIVEN, FOLDED, NEGATIVE, REARRANGED, UNSEEN
+from fl.view import ServerView
+
+UNSEEN_GRAY = 0.5
+"""Pixels of which nothing is known."""
+LEAST_SEEN = 0.5
+"""Share of a picture's numbers that a network must be given for a picture that the update bears out."""
+WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
+"""Reasons why a picture is one of several, of which a network is given all pixels."""
+CONTRAST_DOUBTS = {True: ("open", "nearly"), False: ("open",)}
+"""Answers on a picture's contrast that matter, of one verified, and of one near, whose note says how near."""
+
+
+def doubt_other_pictures(view: ServerView, held: Reconstruction) -> Reconstruction:
+    """Return pictures that the update bears out, not verified where others are known to make it as well.
+
+    Those that it does not bear out are returned with gray in place of pixels that the network is not given.
+
+    Args:
+        view: that was attacked.
+        held: a result, held to its update.
+    """
+    asked = held.verified or held.approximate
+    if held.inputs is None or not (asked or view.task.inputs.is_image):
+        return held
+    borne_out = _BorneOut(view, held, held.inputs)
+    if not asked:
+        return borne_out.without_unseen_pixels(held)
+    doubt = next(filter(None, (check(borne_out) for check in CHECKS)), None)
+    return held if doubt is None else borne_out.doubted(doubt)
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Why pictures that the update bears out are not verified.
+
+    Attributes:
+        reason: in words, with places for numbers.
+        seen: of the pictures' numbers, that the update tells.
+    """
+
+    reason: str
+    seen: int = 0
+
+
+@dataclass(frozen=True)
+class _BorneOut:
+    """Pictures that an update bears out, and what all checks ask for.
+
+    Attributes:
+        view: that was attacked.
+        held: the result.
+        inputs: its pictures.
+    """
+
+    view: ServerView
+    held: Reconstruction
+    inputs: Tensor
+
+    @cached_property
+    def pixels(self) -> PixelMap:
+        """What the network is given of pixels by way of what moved: the rest tells nothing."""
+        return read_pixel_map(without_unmoved(self.view))
+
+    @cached_property
+    def guess(self) -> tuple[UpdateComparison, Tensor, Tensor] | None:
+        """The comparison with the update, and the pictures with the likeliest labels; None where none can be made."""
+        return first_guess(self.view, self.held)
+
+    @cached_property
+    def network(self) -> WholeNetwork | None:
+        """The network, and what it returns of the pictures; None where it can't be told."""
+        return WholeNetwork.of(self.view, self.inputs)
+
+    def without_unseen_pixels(self, result: Reconstruction) -> Reconstruction:
+        """Return pictures with gray at the pixels that a network is not given; as they are where none is told alone."""
+        told = self.pixels.pixels
+        if told is None or result.inputs is None:
+            return result
+        seen = told.to(result.inputs.device).expand_as(result.inputs)
+        return replace(result, inputs=torch.where(seen, result.inputs, UNSEEN_GRAY), seen=seen)
+
+    def doubted(self, doubt: Doubt) -> Reconstruction:
+        """Return the result, not verified for a reason that is noted."""
+        held, count = self.held, self.inputs.numel()
+        several = (Remark.ONE_OF_SEVERAL,) if held.verified else ()  # of one that is borne out alone many are left
+        partly = several if doubt.reason in WHOLLY_GIVEN else (Remark.PARTLY_SEEN,)
+        said = doubt.reason.format(seen=doubt.seen, unseen=count - doubt.seen, count=count)
+        held = held.with_note(said if self.view.task.inputs.is_image else said.replace("picture", "example"), *partly)
+        held = replace(held, verified=None, fixed=None, approximate=doubt.seen >= LEAST_SEEN * count)
+        return self.without_unseen_pixels(held)
+
+
+def first_guess(view: ServerView, result: Reconstruction) -> tuple[UpdateComparison, Tensor, Tensor] | None:
+    """Return the comparison with an update, and the pictures with the likeliest labels; None where none can be made."""
+    asked = comparison(view, replace(result, verified=True))
+    guess = None if asked is None else next(iter(asked.guesses), None)
+    return None if asked is None or guess is None else (asked.check, *guess)
+
+
+def _doubt_folds(found: _BorneOut) -> Doubt | None:
+    """Other values of some pixel come out the same."""
+    if found.pixels.kind == "folded":
+        return Doubt(FOLDED)
+    if found.pixels.kind != "unknown" or not found.held.verified or found.guess is None:
+        return None
+    check, images, labels = found.guess
+    doubled = any(check.is_explained_to_rounding(other, labels) for other in doubles(images))
+    return Doubt(FOLDED) if doubled else None
+
+
+def _doubt_lost_pixels(found: _BorneOut) -> Doubt | None:
+    """The network is given fewer functions of pixels than there are pixels."""
+    return Doubt(FEWER_GIVEN, len(found.inputs) * found.pixels.numbers) if found.pixels.kind == "fewer" else None
+
+
+def _doubt_unseen_numbers(found: _BorneOut) -> Doubt | None:
+    """Some numbers change nothing in the update."""
+    held = found.held
+    asked = found.pixels.kind == "unknown" or (held.approximate and held.fixed is None)
+    unseen = found.guess[0].count_unseen(*found.guess[1:]) if asked and found.guess is not None else 0
+    return Doubt(UNSEEN, held.inputs.numel() - unseen) if unseen and held.inputs is not None else None
+
+
+def _doubt_order(found: _BorneOut) -> Doubt | None:
+    """The same parts in another order make the update."""
+    guess = found.guess
+    rearranged = guess is not None and has_rearranged(found.view, *guess, found.held.fixed, network=found.network)
+    return Doubt(REARRANGED) if rearranged else None
+
+
+def _doubt_sign(found: _BorneOut) -> Doubt | None:
+    """The negative makes the update."""
+    guess, network = found.guess, found.network
+    if guess is None or network is None:
+        return None
+    return Doubt(NEGATIVE) if has_negative(found.view, found.held, guess[0], guess[2], network) else None
+
+
+def _doubt_contrast(found: _BorneOut) -> Doubt | None:
+    """Another contrast makes the update, or nearly."""
+    if found.guess is None:
+        return None
+    told = ask_contrast(found.view, *found.guess, found.network if found.view.private else None)
+    if told not in CONTRAST_DOUBTS[bool(found.held.verified)]:
+        return None
+    return Doubt(CONTRAST_OPEN, 0 if told == "open" else found.inputs.numel())
+
+
+CHECKS: tuple[Callable[[_BorneOut], Doubt | None], ...] = (
+    _doubt_folds,
+    _doubt_lost_pixels,
+    _doubt_unseen_numbers,
+    _doubt_order,
+    _doubt_sign,
+    _doubt_contrast,
+)
+"""What is asked in turn: each says why another picture makes the update, or nothing."""

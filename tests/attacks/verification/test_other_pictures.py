@@ -1,0 +1,113 @@
+"""Other pictures are looked for with few passes through a network, and none is overlooked for it."""
+
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from attacks.base import Reconstruction
+from attacks.network.kept_readings import readings_kept
+from attacks.verification import other_pictures
+from attacks.verification.confirmation import confirm
+from attacks.verification.error_bounds import LAST_DIGIT_DRAWS, ErrorBounds
+from attacks.verification.same_outputs import LARGE, WholeNetwork
+from fl.capture import from_batch
+from fl.models.building_blocks.initialization import initialize
+from fl.seeds import stream
+
+SIDE = 112
+"""Of a picture that is large."""
+
+
+class Patches(nn.Module):
+    """A network that looks at patches, and counts its passes by precision.
+
+    Args:
+        placed: whether it knows their places.
+        rounds: whether it rounds what it makes of them.
+    """
+
+    passes: ClassVar[Counter[torch.dtype]] = Counter()
+
+    def __init__(self, *, placed: bool, rounds: bool = False) -> None:
+        super().__init__()
+        self.placed, self.rounds = placed, rounds
+        self.patches = nn.Conv2d(3, 8, 16, 16)
+        self.head = nn.Linear(8 * 49 if placed else 8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        self.passes[images.dtype] += 1
+        values = functional.softplus(self.patches(images - 0.5))
+        values = values + (values - 0.1).floor() * 0.1 if self.rounds else values
+        return self.head(values.flatten(1) if self.placed else values.mean((2, 3)))
+
+
+def picture() -> Tensor:
+    return (255 * torch.rand(1, 3, SIDE, SIDE, generator=stream(0, "other pictures"))).round() / 255
+
+
+def held(net: nn.Module) -> Reconstruction:
+    initialize(net, stream(1, "other pictures"))
+    view, truth = from_batch(net, picture(), torch.tensor([1]))
+    Patches.passes.clear()
+    with readings_kept():
+        result = confirm(view, Reconstruction(inputs=truth.inputs, labels=truth.labels, verified=True))
+    assert isinstance(result, Reconstruction)
+    return result
+
+
+def test_of_a_large_picture_single_precision_is_asked_which_orders_are_far_from_the_same() -> None:
+    assert 3 * SIDE**2 >= LARGE
+    assert held(Patches(placed=True)).verified
+    orders = Patches.passes[torch.float32]
+    assert orders > 60
+    assert Patches.passes[torch.float64] < 30
+
+
+def test_no_order_is_overlooked_by_single_precision() -> None:
+    result = held(Patches(placed=False))
+    assert result.verified is None
+    assert "another order" in result.note
+
+
+@pytest.mark.parametrize(("rounds", "side"), [(True, SIDE), (False, 32)])
+def test_single_precision_is_not_asked_of_a_network_that_rounds_nor_of_a_small_picture(rounds: bool, side: int) -> None:
+    net = Patches(placed=False, rounds=rounds)
+    initialize(net, stream(1, "other pictures"))
+    view, truth = from_batch(net, picture()[..., :side, :side], torch.tensor([1]))
+    network = WholeNetwork.of(view, truth.inputs)
+    assert network is not None
+    Patches.passes.clear()
+    assert not bool(network.same(truth.inputs.double().roll(1, -1)).any())
+    assert bool(network.same(truth.inputs.double().roll(16, -1)).all())
+    assert dict(Patches.passes) == {torch.float64: 2}
+
+
+def test_all_checks_have_one_network_and_one_exact_prediction_of_the_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, changes = WholeNetwork.of, ErrorBounds._last_digit_change
+    networks, predicted = [], []
+
+    def counted_network(view: object, images: Tensor) -> object:
+        networks.append(images)
+        return made(view, images)  # type: ignore[arg-type]
+
+    def counted_change(bounds: ErrorBounds, one: object) -> dict[str, float]:
+        predicted.append(one.images)  # type: ignore[attr-defined]
+        return changes(bounds, one)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(WholeNetwork, "of", counted_network)
+    monkeypatch.setattr(ErrorBounds, "_last_digit_change", counted_change)
+    asked = Counter[str]()
+    names = [check.__name__ for check in other_pictures.CHECKS]
+    checks = [
+        lambda found, name=name, check=check: asked.update([name]) or check(found)
+        for name, check in zip(names, other_pictures.CHECKS, strict=True)
+    ]
+    monkeypatch.setattr(other_pictures, "CHECKS", checks)
+    assert held(Patches(placed=True)).verified
+    assert asked == Counter(names)
+    assert len(networks) == 1
+    assert sum(torch.equal(one, picture()) for one in predicted) == LAST_DIGIT_DRAWS
