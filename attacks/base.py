@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -160,8 +161,7 @@ class Attack(FormerHooks):
                 try:
                     results += self.run([view], [seed])
                 except StoppedError as stopped:
-                    words = f"not done before {stopped}"
-                    results.append(NotApplicable(words, limit=True, cut_short=words))
+                    results.append(_not_done_before(stopped))
         return results
 
     @property
@@ -300,6 +300,12 @@ def run_checked(
         return _run_and_confirm(attack, name, views, seeds, control)
 
 
+def _not_done_before(stopped: StoppedError) -> NotApplicable:
+    """Return the result of an attack that has found nothing by the time it was to end."""
+    words = f"not done before {stopped}"
+    return NotApplicable(words, limit=True, cut_short=words)
+
+
 def _tried_targets(view: ServerView) -> str:
     """Return of which targets a loss function of the user's own was asked, in words."""
     if view.labels is None:
@@ -315,7 +321,11 @@ def _run_and_confirm(
 ) -> list[Result]:
     before = [_tensor_versions(view) for view in views]
     plain = [with_plain_weights(view) if getattr(attack, "takes_plain_weights", False) else view for view in views]
-    above = [_network_above(attack, view) for view in plain]
+    try:
+        with nullcontext() if control is None else limited_by(control):
+            above = [_network_above(attack, view) for view in plain]
+    except StoppedError as stopped:
+        return [_not_done_before(stopped) for _ in views]
     attacked = [view if other is None else other for view, other in zip(plain, above, strict=True)]
     held: dict[int, Result] = {}  # of networks above: to hold a result to its update may take long
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):

@@ -18,6 +18,7 @@ from fl.inputs.form import InputForm, image_form
 from fl.losses import Loss
 from fl.losses.cross_entropy import CrossEntropy
 from fl.runtime.double_precision import DoubleForm, double_form
+from fl.runtime.interruption import ask_now
 from fl.runtime.module_copies import deep_copy
 from fl.seeds import stream
 from fl.tensors import Payloads, Tensors
@@ -158,7 +159,9 @@ class Task:
             device: where it is moved; None leaves it.
             dtype: of its floating-point tensors; None leaves them.
         """
+        ask_now()  # of a large network each step takes seconds
         made = deep_copy(model).to(device=device, dtype=dtype)
+        ask_now()
         in_double = any(value.dtype is torch.float64 for value in model.parameters())
         return made if dtype is not torch.float64 or in_double else self.double_form.apply(made)
 

@@ -182,6 +182,7 @@ def make_trace(
             if isinstance(module, _BatchNorm):
                 module.eval()
     for name, value in [*model.named_parameters(), *model.named_buffers()]:
+        check_time_limit()
         if not bool(value.isfinite().all()):
             return NotApplicable(f"the model has numbers at {name} that are not finite")
         value.data = value.data.contiguous()  # sums are taken in the order of memory

@@ -22,6 +22,13 @@ DEEP = 6
 """Layers of a network."""
 
 
+class Seconds(list[float]):
+    """The time, which copies of a network have in common."""
+
+    def __deepcopy__(self, memo: object) -> "Seconds":
+        return self
+
+
 class Ticking(nn.Module):
     """A layer that takes a second."""
 
@@ -51,7 +58,7 @@ class TickingBackward(torch.autograd.Function):
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which stands still but where a network moves it."""
-    found = [0.0]
+    found = Seconds([0.0])
     monkeypatch.setattr("attacks.search_control.time", SimpleNamespace(monotonic=lambda: found[0]))
     return found
 
@@ -103,6 +110,20 @@ def test_no_error_of_a_loss_of_the_users_own_is_made_of_it(now: list[float]) -> 
     now[0] = 2.0
     with limited_by(SearchControl(time_limit=-1.0)), pytest.raises(StoppedError), function_errors_named():
         loss(torch.zeros(1, 3), torch.tensor([1]))
+
+
+def test_reading_a_network_before_an_attack_ends_at_the_time_limit_as_well(
+    now: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What an attack takes off a network is read off a trace of it, which takes seconds of a large one."""
+    net = nn.Sequential(nn.Flatten(), *(Ticking(now) for _ in range(DEEP)))
+    view, _ = from_batch(net, torch.rand(1, 1, 2, 2, generator=stream(0, "passes")), torch.tensor([1]))
+    monkeypatch.setattr("attacks.analytic.analytic.Analytic.attack_view", lambda *_: pytest.fail("begun"))
+    now[0] = 0.0
+    result = build("analytic")(view, control=SearchControl(time_limit=2.5))
+    assert isinstance(result, NotApplicable)
+    assert result.cut_short == "not done before the time limit"
+    assert now[0] <= 3.0
 
 
 class Counting(nn.Module):
