@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fl.runtime.gradient_checkpoints import without_checkpoints
+from fl.runtime.module_copies import forget_computed
 from fl.types import frozen
 
 
@@ -43,7 +45,7 @@ class Network:
         if given is None:
             layout = _LAYOUTS[self.model] = _Layout.of(self.model)
             given = layout.complete(self.model, {**self.weights, **buffers})
-        with without_checkpoints():
+        with without_checkpoints(), _forgotten_if_ended(self.model):
             if given is not None:
                 return functional_call(self.model, given, inputs, tie_weights=False)
             given = {**frozen(self.model), **self.weights, **buffers}
@@ -113,4 +115,15 @@ def call_with(model: nn.Module, tensors: Mapping[str, Tensor], *inputs: Tensor) 
     """
     ties = _Layout.of(model).ties
     given = {**tensors, **{name: tensors[first] for name, first in ties if first in tensors and name not in tensors}}
-    return functional_call(model, given, inputs, tie_weights=False)
+    with _forgotten_if_ended(model):
+        return functional_call(model, given, inputs, tie_weights=False)
+
+
+@contextmanager
+def _forgotten_if_ended(model: nn.Module) -> Iterator[None]:
+    """Let a network keep nothing of a call that ends in its midst, at a time limit say: else it can't be copied."""
+    try:
+        yield
+    except BaseException:
+        forget_computed(model)
+        raise

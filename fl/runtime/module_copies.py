@@ -92,6 +92,19 @@ def forget_kept(module: nn.Module, name: str) -> None:
             module._forward_hooks[key] = partial(_restore, {n: value for n, value in kept.items() if n != name})
 
 
+def forget_computed(model: nn.Module) -> None:
+    """Let a copy's layers forget what a call computed that did not come to its end, as they do after each that did.
+
+    Args:
+        model: a network that `copy_model` made, or a copy of one; of others nothing is known.
+    """
+    for module in model.modules():
+        for hook in list(module._forward_hooks.values()):
+            is_own = isinstance(getattr(hook, "__self__", None), _Forgetting)
+            if is_own or (isinstance(hook, partial) and hook.func is _restore):
+                hook(module, (), None)
+
+
 def _uncopied_part(model: nn.Module) -> str:
     """Return which attribute of which part of a network can't be copied, in words; "" where none fails by itself."""
     for part, module in model.named_modules():

@@ -16,7 +16,9 @@ from fl.capture import from_batch
 from fl.gradient import autograd_derivative
 from fl.losses.function import function_errors_named
 from fl.models.building_blocks.initialization import initialize
+from fl.predict import predict
 from fl.seeds import stream
+from fl.types import Candidate
 
 DEEP = 6
 """Layers of a network."""
@@ -70,6 +72,29 @@ def test_a_forward_pass_ends_between_two_modules(now: list[float]) -> None:
     assert now == [3.0]
     net(torch.zeros(1, 4))  # outside nothing is asked
     assert now == [3.0 + DEEP]
+
+
+class Keeping(nn.Module):
+    """A network that keeps its features, as those do that show them."""
+
+    def __init__(self, now: list[float]) -> None:
+        super().__init__()
+        self.below, self.above = Ticking(now), Ticking(now)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        self.features = self.below(images.flatten(1))
+        return self.above(self.features)
+
+
+def test_a_network_whose_pass_ended_can_be_copied_though_it_keeps_features(now: list[float]) -> None:
+    """What comes next of it begins with a copy: another attack, or the check of what was found."""
+    images, labels = torch.rand(1, 1, 2, 2, generator=stream(0, "passes")), torch.tensor([1])
+    view, _ = from_batch(Keeping(now), images, labels)
+    now[0] = 0.0
+    with limited_by(SearchControl(time_limit=1.5)), pytest.raises(StoppedError):
+        predict(view, Candidate(images, labels))
+    assert not hasattr(view.client.fixed_statistics_model, "features")
+    assert isinstance(build("analytic")(view), Reconstruction)
 
 
 def test_a_recorded_pass_ends_between_two_operations(now: list[float]) -> None:
