@@ -50,6 +50,8 @@ class Remark(StrEnum):
     """Of unlike examples that were stated as one, for all that the update tells."""
     ONE_OF_SEVERAL = "one of several"
     """Another picture makes the same update to the last digit: its parts in another order, its mirror, its negative."""
+    UNCHECKED = "unchecked"
+    """It could not be held to the update in time, so that nobody knows whether it is right."""
     NEARLY_TOLD = "nearly told"
     """The picture explains the layers that it was read from but for little, which is more than rounding."""
     LABELS_CONFIRMED = "labels confirmed"
@@ -119,7 +121,7 @@ class Reconstruction:
         words = f"not held to the update before {reason}"
         cut = "; ".join(filter(None, (self.cut_short, words)))
         kept = replace(self, verified=self.verified and None, fixed=None, approximate=False, cut_short=cut)
-        return kept.with_note(f"not confirmed: {words}")
+        return kept.with_note(f"not confirmed: {words}", Remark.UNCHECKED)
 
     def with_note(self, words: str, *remarks: Remark) -> Reconstruction:
         """Return the result with words at the end of its note, and remarks beside those it has."""

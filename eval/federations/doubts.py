@@ -43,6 +43,11 @@ NEARLY_ONE_INPUT = (
     "in half precision, took further steps or added little noise, and nothing confirms how near that comes"
 )
 """Why nothing is proved of what is all but there."""
+UNCHECKED = (
+    "nobody can say what it shows: what {} found could not be held to the update within the time there is: give more "
+    "(seconds)"
+)
+"""Why nothing is proved of what nobody has checked."""
 COMPRESSED = (
     "nobody can say what it shows: {}. Who knows how it was made may find examples by a search: state that, or "
     "audit the recorded file by hyperleak audit update"
@@ -103,6 +108,7 @@ def find_doubt(
     """
     return (
         (_doubt_of_results(found, view) if whole else _doubt_of_nearly(found, view))
+        or _doubt_of_unchecked(found)
         or _doubt_of_form(view, reading)
         or _doubt_of_facts(facts, view, inputs_matter)
     )
@@ -214,6 +220,13 @@ def _doubt_of_nearly(found: Mapping[str, Result], view: ServerView) -> str:
     if isinstance(layer, NotApplicable) or layer.name in layers_of_one_direction(view):
         return ""
     return NEARLY_ONE_INPUT.format(first.objective)
+
+
+def _doubt_of_unchecked(found: Mapping[str, Result]) -> str:
+    """Return that an attack found what nobody had the time to check."""
+    results = {name: result for name, result in found.items() if isinstance(result, Reconstruction)}
+    open_ones = (name for name, one in results.items() if one.verified is None and Remark.UNCHECKED in one.remarks)
+    return next((UNCHECKED.format(name) for name in open_ones), "")
 
 
 def contradicts_facts(result: Result, view: ServerView) -> bool:

@@ -14,11 +14,13 @@ import torch
 from support import recorded as support
 from torch import Tensor, nn
 
-from attacks.base import Attack, NotApplicable, Result
+from attacks.base import Attack, NotApplicable, Reconstruction, Result, confirm_whole
+from attacks.search_control import StoppedError
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
 from fl.seeds import stream
+from fl.view import ServerView
 
 pytestmark = pytest.mark.usefixtures("own_time")
 
@@ -140,6 +142,25 @@ def test_once_the_time_is_up_no_attack_begins() -> None:
     assert set(found.tried.values()) == {"not begun before the time limit"}
     assert (found.verdict, found.must_not_leave) == ("failed", True)
     assert found.reason == "no attack came to an end within 1e-09 seconds: give more (seconds)"
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_what_could_not_be_checked_in_time_is_not_decided(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Of several images nothing else keeps it from leaving: all that was found were they."""
+    model = support.dense_network()
+    update = support.recorded(model, count, replace(support.PLAIN, batch_size=count))
+    assert screener(model)(update).verdict == "leaked"
+
+    def ended(attack: Attack, view: ServerView, above: ServerView | None, result: Result) -> Result:
+        if isinstance(result, Reconstruction):
+            raise StoppedError("the time limit")
+        return confirm_whole(attack, view, above, result)
+
+    monkeypatch.setattr("attacks.base.confirm_whole", ended)
+    found = screener(model)(update)
+    assert (found.verdict, found.must_not_leave) == ("not decided", True)
+    assert not found.exposures
+    assert count == 1 or "what analytic found could not be held to the update" in found.reason
 
 
 def test_guesses_that_took_all_the_time_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
