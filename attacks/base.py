@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from attacks.labels.recovery import doubt_label_of_one
 from attacks.labels.targets import with_target
 from attacks.network.autograd_support import AUTOGRAD_ERRORS, autograd_obstacle
 from attacks.network.kept_readings import readings_kept
@@ -480,10 +479,8 @@ def _bound_bent(
 
 
 def _note_unexpected_labels(view: ServerView, result: Result) -> Result:
-    """Return the result, with a note where its labels are not among those that the server knows, or may be others."""
+    """Return the result, with a note where its labels are not among those that the server knows, in whatever order."""
     known, found = view.labels, getattr(result, "labels", None)
-    if isinstance(result, Reconstruction) and known is None:
-        return doubt_label_of_one(view, result)
     if not isinstance(result, Reconstruction) or known is None or found is None or not known.ndim == found.ndim == 1:
         return result
     if Counter(found.tolist()) <= Counter(known.tolist()):  # an attack may find some of the images

@@ -14,7 +14,7 @@ from torch import Tensor
 from attacks.analytic.analytic import Analytic
 from attacks.analytic.copies import attack_one_of_copies, repeat_images
 from attacks.base import Attack, NotApplicable, Reconstruction, attacks
-from attacks.search_control import StoppedError, check_time_limit
+from attacks.search_control import check_time_limit
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.update_rule import RuleKind, kind_of_update_rule
@@ -33,16 +33,6 @@ MAX_REPLACEMENTS = 300
 """Directions, the sparsest first, that are tried in place of a chosen one."""
 MAX_VERIFIED_ERROR = 5e-3
 """Error that noise may put on an input, root mean square and relative to it, if it is to count as recovered."""
-
-MOST_SAMPLES = 10**9
-"""Submatrices that can be drawn."""
-MISSED = 14.0
-"""Minus the logarithm of the chance that some choice of rows is not among the draws that count as all."""
-SO_FAR = (
-    "{stopped}, by which {drawn} of at most {most} draws of neurons had shown {found} directions, of which {rank} have "
-    "to explain all zeros; images that are nearly alike have few zeros of their own"
-)
-"""What is said of a search that had to end."""
 
 CENTERED = (
     "the update looks like one of centralized gradients: each row of the weights' sums to zero, so that its equations "
@@ -81,7 +71,7 @@ class Spear(Attack):
     takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "untangles a small batch exactly: finds which neurons each picture left silent."
 
-    samples: Annotated[int, Range(1, MOST_SAMPLES)] = 2_000_000
+    samples: Annotated[int, Range(1, 10**9)] = 2_000_000
     fits: OpenShare = 1e-2
 
     def __post_init__(self) -> None:
@@ -120,28 +110,24 @@ class Spear(Attack):
             return replace(factors, reason=f"{gaps}{factors.reason}")
         found = self._search(factors, stream(seed, "spear"))
         if found is None:
-            drawn = factors.describe_choices() if factors.draws_of_all < self.samples else f"{self.samples} draws"
-            return NotApplicable(f"{gaps}fewer than {factors.rank} directions with zeros in {drawn}", limit=True)
+            few = f"{gaps}fewer than {factors.rank} directions with zeros in {self.samples} draws"
+            return NotApplicable(few, limit=True)
         return _result(layer, found)
 
     def _search(self, factors: GradientFactors, draw: torch.Generator) -> DirectionChoice | None:
         pool, best = DirectionPool(factors), None
-        most, drawn, due = min(self.samples, factors.draws_of_all), 0, 0
-        while drawn < most and not (best is not None and best.is_confirmed):
-            try:
-                check_time_limit()
-                count = min(most - drawn, SAMPLES_AT_ONCE)
-                pool.add(factors.draw_directions(count, draw))
-                drawn += count
-                if drawn >= due or drawn == most:  # choosing costs more than drawing: each time a fifth later
-                    due = drawn * 6 // 5
-                    found = pool.choose_best()
-                    if found is not None and (best is None or found.score > best.score):
-                        labels = factors.layer.labels(found.inputs, found.signals, self.fits)
-                        best = replace(found, labels=labels)
-            except StoppedError as stopped:
-                said = SO_FAR.format(stopped=stopped, drawn=drawn, most=most, found=len(pool.rows), rank=factors.rank)
-                raise StoppedError(said) from stopped
+        drawn = due = 0
+        while drawn < self.samples and not (best is not None and best.is_confirmed):
+            check_time_limit()
+            count = min(self.samples - drawn, SAMPLES_AT_ONCE)
+            pool.add(factors.draw_directions(count, draw))
+            drawn += count
+            if drawn >= due or drawn == self.samples:  # choosing costs more than drawing: each time a fifth later
+                due = drawn * 6 // 5
+                found = pool.choose_best()
+                if found is not None and (best is None or found.score > best.score):
+                    labels = factors.layer.labels(found.inputs, found.signals, self.fits)
+                    best = replace(found, labels=labels)
         return best
 
 
@@ -224,21 +210,6 @@ class GradientFactors:
     def rank(self) -> int:
         """Number of images that leave a trace."""
         return self.left.shape[1]
-
-    @property
-    def choices(self) -> int:
-        """Number of choices of b - 1 active rows."""
-        return math.comb(int(self.active_rows.sum()), self.rank - 1)
-
-    @property
-    def draws_of_all(self) -> int:
-        """Number of draws among which every choice of rows is, but for the chance e to the power of minus `MISSED`."""
-        few = self.choices <= MOST_SAMPLES  # beyond which they are no float, either
-        return math.ceil(self.choices * (math.log(self.choices) + MISSED)) if few else self.choices
-
-    def describe_choices(self) -> str:
-        """Return in words of which all were drawn."""
-        return f"all {self.choices} choices of {self.rank - 1} of {int(self.active_rows.sum())} active neurons"
 
     def draw_directions(self, count: int, draw: torch.Generator) -> Tensor:
         """Draw `count` random submatrices of b - 1 active rows; return their unit kernels (N, b).

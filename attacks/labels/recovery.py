@@ -7,28 +7,16 @@ from torch import Tensor
 
 from attacks.labels.classifier_fit import ClassifierGradient
 from attacks.labels.targets import read_targets
-from attacks.result import Reconstruction, Remark
-from attacks.update.classifier_update import (
-    SIGN_WARNING_NO_LABELS,
-    classifier_tensors,
-    count_negative_classes,
-    is_update_sign_flipped,
-)
-from attacks.update.float_rounding import coarse_form
+from attacks.update.classifier_update import SIGN_WARNING_NO_LABELS, classifier_tensors, is_update_sign_flipped
 from attacks.update.observed_update import ObservedUpdate
 from attacks.update.training_phases import adaptive_optimizer_obstacle, deviation_from_loss_gradient, training_phases
-from fl.defense import Defense, UnknownDefense, overrides
+from fl.defense import overrides
 from fl.view import ServerView
 
 MAX_FRACTION = 0.1
 """How far a number of images that a client states may be off a whole one."""
 LABELS_COUNTED = "the labels are the likeliest counts of classes, which nothing in the update proves"
 """What is to be noted of labels that `are_labels_proven` does not hold for."""
-LABEL_OF_SEVERAL = (
-    "the label is the likeliest of several for which the classifier's bias is negative, where one example leaves one: "
-    "more examples than stated, another loss or noise went into the update"
-)
-"""What is to be noted of a label that several examples may stand behind."""
 
 
 def recover_labels(observed: ObservedUpdate) -> Tensor | None:
@@ -72,25 +60,6 @@ def are_labels_proven(view: ServerView) -> bool:
         return True  # signs alone are read
     gradient = ClassifierGradient.of(observed)
     return gradient is not None and count is not None and int(gradient.proven_counts(count).sum()) == count
-
-
-def doubt_label_of_one(view: ServerView, result: Reconstruction) -> Reconstruction:
-    """Return a result whose one label is called doubtful where the classifier's bias shows that of several examples.
-
-    Of one example cross entropy leaves a single negative number there, its own class's, after any number of steps.
-
-    Args:
-        view: that was attacked.
-        result: as the update bears it out.
-    """
-    known = view.labels is not None or not view.method.uses_labels or not view.task.loss.is_cross_entropy
-    borne_out = Remark.LABELS_CONFIRMED in result.remarks or (result.inputs is not None and bool(result.verified))
-    if view.batch_size != 1 or view.parts or result.labels is None or known or borne_out:
-        return result
-    if type(view.client.defense) not in {Defense, UnknownDefense} or coarse_form(view):
-        return result  # rounding turns signs
-    several = count_negative_classes(view, ObservedUpdate(view).change) > 1
-    return result.with_note(LABEL_OF_SEVERAL, Remark.LABELS_DOUBTFUL) if several else result
 
 
 def label_counts(observed: ObservedUpdate) -> Tensor | None:

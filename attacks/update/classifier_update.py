@@ -11,9 +11,6 @@ from fl.view import ServerView
 SIGN_WARNING_NO_LABELS = "the sign of the update seems turned (after - before), so that no label is read off it"
 """What a result notes where the sign keeps labels from being read."""
 
-SIGN_THRESHOLD = 1e-4
-"""Entries smaller than this share of the largest have no sign: rounding may have given it."""
-
 
 def classifier_names(view: ServerView, tensors: Tensors) -> tuple[str | None, str | None]:
     """Return the names of the classifier's weight and bias, each None where it is not among `tensors`."""
@@ -52,27 +49,9 @@ def is_update_sign_flipped(view: ServerView, update: Tensors, images: int = 1) -
         update: observed or predicted, without weight decay.
         images: how many there are.
     """
-    bias = classifier_tensors(view, update)[1]
+    bias, sent = classifier_tensors(view, update)[1], classifier_tensors(view, view.shared)[1]
     if bias is None or not view.task.loss.is_cross_entropy:
         return False
-    return is_sign_flipped(bias, images, _rounding_of_bias(view))
-
-
-def count_negative_classes(view: ServerView, update: Tensors) -> int:
-    """Return for how many classes the classifier's bias is negative by more than rounding; 0 without a bias.
-
-    Args:
-        view: the server's.
-        update: observed, without weight decay.
-    """
-    bias = classifier_tensors(view, update)[1]
-    if bias is None:
-        return 0
-    return int((bias < -max(_rounding_of_bias(view), SIGN_THRESHOLD * float(bias.abs().max()))).sum())
-
-
-def _rounding_of_bias(view: ServerView) -> float:
-    """Return the size up to which an entry of the bias's update has no sign for being a difference of weights."""
-    sent = classifier_tensors(view, view.shared)[1]
     grid = 4 * torch.finfo(view.dtype).eps if view.rounded else 0.0
-    return 0.0 if sent is None else grid * float(sent.abs().max())
+    rounding = 0.0 if sent is None else grid * float(sent.abs().max())
+    return is_sign_flipped(bias, images, rounding)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attacks.update.adaptive_first_step import AdaptiveFirstStep, StepSizeDoubt
-from attacks.update.classifier_update import SIGN_THRESHOLD, classifier_tensors
+from attacks.update.classifier_update import classifier_tensors
 from attacks.update.even_grids import grid_steps
 from attacks.update.training_phases import training_phases
 from attacks.update.update_rule import guess_update_rule
@@ -36,6 +36,8 @@ ALL_ZERO = (
 """What is said of an update of zeros."""
 TRIED_PICTURES = 4
 """Pictures at random on which it is tried what a step leaves at zero."""
+SIGN_THRESHOLD = 1e-4
+"""Entries smaller than this share of the largest have no sign: rounding may have given it."""
 
 
 def find_inconsistency(view: ServerView) -> str:

@@ -10,7 +10,7 @@ from operator import itemgetter
 from statistics import fmean
 
 from attacks.gradient_matching.engine.fit_check import EXPLAINED_BELOW, LABELS_SEARCHED, LABELS_UNCONFIRMED
-from attacks.labels.recovery import LABEL_OF_SEVERAL, LABELS_COUNTED
+from attacks.labels.recovery import LABELS_COUNTED
 from attacks.result import Remark
 from eval.io.text import join_words
 from eval.metrics.own_pictures import OWN_PSNR
@@ -72,7 +72,7 @@ def verdict(rows: Sequence[Row], tests: int = 1) -> str:
 
 def _label_doubt(row: Row) -> str:
     """Return why labels are doubtful, in the words of the attack."""
-    said = (words for words in (LABEL_OF_SEVERAL, LABELS_COUNTED, LABELS_SEARCHED) if words in row.get("note", ""))
+    said = (words for words in (LABELS_COUNTED, LABELS_SEARCHED) if words in row.get("note", ""))
     return next(said, LABELS_UNCONFIRMED)
 
 

@@ -2,7 +2,6 @@
 
 import math
 import os
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from support import worlds
 
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.spear import GradientFactors, Spear, _result
-from attacks.search_control import SearchControl, StoppedError
 from attacks.update.first_linear_layer import LinearLayer, first_linear
 from defenses.noise import Noise
 from defenses.prune import Prune
@@ -111,46 +109,6 @@ def test_draws_follow_the_seed_and_the_budget() -> None:
     poor = Spear(samples=1)(victim(7)[0])
     assert isinstance(poor, NotApplicable)
     assert "1 draws" in poor.reason
-
-
-def dark_twins() -> ServerView:
-    """A view of a picture and its negative behind few neurons, which leave each of the two hardly any zero."""
-    given = {"input_shape": (1, 8, 8), "widths": (16,), "normalize": True}
-    task = build("mlp", num_classes=worlds.CLASSES, **given).to(dtype=torch.float64)  # type: ignore[arg-type]
-    first = worlds.images(1, "spear").inputs.double()
-    data = Batch(torch.cat([first, 0.98 * first]), torch.tensor([0, 1]))
-    return Federation(Client(task, STEP, Defense()), [ClientData(data, data)]).observe(0)[0]
-
-
-def test_no_choice_of_neurons_is_drawn_for_ever() -> None:
-    """Of sixteen neurons there are sixteen choices of one: two million draws of these took its whole time."""
-    view, count = dark_twins(), 0
-    draw = GradientFactors.draw_directions
-
-    def counted(self: GradientFactors, number: int, generator: torch.Generator) -> torch.Tensor:
-        nonlocal count
-        count += number
-        return draw(self, number, generator)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(GradientFactors, "draw_directions", counted)
-        found = Spear()(view)
-    assert 16 < count < 1000
-    assert isinstance(found, NotApplicable)
-    assert re.search(r"in all \d+ choices of 1 of \d+ active neurons", found.reason)
-
-
-def test_what_was_drawn_until_the_time_limit_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = iter([False, False, True])
-
-    def stop() -> None:
-        if next(asked):
-            raise StoppedError("the time limit")
-
-    monkeypatch.setattr("attacks.analytic.spear.check_time_limit", stop)
-    found = Spear()(victim(12, widths=(64,))[0], control=SearchControl(time_limit=60))
-    assert isinstance(found, NotApplicable)
-    assert "draws of neurons had shown" in found.reason
 
 
 @pytest.mark.parametrize(

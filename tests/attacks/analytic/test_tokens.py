@@ -108,22 +108,6 @@ def test_labels_of_a_batch_are_told_where_they_are_proven_and_called_doubtful_wh
     assert without.verified is True
 
 
-def test_the_label_of_two_examples_stated_as_one_is_doubtful():
-    """Two clients' mean: the id is that of both, and no more rows moved than one example has ids."""
-    words, nexts = torch.tensor([[5], [5]]), torch.tensor([7, 9])
-    both, _ = from_batch(NextWord(bias=True), words, nexts)
-    model, one = both.task.model, FedAvg(lr=0.1, steps=1, batch_size=None)
-    for update, several in (
-        (both.update, True),
-        (from_batch(NextWord(bias=True), words[:1], nexts[:1])[0].update, False),
-    ):
-        view = from_update(model, dict(update), input_shape=words[:1], method=one)
-        found = attacks.build("tokens")(view)
-        assert found.verified
-        assert (Remark.LABELS_DOUBTFUL in found.remarks) == several
-        assert ("where one example leaves one" in found.note) == several
-
-
 def test_what_can_not_read_ids_says_so():
     view, _ = from_batch(Text(), IDS, LABELS)
     for name in ("ig", "dlg", "rconv", "cascade", "spear", "april", "headless+ig", "surrogate+ig", "rgap", "rog"):

@@ -84,3 +84,11 @@ def test_each_size_and_start_has_a_line() -> None:
     lines = document([{"case": SIZES[0].name, "start": "gray", **row}])
     assert "| 64 x 64 | gray | 1 | 12288 | 18000 | 1 of 1 | 100.0 (100.0 to 100.0) | 1.0e-08 | 9.0e-07 | 0.1 |" in lines
     assert not any("224 x 224" in line for line in lines)
+
+
+def test_a_picture_that_one_tensor_tells_apart_is_no_twin() -> None:
+    row: dict[str, Any] = {"case": SIZES[1].name, "start": "gray", "numbers": 12288, "equations": 18000, "found": True}
+    row |= {"off": 1e-8, "rounding": 9e-7, "tensor": "head.bias", "seconds": 1.0, "psnr": 30.0}
+    told = [{**row, "victim": number, "worst": worst} for number, worst in enumerate((0.1, 2.0))]
+    lines = document([*told, {**row, "victim": 2, "worst": 0.1, "psnr": 50.0}])
+    assert "| 224 x 224 | 3 | 1 |" in lines
