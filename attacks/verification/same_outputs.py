@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attacks.network.layer_chain import trace_view
-from attacks.network.operation_trace import MODEL_ERRORS
+from attacks.network.operation_trace import MODEL_ERRORS, Node
 from attacks.result import NotApplicable
 from attacks.search_control import check_time_limit
 from attacks.verification.update_comparison import UpdateComparison
@@ -31,7 +31,7 @@ PROBES, FAR, CLEARLY = 3, 1e-3, 100.0
 by where double precision is not asked: at least such a share of the largest, and so many times that."""
 COMPARING = frozenset({"gt", "lt", "ge", "le", "eq", "ne", "argmax", "argmin", "argsort", "sort", "topk", "heaviside"})
 ROUNDING = frozenset({"round", "floor", "ceil", "trunc", "frac", "fmod", "remainder", "floor_divide", "bucketize"})
-STEPS = COMPARING | ROUNDING | {"sign", "sgn", "to_copy"}
+STEPS = COMPARING | ROUNDING | {"sign", "sgn", "to_copy", "threshold", "hardshrink", "logical_not"}
 """Operations that make large differences of small ones now and then, so that single precision tells nothing."""
 
 
@@ -64,8 +64,7 @@ class WholeNetwork:
                 if name in view.private:  # of which the server has zeros; large ones would close what comes above
                     drawn = torch.randn(value.shape, generator=draw, dtype=torch.float64)
                     value.copy_(drawn * value.shape[1:].numel() ** -0.5)
-            smooth = STEPS.isdisjoint(node.operation for node in found[1].nodes)
-            return cls(model, images, model(images), smooth)
+            return cls(model, images, model(images), not any(map(_has_steps, found[1].nodes)))
 
     @cached_property
     def _single(self) -> tuple[nn.Module, float] | None:
@@ -94,7 +93,7 @@ class WholeNetwork:
             return False
         model, limit = self._single
         far = (model(others.float()).double() - sign * self.outputs).abs().reshape(len(others), -1).amax(1)
-        return bool((far > limit + least * self.outputs.abs().max()).all())
+        return bool((far.isfinite() & (far > limit + least * self.outputs.abs().max())).all())
 
     def same(self, others: Tensor, *, sign: int = 1, least: float = SAME_OUTPUT) -> Tensor:
         """Return of which others the network returns the same (N,), or that times -1.
@@ -129,6 +128,12 @@ class WholeNetwork:
     def put(self, others: Tensor, where: Tensor) -> Tensor:
         """Return the images with others in the places (N,) named."""
         return torch.where(where[:, None, None, None], others, self.images)
+
+
+def _has_steps(node: Node) -> bool:
+    """Return whether an operation makes large differences of small ones; division does where it is told to round."""
+    rounds = node.op._overloadname.endswith("_mode") or "fake_quantize" in node.operation
+    return rounds or node.operation in STEPS
 
 
 def are_others(others: Tensor, images: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Other pictures are looked for with few passes through a network, and none is overlooked for it."""
 
 from collections import Counter
+from collections.abc import Callable
 from typing import ClassVar
 
 import pytest
@@ -20,6 +21,13 @@ from fl.seeds import stream
 
 SIDE = 112
 """Of a picture that is large."""
+STEPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "floor": lambda values: values + (values - 0.1).floor() * 0.1,
+    "division that rounds": lambda values: values + torch.div(values, 0.05, rounding_mode="floor"),
+    "threshold": lambda values: functional.threshold(values, 0.7, 0.0),
+    "hardshrink": lambda values: functional.hardshrink(values, 0.7),
+}
+"""Operations that make large differences of small ones now and then."""
 
 
 class Patches(nn.Module):
@@ -27,21 +35,21 @@ class Patches(nn.Module):
 
     Args:
         placed: whether it knows their places.
-        rounds: whether it rounds what it makes of them.
+        steps: which of `STEPS` it makes of them; "" for none.
     """
 
     passes: ClassVar[Counter[torch.dtype]] = Counter()
 
-    def __init__(self, *, placed: bool, rounds: bool = False) -> None:
+    def __init__(self, *, placed: bool, steps: str = "") -> None:
         super().__init__()
-        self.placed, self.rounds = placed, rounds
+        self.placed, self.steps = placed, steps
         self.patches = nn.Conv2d(3, 8, 16, 16)
         self.head = nn.Linear(8 * 49 if placed else 8, 4)
 
     def forward(self, images: Tensor) -> Tensor:
         self.passes[images.dtype] += 1
         values = functional.softplus(self.patches(images - 0.5))
-        values = values + (values - 0.1).floor() * 0.1 if self.rounds else values
+        values = STEPS[self.steps](values) if self.steps else values
         return self.head(values.flatten(1) if self.placed else values.mean((2, 3)))
 
 
@@ -73,9 +81,9 @@ def test_no_order_is_overlooked_by_single_precision() -> None:
     assert "another order" in result.note
 
 
-@pytest.mark.parametrize(("rounds", "side"), [(True, SIDE), (False, 32)])
-def test_single_precision_is_not_asked_of_a_network_that_rounds_nor_of_a_small_picture(rounds: bool, side: int) -> None:
-    net = Patches(placed=False, rounds=rounds)
+@pytest.mark.parametrize(("steps", "side"), [*((steps, SIDE) for steps in STEPS), ("", 32)])
+def test_single_precision_is_not_asked_of_a_network_with_steps_nor_of_a_small_picture(steps: str, side: int) -> None:
+    net = Patches(placed=False, steps=steps)
     initialize(net, stream(1, "other pictures"))
     view, truth = from_batch(net, picture()[..., :side, :side], torch.tensor([1]))
     network = WholeNetwork.of(view, truth.inputs)
