@@ -134,18 +134,19 @@ class _Kept:
     """What an object held, a module or another that one keeps: its attributes, of collections copies.
 
     Attributes:
-        holder: the object.
+        holder: the object; None for a module, which else would lie in a cycle with its hooks and not be freed at once.
         attributes: by name.
     """
 
-    holder: object
+    holder: object | None
     attributes: dict[str, Any]
 
     @classmethod
     def of(cls, holder: object, depth: int = MAX_DEPTH) -> _Kept:
         """Return what an object holds, and what objects in its attributes do, `depth` of them one in another."""
         own = {name: value for name, value in vars(holder).items() if name not in OF_EVERY_MODULE}
-        return cls(holder, {name: cls._snapshot(value, depth) for name, value in own.items()})
+        kept = {name: cls._snapshot(value, depth) for name, value in own.items()}
+        return cls(None if isinstance(holder, nn.Module) else holder, kept)
 
     @classmethod
     def _snapshot(cls, value: Any, depth: int) -> Any:

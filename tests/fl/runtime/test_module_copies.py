@@ -1,8 +1,10 @@
 """A fast copy is what `copy.deepcopy` gives."""
 
 import copy
+import gc
 import threading
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from types import SimpleNamespace
 
@@ -124,9 +126,26 @@ def test_a_copy_forgets_what_it_computed_under_vmap_and_jvp() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")
+def test_a_copy_that_ran_is_freed_at_once():
+    """Those of large networks take gigabytes, which the collector of cycles does not see."""
+    made = copy_model(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    made(torch.zeros(1, 2))
+    copied = deep_copy(made)
+    copied(torch.zeros(1, 2))
+    left = [weakref.ref(made), weakref.ref(copied)]
+    gc.disable()
+    try:
+        del made, copied
+        assert [one() for one in left] == [None, None]
+    finally:
+        gc.enable()
+
+
 def test_networks_in_torchscript_are_copied_as_they_are_so_that_they_can_be_refused_by_name() -> None:
     x = torch.ones(1, 2)
-    script = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch's, of TorchScript itself
+        script = torch.jit.script(nn.Sequential(nn.Linear(2, 2)))
     for model in (script, nn.Sequential(script, nn.Linear(2, 2))):
         assert torch.equal(copy_model(model)(x), model(x))
 
