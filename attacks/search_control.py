@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fl.runtime.interruption import asked_in_passes
 
+T = TypeVar("T")
+U = TypeVar("U")
 TIME_LIMIT = "the time limit"
 INTERRUPT = "an interrupt"
 """What cut a search short, in its note."""
@@ -194,6 +197,23 @@ def in_overtime() -> Iterator[None]:
         return
     with limited_by(control.overtime()):
         yield
+
+
+def named_in_time(name: Callable[[], T], otherwise: U) -> T | U:
+    """Return what is said of something found, also a little beyond the limit: it is not to be lost for its labels.
+
+    Args:
+        name: says it.
+        otherwise: stands for it where that takes longer.
+    """
+    try:
+        with in_overtime():
+            return name()
+    except StoppedError as stopped:
+        control = _CONTROL.get()
+        if control is not None:
+            control.cut_short_by = control.cut_short_by or str(stopped)
+        return otherwise
 
 
 def raise_if_stopped(control: SearchControl) -> None:

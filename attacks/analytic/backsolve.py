@@ -23,6 +23,7 @@ from attacks.labels.recovery import single_label
 from attacks.network.elementwise_regions import find_activations, with_activations
 from attacks.network.layer_chain import make_trace, trace_view
 from attacks.network.recurrent import recurrent_obstacle
+from attacks.search_control import named_in_time
 from attacks.update.classifier_update import classifier_names
 from attacks.update.left_out_numbers import are_smallest_left_out
 from attacks.update.observed_update import ObservedUpdate
@@ -159,9 +160,7 @@ class Backsolve(Attack):
         end = f"the equations end at {solved.end}" if not explained else unseen if solved.unseen else ""
         labels, note = solved.labels, ""
         if labels is None:
-            labels, note = single_label(view) if len(images) == 1 else (assign_labels(view, gradient, images), "")
-        if labels is None and len(images) > 1:  # pictures that were not found have their features all the same
-            labels = self._labels_by_features(view, gradient, solved)
+            labels, note = named_in_time(lambda: self._name_labels(view, gradient, solved, images), (None, ""))
         shown = bool((found.residual <= MAX_MISSED).any())
         missed = (
             f"of {len(images)} pictures {int((found.residual > MAX_MISSED).sum())} were not found, only their features"
@@ -177,6 +176,17 @@ class Backsolve(Attack):
             note="; ".join(filter(None, (note, "" if bool((found.residual <= MAX_MISSED).all()) else missed, end))),
             remarks=frozenset({Remark.PARTLY_TOLD} if solved.unseen > MAX_OPEN_SHARE * images.numel() else ()),
         )
+
+    def _name_labels(
+        self, view: ServerView, gradient: Mapping[str, object], solved: SolvedPictures, images: Tensor
+    ) -> tuple[Tensor | None, str]:
+        """Return the pictures' labels, None where nothing tells them, and what is to be noted of them."""
+        if len(images) == 1:
+            return single_label(view)
+        labels = assign_labels(view, gradient, images)
+        if labels is None:  # pictures that were not found have their features all the same
+            labels = self._labels_by_features(view, gradient, solved)
+        return labels, ""
 
     @staticmethod
     def _labels_by_features(view: ServerView, gradient: Mapping[str, object], solved: SolvedPictures) -> Tensor | None:

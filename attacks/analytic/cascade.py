@@ -33,7 +33,7 @@ from attacks.network.autograd_support import flat_obstacle
 from attacks.network.curved_activations import ValleyActivation
 from attacks.network.layer_chain import Stage, extract_layer_chain, gradients_by_layer, trace_view
 from attacks.network.recurrent import SEARCH, recurrent_obstacle
-from attacks.search_control import StoppedError
+from attacks.search_control import StoppedError, named_in_time
 from attacks.update.earlier_rounds import EARLIER_ROUNDS, rounds_on_same_images
 from attacks.update.float_rounding import RMS_ROUNDING, relative_rounding
 from attacks.update.observed_update import ObservedUpdate
@@ -126,7 +126,13 @@ class Cascade(Attack):
         for earlier in rounds_on_same_images(view):
             if isinstance(best, Reconstruction) and best.verified:
                 break
-            other, tried = self._attack_round(earlier, seed), True
+            try:
+                other, tried = self._attack_round(earlier, seed), True
+            except StoppedError as stopped:
+                if isinstance(best, NotApplicable):
+                    raise
+                best = replace(best, cut_short=f"not done before {stopped}: earlier rounds")
+                break
             if _rank_result(other) < _rank_result(best):
                 best, taken = other, earlier
         if isinstance(best, NotApplicable) and best.limit and (narrow := narrow_adapters(view)) is not None:
@@ -141,7 +147,13 @@ class Cascade(Attack):
         if isinstance(found, NotApplicable):
             other = _solve_together(view, seed, found) if found.limit else _solve_by_graph(view, seed, found)
             return _solve_tokens(view, other) if isinstance(other, NotApplicable) else other
-        return found if found.verified else _finish(view, seed, found)
+        if found.verified:
+            return found
+        try:
+            return _finish(view, seed, found)
+        except StoppedError as stopped:
+            words = f"not done before {stopped}: what else explains it"
+            return replace(found, cut_short="; ".join(filter(None, (found.cut_short, words))))
 
     def _solve_chain(self, view: ServerView) -> Result:
         """Return what one round gives away of a chain of layers."""
@@ -172,7 +184,9 @@ class Cascade(Attack):
         found = _invert_layers(view, stages, gradients, top, first)
         if count == 1:
             return _with_label(view, found)
-        return found if found.inputs is None else replace(found, labels=assign_labels(view, gradients, found.inputs))
+        if (images := found.inputs) is None:
+            return found
+        return replace(found, labels=named_in_time(lambda: assign_labels(view, gradients, images), None))
 
 
 def _no_signal(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> NotApplicable:
@@ -194,7 +208,7 @@ def _no_signal(stages: Sequence[Stage], gradients: Mapping[str, Tensor]) -> NotA
 
 def _with_label(view: ServerView, found: Reconstruction) -> Reconstruction:
     """Return what was found of a single image with its label."""
-    labels, note = single_label(view)
+    labels, note = named_in_time(lambda: single_label(view), (None, ""))
     return replace(found, labels=labels, note="; ".join(filter(None, (found.note, note))))
 
 

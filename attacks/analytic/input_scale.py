@@ -377,7 +377,7 @@ def _search(search: ScaleSearch, limit: float) -> Result:
         stopped = str(error)
     reason = NOT_SIZED.format(stopped) if stopped else NO_SIZE
     if nearly is not None:
-        return replace(nearly, cut_short=stopped)
+        return replace(nearly, cut_short="; ".join(filter(None, (nearly.cut_short, stopped))))
     try:
         with in_overtime():
             told = _is_alone(search) and part.left <= limit and search.tells_pairs_apart()

@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from attacks.analytic import input_scale
+from attacks.analytic.cascade import Cascade
 from attacks.base import Attack, Reconstruction, build
+from attacks.labels.assignment import assign_labels
 from attacks.network.operation_trace import Ref, trace_operations
 from attacks.search_control import SearchControl, StoppedError
 from fl.capture import from_batch
@@ -86,3 +89,66 @@ def test_what_an_attack_holds_to_the_update_itself_is_kept_where_the_time_limit_
     assert found.verified is None
     assert found.cut_short == "not held to the update before the time limit"
     assert (found.inputs[:, None] - pictures).flatten(2).abs().amax(2).amin(1).max() < 1e-3
+
+
+POOLED = (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(96, 5))
+CONVOLUTIONS = (nn.Conv2d(1, 24, 3, padding=1), nn.ReLU(), nn.Conv2d(24, 40, 3, padding=1), nn.ReLU())
+AVERAGED = (*CONVOLUTIONS, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(40, 5))
+
+
+@pytest.mark.parametrize(
+    ("attack", "layers"),
+    [("cascade", POOLED), ("backsolve", AVERAGED)],
+)
+@pytest.mark.parametrize("seconds_over", [0.5, 2.0])
+def test_pictures_are_not_lost_where_the_time_limit_comes_before_their_labels(
+    monkeypatch, clock, attack, layers, seconds_over
+):
+    net = nn.Sequential(*layers)
+    initialize(net, stream(0, "in time"))
+    pictures = torch.rand(2, 1, 4, 4, generator=stream(0, "two in time"))
+    two = from_batch(net, (255 * pictures).round() / 255, torch.tensor([1, 2]))[0]
+    found = build(attack)(two)
+
+    def slowly(*given):
+        clock[0] = 10.0 + seconds_over
+        return assign_labels(*given)
+
+    monkeypatch.setattr(f"attacks.analytic.{attack}.assign_labels", slowly)
+    control = SearchControl(time_limit=10.0)
+    late = build(attack)(two, control=control)
+    assert isinstance(late, Reconstruction), late
+    torch.testing.assert_close(late.inputs, found.inputs)
+    in_time = seconds_over < 1
+    assert late.verified is (found.verified if in_time else found.verified and None)
+    assert control.cut_short_by == ("" if in_time else "the time limit")
+    assert (late.labels is None) is not (in_time and found.labels is not None)
+
+
+def test_what_is_left_undecided_at_the_time_limit_says_so_where_nothing_else_is_tried(monkeypatch):
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 5))
+    initialize(net, stream(0, "in time"))
+    undecided = Reconstruction(inputs=PIXELS, objective=1.0, verified=True).left_unchecked("the time limit")
+    monkeypatch.setattr("attacks.analytic.input_scale._judge_targets", lambda *_: undecided)
+    found = input_scale.invert_direction(from_batch(net, PIXELS, torch.tensor([1]))[0], 1e-4)
+    assert found.cut_short == "not held to the update before the time limit"
+
+
+def test_a_picture_is_not_lost_where_the_time_limit_ends_what_comes_after_it(monkeypatch):
+    """What else may explain the update, and earlier rounds on the same image."""
+
+    def stop(*_):
+        raise StoppedError("the time limit")
+
+    held = Reconstruction(inputs=PIXELS, objective=0.5, verified=False, note="too few equations")
+    monkeypatch.setattr(Cascade, "_solve_chain", lambda *_: held)
+    monkeypatch.setattr("attacks.analytic.cascade._finish", stop)
+    found = Cascade().attack_view(view(), 0)
+    assert found.inputs is PIXELS
+    assert found.cut_short == "not done before the time limit: what else explains it"
+    earlier = view()
+    monkeypatch.setattr("attacks.analytic.cascade.rounds_on_same_images", lambda _: [earlier])
+    monkeypatch.setattr(Cascade, "_attack_round", lambda _, one, __: stop() if one is earlier else held)
+    found = Cascade().attack_view(view(), 0)
+    assert found.inputs is PIXELS
+    assert found.cut_short == "not done before the time limit: earlier rounds"
