@@ -104,8 +104,9 @@ class AdaptiveStep(ViewRewriter):
         if isinstance(fit, NotApplicable):
             return fit
         inputs, errors, misfit = fit
-        sizes = inputs.abs()
-        if float(sizes.std(correction=0)) <= max(MIN_SPREAD * float(sizes.mean()), float(errors.median())):
+        sizes, moved = inputs.abs(), inputs != 0  # a zero has no size: black pixels are zeros of signs, too
+        spread = float(sizes[moved].std(correction=0))
+        if not spread > max(MIN_SPREAD * float(sizes[moved].mean()), float(errors[moved].median())):
             return NotApplicable(SIGNS_OR_PLAIN.format(layer.name))
         labels, note = single_label(view)
         read_words = (

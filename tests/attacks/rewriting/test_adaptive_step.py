@@ -10,6 +10,7 @@ from torch import nn
 from attacks.base import NotApplicable, build
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
+from fl.models.building_blocks.initialization import initialize
 from fl.predict import predict
 from fl.seeds import stream
 from fl.tensors import dense
@@ -79,6 +80,22 @@ def test_signs_alone_are_refused_as_such():
     assert "SGD's step" in build("adaptive-step")(replace(view, method=FedAvg(lr=1e-3, steps=1))).reason
     decayed = replace(view, method=replace(view.method, weight_decay=0.1))
     assert "weight decay is mixed" in build("adaptive-step")(decayed).reason
+
+
+def test_signs_of_a_picture_with_black_pixels_are_none_of_its_sizes():
+    """Each tensor's signs have a size of its own, and black pixels move nothing."""
+    model, dark = network(), images(1) * (images(1) > 0.3)
+    model[-1] = nn.Linear(48, 10)
+    initialize(model, stream(0, "signs of an adaptive step"))
+    nn.functional.cross_entropy(model(dark), torch.tensor([1])).backward()
+    steps = {n: (v.detach(), 1e-2 * v.grad.abs().mean() * v.grad.sign()) for n, v in model.named_parameters()}
+    signs = {name: value - (value - step) for name, (value, step) in steps.items()}  # as rounded as weights are
+    rate = float(max(value.abs().max() for value in signs.values()))
+    method = FedAvg(optimizer="adam", lr=rate, steps=1, batch_size=None)
+    view = from_update(model, signs, input_shape=(1, 8, 8), num_classes=10, method=method, batch_size=1)
+    result = build("adaptive-step")(view)
+    assert isinstance(result, NotApplicable)
+    assert "is of one size: signs" in result.reason
 
 
 @pytest.mark.parametrize(
