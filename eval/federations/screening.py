@@ -66,6 +66,8 @@ MOST_SIMULATED_STEPS = 5
 """Steps on one example, at most, that are followed back to the first."""
 ATTACKING_SHARE = 0.75
 """Share of the time after which attacks are told to end: they do so between two pieces of work."""
+READING_SHARE = 0.1
+"""Share of the time, at most, that reading the update takes from them."""
 UNREAD = ", and the attacks of a screening do not read such an update: {}"
 """What is said of several examples in a form that may hide them from these attacks alone."""
 FIRST_RATE = 0.01
@@ -230,10 +232,11 @@ class Screener:
             began: the time when its screening began.
         """
         case = self._case(recorded)
+        reading_time = min(time.monotonic() - began, READING_SHARE * self.seconds)
         subject, view, facts = case.subject, case.subject.view, recorded.training
         attacks = _solving_attacks(view)  # imports some modules the first time, which is no time of this update
         importlib.import_module("torch._dynamo")  # so does the first copy of a network
-        control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds)
+        control = SearchControl(time_limit=ATTACKING_SHARE * self.seconds - reading_time)
         reading = self._read_compressed(view, control)
         read = compressed_exposures(reading, view)
         signs = isinstance(reading, CompressedInput) and reading.signs_only  # of which attacks may tell more

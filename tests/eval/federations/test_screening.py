@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from support import recorded as support
 from torch import Tensor, nn
 
 from attacks.base import Attack, NotApplicable, Reconstruction, Result, confirm_whole
-from attacks.search_control import StoppedError
+from attacks.search_control import SearchControl, StoppedError
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.round_report import RoundReports
 from eval.federations.screening import Screener, Screening
@@ -161,6 +162,21 @@ def test_what_could_not_be_checked_in_time_is_not_decided(monkeypatch: pytest.Mo
     assert (found.verdict, found.must_not_leave) == ("not decided", True)
     assert not found.exposures
     assert count == 1 or "what analytic found could not be held to the update" in found.reason
+
+
+def test_reading_the_update_takes_a_tenth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = []
+
+    def note(self: Screener, view: ServerView, control: SearchControl) -> None:
+        left.append(control.seconds_left)
+
+    monkeypatch.setattr(Screener, "_read_compressed", note)
+    model = support.dense_network()
+    for slow in (0, 500):
+        screener(model, seconds=1000)._screen(support.recorded(model), time.monotonic() - slow)
+    quick, late = left
+    assert 700 < quick <= 750
+    assert 645 < late <= 650
 
 
 def test_guesses_that_took_all_the_time_answer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
