@@ -44,8 +44,8 @@ NEARLY_ONE_INPUT = (
 )
 """Why nothing is proved of what is all but there."""
 UNCHECKED = (
-    "nobody can say what it shows: what {} found could not be held to the update within the time there is: give more "
-    "(seconds)"
+    "nobody can say what it shows: what was found could not be held to the update within the time there is ({}): give "
+    "more (seconds)"
 )
 """Why nothing is proved of what nobody has checked."""
 COMPRESSED = (
@@ -93,6 +93,7 @@ def find_doubt(
     found: Mapping[str, Result],
     reading: Reading,
     *,
+    guessed: Mapping[str, Result] | None = None,
     whole: bool = True,
     inputs_matter: bool = True,
 ) -> str:
@@ -103,12 +104,14 @@ def find_doubt(
         view: of the update under them.
         found: what each attack came to.
         reading: of the update as a compressed one.
+        guessed: what attacks came to under facts that nobody stated. What they explain would be proved, so that what
+            could not be checked counts; whatever else they leave open is no news of an update that is not so.
         whole: whether all weights that are trained came back; else nothing is known of the layers above some.
         inputs_matter: whether an update may not give away what a layer takes.
     """
     return (
         (_doubt_of_results(found, view) if whole else _doubt_of_nearly(found, view))
-        or _doubt_of_unchecked(found)
+        or _doubt_of_unchecked({**found, **(guessed or {})})
         or _doubt_of_form(view, reading)
         or _doubt_of_facts(facts, view, inputs_matter)
     )

@@ -284,8 +284,8 @@ class Screener:
         """Return what keeps everybody from saying that no more is there than is shown, and may be."""
         if self.allowed == LEVELS[-1]:
             return ""
-        view, inputs_matter = case.subject.view, self.allowed == LEVELS[0]
-        return find_doubt(facts, view, found.as_stated, reading, whole=case.whole, inputs_matter=inputs_matter)
+        view, stated, matter = case.subject.view, found.as_stated, self.allowed == LEVELS[0]
+        return find_doubt(facts, view, stated, reading, guessed=found.guessed, whole=case.whole, inputs_matter=matter)
 
     def _read_compressed(self, view: ServerView, control: SearchControl) -> Reading:
         """Return what an update shows as one that was compressed, None where it is none or the time is up."""

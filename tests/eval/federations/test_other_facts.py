@@ -11,13 +11,14 @@ import torch
 from support import recorded as support
 from torch import nn
 
-from attacks.base import build
+from attacks.base import Attack, Reconstruction, Result, build, confirm_whole
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.other_facts import of_fitted_step_size
 from eval.federations.screening import Screener, Screening
 from fl.capture import from_update
 from fl.methods.fedavg import FedAvg
+from fl.view import ServerView
 
 pytestmark = pytest.mark.usefixtures("own_time")
 
@@ -44,6 +45,26 @@ def test_another_number_of_examples_is_told_by_the_rank(facts: dict[str, object]
     found = screened(model, update, **facts)
     assert found.verdict == "leaked"
     assert "whatever was stated, it is that of one step on 2 examples" in found.notes
+
+
+@pytest.mark.parametrize("facts", [{"examples": 4}, {"examples": 2, "steps": None, "epochs": 4, "batch_size": 2}])
+def test_what_could_not_be_checked_under_such_facts_is_not_decided(
+    monkeypatch: pytest.MonkeyPatch, facts: dict[str, object]
+) -> None:
+    """They come before and after those that were stated, under which all that was found is held to the update."""
+
+    def ended(attack: Attack, view: ServerView, above: ServerView | None, result: Result) -> Result:
+        if isinstance(result, Reconstruction) and view.batch_size == 2 and len(view.schedule or ()) == 1:
+            raise StoppedError("the time limit")
+        return confirm_whole(attack, view, above, result)
+
+    model = support.dense_network()
+    update = support.recorded(model, 2)
+    monkeypatch.setattr("attacks.base.confirm_whole", ended)
+    found = screened(model, update, **facts)
+    assert (found.verdict, found.must_not_leave) == ("not decided", True)
+    assert "could not be held to the update" in found.reason
+    assert "(analytic, where it is that of one step on 2 examples)" in found.reason
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_what_could_not_be_checked_in_time_is_not_decided(monkeypatch: pytest.Mo
     found = screener(model)(update)
     assert (found.verdict, found.must_not_leave) == ("not decided", True)
     assert not found.exposures
-    assert count == 1 or "what analytic found could not be held to the update" in found.reason
+    assert count == 1 or "what was found could not be held to the update" in found.reason
 
 
 def test_reading_the_update_takes_a_tenth_of_the_time_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
