@@ -19,6 +19,51 @@ from fl.runtime.atomic_files import atomic_write
 RESULTS = Path(__file__).parent / "results"
 log = logging.getLogger(__name__)
 
+SCRIPTS = {
+    "cascade": "exact.cascade",
+    "cascade_batches": "exact.cascade_batches",
+    "cascade_ends": "exact.cascade_ends",
+    "cascade_limits": "exact.cascade_limits",
+    "defenses": "leakage.defenses",
+    "dlg": "leakage.leakage",
+    "dp": "performance.dp",
+    "exact": "exact.exact",
+    "framework_filters": "leakage.framework_filters",
+    "gpu": "performance.gpu",
+    "hyperfl_fashion_mnist": "leakage.leakage",
+    "idlg": "leakage.leakage",
+    "ig_photos": "leakage.leakage",
+    "large_scale": "performance.large_scale",
+    "lpm_inputs": "hyperfl.lpm_inputs",
+    "lti": "leakage.lti",
+    "neighbors": "reliability.neighbors",
+    "own_models": "leakage.own_models",
+    "peel": "hyperfl.peel",
+    "peer_rounds": "performance.peer_rounds",
+    "peers": "peers",
+    "peers_speed": "peers",
+    "presets": "leakage.presets",
+    "published_hyperfl": "hyperfl.published_hyperfl",
+    "quickstart": "leakage.quickstart",
+    "residual": "exact.residual",
+    "residual_defenses": "exact.residual_defenses",
+    "residual_scale": "exact.residual_scale",
+    "residual_stem": "exact.residual_stem",
+    "residual_twins": "exact.residual_twins",
+    "rog_photos": "leakage.rog_photos",
+    "rog_spaces": "leakage.rog_spaces",
+    "rounds": "performance.rounds",
+    "same_network": "leakage.same_network",
+    "scaling": "performance.scaling",
+    "screening": "reliability.screening",
+    "settings": "leakage.settings",
+    "several_steps": "hyperfl.several_steps",
+    "situations": "reliability.situations",
+    "speed": "performance.speed",
+    "whole": "leakage.whole",
+}
+"""The module of `benchmarks` that measures each page of `results`, for readers who check a table against its code."""
+
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
@@ -43,7 +88,7 @@ def publish(name: str, result: Mapping[str, Any], lines: Sequence[str]) -> None:
     text = json.dumps({"machine": machine(), **result}, indent=1, allow_nan=False)
     for path, content in (
         (RESULTS / f"{name}.json", text),
-        (RESULTS / f"{name}.md", _page(lines, machine())),
+        (RESULTS / f"{name}.md", _page(name, lines, machine())),
     ):
         with atomic_write(path) as file:
             file.write(content.encode() + b"\n")
@@ -53,7 +98,7 @@ def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> N
     """Write `results/name.md` anew from `results/name.json`, where the words changed and the figures did not."""
     known = json.loads((RESULTS / f"{name}.json").read_text())
     with atomic_write(RESULTS / f"{name}.md") as file:
-        file.write(_page(document(known), known["machine"]).encode() + b"\n")
+        file.write(_page(name, document(known), known["machine"]).encode() + b"\n")
 
 
 def known_rows(name: str) -> list[dict[str, Any]]:
@@ -119,8 +164,17 @@ def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> a
     return chosen
 
 
-def _page(lines: Sequence[str], measured_on: Mapping[str, Any]) -> str:
-    return "\n".join([*lines, "", "Measured on:", "", *table([*measured_on], [[*measured_on.values()]])])
+def _page(name: str, lines: Sequence[str], measured_on: Mapping[str, Any]) -> str:
+    machine_table = table([*measured_on], [[*measured_on.values()]])
+    return "\n".join([*lines, "", _origin(name), "", "Measured on:", "", *machine_table])
+
+
+def _origin(name: str) -> str:
+    """The line that leads from a page back to its code, its figures and its command."""
+    return (
+        f"Code: `benchmarks.{SCRIPTS[name]}`. All figures: [{name}.json]({name}.json). "
+        "Command: [redo a figure](../../docs/results/commands.md)."
+    )
 
 
 def hyperfl_conditions(heads: str, step_size: str) -> str:

@@ -27,12 +27,12 @@ def benchmark(measured: list[tuple[str, int]], words: str = "rows") -> RowBenchm
         return {"case": case, "victim": victim}
 
     return RowBenchmark(
-        page="own", keys=("case", "victim"), measure=measure, document=lambda rows: [f"{len(rows)} {words}"]
+        page="peel", keys=("case", "victim"), measure=measure, document=lambda rows: [f"{len(rows)} {words}"]
     )
 
 
 def rows() -> list[dict[str, Any]]:
-    return json.loads((common.RESULTS / "own.json").read_text())["rows"]
+    return json.loads((common.RESULTS / "peel.json").read_text())["rows"]
 
 
 def test_a_row_that_is_known_is_not_measured_again(measured: list[tuple[str, int]]) -> None:
@@ -59,4 +59,4 @@ def test_a_page_is_written_anew_without_measuring(measured: list[tuple[str, int]
     benchmark(measured).main("", CASES, [])
     benchmark(measured, "rows in other words").main("", CASES, ["--rewrite"])
     assert measured == CASES
-    assert (common.RESULTS / "own.md").read_text().startswith("3 rows in other words\n")
+    assert (common.RESULTS / "peel.md").read_text().startswith("3 rows in other words\n")

@@ -1,7 +1,9 @@
 """Pages of benchmarks are what their code makes of what was measured, so that words and figures do not drift apart."""
 
+import importlib.util
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,11 +85,21 @@ DOCUMENTS: dict[str, Callable[[Known], Sequence[str]]] = {
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_page_is_what_the_code_writes_of_the_figures(name: str) -> None:
     known = measured(name)
-    written = common._page(DOCUMENTS[name](known), known["machine"])
+    written = common._page(name, DOCUMENTS[name](known), known["machine"])
     assert (RESULTS / f"{name}.md").read_text() == written + "\n"
 
 
+@pytest.mark.parametrize("page", sorted(RESULTS.glob("*.md")), ids=lambda page: page.stem)
+def test_page_leads_to_its_command(page: Path) -> None:
+    assert f"results/{page.name})" in (RESULTS.parents[1] / "docs" / "results" / "commands.md").read_text()
+
+
+@pytest.mark.parametrize("module", sorted(set(common.SCRIPTS.values())))
+def test_page_names_a_module_that_exists(module: str) -> None:
+    assert importlib.util.find_spec(f"benchmarks.{module}") is not None
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
-def test_page_names_the_machine_of_its_figures(path: Any) -> None:
+def test_page_ends_with_its_code_and_the_machine_of_its_figures(path: Any) -> None:
     known = json.loads(path.read_text())
-    assert path.with_suffix(".md").read_text().endswith(common._page([], known["machine"]) + "\n")
+    assert path.with_suffix(".md").read_text().endswith(common._page(path.stem, [], known["machine"]) + "\n")

@@ -62,10 +62,12 @@ def test_a_page_written_anew_keeps_the_machine_it_was_measured_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "RESULTS", tmp_path)
-    (tmp_path / "x.json").write_text(json.dumps({"machine": {"processor": "another"}, "rows": [1, 2]}))
-    common.rewrite("x", lambda known: [f"{len(known['rows'])} rows"])
-    assert (tmp_path / "x.md").read_text() == "2 rows\n\nMeasured on:\n\n| processor |\n|---|\n| another |\n"
-    assert json.loads((tmp_path / "x.json").read_text())["machine"] == {"processor": "another"}
+    (tmp_path / "peel.json").write_text(json.dumps({"machine": {"processor": "another"}, "rows": [1, 2]}))
+    common.rewrite("peel", lambda known: [f"{len(known['rows'])} rows"])
+    text = (tmp_path / "peel.md").read_text()
+    assert text.startswith("2 rows\n")
+    assert text.endswith("Measured on:\n\n| processor |\n|---|\n| another |\n")
+    assert json.loads((tmp_path / "peel.json").read_text())["machine"] == {"processor": "another"}
 
 
 @pytest.mark.parametrize("page", sorted(PAGES), ids=lambda page: page.name)
