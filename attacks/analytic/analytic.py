@@ -104,7 +104,7 @@ class Analytic(Attack):
     """
 
     reads_ids: ClassVar[bool] = True
-    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
+    inverted_prefixes: ClassVar[frozenset[str]] = frozenset({"pixelwise", "normalized"})
     takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "reads the picture off the update of the first fully connected layer, without guessing."
 

@@ -83,7 +83,7 @@ class Backsolve(Attack):
         fits: verified where no image's features are missed by more than this share.
     """
 
-    takes_off: ClassVar[frozenset[str]] = frozenset({"scaled"})
+    inverted_prefixes: ClassVar[frozenset[str]] = frozenset({"normalized"})
     takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "solves for the inputs of a residual network's layers from the top, then for the pictures."
 

@@ -109,7 +109,7 @@ class Cascade(Attack):
     which round the picture is, and so is `verified`; that the last round fed the same is taken for granted.
     """
 
-    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
+    inverted_prefixes: ClassVar[frozenset[str]] = frozenset({"pixelwise", "normalized"})
     takes_plain_weights: ClassVar[bool] = True
     plain: ClassVar[str] = "solves for the input of one layer after the other, from the last one down to the picture."
 

@@ -1,15 +1,16 @@
-"""What a network does to a picture before anything with trained weights mixes its numbers, where that can be taken off.
+"""Finds and inverts pixel prefixes: what a network does to a picture before its first trained weights mix the pixels.
 
-Two kinds of it stand in the way of attacks that solve layer by layer, though what lies above is an ordinary network:
+Two kinds of prefixes stop attacks that solve layer by layer, though the network above is an ordinary one:
 
-- bent: each number is a function of one pixel's own that rises, or falls, between 0 and 1, and is no affine one, such
-  as a logarithm, or it is affine and far steeper for some pixels than for others. The pixel follows from it.
-- scaled: brightness, or contrast as well, is taken off each picture, or each channel of it. With x the picture, v is
-  a x + b with numbers a > 0 and b of each picture's (or channel's) own, which makes v the same whatever these were:
-  b = 0 where it is divided by its length, largest number or mean; a = 1 where its mean is subtracted; both are open
-  where it is standardized. The network is given w v + c then, with known numbers w and c, of an affine layer norm, say.
+- "pixelwise": each number is a monotonic function of one pixel on [0, 1]. Either it is not affine, such as a logarithm,
+  or it is affine and far steeper for some pixels than for others. The pixel follows from the number.
+- "normalized": brightness, or contrast as well, is normalized away for each picture, or for each channel. With x the
+  picture, the prefix makes v = a x + b from it, where a > 0 and b belong to the picture (or channel) and are chosen
+  such that every a' x + b' gives the same v. Division by the norm, the largest number or the mean has b = 0;
+  subtraction of the mean has a = 1; standardization has both. The network is given w v + c, with known w and c (of an
+  affine layer norm, say).
 
-An attack is run on the network above with v in the place of pixels, moved into [0, 1]. What it finds is turned back.
+An attack runs on the network above, with v moved into [0, 1] in place of pixels. What it finds is mapped back.
 """
 
 from __future__ import annotations
@@ -30,38 +31,46 @@ from attacks.result import NotApplicable, Reconstruction, Remark
 from fl.seeds import stream
 from fl.view import ServerView
 
-Kind = Literal["bent", "scaled"]
+Kind = Literal["pixelwise", "normalized"]
 Scale = Literal["brightness", "contrast", "shift"]
-"""What is taken off: a factor, a factor and a number that is added, or that number alone."""
-LEVELS = 256
-"""At which it is asked whether each number rises or falls with its pixel."""
+"""What is normalized away: a factor, a factor and a summand, or a summand alone."""
+GRAY_LEVELS = 256
+"""Uniform pictures on which it is checked that each number rises or falls with its pixel."""
 PICTURES = 8
-"""Random pictures of which it is asked what the network above is given."""
-LEFT = 1e-7
-"""What is rounding, relative to what is given."""
+"""Random pictures to which a normalization is fitted."""
+ROUNDING = 1e-7
+"""Relative difference of two outputs of the prefix that counts as rounding."""
 BRIGHT = 1e4
-"""What pictures are multiplied by to tell w and c: small numbers that keep from dividing by zero don't count then."""
+"""Factor on pictures from which w and c are read, so large that an epsilon in a denominator does not matter."""
 SCALES: tuple[Scale, ...] = ("contrast", "brightness", "shift")
-"""In the order in which they are asked for."""
-DARKER, ADDED, SAME = (0.7, 0.9, 0.8), (0.1, 0.02, 0.15), 0.01
-"""What channels are multiplied by, and what is added to them, and how little that may change of what is given."""
+"""The order in which scales are tried."""
+DARKER = (0.7, 0.9, 0.8)
+"""Factors on channels in the test whether a scale is normalized away."""
+ADDED = (0.1, 0.02, 0.15)
+"""Summands on channels in the same test."""
+SAME = 0.01
+"""Relative change of the output up to which that test takes two outputs for one."""
 SPARSE = 0.02
-"""Share of bright pixels of the picture with the largest numbers that is thought of."""
-VALUE_ERROR, ROUNDINGS, MAX_LEVELS_OPEN = 1e-5, 4.0, 0.5
-"""By which v may be off where it was solved for in float32; how many times the share of an update that is rounding it
-may be off by, where that is more (in trials on updates of four and of two bytes up to three times); and levels of 8
-bits that this may move a pixel by."""
+"""Share of bright pixels in the picture with the largest normalized numbers that is considered."""
+VALUE_ERROR = 1e-5
+"""Error of v where it was solved for in float32."""
+ROUNDINGS = 4.0
+"""Error of v in units of the update's relative rounding, if that is more; in trials it was at most three."""
+MAX_LEVELS_OPEN = 0.5
+"""Levels of 8 bits by which the error of v may move a pixel."""
 UNEVEN = 8.0
-"""How many times as much as that of a pixel the others' numbers move (root mean square) where affine functions count as
-bends: by so much more is that pixel off."""
+"""How much steeper than for one pixel an affine prefix is for the others (root mean square) if it counts as pixelwise:
+the error of that pixel is larger by this factor."""
 MAX_OPEN_SHARE = 0.02
-"""Share of pixels that may be open so in a picture that is borne out."""
-LEVEL_TOLERANCE, MIN_AT_LEVELS = 0.2, 20
-"""How near to whole levels of 8 bits all pixels lie that are at such levels, and how many they are at least, for chance
-to be out of the question."""
+"""Share of pixels that may be undetermined in a picture that is borne out."""
+LEVEL_TOLERANCE = 0.2
+"""Distance from whole levels of 8 bits up to which a pixel counts as at a level."""
+MIN_AT_LEVELS = 20
+"""Pixels that have to be at levels before that counts as no chance."""
 BISECTIONS = 50
+"""Steps of the bisection that inverts functions of single pixels."""
 LEAST = 1 / 1024
-"""The darkest pixel, where black has no finite number."""
+"""The darkest pixel tried where the prefix of black is not finite."""
 TAKEN_OFF = {
     ("brightness", False): "the picture is known up to its brightness, which the network takes off each: it is shown "
     "as bright as pixels can be",
@@ -76,23 +85,23 @@ TAKEN_OFF = {
     ("shift", True): "the picture is known up to a number added to each channel, which the network takes off each: "
     "they are shown with their darkest pixels black",
 }
-"""By what is taken off, and whether channel by channel."""
+"""Notes by scale, and whether each channel has its own."""
 
 
 @dataclass(frozen=True)
 class PixelPrefix:
-    """What a network does to a picture first.
+    """The prefix of a network, with the range of its output.
 
     Attributes:
-        kind: "bent" or "scaled".
-        graph: of the network, in double precision, of one picture.
-        end: the tensor that the network above is given.
-        low: what the network above is given of v moved to 0, of each number.
-        high: likewise of v moved to 1.
-        scale: what is taken off, where that is a scale.
-        by_channel: likewise, whether it is each channel's own.
-        affine: whether all bent pixels are given by affine functions, which tell the same of bright and dark ones.
-        span: of a shift, by how much a pixel of v moved to 1 is brighter than one moved to 0, in pixel units.
+        kind: "pixelwise" or "normalized", as the module says.
+        graph: the network's, in double precision, for one picture.
+        end: the output of the prefix, which has as many numbers n as the picture.
+        low: the output (n,) that counts as v = 0.
+        high: the output (n,) that counts as v = 1.
+        scale: what a "normalized" prefix normalizes away; None for "pixelwise".
+        by_channel: whether it does so for each channel.
+        affine: whether all functions of a "pixelwise" prefix are affine: they tell bright and dark pixels alike.
+        span: the difference in pixel units between v = 1 and v = 0, where the scale is "shift".
     """
 
     kind: Kind
@@ -107,18 +116,18 @@ class PixelPrefix:
 
     @property
     def remark(self) -> Remark:
-        """What a result says of itself."""
+        """The remark of results behind a "normalized" prefix."""
         return Remark.SCALES_TAKEN_OFF if self.by_channel else Remark.SCALE_TAKEN_OFF
 
     def values(self, images: Tensor) -> Tensor:
-        """Return v of pictures (N, C, H, W) in [0, 1], in the same shape, moved into [0, 1]."""
+        """Return v in [0, 1] for pictures in [0, 1], both (N, C, H, W)."""
         given = torch.stack([_given(self.graph, self.end, one[None]) for one in images.to(self.graph.image)])
         return ((given - self.low) / (self.high - self.low)).view(images.shape).clamp(0, 1).to(images)
 
     def pictures(self, values: Tensor) -> Tensor:
-        """Return pictures (N, C, H, W) in [0, 1] behind v, moved into [0, 1]; of a scale the brightest there are."""
+        """Return pictures in [0, 1] for v in [0, 1], both (N, C, H, W); the brightest ones if a scale is open."""
         wanted = values.to(self.graph.image)
-        shown = _invert(self, wanted) if self.kind == "bent" else self._brightest(wanted)
+        shown = _invert(self, wanted) if self.kind == "pixelwise" else self._brightest(wanted)
         return shown.to(values)
 
     def _brightest(self, values: Tensor) -> Tensor:
@@ -133,7 +142,7 @@ class PixelPrefix:
         return ((values - low) / torch.where(size > 0, size, 1.0)).clamp(0, 1)
 
     def above(self, view: ServerView) -> ServerView | None:
-        """Return the view of the network above, which takes v, of an update of one picture; None where none is made."""
+        """Return the view of the network above, whose input is v, for an update of one picture; None if it fails."""
         trained = frozenset[str]().union(*(self.graph.nodes[n].sources for n in self.graph.operations_behind(self.end)))
         runs: dict[torch.dtype, Callable[[Tensor, Mapping[str, Tensor]], Tensor]] = {}
         model = None
@@ -151,7 +160,7 @@ class PixelPrefix:
         assert model is not None
         network = ReplayedNetwork(model, run)
         network.moves_levels = True
-        network.takes_centered = self.kind == "scaled" and self.scale != "brightness"
+        network.takes_centered = self.kind == "normalized" and self.scale != "brightness"
         task = replace(view.task, model=network, mean=(), std=())
         update = {name: value for name, value in view.update.items() if name not in trained}
         return replace(view, task=task, update=update, history=())
@@ -171,16 +180,16 @@ class PixelPrefix:
         return run
 
     def turn_back(self, held: Reconstruction, pictures: Tensor | None = None) -> Reconstruction:
-        """Return a result on the network above as one on the whole.
+        """Return a result on the network above as a result on the whole network.
 
         Args:
-            held: the result, as the update of that network bears it out.
-            pictures: that it is of; None takes those behind its v.
+            held: the confirmed result on the network above.
+            pictures: to show; None computes them from v.
         """
         if held.inputs is None:
             return held
         shown = self.pictures(held.inputs) if pictures is None else pictures
-        if self.kind == "bent":
+        if self.kind == "pixelwise":
             return replace(held, inputs=shown, fixed=None)
         borne_out = bool(held.verified or held.approximate)
         assert self.scale is not None
@@ -199,20 +208,19 @@ class PixelPrefix:
         *,
         solved: bool = True,
     ) -> Reconstruction:
-        """Return a result of bent pixels, not verified where an error of v may move a pixel to another level.
+        """Return the result, not verified if the error of v may move a pixel to another level.
 
-        It is not borne out, either, where that holds of more than a few pixels, whether it was verified before or not.
-        How large the error is follows from the rounding of the update, by its worst tensor. Where that leaves pixels
-        open, least squares of the update decide, if they can be solved. That all pixels are at levels of 8 bits is no
-        reason, since v may have been put there: but then least squares are of the open pixels alone, with the others
-        at their levels, so that they can be solved for larger pictures, too.
+        If it may move more than a few pixels, the result is not borne out either. The error is bounded by the rounding
+        of the update's worst tensor. If that bound leaves pixels open, the standard errors of least squares decide, if
+        they can be computed. Pixels at levels of 8 bits are no evidence, since v may have been rounded to levels. But
+        then least squares have the open pixels alone as unknowns, and can be computed for larger pictures.
 
         Args:
-            values: v that was found.
-            held: the result on the whole network.
+            values: v that was found (1, C, H, W).
+            held: the confirmed result on the whole network.
             rounding: the share of the update that is rounding (`attacks.update.float_rounding.largest_rounding`).
-            errors: says by how much numbers of v that are asked for may be off (`attacks.verification.value_errors`).
-            solved: whether v was solved for, so that what rounding moves little is at its level.
+            errors: returns the errors of v at a mask of entries, None for all (`attacks.verification.value_errors`).
+            solved: whether v was solved for, so that a pixel which rounding moves little is at its level.
         """
         if not (held.verified or held.approximate):
             return held
@@ -236,12 +244,12 @@ class PixelPrefix:
         return replace(held, verified=verified, approximate=told, note=note, remarks=remarks)
 
     def _open_levels(self, values: Tensor, error: Tensor | float) -> Tensor:
-        """Return by how many levels of 8 bits pixels may be off where v is off by so much."""
+        """Return the error of pixels in levels of 8 bits, for an error of v."""
         darkest, middle, brightest = (_invert(self, values + off) for off in (-1 * error, 0.0, error))
         return 255 * torch.maximum(middle - darkest, brightest - middle)
 
     def _flatness(self) -> Tensor:
-        """Return how many times as far off each number of v is as most, where all that is given is equally sure."""
+        """Return the error of each number of v relative to most others, if all outputs are equally precise."""
         return _flatness(self.low, self.high).view(1, *self.graph.image.shape[1:])
 
     def _is_at_levels(self, values: Tensor) -> bool:
@@ -252,21 +260,21 @@ class PixelPrefix:
         return len(near) >= MIN_AT_LEVELS and bool(near.all())
 
 
-def doubt_bends(held: Reconstruction) -> Reconstruction:
-    """Return pictures told up to a scale, not borne out where the network bends their pixels after taking that off.
+def doubt_later_functions(held: Reconstruction) -> Reconstruction:
+    """Return pictures known up to a scale, not borne out since a function of single pixels follows the normalization.
 
-    How much a bend tells of a pixel hangs on the pixel itself, which is not known.
+    How precisely such a function tells a pixel depends on the pixel itself, which is not known.
     """
     if not (held.verified or held.approximate):
         return held
-    said = "the network bends pixels after that, which may hardly tell some of them"
+    said = "after that the network applies a function to each pixel, which may hardly tell some of them"
     note, remarks = "; ".join(filter(None, (held.note, said))), held.remarks | {Remark.PARTLY_TOLD}
     verified = False if held.verified else held.verified
     return replace(held, verified=verified, approximate=False, note=note, remarks=remarks)
 
 
 def read_pixel_prefix(view: ServerView) -> PixelPrefix | None:
-    """Return what the network does to a picture first, where that is of one of the kinds; else None."""
+    """Return the pixel prefix of the view's network, or None if it has none of the two kinds."""
     if not view.task.inputs.is_image:
         return None
     kept = kept_reading(view, "pixel prefix", lambda: (_read(view),), lambda found: 0)
@@ -277,7 +285,7 @@ def _read(view: ServerView) -> PixelPrefix | None:
     found = trace_view(view, view.device)
     if isinstance(found, NotApplicable):
         return None
-    graph, bent = found[1], None
+    graph, pixelwise = found[1], None
     for segment in graph.segments():
         if any(has_trained_weight(graph, graph.nodes[number]) for number in segment.nodes):
             break
@@ -287,29 +295,29 @@ def _read(view: ServerView) -> PixelPrefix | None:
             break
         try:
             with torch.no_grad():
-                scaled = _read_scale(graph, segment.end)
+                normalized = _read_scale(graph, segment.end)
                 trained = any(graph.nodes[n].sources & graph.parameters for n in graph.operations_behind(segment.end))
-                now = None if scaled is not None or trained else _read_bend(graph, segment.end)
+                further = None if normalized is not None or trained else _read_pixelwise(graph, segment.end)
         except MODEL_ERRORS:
             break
-        if scaled is not None:
-            return scaled
-        bent = now or bent
-    return bent
+        if normalized is not None:
+            return normalized
+        pixelwise = further or pixelwise
+    return pixelwise
 
 
 def _given(graph: Graph, end: Ref, picture: Tensor) -> Tensor:
-    """Return what a tensor (n,) is of a picture (1, C, H, W)."""
+    """Return the tensor `end` (n,) for a picture (1, C, H, W)."""
     nodes = [n for n in graph.operations_behind(end) if graph.nodes[n].flows]
     return graph.replay(nodes, end, {Ref(IMAGE): picture}).flatten()
 
 
-def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
-    """Return the functions of single pixels that make a tensor, if they rise or fall and are not all affine alike."""
+def _read_pixelwise(graph: Graph, end: Ref) -> PixelPrefix | None:
+    """Return the functions of single pixels that make a tensor, if they are monotonic and not all alike and affine."""
     one, other = _picture(graph, 0), _picture(graph, 1)
     chosen = torch.rand(one.shape, generator=stream(0, "chosen pixels")).to(one.device) < 0.5
     mixed, first, second = (_given(graph, end, each) for each in (torch.where(chosen, one, other), one, other))
-    if not torch.allclose(mixed, torch.where(chosen.flatten(), first, second), rtol=LEFT, atol=LEFT):
+    if not torch.allclose(mixed, torch.where(chosen.flatten(), first, second), rtol=ROUNDING, atol=ROUNDING):
         return None
     low, high, middle = (_given(graph, end, torch.full_like(one, at)) for at in (0.0, 1.0, 0.5))
     begin = 0.0
@@ -318,27 +326,27 @@ def _read_bend(graph: Graph, end: Ref) -> PixelPrefix | None:
     if not bool(low.isfinite().all() and high.isfinite().all()) or bool((high == low).any()):
         return None
     quarter = _given(graph, end, torch.full_like(one, 0.25))
-    halfway = torch.allclose((low + high) / 2, middle, rtol=LEFT, atol=LEFT) and begin == 0
-    affine = halfway and torch.allclose((3 * low + high) / 4, quarter, rtol=LEFT, atol=LEFT)
+    halfway = torch.allclose((low + high) / 2, middle, rtol=ROUNDING, atol=ROUNDING) and begin == 0
+    affine = halfway and torch.allclose((3 * low + high) / 4, quarter, rtol=ROUNDING, atol=ROUNDING)
     if affine and bool((_flatness(low, high) <= UNEVEN).all()):
         return None  # it tells all pixels alike
     before, way = low, (high - low).sign()
-    for level in range(1, LEVELS):
-        now = _given(graph, end, torch.full_like(one, begin + (1 - begin) * level / (LEVELS - 1)))
+    for level in range(1, GRAY_LEVELS):
+        now = _given(graph, end, torch.full_like(one, begin + (1 - begin) * level / (GRAY_LEVELS - 1)))
         if not bool((way * (now - before) > 0).all()):
             return None
         before = now
-    return PixelPrefix("bent", graph, end, low, high, affine=affine)
+    return PixelPrefix("pixelwise", graph, end, low, high, affine=affine)
 
 
 def _flatness(low: Tensor, high: Tensor) -> Tensor:
-    """Return how many times as much as each number others move from black to white (root mean square); at least 1."""
+    """Return how much more than each number the others change from black to white (root mean square); at least 1."""
     size = (high - low).abs()
     return (size.square().mean().sqrt() / size).clamp(min=1)
 
 
 def _invert(prefix: PixelPrefix, values: Tensor) -> Tensor:
-    """Return the pixels (N, C, H, W) that functions of single ones make values of, moved into [0, 1]."""
+    """Return the pixels (N, C, H, W) whose functions make these values of v."""
     low, high = torch.zeros_like(values), torch.ones_like(values)
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
@@ -350,7 +358,7 @@ def _invert(prefix: PixelPrefix, values: Tensor) -> Tensor:
 
 
 def _read_scale(graph: Graph, end: Ref) -> PixelPrefix | None:
-    """Return the scale that is taken off each picture, or each of its channels; None where none is."""
+    """Return the prefix that normalizes a scale of each picture, or of each channel, away; None without one."""
     plain = _picture(graph, 0)
     before = _given(graph, end, plain)
     if not bool(before.isfinite().all()):
@@ -370,7 +378,7 @@ def _read_scale(graph: Graph, end: Ref) -> PixelPrefix | None:
 
 
 def _fit_scale(graph: Graph, end: Ref, scale: Scale, *, by_channel: bool) -> PixelPrefix | None:
-    """Return the scale with w and c, or None where what is given is otherwise made than of each picture's scale."""
+    """Return the prefix with w and c, or None where the output is not w v + c."""
     pictures = [_picture(graph, number) for number in range(PICTURES)]
     dims = (2, 3) if by_channel else (1, 2, 3)
     bright = torch.cat([(1 if scale == "shift" else BRIGHT) * one for one in pictures])
@@ -380,9 +388,11 @@ def _fit_scale(graph: Graph, end: Ref, scale: Scale, *, by_channel: bool) -> Pix
     ones = torch.ones_like(flat)
     columns = torch.stack([flat, ones], 2).transpose(0, 1)  # (n, pictures, 2)
     pairs = torch.linalg.lstsq(columns, given.T[..., None]).solution  # w and c of each number
-    left = float((columns @ pairs - given.T[..., None]).norm() / given.norm())
+    residual = float((columns @ pairs - given.T[..., None]).norm() / given.norm())
     slope, offset = pairs[:, 0, 0], pairs[:, 1, 0]
-    if not (scale != "brightness" and left <= LEFT and bool((slope.abs() > LEFT * slope.abs().max()).all())):
+    if not (
+        scale != "brightness" and residual <= ROUNDING and bool((slope.abs() > ROUNDING * slope.abs().max()).all())
+    ):
         if not _is_scaled_as_a_whole(graph, end, pictures, by_channel=by_channel):
             return None
         slope, offset = torch.ones_like(slope), torch.zeros_like(offset)
@@ -395,7 +405,7 @@ def _fit_scale(graph: Graph, end: Ref, scale: Scale, *, by_channel: bool) -> Pix
     low = low - margin if scale == "shift" or bool(low < 0) else torch.zeros_like(low)
     high = high + margin
     ends = slope * low + offset, slope * high + offset
-    return PixelPrefix("scaled", graph, end, *ends, scale=scale, by_channel=by_channel, span=float(high - low))
+    return PixelPrefix("normalized", graph, end, *ends, scale=scale, by_channel=by_channel, span=float(high - low))
 
 
 def _sparse(picture: Tensor) -> Tensor:
@@ -407,14 +417,14 @@ def _sparse(picture: Tensor) -> Tensor:
 
 
 def _is_scaled_as_a_whole(graph: Graph, end: Ref, pictures: list[Tensor], *, by_channel: bool) -> bool:
-    """Return whether what is given is a x + b with numbers of each picture's, or channel's, own, and a > 0."""
+    """Return whether the output is a x + b, with one pair a > 0 and b for each picture or channel."""
     for picture in pictures:
         given = _given(graph, end, picture)
         groups = picture.shape[1] if by_channel else 1
         own, made = picture.reshape(groups, -1, 1), given.view(groups, -1, 1)
         columns = torch.cat([own, torch.ones_like(own)], 2)
         pair = torch.linalg.lstsq(columns, made).solution
-        if not bool((columns @ pair - made).norm() <= LEFT * made.norm()) or not bool((pair[:, 0] > 0).all()):
+        if not bool((columns @ pair - made).norm() <= ROUNDING * made.norm()) or not bool((pair[:, 0] > 0).all()):
             return False
     return True
 

@@ -64,7 +64,7 @@ class LayerwiseInversion(Attack):
         gigabytes: size up to which one matrix of equations is built.
     """
 
-    takes_off: ClassVar[frozenset[str]] = frozenset({"bent", "scaled"})
+    inverted_prefixes: ClassVar[frozenset[str]] = frozenset({"pixelwise", "normalized"})
     inverts: ClassVar[bool] = True
     """Whether it needs activations that can be inverted."""
     batches: ClassVar[bool] = False

@@ -15,8 +15,9 @@ from attacks import Reconstruction
 from attacks.analytic.analytic import Analytic
 from attacks.analytic.cascade import Cascade
 from attacks.analytic.rconv import RConv
-from attacks.base import Remark, build, confirm_whole, run_checked
+from attacks.base import Remark, build, run_checked
 from attacks.network.pixel_prefix import read_pixel_prefix
+from attacks.prefix_inversion import confirm_whole, network_above
 from attacks.verification.words import FOLDED
 from eval.metrics.score import score
 from fl.capture import from_batch
@@ -184,7 +185,7 @@ def test_a_wrong_picture_is_not_borne_out_by_the_network_above() -> None:
 def test_other_functions_of_a_picture_are_not_said_to_take_its_scale_off(scale) -> None:
     view, _ = from_batch(network(scale), picture(), LABELS)
     found = read_pixel_prefix(view)
-    assert found is None or found.kind != "scaled"
+    assert found is None or found.kind != "normalized"
 
 
 def test_an_audit_counts_it_as_leaked_once_its_scale_is_fitted() -> None:
@@ -208,3 +209,14 @@ def test_pixels_that_rounding_moves_to_other_levels_are_not_verified() -> None:
         assert (found.verified, found.approximate, found.fixed) == (False, False, None)
         assert Remark.PARTLY_TOLD in found.remarks
         assert "by rounding they may be off by" in found.note
+
+
+def test_kinds_of_prefixes_are_understood_by_their_former_names() -> None:
+    view = from_batch(initialized(Scaling(lambda x: x / x.norm())).float(), torch.rand(1, 3, 8, 8), LABELS)[0]
+    with pytest.warns(DeprecationWarning, match="inverted_prefixes"):
+
+        class Former(Analytic):
+            takes_off = frozenset({"scaled"})
+
+    assert network_above(Former(), view) is not None
+    assert network_above(Analytic(), view) is not None

@@ -11,7 +11,8 @@ import torch
 from support import recorded as support
 from torch import nn
 
-from attacks.base import Attack, Reconstruction, Result, build, confirm_whole
+from attacks.base import Attack, Reconstruction, Result, build
+from attacks.prefix_inversion import confirm_whole
 from attacks.search_control import SearchControl, StoppedError, limited_by
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.other_facts import of_fitted_step_size
@@ -60,7 +61,7 @@ def test_what_could_not_be_checked_under_such_facts_is_not_decided(
 
     model = support.dense_network()
     update = support.recorded(model, 2)
-    monkeypatch.setattr("attacks.base.confirm_whole", ended)
+    monkeypatch.setattr("attacks.checked_run.confirm_whole", ended)
     found = screened(model, update, **facts)
     assert (found.verdict, found.must_not_leave) == ("not decided", True)
     assert "could not be held to the update" in found.reason

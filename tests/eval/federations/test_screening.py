@@ -15,7 +15,8 @@ import torch
 from support import recorded as support
 from torch import Tensor, nn
 
-from attacks.base import Attack, NotApplicable, Reconstruction, Result, confirm_whole
+from attacks.base import Attack, NotApplicable, Reconstruction, Result
+from attacks.prefix_inversion import confirm_whole
 from attacks.search_control import SearchControl, StoppedError
 from eval.audit.recorded_update import RecordedUpdate, TrainingFacts
 from eval.federations.round_report import RoundReports
@@ -157,7 +158,7 @@ def test_what_could_not_be_checked_in_time_is_not_decided(monkeypatch: pytest.Mo
             raise StoppedError("the time limit")
         return confirm_whole(attack, view, above, result)
 
-    monkeypatch.setattr("attacks.base.confirm_whole", ended)
+    monkeypatch.setattr("attacks.checked_run.confirm_whole", ended)
     found = screener(model)(update)
     assert (found.verdict, found.must_not_leave) == ("not decided", True)
     assert not found.exposures

@@ -9,11 +9,12 @@ import torch
 from support.chains import initialized
 from torch import nn
 
-import attacks.base
+import attacks.prefix_inversion
 from attacks import NotApplicable, Reconstruction
 from attacks.analytic.rconv import RConv
-from attacks.base import build, confirm_whole
+from attacks.base import build
 from attacks.network.pixel_prefix import read_pixel_prefix
+from attacks.prefix_inversion import confirm_whole
 from attacks.update.float_rounding import largest_rounding
 from attacks.verification import value_errors
 from fl.capture import ClientSettings, from_batch, from_update
@@ -212,8 +213,8 @@ def test_a_picture_put_at_whole_levels_is_not_verified_where_rounding_hides_a_wr
 @pytest.mark.parametrize("name", ["analytic", "cascade"])
 def test_least_squares_of_an_update_are_solved_once_for_each_attack(monkeypatch, name: str) -> None:
     picture, asked = torch.rand(1, 3, 8, 8, generator=stream(0, "picture")), []
-    own = attacks.base.value_errors
-    monkeypatch.setattr(attacks.base, "value_errors", lambda *given: asked.append(own(*given)) or asked[-1])
+    own = attacks.prefix_inversion.value_errors
+    monkeypatch.setattr(attacks.prefix_inversion, "value_errors", lambda *given: asked.append(own(*given)) or asked[-1])
     view, _ = from_batch(flat(lambda x: x**2.2), picture, torch.tensor([1]))
     found = build(name)(view)
     assert isinstance(found, Reconstruction)
