@@ -13,8 +13,9 @@ from torch import Tensor
 from attacks.analytic.centralized_gradients import picture_behind
 from attacks.analytic.clipped_rows import invert_unclipped_rows
 from attacks.analytic.copies import attack_one_of_copies
-from attacks.analytic.input_scale import invert_direction, other_range
+from attacks.analytic.input_scale import invert_direction
 from attacks.analytic.lone_pictures import LonePictures, largest_noise
+from attacks.analytic.scale_judgment import other_range
 from attacks.base import Attack, NotApplicable, Reconstruction, Remark, Result, attacks
 from attacks.labels.batch_weights import batch_weights
 from attacks.labels.recovery import single_label

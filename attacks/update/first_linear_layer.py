@@ -43,7 +43,7 @@ class LinearLayer:
         bias: as the server sent it (m,).
         update: the weight's update without decay (m, n), divided by `unit`, so that its largest entry has size 1.
         bias_update: the bias's update (m,), divided by the same `unit`.
-        transmitted: 1 where a known defense let an entry of the weight through, else 0 (m, n); None if it did so for all.
+        transmitted: 1 where a known defense let an entry of the weight through, else 0 (m, n); None if it did for all.
         bias_transmitted: the same for the bias (m,).
         trust: how far a known defense lets the bias be trusted, relative to the weight.
         gap_limit: the largest size, in `unit`, of a number that a known defense sent as zero.

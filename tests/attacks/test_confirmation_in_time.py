@@ -129,7 +129,7 @@ def test_what_is_left_undecided_at_the_time_limit_says_so_where_nothing_else_is_
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 24, bias=False), nn.ReLU(), nn.Linear(24, 5))
     initialize(net, stream(0, "in time"))
     undecided = Reconstruction(inputs=PIXELS, objective=1.0, verified=True).left_unchecked("the time limit")
-    monkeypatch.setattr("attacks.analytic.input_scale._judge_targets", lambda *_: undecided)
+    monkeypatch.setattr("attacks.analytic.input_scale.judge_targets", lambda *_: undecided)
     found = input_scale.invert_direction(from_batch(net, PIXELS, torch.tensor([1]))[0], 1e-4)
     assert found.cut_short == "not held to the update before the time limit"
 

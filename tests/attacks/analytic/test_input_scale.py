@@ -239,14 +239,14 @@ def test_the_search_of_the_size_ends_at_the_time_limit(monkeypatch: pytest.Monke
 
     model, x = network(lambda: chain(300)), picture()
     view = view_of(model, moved(model, x, torch.tensor([299]), loss=smoothed(0.1)), 300)
-    monkeypatch.setattr("attacks.analytic.input_scale.check_time_limit", stop)
+    monkeypatch.setattr("attacks.analytic.scale_search.check_time_limit", stop)
     result = found(view)
     assert result.cut_short == TIME_LIMIT
     assert "was not found before the time limit" in result.note
     assert "up to a factor" in proved_exposures("analytic", result, view)[0].words
 
 
-@pytest.mark.parametrize("where", ["_tells_factors", "explains_update", "ScaleSearch.tells_pairs_apart"])
+@pytest.mark.parametrize("where", ["tells_brightness", "explains_update", "ScaleSearch.tells_pairs_apart"])
 def test_a_picture_that_was_found_is_kept_where_the_time_limit_comes_while_it_is_judged(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
@@ -255,10 +255,10 @@ def test_a_picture_that_was_found_is_kept_where_the_time_limit_comes_while_it_is
 
     model, x = network(chain), picture()
     view = view_of(model, moved(model, x))
-    if where != "_tells_factors":
-        monkeypatch.setattr("attacks.analytic.input_scale._tells_factors", lambda *_: False)
+    if where != "tells_brightness":
+        monkeypatch.setattr("attacks.analytic.scale_judgment.tells_brightness", lambda *_: False)
         assert not found(view).cut_short
-    monkeypatch.setattr(f"attacks.analytic.input_scale.{where}", stop)
+    monkeypatch.setattr(f"attacks.analytic.scale_judgment.{where}", stop)
     result = build("analytic").attack_view(view, 0)
     assert isinstance(result, Reconstruction)
     assert is_right(result, x)
@@ -275,7 +275,7 @@ def test_a_picture_at_another_step_size_is_kept_where_the_time_limit_comes_last(
         raise StoppedError(TIME_LIMIT)
 
     model, x = network(chain), picture()
-    monkeypatch.setattr("attacks.analytic.input_scale.ScaleSearch.tells_pairs_apart", stop)
+    monkeypatch.setattr("attacks.analytic.scale_search.ScaleSearch.tells_pairs_apart", stop)
     result = build("analytic").attack_view(view_of(model, moved(model, x), lr=0.02), 0)
     assert isinstance(result, Reconstruction)
     assert is_right(result, x)
@@ -290,7 +290,7 @@ def test_a_direction_is_not_said_to_be_told_where_the_time_limit_comes_before_pa
 
     model, x = network(chain), picture()
     for name in ("check_time_limit", "ScaleSearch.tells_pairs_apart"):
-        monkeypatch.setattr(f"attacks.analytic.input_scale.{name}", stop)
+        monkeypatch.setattr(f"attacks.analytic.scale_search.{name}", stop)
     result = build("analytic").attack_view(view_of(model, moved(model, x)), 0)
     assert isinstance(result, NotApplicable)
     assert result.limit
