@@ -119,7 +119,7 @@ class Attack(FormerHooks):
         An update that lacks tensors is attacked by those that are there.
 
         Args:
-            view: the server's.
+            view: what the server saw.
             seed: of whatever the attack draws.
             control: time limit and progress of a search (`attacks.search_control`); None for neither.
 
@@ -220,7 +220,7 @@ class ViewRewriter(Attack):
         """Return the result on the rewritten view as one on the first view.
 
         Args:
-            view: the server's, of the first attack.
+            view: what the server saw, of the first attack.
             rewritten: the view that the attack was run on.
             result: of the attack on it.
         """
@@ -233,7 +233,7 @@ class ViewRewriter(Attack):
 
         Args:
             then: the attack on the rewritten views.
-            views: the server's.
+            views: what the server saw.
             seeds: one for each view.
             control: limits and listener of the search; None has none.
         """

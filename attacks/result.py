@@ -1,4 +1,4 @@
-"""An attack returns a reconstruction, or why it says nothing of the view."""
+"""What attacks return: a reconstruction, or the reason why the attack does not apply."""
 
 from __future__ import annotations
 
@@ -14,51 +14,53 @@ IDS_UNSEARCHABLE = (
     "the model is given ids (of tokens, of categories), which no gradient reaches, so they can be neither solved nor "
     "searched for; `tokens` reads off the embeddings' update which of them occur"
 )
-"""Why attacks say nothing of such inputs."""
+"""The reason why attacks do not apply to such inputs."""
 
 
 class Remark(StrEnum):
-    """What a result says of itself for other code to act on; its note has the words for readers."""
+    """What a result says about itself, for other code to act on; its note has the words for readers.
+
+    "Replay" is one step of the client, taken again on the picture that was found.
+    """
 
     CONTRADICTED = "contradicted"
-    """The picture explains what it was read from, and one step on it does not make the rest of the update."""
+    """The picture explains the layers that it was read from, but its replay does not make the rest of the update."""
     RULE_UNKNOWN = "rule unknown"
     """The optimizer was not stated, and nothing in the update tells whether it was plain SGD."""
     SIZE_CONTRADICTED = "size contradicted"
-    """One step as stated makes an update of another size, and nothing else in the update tells the brightness."""
+    """The replay makes an update of another size, and nothing else in the update tells the picture's brightness."""
     OTHER_LOSS = "other loss"
-    """One step on the pictures makes the whole update if other gradients flow back than the loss as stated has."""
+    """The replay makes the whole update only with a gradient of the outputs that the stated loss does not have."""
     UNASKED = "unasked"
-    """The picture explains what it was read from, and no targets are known with which to ask the rest of the update."""
+    """The picture explains the layers that it was read from. There is no replay, since no targets are known."""
     DIRECTION_ONLY = "direction only"
-    """The update tells the picture up to its brightness."""
+    """The update determines the picture up to its brightness."""
     SCALE_TAKEN_OFF = "scale taken off"
-    """The network takes brightness, or contrast as well, off each picture, which is told but for these."""
+    """The network normalizes each picture's brightness (or contrast, too) away; the rest of it is determined."""
     SCALES_TAKEN_OFF = "scales taken off"
-    """Likewise of each channel."""
+    """The network normalizes brightness (or contrast, too) of each channel away; the rest is determined."""
     CENTRALIZED = "centralized"
-    """Gradients are centralized, and a step with such ones was held against the update."""
+    """The client centralizes gradients, and the replay did so as well."""
     UNCLIPPED_ROWS = "unclipped rows"
-    """Rows of a gradient that was clipped by value agree, and the step taken again, clipped alike, confirms them."""
+    """The gradient was clipped by value. The picture is from rows without clipped numbers; the replay clips alike."""
     BEYOND_RANGE = "beyond range"
-    """What the first layer takes lies beyond the range of inputs, and is handed out as it is."""
+    """The first layer's input is outside the range of inputs, and is returned as features."""
     PARTLY_SEEN = "partly seen"
     """The network is given fewer numbers than the picture has."""
     PARTLY_TOLD = "partly told"
-    """Of the picture more is open than of one that an update bears out: others make the same update."""
+    """The update leaves more of the picture open than is allowed: other pictures make the same update."""
     MAY_BE_MIXTURE = "may be a mixture"
-    """Of unlike examples that were stated as one, for all that the update tells."""
+    """The picture may be a mean of unlike examples that were stated as one; the update does not tell."""
     ONE_OF_SEVERAL = "one of several"
     """Another picture makes the same update to the last digit: its parts in another order, its mirror, its negative."""
     UNCHECKED = "unchecked"
-    """It could not be held to the update in time, so that nobody knows whether it is right."""
+    """The time limit or an interrupt came before the replay, so that it is unknown whether the picture is right."""
     NEARLY_TOLD = "nearly told"
-    """The picture explains the layers that it was read from but for little, which is more than rounding."""
+    """The picture explains nearly all of the layers that it was read from; the residual is small, but not rounding."""
     LABELS_CONFIRMED = "labels confirmed"
-    """One step with these labels makes the whole update to its rounding."""
+    """The replay with these labels makes the whole update to its rounding."""
     LABELS_DOUBTFUL = "labels doubtful"
-    """Nothing confirms the labels: those that a search chose, or took and did not explain the update, and the likeliest
-    counts."""
+    """Nothing confirms the labels: a search chose them, or did not explain the update, or they are likeliest counts."""
 
 
 @dataclass(frozen=True)
@@ -66,33 +68,33 @@ class Reconstruction:
     """What an attack recovered, chosen by its own objective alone.
 
     Attributes:
-        inputs: (N, C, H, W) in [0, 1], or None where the attack recovers no images.
-        labels: (N,) int64, or None where it recovers none.
+        inputs: the images (N, C, H, W) in [0, 1]; None if the attack recovers none.
+        labels: of the images (N,), int64; None if the attack recovers none.
         objective: the attack's objective at `inputs`, relative to where the (first) search began.
-        history: the objective along the search, coarsely.
+        history: values of the objective along the search, a few of them.
         private: recovered private tensors by the names of `ServerView.private`, and a recovered extractor under
             `extractor/name`.
-        knowledge: what it used or handed on beside the shared parameters, the update, the sizes of the batches, the
+        knowledge: what the attack was told beside the shared parameters, the update, the sizes of the batches, the
             schedule and the defense, e.g. "labels".
-        verified: whether the attack could check its own success without the truth; None if it can't tell.
-        fixed: (N, C, H, W), True at the pixels of which it says, without the truth, that the update leaves no choice
-            among levels of 8 bits; None if it can't tell.
-        seen: (N, C, H, W), True at the pixels that the network is given, where it is given some alone (of a crop, say);
-            None where it is given all, or that is not known. The others say nothing.
-        approximate: whether one step on the images (or features) makes the whole update as nearly as right ones would,
-            though they can't be verified: they may be the mean of several nearly alike, or rounding or noise may have
-            put them off by more than a quarter of a level. `note` says which.
-        note: how far an attack got that did not get to its end, and why what it returns is not verified if it can
-            tell; empty where it got there.
-        given_up: what stopped the search before it could explain the update (a budget of iterations or time), in
-            words; empty where nothing did. It is a limit of the search, as `NotApplicable.limit` is one of an attack.
-        cut_short: what ended the search before its time (a time limit, an interrupt; `attacks.search_control`), in
-            words; empty where nothing did. Without it the result may have been another.
-        misfit: 1 - cos between the update that a search's result would give and the one observed, in [0, 2]; None of
+        verified: True if the attack and the whole update confirm the images without the truth, False if they are
+            refuted, None if neither (docs/concepts/verified.md).
+        fixed: True at the pixels (N, C, H, W) whose level of 8 bits the update determines, judged without the truth;
+            None if that is unknown.
+        seen: True at the pixels (N, C, H, W) that reach the network, if it looks at some pixels only (a crop, say); None
+            if it looks at all of them, or that is unknown. The other pixels of `inputs` mean nothing.
+        approximate: whether a replayed step on the images makes the whole update as nearly as the right ones would,
+            though they are not verified: they may be the mean of several that are nearly alike, or rounding or noise
+            may have moved them by more than a quarter of a level. `note` says which.
+        note: where the attack ended if it did not reach the images, and why the result is not verified; else empty.
+        given_up: which budget (iterations, time) of the search itself ran out before the update was explained; else
+            empty. It says something about the search and not about what leaks, as `NotApplicable.limit` does.
+        cut_short: which limit from outside (a time limit, an interrupt; `attacks.search_control`) ended the search;
+            else empty. A longer search might have found something else.
+        misfit: 1 - cos between the update that a search's result would give and the one observed, in [0, 2]; None for
             other attacks.
-        relative_error: standard error of the inputs or features found, root mean square, relative to their size; None
-            where an attack does not know it.
-        remarks: what it says of itself for other code.
+        relative_error: root mean square standard error of the inputs or features, relative to their size; None if
+            unknown.
+        remarks: what the result says about itself, for other code.
     """
 
     inputs: Tensor | None
@@ -113,10 +115,10 @@ class Reconstruction:
     remarks: frozenset[Remark] = frozenset()
 
     def left_unchecked(self, reason: str) -> Reconstruction:
-        """Return this result as it is where it could not be held to the update in time.
+        """Return this result with the remark that there was no time to check it by the update.
 
         Args:
-            reason: what came before.
+            reason: what came first: the time limit or an interrupt.
         """
         words = f"not held to the update before {reason}"
         cut = "; ".join(filter(None, (self.cut_short, words)))
@@ -124,7 +126,7 @@ class Reconstruction:
         return kept.with_note(f"not confirmed: {words}", Remark.UNCHECKED)
 
     def with_note(self, words: str, *remarks: Remark) -> Reconstruction:
-        """Return the result with words at the end of its note, and remarks beside those it has."""
+        """Return the result with words added to its note, and further remarks."""
         note = "; ".join(filter(None, (self.note, words)))
         return replace(self, note=note, remarks=self.remarks.union(remarks))
 
@@ -135,13 +137,13 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class NotApplicable:
-    """The attack says nothing about this view, and why: a result, not an error.
+    """The reason why an attack does not apply to a view: a result, not an error.
 
     Attributes:
         reason: in words.
-        limit: whether this is a limit of the attack as it is built, and no fact about the update: how the model is
-            written, a layer that it does not undo, a search given up. Such a refusal says nothing of what leaks.
-        cut_short: what kept a search from beginning (a time limit, an interrupt), in words; empty where nothing did.
+        limit: whether the reason is a limit of the attack as it is built (how the model is written, a layer that it
+            can't invert, a search given up), and not a fact about the update. Such a refusal is no sign of safety.
+        cut_short: which limit from outside (a time limit, an interrupt) kept a search from beginning; else empty.
     """
 
     reason: str

@@ -20,7 +20,7 @@ def check_result(name: str, result: object, view: ServerView) -> None:
     Args:
         name: of the attack.
         result: that it returned.
-        view: that was attacked.
+        view: the view that was attacked.
 
     Raises:
         TypeError: it is of another type.
@@ -68,8 +68,8 @@ def doubt_unaskable(view: ServerView, result: Result) -> Result:
     """Return a result, not verified where nobody can ask whether the update is of its images: too many, or no numbers.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
     """
     if not isinstance(result, Reconstruction) or result.inputs is None or not (result.verified or result.approximate):
         return result

@@ -333,7 +333,7 @@ class _Hint:
     Attributes:
         kind: what is left of it without `Annotated`.
         rules: what `Annotated` says beside it.
-        origin: of `kind`, such as `tuple` of `tuple[int, ...]`; None of a plain type.
+        origin: of `kind`, such as `tuple` of `tuple[int, ...]`; None for a plain type.
         args: of `kind`.
         parts: these, taken apart; none of a `Literal`.
     """

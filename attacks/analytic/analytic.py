@@ -161,10 +161,10 @@ class Analytic(Attack):
             return clipped
         fit = RankOneFit.of(layer)
         labels, note = single_label(view)
-        if layer.is_given_images and layer.steps == 1 and bool(fit.known.all()) and fit.left <= self.fits:
+        if layer.is_given_images and layer.steps == 1 and bool(fit.known.all()) and fit.residual <= self.fits:
             rule = kind_of_update_rule(view)
             if rule == RuleKind.CENTRALIZED and (found := picture_behind(layer, fit.inputs, labels, self.fits)):
-                return replace(found, objective=fit.left)
+                return replace(found, objective=fit.residual)
         if layer.passed_over:
             note = "; ".join(filter(None, (note, PASSED_OVER.format(layer.name, ", ".join(layer.passed_over)))))
         sized = self._is_explained(view, layer, fit) and layer.has_true_size(fit.inputs[None], layer.bias_update[None])
@@ -183,7 +183,7 @@ class Analytic(Attack):
         found = Reconstruction(
             inputs=layer.pixels(fit.inputs[None]) if images else None,
             labels=labels,
-            objective=fit.left,
+            objective=fit.residual,
             private=private,
             knowledge=() if view.labels is None else ("labels",),
             verified=whole and sized,
@@ -201,7 +201,7 @@ class Analytic(Attack):
         """
         form, layers = view.task.inputs, layers_of_inputs(view)
         values = torch.full((1, form.shape[0]), 0.5, dtype=torch.float64)
-        fixed, left = torch.zeros(1, form.shape[0], dtype=torch.bool), 0.0
+        fixed, residual = torch.zeros(1, form.shape[0], dtype=torch.bool), 0.0
         sizes = [part.size for part in form.parts]
         for number, layer in layers.items():
             fit = RankOneFit.of(layer)
@@ -210,7 +210,7 @@ class Analytic(Attack):
             part, begin = form.parts[number], sum(sizes[:number])
             own = slice(begin, begin + part.size)
             values[:, own] = part.pack(fit.inputs.cpu().reshape(1, *part.shape)).reshape(1, -1)
-            fixed[:, own], left = True, max(left, fit.left)
+            fixed[:, own], residual = True, max(residual, fit.residual)
         if not bool(fixed.any()):
             return None
         labels, note = single_label(view)
@@ -222,7 +222,7 @@ class Analytic(Attack):
         return Reconstruction(
             inputs=values.clamp(0, 1).reshape(1, *form.shape).to(view.device, view.dtype),
             labels=labels,
-            objective=left,
+            objective=residual,
             knowledge=() if view.labels is None else ("labels",),
             verified=True if whole and sure else None,
             fixed=fixed.reshape(1, *form.shape).to(view.device) if stated else None,
@@ -236,7 +236,7 @@ class Analytic(Attack):
         In a view of two bytes a number it is no excuse: the rest of the update could not confirm the size, either.
         """
         rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0]) if view.dtype.itemsize > 2 else 0
-        return fit.left <= max(self.fits, min(rounding, MAX_ROUNDING)) and fit.error_of_noise(layer) <= self.fits
+        return fit.residual <= max(self.fits, min(rounding, MAX_ROUNDING)) and fit.error_of_noise(layer) <= self.fits
 
     def _images_of_single_neurons(self, layer: LinearLayer, count: int, unit: float) -> Reconstruction | NotApplicable:
         """Return images that one neuron sees alone, at most `count`.
@@ -447,13 +447,13 @@ class RankOneFit:
         inputs: x (n,).
         known: which of its entries follow from what was sent (n,).
         energy: squared signals by which each entry was measured (n,).
-        left: the unexplained share of what was sent.
+        residual: the unexplained share of what was sent.
     """
 
     inputs: Tensor
     known: Tensor
     energy: Tensor
-    left: float
+    residual: float
 
     @classmethod
     def of(cls, layer: LinearLayer) -> RankOneFit:
@@ -470,13 +470,13 @@ class RankOneFit:
         energy = signal.square() @ sent
         x = _ratio_or_zero(signal @ moved, energy)
         # the fit knows x up to a factor that the bias alone fixes; at the optimum it is right already
-        left = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
+        residual = float((moved - sent * torch.outer(signal, x)).norm() / moved.norm()) if bool(moved.any()) else 0.0
         known, rows = _determined_inputs(sent, heard > 0, signal)
         if not bool(known.all()) and layer.gap_limit < math.inf:
             known |= layer.gap_limit <= GAP_TOLERANCE * x.square().mean().sqrt() * _weakest_gap(
                 layer.update, signal * rows
             )
-        return cls(x, known, energy, left)
+        return cls(x, known, energy, residual)
 
     def error_of_noise(self, layer: LinearLayer) -> float:
         """Return the standard error that a known defense's noise leaves in the known inputs, relative to their size."""

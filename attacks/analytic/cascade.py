@@ -272,21 +272,21 @@ def _solve_tokens(view: ServerView, refused: NotApplicable) -> Result:
 
 def _doubted(view: ServerView, found: Reconstruction) -> Reconstruction:
     """Return a picture that its features verify; not verified where it leaves much of all equations together."""
-    left = _measure_misfit(view, found)
-    if left is None or left <= MAX_TOGETHER_ERROR:
+    residual = _measure_misfit(view, found)
+    if residual is None or residual <= MAX_TOGETHER_ERROR:
         return found
-    note = "; ".join(filter(None, (found.note, _say_left(left))))
-    return replace(found, objective=left, verified=False, fixed=None, note=note)
+    note = "; ".join(filter(None, (found.note, _say_residual(residual))))
+    return replace(found, objective=residual, verified=False, fixed=None, note=note)
 
 
 def _unless_worthless(view: ServerView, found: Reconstruction, refused: NotApplicable) -> Result:
     """Return a picture of one image with the share of all equations that it leaves; a refusal where that is much."""
-    left = _measure_misfit(view, found)
-    if left is None:
+    residual = _measure_misfit(view, found)
+    if residual is None:
         return found
-    if not left <= MAX_TOGETHER_ERROR:
-        return replace(refused, reason=f"{refused.reason}; by backsolve: a picture by which {_say_left(left)}")
-    return replace(found, objective=left, note="; ".join(filter(None, (found.note, _say_left(left)))))
+    if not residual <= MAX_TOGETHER_ERROR:
+        return replace(refused, reason=f"{refused.reason}; by backsolve: a picture by which {_say_residual(residual)}")
+    return replace(found, objective=residual, note="; ".join(filter(None, (found.note, _say_residual(residual)))))
 
 
 def _measure_misfit(view: ServerView, found: Reconstruction) -> float | None:
@@ -298,8 +298,8 @@ def _measure_misfit(view: ServerView, found: Reconstruction) -> float | None:
     return None if misfits is None else misfits[0]
 
 
-def _say_left(left: float) -> str:
-    return f"{left:.1e} of all equations together is left unexplained"
+def _say_residual(residual: float) -> str:
+    return f"{residual:.1e} of all equations together is left unexplained"
 
 
 def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | None) -> Result:
@@ -312,7 +312,7 @@ def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | Non
 
 
 def _even_gradient(view: ServerView) -> dict[str, Tensor] | None:
-    """Return the gradient of one image in double precision, up to one factor; None of several images, or if unknown."""
+    """Return the gradient of one image in double precision, up to one factor; None for several images, or if it is unknown."""
     gradient = exact_step_gradient(view)
     if isinstance(gradient, NotApplicable):
         return None
@@ -532,7 +532,7 @@ class _InversionState:
     """Where a descent stands, from the top layer down; tensors of all images, one by one (B, ...).
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         stages: of its network, bottom first.
         gradients: of the weights, by name.
         top: number of the stage it begins at.
@@ -604,8 +604,8 @@ class _InversionState:
         weight = self.gradients[f"{stage.name}.weight"]
         if not is_top:
             self.values = torch.linalg.solve(self.signal @ self.signal.mT, self.signal @ weight)
-        left = weight - self.signal.mT @ self.values
-        share = float(left.norm() / weight.norm())
+        residual = weight - self.signal.mT @ self.values
+        share = float(residual.norm() / weight.norm())
         self.residuals[stage.name] = torch.tensor([share, self.separated.unexplained * is_top], dtype=weight.dtype)
         self.relative_error = max(share, RMS_ROUNDING * torch.finfo(self.view.dtype).eps, self.separated.relative_error)
         if not self.relative_error < MAX_UNEXPLAINED:

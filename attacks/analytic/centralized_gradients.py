@@ -61,12 +61,12 @@ def picture_behind(layer: LinearLayer, centered: Tensor, labels: Tensor | None, 
         width = high - low
         for _ in range(ROUNDS):
             shifts = [at + width * (i / (TRIED - 1) - 0.5) for i in range(TRIED)]
-            at = min(shifts, key=lambda shift: _left(view, shown(shift), labels))
+            at = min(shifts, key=lambda shift: _residual_share(view, shown(shift), labels))
             width *= 4 / (TRIED - 1)
         aside = LEVELS_ASIDE / 255 / float(slope.abs().amin())
         others = [shift for shift in (at - aside, at + aside) if low <= shift <= high]
-        told = all(_left(view, shown(shift), labels) > fits for shift in others)
-        if told and _left(view, shown(at), labels) <= fits:
+        told = all(_residual_share(view, shown(shift), labels) > fits for shift in others)
+        if told and _residual_share(view, shown(at), labels) <= fits:
             found = Reconstruction(inputs=shown(at), labels=labels, knowledge=known, approximate=True)
             return found.with_note(TOLD, Remark.CENTRALIZED)
         at = (low + high) / 2
@@ -79,7 +79,7 @@ def centralized(update: Tensor) -> Tensor:
     return update if update.ndim < 2 else update - update.mean(tuple(range(1, update.ndim)), keepdim=True)
 
 
-def _left(view: ServerView, image: Tensor, labels: Tensor) -> float:
+def _residual_share(view: ServerView, image: Tensor, labels: Tensor) -> float:
     """Return the share of an update that one step on an image, with centralized gradients, leaves at the best size."""
     observed = ObservedUpdate(view)
     with torch.no_grad():

@@ -50,23 +50,23 @@ def invert_unclipped_rows(layer: LinearLayer, tolerance: float) -> Reconstructio
         )
     rows, bias = layer.update[free], layer.bias_update[free]
     found = bias @ rows / bias.square().sum()
-    left = float((rows - torch.outer(bias, found)).norm() / rows.norm()) if bool(rows.any()) else 0.0
+    residual = float((rows - torch.outer(bias, found)).norm() / rows.norm()) if bool(rows.any()) else 0.0
     rounding = ROUNDING_MARGIN * relative_rounding(view, layer.parameter_names[0]) if view.dtype.itemsize > 2 else 0.0
     rounding *= float(layer.update.norm() / rows.norm()) if bool(rows.any()) else 1.0
     count = int((bias.square() >= MIN_SHARE * bias.square().max()).sum())
-    proved = count >= MIN_ROWS and left <= max(tolerance, min(rounding, MAX_ROUNDING))
+    proved = count >= MIN_ROWS and residual <= max(tolerance, min(rounding, MAX_ROUNDING))
     shape = view.task.output_shape
     proved = proved and math.prod(shape) > 2  # of two outputs all rows see one mixture
     proved = proved and not view.task.loss.sends_back_one_direction(shape)
     proved = proved and explains_clipped(view, found, bound)
     labels, note = single_label(view)
-    said = f"{count} rows of {layer.name!r} that it left as they were agree to {left:.1e}"
+    said = f"{count} rows of {layer.name!r} that it left as they were agree to {residual:.1e}"
     words = f"{UNCLIPPED_ROWS}, and {said}" if proved else f"clipped by value: not confirmed, {said}"
     features: Tensors = {f"features/{layer.parameter_names[0]}" if proved else "features": found.to(view.dtype)}
     return Reconstruction(
         inputs=layer.pixels(found[None]) if layer.is_given_images else None,
         labels=labels,
-        objective=left if proved else math.nan,
+        objective=residual if proved else math.nan,
         private=features,
         knowledge=() if view.labels is None else ("labels",),
         verified=None,

@@ -97,7 +97,7 @@ def read_compressed_layer(view: ServerView) -> Reading:
     the reason says so.
 
     Args:
-        view: the server's, under no defense.
+        view: what the server saw, under no defense.
 
     Raises:
         StoppedError: the time is up (`attacks.search_control`).
@@ -119,7 +119,7 @@ def is_on_grid(view: ServerView) -> bool:
     """Return whether the largest matrix or kernel of an update has few values, evenly spaced.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     matrices = (value for value in view.update.values() if not isinstance(value, LowRank) and value.ndim > 1)
     largest = max(matrices, key=Tensor.numel, default=None)

@@ -78,7 +78,7 @@ def rank_analysis(view: ServerView, *, seed: int = 0, cutoff: float = 1e-10) -> 
     Ranks hardly depend on the image, so it takes one of noise and noise that flows back: the update is not looked at.
 
     Args:
-        view: the server's; its network and weights are used.
+        view: what the server saw; its network and weights are used.
         seed: of the noise.
         cutoff: singular values below this share of the largest count as zero.
     """

@@ -165,7 +165,7 @@ def read_tied_ids(view: ServerView, observed: ObservedUpdate, weight: TiedWeight
     """Return the ids that an embedding was given, whose weight scores the outputs as well.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         observed: its update.
         weight: the embedding's.
     """
@@ -202,7 +202,7 @@ def _outside_of_any_type(
 
     Args:
         change: an update (V, d).
-        start: the weights that it is a difference of; None of a gradient.
+        start: the weights that it is a difference of; None for a gradient.
         most: rows outside that there may be.
         hidden: dimensions that the span may have.
     """
@@ -250,7 +250,7 @@ def hidden_states(view: ServerView, words: int) -> int | None:
     A loss may leave some out, as one that compares each output with the next word does.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         words: rows of the embedding.
     """
     shape, count = view.task.output_shape, view.batch_size or 1
@@ -298,7 +298,7 @@ def moved_by_two_scores(
     outputs are logarithms of probabilities. It is empty where outputs have no such scores, or no gradient.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         inputs: of a batch (B, C, H, W).
         count: of words.
         draw: which words, and by how much each position counts.
@@ -335,7 +335,7 @@ def rounding_of_rows(change: Tensor, start: Tensor | None, kind: torch.dtype | N
 
     Args:
         change: the update (V, d).
-        start: the weights (V, d) that it is a difference of; None of a gradient.
+        start: the weights (V, d) that it is a difference of; None for a gradient.
         kind: in which numbers of the update were sent or summed; None takes its own.
     """
     own, sent = torch.finfo(change.dtype), torch.finfo(kind or change.dtype)

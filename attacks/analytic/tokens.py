@@ -130,7 +130,7 @@ class _EmbeddingUpdate:
     """An update with what is known of the network's embeddings.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         observed: its update.
         slots: how many ids each embedding looks up of all examples; nothing of a group's.
         always: ids that each looks up whatever is fed.

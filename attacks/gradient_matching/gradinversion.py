@@ -313,7 +313,7 @@ def candidate_moments(view: ServerView, candidate: Candidate, client: Client, we
     Of a group of clients, the mean of theirs, weighed by layer as in `client_shares`.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         candidate: the guess.
         client: whose network it is.
         weights: share of each client (K,) by layer.

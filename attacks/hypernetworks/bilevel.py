@@ -45,7 +45,7 @@ class EmbeddingProblem:
     as there were steps): none is ever multiplied out.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         observed: the hypernetwork's gradient, without decay and step size.
         inner: the inner loss: "squared" or "logcosh".
     """
@@ -127,7 +127,7 @@ class ImageProblem:
     """The upper level: images whose labels a classifier of any start finds behind the extractor that was recovered.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         extractor: recovered, by the network's names.
         labels: (N,) known ones, or drawn.
         tv_weight: of the total variation, in normalized units.

@@ -149,7 +149,7 @@ class FilterUpdate:
         weight = torch.einsum("jin,jid->nd", rows, known) - self.change[2]
         bias = rows.sum(0) @ self.layers[2] - self.change[1]
         parts = ((weight, self.change[2]), (bias, self.change[1]))
-        return max(float(left.norm() / whole.norm()) for left, whole in parts)
+        return max(float(residual.norm() / whole.norm()) for residual, whole in parts)
 
     def weights(self, embeddings: Tensor) -> Tensor:
         """Return the basic filters (J, *shape) that embeddings (J, v) make."""

@@ -79,8 +79,8 @@ class HyperFedZeroPeel(ViewRewriter):
         if isinstance(rewritten, NotApplicable):
             return rewritten
         read = rewritten.received[LAYER_SIGNAL]
-        e, left = dense(read["e"]).double(), float(dense(read["left"]))
-        sure = left < MAX_RESIDUAL and abs(float(e.sum()) - 1) < MAX_RESIDUAL and float(e.min()) > -MAX_RESIDUAL
+        e, residual = dense(read["e"]).double(), float(dense(read["residual"]))
+        sure = residual < MAX_RESIDUAL and abs(float(e.sum()) - 1) < MAX_RESIDUAL and float(e.min()) > -MAX_RESIDUAL
         found: Tensors = {"embedding": read["e"]}
         return Reconstruction(None, view.labels, private=found, verified=sure and view.threat.knows_defense)
 
@@ -150,8 +150,8 @@ def _embedding(net: ZeroNet | JoinedNet, gradient: Tensors, size: int) -> Tensor
         return NotApplicable(f"{bias!r} did not move: nothing says what the embedding is")
     signal, outer = dense(gradient[bias]).double(), dense(gradient[weight])[:, :size].double()
     e = signal @ outer / (signal @ signal)
-    left = (outer - torch.outer(signal, e)).norm() / outer.norm().clamp_min(1e-300)
-    return {"e": e.to(dense(gradient[bias])), "left": left}
+    residual = (outer - torch.outer(signal, e)).norm() / outer.norm().clamp_min(1e-300)
+    return {"e": e.to(dense(gradient[bias])), "residual": residual}
 
 
 def _embedding_view(view: ServerView, model: nn.Module, layer: str, gradient: Tensors, read: Tensors) -> ServerView:

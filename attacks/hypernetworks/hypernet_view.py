@@ -26,7 +26,7 @@ class HypernetView:
     """A view of a hypernetwork's update, with the part that weight decay makes taken off.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         phase: index of the phase that trains the hypernetwork.
         change: the shared tensors' update without decay.
         update: the same as equations.

@@ -198,17 +198,17 @@ class ClassifierGradient:
         least = self.proven_counts(images)
         features = self.initial_features()
         longest = 10 * features.norm(dim=1).median().clamp_min(1e-300)
-        counts, left_of_bias, best, fewest = least, 0.0, least, float("inf")
+        counts, residual_of_bias, best, fewest = least, 0.0, least, float("inf")
         for _ in range(ROUNDS_OF_FITS):
             predictions = self.path.predictions(features)
             # a direction alone is fitted as it is: beside the freedom of its size a doubt leaves it too little to say
-            doubt = self.expected_misfit(features, images) + left_of_bias if self.sized else 0.0
-            counts, left = self.fit_counts(predictions, images, least, doubt)
-            left_of_bias = left**2 * float(self.bias[self.told].square().mean())
-            fitted, left_of_weight = self.fit_features(predictions, counts / images, features)
-            left += left_of_weight
-            if left < fewest:
-                best, fewest = counts, left
+            doubt = self.expected_misfit(features, images) + residual_of_bias if self.sized else 0.0
+            counts, residual = self.fit_counts(predictions, images, least, doubt)
+            residual_of_bias = residual**2 * float(self.bias[self.told].square().mean())
+            fitted, residual_of_weight = self.fit_features(predictions, counts / images, features)
+            residual += residual_of_weight
+            if residual < fewest:
+                best, fewest = counts, residual
             there = counts > 0
             long = fitted.norm(dim=1, keepdim=True) / longest  # a class predicted surely sends next to nothing back
             features = features.clone()
@@ -265,9 +265,9 @@ class ClassifierGradient:
             # no class has more than all images: the bias's lowest entry can't lie below -1
             counts = map_counts(signals, target * (size / float(-target.min())), images, least)
             made = signals @ counts
-            left = float((made / made.norm() - target / target.norm()).norm())
-            if left < fewest:
-                best, fewest = counts, left
+            residual = float((made / made.norm() - target / target.norm()).norm())
+            if residual < fewest:
+                best, fewest = counts, residual
         return best, fewest
 
     def fit_features(self, predictions: Tensor, shares: Tensor, features: Tensor) -> tuple[Tensor, float]:

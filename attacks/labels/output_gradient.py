@@ -74,7 +74,7 @@ def view_of_any_loss(view: ServerView) -> ServerView | None:
     outputs' gradient is asked of what the model would send of an input of its own.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     easier = _without_loss(view) if view.batch_size == 1 else None
     bias = None if easier is None else classifier_tensors(view, easier.update)[1]
@@ -90,7 +90,7 @@ def view_of_several_under_any_loss(view: ServerView, images: Tensor) -> ServerVi
     would say so of mixtures, too: what they make of the other tensors may speak for them, but proves none.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         images: in [0, 1] (N, C, H, W).
     """
     easier = _without_loss(view) if view.batch_size == len(images) > 1 else None
@@ -168,7 +168,7 @@ def read_smoothing(view: ServerView, images: Tensor) -> Smoothing | None:
     share of the smoothing.
 
     Args:
-        view: the server's, of one step on one image.
+        view: what the server saw, of one step on one image.
         images: the image (1, C, H, W).
 
     Returns:
@@ -190,7 +190,7 @@ def read_rounded_label(view: ServerView, images: Tensor) -> int | None:
     Of an image that a network is certain of it is rounded to few digits or to zero, and all other classes are told.
 
     Args:
-        view: the server's, of one step on one image.
+        view: what the server saw, of one step on one image.
         images: the image (1, C, H, W).
 
     Returns:

@@ -128,7 +128,7 @@ def fixed_labels(view: ServerView, rule: str) -> Tensor | None:
     `attacks.labels.assignment.order_matters`.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         rule: "auto" as above; by any other they are searched for unless they are known.
     """
     if not view.method.uses_labels:
@@ -154,7 +154,7 @@ def _count_classes(view: ServerView, labels: Tensor | None) -> Tensor | None:
 
 
 def _labels_by_signs(observed: ObservedUpdate) -> Tensor | None:
-    """Return the labels of as many images as the classifier's bias has negative entries; None of other numbers.
+    """Return the labels of as many images as the classifier's bias has negative entries; None for any other number of images.
 
     The first step of an adaptive optimizer shows the signs of the gradient, and a class is negative only if an image
     is of it. Further steps mix.

@@ -40,7 +40,7 @@ def output_signal(view: ServerView) -> Tensor | None:
     Whether the last layer's bias has it is asked of what the model would send of an input of its own.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     hidden = view.private or view.parts or not view.method.uses_labels or deviation_from_loss_gradient(view) is not None
     if view.batch_size != 1 or hidden or view.schedule is None:
@@ -79,7 +79,7 @@ def fitted_signal(view: ServerView, inputs: Tensor) -> Tensor | None:
     it is told without a bias of the last layer, if the input is right.
 
     Args:
-        view: the server's, of one step on one example under a loss that is linear in its targets.
+        view: what the server saw, of one step on one example under a loss that is linear in its targets.
         inputs: the example (1, ...).
 
     Returns:
@@ -114,8 +114,8 @@ def with_target(view: ServerView, result: Reconstruction) -> Reconstruction:
     is not known.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
     """
     loss, found = view.task.loss, result.inputs
     if loss.is_cross_entropy or view.labels is not None or not view.method.uses_labels:

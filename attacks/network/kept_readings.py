@@ -54,7 +54,7 @@ def kept_reading(view: ServerView, what: Hashable, make: Callable[[], T], size: 
     """Return what `make` reads off the network of `view`, or read off it before; it is not to be changed.
 
     Args:
-        view: the server's. Networks are the same where client, parameters and buffers are the same objects.
+        view: what the server saw. Networks are the same where client, parameters and buffers are the same objects.
         what: is read: for each, `make` does the same.
         make: reads it.
         size: numbers that it holds.

@@ -141,7 +141,7 @@ def trace_view(view: ServerView, device: torch.device | str = "cpu", *, count: i
     While an attack runs others may be given the same (`attacks.network.kept_readings`): it is not to be changed.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         device: where it computes.
         count: of the images.
     """
@@ -168,7 +168,7 @@ def make_trace(
     """Return a network and its trace that are the caller's own, as `trace_view` does, in any precision.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         device: where it computes.
         count: of the images.
         dtype: in which it computes.
@@ -214,7 +214,7 @@ def extract_layer_chain(
     linear layer with a bias, it ends with that layer.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         lossy: whether what hides some of its input may stand between layers.
         device: where the stages are made.
     """

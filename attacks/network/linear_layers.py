@@ -82,7 +82,7 @@ def vector_layers(view: ServerView) -> VectorLayers:
     """Return the linear layers with a bias, none where the network can't be followed.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     return kept_reading(view, "vector layers", lambda: _read_vector_layers(view), _count_numbers)
 

@@ -94,7 +94,7 @@ class LookupFunctions(TorchFunctionMode):
             self._note(known[0], vectors.nonzero()[:, -1], turned=known[1] != (func is LINEAR))
 
     def _parameter(self, value: object) -> tuple[str, bool] | None:
-        """Return the name of the parameter that a tensor is, and whether it is that turned; None of any other."""
+        """Return the name of the parameter that a tensor is, and whether it is that turned; None for any other."""
         if id(value) in self.names:
             return self.names[id(value)], False
         return (self._turned[id(value)][1], True) if id(value) in self._turned else None

@@ -33,7 +33,7 @@ def network_above(view: ServerView, weight: str, count: int) -> UpperPart | None
     """Return the network of `view` from a linear layer's input up.
 
     Args:
-        view: the server's; nothing of it may be private.
+        view: what the server saw; nothing of it may be private.
         weight: name of the layer's weight.
         count: of the images that it is given at once.
 
@@ -66,7 +66,7 @@ def network_below(view: ServerView, weight: str) -> nn.Module | None:
     It has the parameters and buffers that this part uses, by their names.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         weight: name of the layer's weight.
     """
     found = make_trace(view, view.device, dtype=view.dtype)

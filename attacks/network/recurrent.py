@@ -15,7 +15,7 @@ def recurrent_obstacle(view: ServerView, instead: str = f"{TOGETHER}, or {SEARCH
     """Return why a network with a recurrent layer can't be solved layer by layer, or None where it has none.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         instead: what to try.
     """
     for name, module in view.task.model.named_modules():

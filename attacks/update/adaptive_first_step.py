@@ -59,7 +59,7 @@ class AdaptiveFirstStep:
     """A view's one step of an adaptive optimizer, read number by number.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         phase: of local training.
     """
 

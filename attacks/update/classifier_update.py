@@ -45,7 +45,7 @@ def is_update_sign_flipped(view: ServerView, update: Tensors, images: int = 1) -
     """Return whether the classifier's bias in an update is that of `images` images with its sign flipped.
 
     Args:
-        view: the server's; a difference of weights is rounded as these are, and rounding has no sign.
+        view: what the server saw; a difference of weights is rounded as these are, and rounding has no sign.
         update: observed or predicted, without weight decay.
         images: how many there are.
     """

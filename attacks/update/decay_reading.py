@@ -73,7 +73,7 @@ def with_decay_read_off(view: ServerView) -> tuple[ServerView, str]:
     Where decay spares tensors, what it made of the others in one step is taken off the view's update.
 
     Args:
-        view: the server's; one of another method than plain training, or of a known defense, is returned as it is.
+        view: what the server saw; one of another method than plain training, or of a known defense, is returned as it is.
     """
     method = view.method
     if type(method) is not FedAvg or (reading := read_decay(view)) is None:
@@ -91,9 +91,9 @@ def with_decay_read_off(view: ServerView) -> tuple[ServerView, str]:
     note = f"{name} was read off the update and taken off it, {said}" if found else f"no weight decay shows, {said}"
     if not partly:
         return replace(view, method=replace(method, weight_decay=found)), note
-    left = {n: value for n, value in view.update.items() if n in reading.spared or n not in view.shared}
+    other = {n: value for n, value in view.update.items() if n in reading.spared or n not in view.shared}
     taken = {
-        n: v - (reading.share * dense(view.shared[n]).double()).to(v) for n, v in _all_dense(view) if n not in left
+        n: v - (reading.share * dense(view.shared[n]).double()).to(v) for n, v in _all_dense(view) if n not in other
     }
     note = f"{note}; it spares {len(reading.spared)} of {len(view.update)} tensors, such as {reading.spared[0]}"
     update = {name: taken.get(name, value) for name, value in view.update.items()}
@@ -112,7 +112,7 @@ def read_decay(view: ServerView) -> DecayReading | None:
     """Return what an update shows of weight decay; None where nothing tells it.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     kinds = {phase.optimizer for phase in training_phases(view)[0]}
     hidden = view.private or view.parts or type(view.client.defense) not in {Defense, UnknownDefense}
@@ -177,16 +177,16 @@ def _read_by_rank(part: UpdateMatrix, rank: int) -> DecayReading | None:
         return None
     along = float((part.moved * part.start).sum() / part.start.square().sum().clamp_min(1e-300))
     fits = [_project(part, rank, start) for start in (0.0, along)]
-    share, left, size = min(fits, key=lambda fit: fit[1])
+    share, residual, size = min(fits, key=lambda fit: fit[1])
     expected = part.expected_error
-    if not left <= 2 * expected or not size > 0:
+    if not residual <= 2 * expected or not size > 0:
         return None
     return DecayReading(share, expected / math.sqrt(part.moved.numel()) / size)
 
 
 def _project(part: UpdateMatrix, rank: int, share: float) -> tuple[float, float, float]:
     """Return the share that variable projection comes to, what it leaves, and how long the weights are there."""
-    left, size = math.inf, 0.0
+    residual, size = math.inf, 0.0
     for _ in range(MAX_PASSES):
         u, _, v = torch.linalg.svd(part.moved - share * part.start, full_matrices=False)
         moved, start = (_outside(value, u[:, :rank], v[:rank]) for value in (part.moved, part.start))
@@ -194,10 +194,10 @@ def _project(part: UpdateMatrix, rank: int, share: float) -> tuple[float, float,
         if not size:
             return share, math.inf, 0.0
         last, share = share, float((moved * start).sum()) / size**2
-        left = float((moved - share * start).norm())
+        residual = float((moved - share * start).norm())
         if abs(share - last) <= CONVERGED:
             break
-    return share, left, size
+    return share, residual, size
 
 
 def _outside(value: Tensor, u: Tensor, v: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def count_examples(view: ServerView) -> int | None:
     It is the number of examples that one step was taken on, or that of the examples of several small steps together.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     if view.private or view.parts:
         return None

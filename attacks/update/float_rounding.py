@@ -82,7 +82,7 @@ def sent_types(view: ServerView) -> tuple[torch.dtype, torch.dtype]:
     """Return the types that all numbers of an update, and of the weights after it, lie on: of two bytes, or the view's.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     pairs = [(view.shared.get(name), value) for name, value in view.update.items()]
     if view.dtype.itemsize < 4 or any(isinstance(part, LowRank) for pair in pairs for part in pair):
@@ -116,7 +116,7 @@ def rounding_of_numbers(view: ServerView) -> dict[str, Tensor]:
     after it were rounded, and the difference once more.
 
     Args:
-        view: the server's, of an update without tensors of low rank.
+        view: what the server saw, of an update without tensors of low rank.
     """
     of_update, of_weights = sent_types(view)
     found = {}
@@ -133,7 +133,7 @@ def rounding_and_grid(view: ServerView) -> dict[str, Tensor]:
     """Return the same as `rounding_of_numbers`, with what an even grid that numbers lie on adds to it.
 
     Args:
-        view: the server's, of an update without tensors of low rank.
+        view: what the server saw, of an update without tensors of low rank.
     """
     found, by_rows = {}, were_rows_rounded(map(dense, view.update.values()))
     for name, rounding in rounding_of_numbers(view).items():
@@ -148,7 +148,7 @@ def largest_rounding(view: ServerView) -> float:
     It is 1 where nothing but a word tells how the update was sent (`view.sent_as`), or tensors are of low rank.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     if view.sent_as or any(isinstance(value, LowRank) for value in (*view.update.values(), *view.shared.values())):
         return 1.0

@@ -42,7 +42,7 @@ class ObservedUpdate:
     How many images of each class it was made of is read off it by `attacks.labels.recovery`.
 
     Attributes:
-        view: the server's, of a client or of a group of clients.
+        view: what the server saw, of a client or of a group of clients.
     """
 
     view: ServerView
@@ -103,7 +103,7 @@ class ObservedUpdate:
         return dense(probe[name])
 
     def altered(self, *names: str) -> str | None:
-        """Say which of the tensors a known defense has cut to a limit or else altered; None of none.
+        """Say which of the tensors a known defense has cut to a limit or else altered; None if there is none.
 
         Numbers that it left out are no such: there an observation is missing, and none is wrong.
 

@@ -46,7 +46,7 @@ def contradicts_rest(
     """Return what contradicts that the optimizer of one step started from rest; "" where nothing does, or can.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         observed: the update.
         rows: those that moved (M,), by the name of an embedding's weight.
         columns: the weights of which these are columns.

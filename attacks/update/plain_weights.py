@@ -71,7 +71,7 @@ def with_plain_weights(view: ServerView) -> ServerView:
     It is the view itself where there are none, or where the update tells no gradient of them.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     found = [one for one in _normed_weights(view.task.model) if _is_told(view, one)]
     if not found or not _is_plain_step(view, found):

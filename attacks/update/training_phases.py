@@ -27,7 +27,7 @@ def training_phases(
     """Return the phases whose steps move what the network predicts by, and their part of the schedule.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         part: whose schedule is meant: one client of the view's group; None takes the view's.
 
     Returns:

@@ -15,7 +15,7 @@ def without_unmoved(view: ServerView) -> ServerView:
     with, and nothing that speaks against what an attack finds.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     moved = {name: value for name, value in view.update.items() if bool(dense(value).any())}
     still = len(view.update) - len(moved)

@@ -61,7 +61,7 @@ def update_matrices(view: ServerView) -> list[UpdateMatrix]:
     """Return the matrices, kernels too, of an update that moved; none where some of it is structured.
 
     Args:
-        view: the server's.
+        view: what the server saw.
     """
     return list(_matrices(view))
 

@@ -11,7 +11,7 @@ UPPER, LOWER = "lora_B", "lora_A"
 
 
 def narrow_adapters(view: ServerView) -> NotApplicable | None:
-    """Return what an update tells in which B alone moved of each adapter that did; None of any other.
+    """Return what an update tells in which B alone moved of each adapter that did; None for any other.
 
     The gradient of B is an outer product with A x. Of the input x it tells so many numbers as A has rows. That of A is
     zero while B is, in the first step; it is not sent where A is frozen.

@@ -18,7 +18,7 @@ from fl.view import ServerView
 
 
 def confirm_under_any_loss(view: ServerView, result: Reconstruction) -> Reconstruction | None:
-    """Return a result that the update bears out under another loss than stated, or with other targets; None of others.
+    """Return a result that the update bears out under another loss than stated, or with other targets; None for others.
 
     What flows back into the outputs is then taken from the update itself. The label is kept where that is what label
     smoothing makes of one, or rounding of one that the network is certain of.

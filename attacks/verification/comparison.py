@@ -124,7 +124,7 @@ def _feature_comparison(view: ServerView, result: Reconstruction) -> Question | 
 
 
 def most_favorable(answers: Iterable[bool | None]) -> bool | None:
-    """Return what the one of several guesses that fits best comes to, asking until one fits; None of none."""
+    """Return what the one of several guesses that fits best comes to, asking until one fits; None if there is none."""
     others: list[bool | None] = []
     for answer in answers:
         check_time_limit()

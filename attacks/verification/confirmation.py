@@ -73,8 +73,8 @@ def confirm(view: ServerView, result: Result) -> Result:
     an attack itself does not verify says in its note why not, and how much is open.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
     """
     if isinstance(result, Reconstruction):
         result = result.without_remarks({Remark.LABELS_CONFIRMED, Remark.MAY_BE_MIXTURE, Remark.ONE_OF_SEVERAL})
@@ -163,8 +163,8 @@ def _hold_to_doubt(view: ServerView, result: Reconstruction, answer: bool | None
     """Return a result that the update does not bear out, with the reason; held to rounding where there is none.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
         answer: whether the update is one step on it, False or not known.
     """
     reason, other = _find_doubt(view, result, answer)

@@ -66,7 +66,7 @@ def contradicts_features(view: ServerView, result: Reconstruction, layer: str) -
     asked whether the update looks like that of such a rule.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         result: holds the input under `features/layer`.
         layer: its name.
     """
@@ -157,7 +157,7 @@ def explains_under_any_loss(view: ServerView, images: Tensor) -> bool:
     """Return whether a batch makes the update with what flows back into its outputs taken from the update.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         images: (N, C, H, W), at least two.
     """
     easier = view_of_several_under_any_loss(view, images) if can_replay(view) else None

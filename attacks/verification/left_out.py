@@ -87,8 +87,8 @@ def hold_to_sent_numbers(view: ServerView, result: Reconstruction) -> Reconstruc
     Where nothing was left out, or such a step can't be taken, it is returned as it is.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
     """
     if not result.verified or result.inputs is None or len(result.inputs) != view.batch_size:
         return result

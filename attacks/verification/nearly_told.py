@@ -31,7 +31,7 @@ def mark_nearly_told(view: ServerView, result: Reconstruction, pixels: Tensor | 
     """Return the result of an attack that solves, marked where it leaves little of the equations of one example.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         result: whose objective is the share that is left.
         pixels: of its picture as they were solved for, which are next to [0, 1] in what is marked; None asks none.
     """

@@ -34,7 +34,7 @@ def has_negative(
     Where the server does not know the whole network, what the rest of it returns has to be the same.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         result: with pictures that the update bears out.
         check: the comparison with it.
         labels: with which these do.

@@ -37,7 +37,7 @@ def doubt_other_pictures(view: ServerView, held: Reconstruction) -> Reconstructi
     Those that it does not bear out are returned with gray in place of pixels that the network is not given.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         held: a result, held to its update.
     """
     asked = held.verified or held.approximate
@@ -68,7 +68,7 @@ class _BorneOut:
     """Pictures that an update bears out, and what all checks ask for.
 
     Attributes:
-        view: that was attacked.
+        view: the view that was attacked.
         held: the result.
         inputs: its pictures.
     """

@@ -37,7 +37,7 @@ def has_rearranged(
     Where the server does not know the whole network, what the rest of it returns has to do.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         check: the comparison with the update, which the images explain.
         images: (N, C, H, W).
         labels: with which they do.

@@ -42,8 +42,8 @@ def hold_to_rounding(view: ServerView, result: Reconstruction, targets: Tensor |
     and white ones is.
 
     Args:
-        view: that was attacked.
-        result: of an attack on it.
+        view: the view that was attacked.
+        result: of the attack on the view.
         targets: under which the update bears it out; None takes the labels that it may have.
     """
     asked = None if view.private or not result.verified else comparison(view, result)

@@ -118,7 +118,7 @@ class WholeNetwork:
         """Return whether others make the update or, where the server knows a part of the network, have the same output.
 
         Args:
-            view: that was attacked.
+            view: the view that was attacked.
             check: the comparison with the update.
             others: (N, C, H, W).
             labels: with which the images make it.

@@ -16,7 +16,7 @@ def say_why_unverified(view: ServerView, result: Reconstruction) -> Reconstructi
     Numbers that are not fixed are always counted. Of other reasons the attack's own words come first.
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         result: of an attack on it, as the update bears it out.
     """
     if result.verified or (result.verified is None and result.fixed is None):

@@ -247,7 +247,7 @@ class UpdateComparison:
         return True
 
     def told_distance(self, images: Tensor, labels: Tensor) -> float | None:
-        """Return the distance from images that explain the update at which others do not, or None of the largest asked.
+        """Return the distance from images that explain the update at which others do not, or None for the largest one asked.
 
         Others are brighter and darker, or differ at random, slowly or quickly over the picture.
 

@@ -46,7 +46,7 @@ def value_errors(view: ServerView, result: Reconstruction, asked: Tensor | None 
     Args:
         view: of one example.
         result: has it as `inputs` (1, C, H, W), near enough to make the update to its rounding.
-        asked: which numbers may be off, if the others are known (1, C, H, W); None of all.
+        asked: which numbers may be off, if the others are known (1, C, H, W); None for all.
 
     Returns:
         (1, C, H, W), in the unit of the inputs. None where nobody knows how the update was rounded, where the inputs do

@@ -159,7 +159,7 @@ class Victim:
     """One client, or a group.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         images: the truth.
         model: as the client got it.
         gradient: in the order of the model's parameters; None where weights are sent.

@@ -24,7 +24,7 @@ class Victim:
     Attributes:
         image: (1, C, H, W) in [0, 1].
         label: (1,) int64.
-        view: the server's, its update the gradient that peers are handed.
+        view: what the server saw, its update the gradient that peers are handed.
         gradient: in the order of the model's parameters.
         seed: of the attack.
     """

@@ -86,7 +86,7 @@ class CapturedUpdate:
         weights: whether `update` holds weights after training, whose difference to the model's is still to be taken.
         kind: "gradient" for one that was sent before a step of plain SGD was made of it (`fl.capture`).
         clients: of which the update is the mean, each of as many images.
-        training: what a file recorded in a federation says of how the client trained; None of other files.
+        training: what a file recorded in a federation says of how the client trained; None for other files.
         scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
         rounding: how far each number may be off for having been rounded to two bytes or one
             (`eval.audit.coarse_numbers`), or to integers with a scale, by name; only of tensors that were. Of anything
@@ -170,7 +170,7 @@ def load_pair(before: Part | None, after: Part, *, said: bool = True) -> Capture
 
 
 def pair_by_words(given: Mapping[str, object]) -> tuple[Part | None, Part] | None:
-    """Return the values of a mapping of two as weights before and after, by what they are called; None of another."""
+    """Return the values of a mapping of two as weights before and after, by what they are called; None for another."""
     halves = {_before_or_after(str(name)): value for name, value in given.items()}
     one_each = len(given) == 2 and halves.keys() == {"before", "after"}
     arrays = {name: value for name, value in given.items() if isinstance(value, Tensor | np.ndarray)}
@@ -245,7 +245,7 @@ def _as_pair(found: object) -> dict[str, object] | None:
 
 
 def _by_prefix(found: dict[object, object]) -> dict[str, object] | None:
-    """Return two states whose names begin with one of two words, such as `before/fc.weight`; None of others.
+    """Return two states whose names begin with one of two words, such as `before/fc.weight`; None for others.
 
     Numbers and texts may stand beside, and tensors of one number, such as a step size.
     """
@@ -402,7 +402,7 @@ def _joined(found: Mapping[object, object], prefix: str = "") -> dict[object, ob
 
 
 def _from_answer(found: Sequence[object], wanted: str) -> CapturedUpdate | None:
-    """Return the tensors of what a client's training returns with numbers and words beside; None of anything else.
+    """Return the tensors of what a client's training returns with numbers and words beside; None for anything else.
 
     Flower's `fit` returns (arrays, number of examples, metrics).
     """

@@ -119,7 +119,7 @@ def _refuse_left_scales(found: Mapping[str, object], wanted: str) -> None:
 
 
 def find_lost_scale(left: Collection[str], taken: Collection[str]) -> tuple[str, str] | None:
-    """Return a tensor that is taken, and one left out without which its numbers can't be told; None of none."""
+    """Return a tensor that is taken, and one left out without which its numbers can't be told; None if there is none."""
     for name in left:
         for cut in (match.start() for match in re.finditer(r"[_./:]", name)):
             if name[:cut] in taken and BESIDE.match(name[cut:]):
@@ -141,7 +141,7 @@ def _common_scale(tensors: Mapping[str, object]) -> str | None:
 
 
 def _as_number(value: object) -> Tensor | None:
-    """Return a tensor as it is, and a number of Python as one in double precision; None of anything else."""
+    """Return a tensor as it is, and a number of Python as one in double precision; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float | Tensor):
         return None
     return value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64)

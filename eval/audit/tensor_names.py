@@ -329,7 +329,7 @@ def _match_pruned(names: Sequence[str], known: Collection[str]) -> tuple[dict[st
 
 
 def _match_separators(names: Sequence[str], known: Collection[str]) -> tuple[dict[str, str], list[str]] | None:
-    """Return the model's names by those that have other characters for its dots (`fc/weight`); None of others."""
+    """Return the model's names by those that have other characters for its dots (`fc/weight`); None for others."""
     short: dict[str, list[str]] = {}
     for name in known:
         short.setdefault(re.sub(r"[./:_]+", "_", name), []).append(name)

@@ -42,7 +42,7 @@ def override(experiment: Experiment, text: str) -> Experiment:
 
 
 def sweep_override(experiment: Experiment, text: str) -> dict[str, Any] | None:
-    """Return key and values of an override that gives several to a setting that takes one; None of any other.
+    """Return key and values of an override that gives several to a setting that takes one; None for any other.
 
     Raises:
         ValueError: as `override`.

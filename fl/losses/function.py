@@ -97,7 +97,7 @@ class OwnLoss(Loss):
         return (variables > 0).to(variables.dtype) if self.targets == "binary" else self.relax(variables)
 
     def every_target(self, output_shape: torch.Size, limit: int) -> Tensor | None:
-        """Return all classes, or the first `limit` of them; None of other targets."""
+        """Return all classes, or the first `limit` of them; None for other targets."""
         return torch.arange(min(output_shape[0], limit)) if self.takes_classes and output_shape else None
 
     def errors(self, found: Tensor, true: Tensor) -> Tensor:

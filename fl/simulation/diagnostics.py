@@ -52,7 +52,7 @@ class TrainingDiagnostics:
             "losses": cross entropy (nats, from 0) on each client's training images as they are, mean over images;
             "loss": mean over clients. "movement": Euclidean distance of each client's weights from those before the
             round; absent before the first. "similarity": cosine of any two clients' weights, in [-1, 1], row by row.
-            "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None of
+            "divergence": for every layer the Euclidean distance of two clients' weights, mean over pairs; None for
             single clients. "embeddings": the clients' (see `embedding`); absent where a method has none. "confidence":
             see `confidence_histogram`. "server": `Method.server_metrics` of the last round, of its clients in order;
             {} where a method has none, absent before the first.

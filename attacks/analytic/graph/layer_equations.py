@@ -154,6 +154,6 @@ class LayerEquations:
             matrix: A (C, kh kw, n H W).
             x: (n H W, K).
         """
-        left = self.right_side() - matrix @ x
+        residual = self.right_side() - matrix @ x
         known = self.sent_equations()
-        return left if known is None else left * known
+        return residual if known is None else residual * known

@@ -184,7 +184,7 @@ def solve_input(
         if solved is None or (joint is not None and _are_few(joint, signals)):
             return last  # too few channels fit
         x, misfits = solved
-        left = [layer.unexplained(m, x) for layer, m in zip(layers, matrices, strict=True)]
+        residual = [layer.unexplained(m, x) for layer, m in zip(layers, matrices, strict=True)]
         typical = _usual_misfit(misfits, good)
         floor = typical / 2 if turn == 0 else floor
         typical = max(typical, floor)  # what is left of few channels may fit by chance
@@ -195,7 +195,7 @@ def solve_input(
         if not any(map(bool, map(torch.any, bad))) or turn == MAX_ROUNDS - 1:
             break
         turned = 0
-        for known, rest, wrong, norm in zip(signals, left, bad, size, strict=True):
+        for known, rest, wrong, norm in zip(signals, residual, bad, size, strict=True):
             if known.bits is not None and bool(wrong.any()):
                 turned += _correct_bits(known, values, rest, wrong, MISFIT_FACTOR * typical * norm)
         before, good = good, _choose_channels(bad, misfits, layers)
@@ -231,9 +231,9 @@ def estimate_error(signals: Sequence[KnownSignal], solved: SolvedInput) -> float
     )
     values = layers[0].as_channels(solved.values).mT
     share, known = _sent_share(layers), _known_equations(layers)
-    left = right - matrix @ values if known is None else (right - matrix @ values) * known
+    residual = right - matrix @ values if known is None else (right - matrix @ values) * known
     spare = max(1.0, share * len(matrix) - matrix.shape[1])
-    squares = left.square().sum() / share / spare
+    squares = residual.square().sum() / share / spare
     factor, failed = torch.linalg.cholesky_ex(matrix.mT @ matrix)
     if int(failed):
         return math.inf
@@ -293,8 +293,8 @@ def _solve_signal_by_sent(layer: LayerEquations, patches: Tensor, sent: Tensor) 
     found = masked_least_squares(patches.mT, layer.gradient.flatten(1).mT, sent.flatten(1).mT)
     if found is None:
         return None
-    left = (layer.gradient.flatten(1) - found.mT @ patches) * sent.flatten(1)
-    return layer.as_images(found.mT, layer.output_shape), float(left.norm() / (layer.gradient * sent).norm())
+    residual = (layer.gradient.flatten(1) - found.mT @ patches) * sent.flatten(1)
+    return layer.as_images(found.mT, layer.output_shape), float(residual.norm() / (layer.gradient * sent).norm())
 
 
 def fit_in_turn(layer: LayerEquations, signal: Tensor) -> Tensor:
@@ -376,8 +376,8 @@ def _count_misfits(misfits: Tensor, size: Tensor) -> int:
     A channel through which next to nothing flows back may have a gradient of nothing but the rounding of the update,
     which is as large as what is left of others.
     """
-    left, silent = misfits * size, size < SILENT_CHANNEL * size.median()
-    rounded = silent & (left <= UNIFORM_ROUNDING * left.median())
+    residual, silent = misfits * size, size < SILENT_CHANNEL * size.median()
+    rounded = silent & (residual <= UNIFORM_ROUNDING * residual.median())
     return int(((misfits > MAX_CHANNEL_MISFIT) & ~rounded).sum())
 
 
@@ -454,7 +454,7 @@ def _robust_least_squares(
         if now is None:
             break  # too few channels are left with weight
         solved = now
-        misfits = [_row_norms(left) / n for left, n in zip(systems.unexplained(solved), size, strict=True)]
+        misfits = [_row_norms(residual) / n for residual, n in zip(systems.unexplained(solved), size, strict=True)]
         usual, worst = _usual_misfit(misfits, [w > 0 for w in weights]), float(torch.cat(misfits).max())
         final = systems.joint is None or tolerance == TOLERANCES[-1]
         uneven = worst > EVEN_MISFITS * usual
@@ -520,7 +520,7 @@ def _choose_channels(
     return list(good.split([len(m) for m in misfits]))
 
 
-def _correct_bits(known: KnownSignal, values: Tensor, left: Tensor, wrong: Tensor, allowed: Tensor) -> int:
+def _correct_bits(known: KnownSignal, values: Tensor, residual: Tensor, wrong: Tensor, allowed: Tensor) -> int:
     """Turn bits of the channels `wrong` so that they fit; return how many were turned."""
     layer = known.layer
     assert known.bits is not None
@@ -534,7 +534,7 @@ def _correct_bits(known: KnownSignal, values: Tensor, left: Tensor, wrong: Tenso
     factor: Tensor | None = None
     turned = 0
     for c in torch.nonzero(wrong)[:, 0].tolist():
-        rest, row, start = left[c].flatten(), bits[c].clone(), bits[c].clone()
+        rest, row, start = residual[c].flatten(), bits[c].clone(), bits[c].clone()
         heard = ordered if sent is None else ordered * sent[c].flatten()
         squares = squares if sent is None else heard.square().sum(1)
         step = (1 - known.slope) * signal[c]
@@ -554,7 +554,7 @@ def _correct_bits(known: KnownSignal, values: Tensor, left: Tensor, wrong: Tenso
                 ridge = RIDGE * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
                 factor = torch.linalg.cholesky_ex(gram + ridge)[0]
             now = torch.where(start, signal[c], known.slope * signal[c])
-            fitted = now + torch.cholesky_solve((heard @ left[c].flatten())[:, None], factor)[:, 0]
+            fitted = now + torch.cholesky_solve((heard @ residual[c].flatten())[:, None], factor)[:, 0]
             told = doubtful[c] & (signal[c].abs() > MIN_TOLD_SIGNAL * signal[c].abs().max())
             row = torch.where(told, fitted / torch.where(told, signal[c], 1.0) > (1 + known.slope) / 2, start)
         turned += int((row != start).sum())

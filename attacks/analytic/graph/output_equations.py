@@ -157,9 +157,9 @@ class OutputEquations:
         """Return the share of the right side that x leaves, without the worst equations, whose bits may be wrong."""
         known = [out.known for out in self.outputs]
         right = torch.cat([t[k] for t, k in zip(self.right_side(), known, strict=True)])
-        left = right - torch.cat([now[k] for now, k in zip(self.push(x), known, strict=True)])
-        best = left.abs().argsort()[: max(1, round((1 - MAX_WRONG) * len(left)))]
-        return float(left[best].norm() / right[best].norm().clamp_min(1e-300))
+        residual = right - torch.cat([now[k] for now, k in zip(self.push(x), known, strict=True)])
+        best = residual.abs().argsort()[: max(1, round((1 - MAX_WRONG) * len(residual)))]
+        return float(residual[best].norm() / right[best].norm().clamp_min(1e-300))
 
 
 def find_output_equations(known: Propagation, start: Ref, shape: torch.Size) -> OutputEquations | None:

@@ -60,7 +60,7 @@ def solve_in_training_mode(
     """Return the pictures whose features the network's equations give, or why they give none.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         network: the graph, of a trace at the number of images.
         norms: its normalizations in training mode (`find_normalizations`).
         seed: of the searches' starts.

@@ -132,8 +132,8 @@ def _solve_each(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
     if bool(failed.any()):
         return None
     x = torch.cholesky_solve((b.mT @ a)[..., None], factor)[..., 0]
-    left = b.mT - weights.mT * (x @ a.mT)
-    return (x + torch.cholesky_solve((left @ a)[..., None], factor)[..., 0]).mT
+    residual = b.mT - weights.mT * (x @ a.mT)
+    return (x + torch.cholesky_solve((residual @ a)[..., None], factor)[..., 0]).mT
 
 
 def _grams(a: Tensor, weights: Tensor) -> Tensor:

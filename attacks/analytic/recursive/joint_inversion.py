@@ -176,7 +176,7 @@ def joint_equations(
     """Return what the lowest linear layer with a bias and the layers below it say of the picture, or why nothing.
 
     Args:
-        view: the server's, of one step on one image.
+        view: what the server saw, of one step on one image.
         gradient: of that step, by parameter, up to one factor.
         device: where to solve.
     """
@@ -219,14 +219,14 @@ def _equations_below(
     if not bool(bias.any()):
         return NotApplicable(f"{names['bias']} did not move")
     value = bias @ weight / (bias @ bias)
-    left = float((weight - bias[:, None] * value).norm() / weight.norm())
-    if not left < MAX_OUTER_PRODUCT_ERROR:
-        return NotApplicable(f"the gradient of {names['weight']} is that of more than one input (up to {left:.1e})")
+    residual = float((weight - bias[:, None] * value).norm() / weight.norm())
+    if not residual < MAX_OUTER_PRODUCT_ERROR:
+        return NotApplicable(f"the gradient of {names['weight']} is that of more than one input (up to {residual:.1e})")
     start = arranged("weight", graph.tensors[names["weight"]].detach())
     used = frozenset[str]().union(*(graph.nodes[n].sources for n in graph.operations_behind(features)))
     below = sorted(name for name in used & graph.parameters if name in gradient and bool(gradient[name].any()))
     least = RMS_ROUNDING * torch.finfo(view.dtype).eps
-    own = max(left, relative_rounding(view, names["bias"]), least)
+    own = max(residual, relative_rounding(view, names["bias"]), least)
     noise = {name: max(relative_rounding(view, name), own, least) for name in below}
     if view.dtype != torch.float64:
         noise = {name: max(off, AUTOGRAD_NOISE) for name, off in noise.items()}
@@ -253,7 +253,7 @@ def measure_misfits(
     """Return the largest share of a tensor's norm that each picture leaves of all equations together, or None.
 
     Args:
-        view: the server's, of one step on one image.
+        view: what the server saw, of one step on one image.
         gradient: of that step, by parameter, in double precision.
         device: where to solve.
         pictures: (1, C, H, W) each.
@@ -274,7 +274,7 @@ def invert_jointly(
     """Return the picture, or why there is none: too few equations, too many pixels, or a search that led nowhere.
 
     Args:
-        view: the server's, of one step on one image.
+        view: what the server saw, of one step on one image.
         gradient: of that step, by parameter, in double precision.
         device: where to solve.
         refusal: why the layers can't be undone one by one.
@@ -361,10 +361,10 @@ def _search(equations: JointEquations, prior: GaussianPrior, images: Tensor) -> 
     began, damping = time.process_time(), FIRST_DAMPING
     expected = prior.dense
 
-    def left(moved: Tensor) -> float:
+    def misfit(moved: Tensor) -> float:
         return float(equations.residual(moved).square().sum()) + prior.penalty(moved[0])
 
-    after = left(images)
+    after = misfit(images)
     for _ in range(MAX_STEPS):
         check_time_limit()
         if time.process_time() - began > MAX_SECONDS:
@@ -373,14 +373,14 @@ def _search(equations: JointEquations, prior: GaussianPrior, images: Tensor) -> 
         before = after
         matrix = jacobian @ jacobian.mT + expected
         rhs = jacobian @ residual + prior.shift.flatten() - expected @ images.flatten()
-        images, after, damping = _damped_step(left, images, matrix, rhs, before, damping)
+        images, after, damping = _damped_step(misfit, images, matrix, rhs, before, damping)
         if not after < STALLED * before:
             break
     return images
 
 
 def _damped_step(
-    left: Callable[[Tensor], float], images: Tensor, matrix: Tensor, rhs: Tensor, before: float, damping: float
+    misfit: Callable[[Tensor], float], images: Tensor, matrix: Tensor, rhs: Tensor, before: float, damping: float
 ) -> tuple[Tensor, float, float]:
     """Return the picture after a step, what it leaves, and the damping of the next; damped until it leaves less."""
     diagonal = matrix.diagonal().clone()
@@ -390,7 +390,7 @@ def _damped_step(
         factor, failed = torch.linalg.cholesky_ex(raised)
         if not bool(failed):
             moved = images + torch.cholesky_solve(rhs[:, None], factor).view_as(images)
-            after = left(moved)
+            after = misfit(moved)
             if after < before:
                 return moved, after, max(damping / 5, 1e-12)
         damping *= 4

@@ -79,7 +79,7 @@ class ActivationOutputs:
             activation that falls and rises the side is open where both its inputs are plausible.
         signal_noise: how far the activation's slope may put the signal off, relative to its root mean square: of
             activations without bends it changes with what they are given.
-        other_inputs: the smaller of both inputs of an activation that falls and rises; None of any other.
+        other_inputs: the smaller of both inputs of an activation that falls and rises; None for any other.
     """
 
     inputs: ActivationInputs
@@ -153,7 +153,7 @@ def conv_equations(
     """Return the equations that a convolution's input answers.
 
     Args:
-        view: the server's, which tells how the gradient was rounded.
+        view: what the server saw, which tells how the gradient was rounded.
         stage: of the convolution.
         above: the stage that takes its outputs.
         gradients: by the layer's name and ".weight".

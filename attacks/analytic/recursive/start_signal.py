@@ -52,7 +52,7 @@ def start_signals(
     """Return where to begin, or why nothing tells; several where the loss of one image has several solutions.
 
     Args:
-        view: the server's.
+        view: what the server saw.
         stages: of its network, bottom first.
         observed: the gradient, as large as it was sent.
         unit: by which the signals are divided.

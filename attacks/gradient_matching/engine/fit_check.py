@@ -82,7 +82,7 @@ def _doubt_of_labels(view: ServerView, *, searched: bool) -> str:
     one that is not sent).
 
     Args:
-        view: that was attacked.
+        view: the view that was attacked.
         searched: whether the search changed the labels.
     """
     if searched and classifier_names(view, view.update)[1] is None:

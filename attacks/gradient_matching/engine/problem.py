@@ -67,7 +67,7 @@ class MatchingProblem:
     """One view, the labels the search may take as given, and what it compares.
 
     Attributes:
-        view: the server's.
+        view: what the server saw.
         labels: (N,) given or recovered, or None where they are searched for.
         objective: a name in `attacks.gradient_matching.engine.objectives.OBJECTIVES`.
         tv_weight: weight of the total variation.

@@ -239,7 +239,7 @@ INDEXING_OPERATIONS = (torch.ops.aten.index.Tensor,)
 
 
 def _recorded_dtype(node: object) -> torch.dtype | None:
-    """Return the type of a recorded tensor; None of what is constant."""
+    """Return the type of a recorded tensor; None for a constant."""
     found = node.meta.get("tensor_meta") if isinstance(node, fx.Node) else None
     return getattr(found, "dtype", None)
 

@@ -26,7 +26,7 @@ class OutputHook:
     Attributes:
         choice: which part.
         dimensions: of outputs, the batch's included, of a network that takes this one off a single example (by
-            `squeeze()`, say); None of others.
+            `squeeze()`, say); None for others.
     """
 
     choice: Choice = None
