@@ -76,12 +76,12 @@ class Reconstruction:
             `extractor/name`.
         knowledge: what the attack was told beside the shared parameters, the update, the sizes of the batches, the
             schedule and the defense, e.g. "labels".
-        verified: True if the attack and the whole update confirm the images without the truth, False if they are
-            refuted, None if neither (docs/concepts/verified.md).
+        verified: True if the attack and the whole update confirm the images without the truth, False if they fail the
+            attack's own check or the update contradicts them, None if it can't be decided (docs/concepts/verified.md).
         fixed: True at the pixels (N, C, H, W) whose level of 8 bits the update determines, judged without the truth;
             None if that is unknown.
-        seen: True at the pixels (N, C, H, W) that reach the network, if it looks at some pixels only (a crop, say); None
-            if it looks at all of them, or that is unknown. The other pixels of `inputs` mean nothing.
+        seen: True at the pixels (N, C, H, W) that the network looks at, if it leaves some out (by a crop, say); None if
+            it looks at all, or that is unknown. The other pixels of `inputs` mean nothing.
         approximate: whether a replayed step on the images makes the whole update as nearly as the right ones would,
             though they are not verified: they may be the mean of several that are nearly alike, or rounding or noise
             may have moved them by more than a quarter of a level. `note` says which.

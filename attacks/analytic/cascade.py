@@ -312,7 +312,7 @@ def _solve_jointly(view: ServerView, refused: NotApplicable, start: Tensor | Non
 
 
 def _even_gradient(view: ServerView) -> dict[str, Tensor] | None:
-    """Return the gradient of one image in double precision, up to one factor; None for several images, or if it is unknown."""
+    """Return one image's gradient in double precision, up to a factor; None for several images, or if unknown."""
     gradient = exact_step_gradient(view)
     if isinstance(gradient, NotApplicable):
         return None

@@ -154,7 +154,7 @@ def _count_classes(view: ServerView, labels: Tensor | None) -> Tensor | None:
 
 
 def _labels_by_signs(observed: ObservedUpdate) -> Tensor | None:
-    """Return the labels of as many images as the classifier's bias has negative entries; None for any other number of images.
+    """Return the labels, if the classifier's bias has as many negative entries as there are images; else None.
 
     The first step of an adaptive optimizer shows the signs of the gradient, and a class is negative only if an image
     is of it. Further steps mix.

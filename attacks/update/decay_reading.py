@@ -73,7 +73,7 @@ def with_decay_read_off(view: ServerView) -> tuple[ServerView, str]:
     Where decay spares tensors, what it made of the others in one step is taken off the view's update.
 
     Args:
-        view: what the server saw; one of another method than plain training, or of a known defense, is returned as it is.
+        view: what the server saw; it is returned as it is under a known defense, or if training was not plain.
     """
     method = view.method
     if type(method) is not FedAvg or (reading := read_decay(view)) is None:

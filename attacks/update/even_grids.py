@@ -103,7 +103,7 @@ def _are_enough(flat: Tensor, levels: int) -> bool:
 
 
 def grid_steps(values: Tensor, *, of_one_row: bool = False, spacing: float = 0.0) -> Tensor | None:
-    """Return the step of the grid that a tensor lies on, or one for each of its rows (m, 1, ...); None if it lies on none.
+    """Return the step of the grid that a tensor lies on, or one for each row (m, 1, ...); None if it lies on none.
 
     Of rows that are all 0 it is 0.
 

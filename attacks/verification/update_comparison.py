@@ -247,7 +247,7 @@ class UpdateComparison:
         return True
 
     def told_distance(self, images: Tensor, labels: Tensor) -> float | None:
-        """Return the distance from images that explain the update at which others do not, or None for the largest one asked.
+        """Return the distance at which images no longer explain the update; None if even the largest one tried does.
 
         Others are brighter and darker, or differ at random, slowly or quickly over the picture.
 

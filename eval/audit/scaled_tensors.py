@@ -119,7 +119,7 @@ def _refuse_left_scales(found: Mapping[str, object], wanted: str) -> None:
 
 
 def find_lost_scale(left: Collection[str], taken: Collection[str]) -> tuple[str, str] | None:
-    """Return a tensor that is taken, and one left out without which its numbers can't be told; None if there is none."""
+    """Return a tensor that is taken, and a missing one without which it can't be told; None if there is none."""
     for name in left:
         for cut in (match.start() for match in re.finditer(r"[_./:]", name)):
             if name[:cut] in taken and BESIDE.match(name[cut:]):

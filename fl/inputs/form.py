@@ -77,7 +77,7 @@ class InputPart:
         return most.view(-1, *[1] * (len(self.shape) - 1)) if self.shape else most[0]
 
     def first_id_beyond(self, values: Tensor) -> tuple[int, int] | None:
-        """Return a packed id (B, *shape) that is too large, and how many there are of its column; None if there is none."""
+        """Return a packed id (B, *shape) that is too large, and how many its column has; None if there is none."""
         found = (values.detach() * self._unit).round()
         most = self._largest_ids(values).expand_as(found)
         wrong = (found > most).nonzero()

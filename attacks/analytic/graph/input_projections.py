@@ -99,7 +99,7 @@ class WeightedProjection:
 
 
 def weighted_projection(signals: Sequence[KnownSignal]) -> WeightedProjection | None:
-    """Return what gradients say of one image's input where they are too few to be checked; None for several images or a vector.
+    """Return the part of one image's input that few gradients determine; None for several images, or a vector.
 
     Args:
         signals: of the layers that take the input; of one group of channels.
