@@ -79,14 +79,14 @@ class EarlyStopping:
     folder: RunDir
     reasons: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, one: Source, watch: AttackTask) -> bool:
+    def __call__(self, source: Source, task: AttackTask) -> bool:
         """Return whether the attack may add something to those that stand before it."""
-        earlier = one.attack_tasks[: one.attack_tasks.index(watch)]
+        earlier = source.attack_tasks[: source.attack_tasks.index(task)]
         done = {other.attack.label: cell for other in earlier if (cell := self.folder.latest(other.cell)) is not None}
         before = {label: jsonl.read_rows(self.folder.file(cell, IMAGES)) for label, cell in done.items()}
-        reason = redundant_reason(watch.attack.label, before)
+        reason = redundant_reason(task.attack.label, before)
         if reason:
-            self.reasons[watch.cell.id] = reason
+            self.reasons[task.cell.id] = reason
         return not reason
 
     def left_out(self, plan: Plan) -> dict[str, str]:

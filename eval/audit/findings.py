@@ -272,22 +272,22 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
     """Return what one attack's rows come to."""
     if context.threat.knows_labels:
         rows, labels = [row | dict.fromkeys(set(row).intersection(LABEL_FIGURES)) for row in rows], []
-    open_to = [row for row in rows if not row.get("spared")]
-    if not open_to:
+    unsettled = [row for row in rows if not row.get("spared")]
+    if not unsettled:
         return AttackFinding.from_skip(attack, str(rows[0]["not_applicable"]))
     refused = [
         _refusal_words(row["not_applicable"], limit=bool(row.get("limit")))
-        for row in open_to
+        for row in unsettled
         if "not_applicable" in row
     ]
-    scored = [row for row in open_to if "not_applicable" not in row]
+    scored = [row for row in unsettled if "not_applicable" not in row]
     judged, unjudged = ([row for row in scored if bool(row.get("unjudged")) == blind] for blind in (False, True))
     said = _full_verdict(
         judged, refused, unscored_verdict(unjudged) if unjudged and not judged else "", tests=context.tests
     )
     spared = ""
-    if len(open_to) < len(rows):
-        spared = f"of the {len({row['update'] for row in open_to})} update(s) that no attack before it settled"
+    if len(unsettled) < len(rows):
+        spared = f"of the {len({row['update'] for row in unsettled})} update(s) that no attack before it settled"
         said = f"{spared}: {said}"
     return AttackFinding(
         attack,
@@ -300,11 +300,11 @@ def _finding(attack: str, rows: Sequence[Row], context: _Context, labels: list[l
         self_verification.attack_notes(judged)
         or list(dict.fromkeys(row["note"] for row in unjudged if row.get("note"))),
         spared=spared,
-        outcomes=undecided.outcomes_of_rows(attack, open_to),
+        outcomes=undecided.outcomes_of_rows(attack, unsettled),
         leaked=has_leaked(judged, context.tests),
         too_few_images=count_if_too_few(judged, context.tests),
         doubtful=any(row.get("labels_doubtful") for row in scored),
-        cut_short=next((str(row["cut_short"]) for row in open_to if row.get("cut_short")), ""),
+        cut_short=next((str(row["cut_short"]) for row in unsettled if row.get("cut_short")), ""),
     )
 
 

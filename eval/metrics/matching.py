@@ -74,15 +74,15 @@ def exchange_copies(
         if len({labels[i] for i in group}) < 2:
             continue
         left = [matched[i] for i in group]
-        open_to = []
+        unmatched = []
         for i in group:
             own = next((j for j in left if j is not None and recovered[j] == labels[i]), None)
             if own is None:
-                open_to.append(i)
+                unmatched.append(i)
             else:
                 left.remove(own)
                 found[i] = own
-        for i, j in zip(open_to, left, strict=True):
+        for i, j in zip(unmatched, left, strict=True):
             found[i] = j
     return found
 

@@ -64,28 +64,28 @@ def experiment_cost(
     return Cost(trainings=len(seconds) - len(attacked), attacks=len(attacked), seconds=whole)
 
 
-def _known_seconds(one: PlannedCell, times: KnownTimes) -> float | None:
-    if one.attack is None:
-        return times.training(one.cell.settings)[0]
-    return times.attack(one.cell.settings, one.training.settings)[0]
+def _known_seconds(cell: PlannedCell, times: KnownTimes) -> float | None:
+    if cell.attack is None:
+        return times.training(cell.cell.settings)[0]
+    return times.attack(cell.cell.settings, cell.training.settings)[0]
 
 
-def _counted_seconds(one: PlannedCell) -> float | None:
-    model, images = one.part.task.model, client_images(one.part)
+def _counted_seconds(cell: PlannedCell) -> float | None:
+    model, images = cell.part.task.model, client_images(cell.part)
     task, network = template_task(model), network_work(model)
     if task is None or network is None:
         return None
     work = TrainingWork(
         task=task,
         network=network,
-        federation=one.part.federation,
-        method=one.method.item,
-        defense=one.defense.item,
+        federation=cell.part.federation,
+        method=cell.method.item,
+        defense=cell.defense.item,
         images=images,
     )
-    if one.attack is None:
+    if cell.attack is None:
         return training_seconds(work)
-    return attack_seconds(work, one.attack.item, one.observed, *watched_updates(one.part.observe, images))
+    return attack_seconds(work, cell.attack.item, cell.observed, *watched_updates(cell.part.observe, images))
 
 
 def client_images(experiment: Experiment) -> ClientImages:

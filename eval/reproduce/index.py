@@ -72,12 +72,12 @@ def write_index(found: Sequence[ItemStatus], path: Path = INDEX) -> None:
     jsonl.write_text(path, f'{{"cells": {cells},\n"items": {{\n{entries}\n}}}}\n')
 
 
-def to_entry(one: ItemStatus) -> dict[str, Any]:
+def to_entry(status: ItemStatus) -> dict[str, Any]:
     """Return what the committed list has of an item."""
-    plain = one.to_plain()
+    plain = status.to_plain()
     del plain["item"], plain["title"]
     scales = {name: {**own, "seconds": _rounded(own["seconds"])} for name, own in plain["scales"].items()}
-    return {"config": _digest(one.item.path), **plain, "scales": scales}
+    return {"config": _digest(status.item.path), **plain, "scales": scales}
 
 
 def _rounded(seconds: float | None) -> float | None:

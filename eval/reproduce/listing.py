@@ -52,9 +52,9 @@ def list_status(
     return [known[item.name] for item in items]
 
 
-def _is_known(one: ItemStatus) -> bool:
+def _is_known(status: ItemStatus) -> bool:
     """Return whether every cost is known: weights that are not there may be there the next time."""
-    return all(own.cost.seconds is not None for own in one.scales.values())
+    return all(own.cost.seconds is not None for own in status.scales.values())
 
 
 def _status_of(item: Item, committed: Committed) -> ItemStatus:

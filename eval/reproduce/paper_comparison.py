@@ -210,26 +210,26 @@ def _costs(
         yield Comparison(**head, figure="seconds a round", paper=figures["seconds"], here=seconds)
 
 
-def _cells(one: Comparison) -> tuple[str, ...]:
-    factor, digits = (100.0, 2) if one.is_share else (1.0, _digits(one.figure))
+def _cells(comparison: Comparison) -> tuple[str, ...]:
+    factor, digits = (100.0, 2) if comparison.is_share else (1.0, _digits(comparison.figure))
 
     def told(value: float | None, *, sign: bool = False) -> str:
         if value is not None and digits == 0:
             return f"{factor * value:{'+' if sign else ''},.0f}".replace("-", "\N{MINUS SIGN}")
         return format_number(None if value is None else factor * value, digits, sign=sign)
 
-    span = NO_VALUE if one.low is None else f"[{told(one.low)}, {told(one.high)}]"
-    within = {True: "yes", False: "no", None: NO_VALUE}[one.is_within]
-    figure = f"{one.figure} (%)" if one.is_share else one.figure
+    span = NO_VALUE if comparison.low is None else f"[{told(comparison.low)}, {told(comparison.high)}]"
+    within = {True: "yes", False: "no", None: NO_VALUE}[comparison.is_within]
+    figure = f"{comparison.figure} (%)" if comparison.is_share else comparison.figure
     return (
         *(
-            one.method,
-            one.attack or NO_VALUE,
+            comparison.method,
+            comparison.attack or NO_VALUE,
             figure,
-            told(one.paper),
-            told(one.here) if one.here is not None else "not run",
+            told(comparison.paper),
+            told(comparison.here) if comparison.here is not None else "not run",
         ),
-        *(told(one.difference, sign=True), span, one.over or NO_VALUE, within),
+        *(told(comparison.difference, sign=True), span, comparison.over or NO_VALUE, within),
     )
 
 

@@ -101,14 +101,14 @@ def estimate(plan: Plan, folder: RunDir) -> PlanCost:
     counted = _CountedCosts()
     names = {cell.id: name for name, cell in reversed(list(plan.cells()))}
     found: dict[str, CellCost] = {}
-    for one in plan.trainings:
-        seen = [known.training(one.cell.settings) for known in (here, committed)]
-        measure = partial(counted.training, one)
-        found.setdefault(one.cell.id, _cost(folder, one.cell, names[one.cell.id], seen, measure))
-        for watch in one.attack_tasks:
-            seen = [known.attack(watch.cell.settings, one.cell.settings) for known in (here, committed)]
-            measure = partial(counted.attack, one, watch)
-            found.setdefault(watch.cell.id, _cost(folder, watch.cell, names[watch.cell.id], seen, measure))
+    for training in plan.trainings:
+        seen = [known.training(training.cell.settings) for known in (here, committed)]
+        measure = partial(counted.training, training)
+        found.setdefault(training.cell.id, _cost(folder, training.cell, names[training.cell.id], seen, measure))
+        for task in training.attack_tasks:
+            seen = [known.attack(task.cell.settings, training.cell.settings) for known in (here, committed)]
+            measure = partial(counted.attack, training, task)
+            found.setdefault(task.cell.id, _cost(folder, task.cell, names[task.cell.id], seen, measure))
     return PlanCost(tuple(found.values()))
 
 
@@ -221,13 +221,13 @@ class Pace:
         self._latest = 1.0
         self._known: dict[str, float] = {}
 
-    def of(self, one: TrainingTask, task: Task, network: NetworkWork) -> float:
+    def of(self, training: TrainingTask, task: Task, network: NetworkWork) -> float:
         """Return the pace of a training's network."""
-        key = json.dumps(one.cell.settings["task"], sort_keys=True)
+        key = json.dumps(training.cell.settings["task"], sort_keys=True)
         if key not in self._known:
             began = time.monotonic()
-            size = min(PACE_IMAGES, len(one.data.dataset.train))
-            seconds = _measured(one, task, size) if self._left > 0 else None
+            size = min(PACE_IMAGES, len(training.data.dataset.train))
+            seconds = _measured(training, task, size) if self._left > 0 else None
             if seconds is not None:
                 self._latest = seconds / gradient_seconds(network, size)
             self._known[key] = self._latest
@@ -235,10 +235,10 @@ class Pace:
         return self._known[key]
 
 
-def _measured(one: TrainingTask, task: Task, size: int) -> float | None:
+def _measured(training: TrainingTask, task: Task, size: int) -> float | None:
     """Return the seconds of one gradient of so many images, the less of two; None where it can't be timed."""
     try:
-        batch = one.data.dataset.train.take(torch.arange(size))
+        batch = training.data.dataset.train.take(torch.arange(size))
         found = []
         for _ in range(3):  # the first loads what is loaded on first use
             began = time.perf_counter()
@@ -246,7 +246,7 @@ def _measured(one: TrainingTask, task: Task, size: int) -> float | None:
             found.append(time.perf_counter() - began)
         return min(found)
     except RUN_ERRORS as error:  # no network to call by itself, say
-        log.info("%s: no gradient can be timed: %s", one.name, error)
+        log.info("%s: no gradient can be timed: %s", training.name, error)
         return None
 
 
@@ -264,42 +264,42 @@ class _CountedCosts:
         self._pace = Pace(MEASURED_SECONDS)
         self._latest: tuple[str, Task, NetworkWork | None] | None = None
 
-    def training(self, one: TrainingTask) -> float | None:
+    def training(self, training: TrainingTask) -> float | None:
         """Return what a training takes."""
-        work = self._work(one)
-        return None if work is None else self._pace.of(one, work.task, work.network) * training_seconds(work)
+        work = self._work(training)
+        return None if work is None else self._pace.of(training, work.task, work.network) * training_seconds(work)
 
-    def attack(self, one: TrainingTask, watch: AttackTask) -> float | None:
+    def attack(self, training: TrainingTask, task: AttackTask) -> float | None:
         """Return what an attack on a training takes; None where nobody can tell."""
-        work, spec = self._work(one), watch.observation_spec
+        work, spec = self._work(training), task.observation_spec
         if work is None or not spec.targets:
             return None
         images = fmean(len(member.data) for target in spec.targets for member in target.group)
-        found = attack_seconds(work, watch.attack.item, spec.method, len(spec.targets), images)
-        return None if found is None else self._pace.of(one, work.task, work.network) * found
+        found = attack_seconds(work, task.attack.item, spec.method, len(spec.targets), images)
+        return None if found is None else self._pace.of(training, work.task, work.network) * found
 
-    def _work(self, one: TrainingTask) -> TrainingWork | None:
-        key = json.dumps(one.cell.settings["task"], sort_keys=True)
+    def _work(self, training: TrainingTask) -> TrainingWork | None:
+        key = json.dumps(training.cell.settings["task"], sort_keys=True)
         if self._latest is None or self._latest[0] != key:  # the last is kept, as it may take seconds to make
-            task = one.data.task(one.seed)
+            task = training.data.task(training.seed)
             self._latest = key, task, work_of(task)
         _, task, network = self._latest
-        images = _images(one)
+        images = _images(training)
         if network is None or images is None:
             return None
         return TrainingWork(
             task=task,
             network=network,
-            federation=one.federation,
-            method=one.method.item,
-            defense=one.defense.item,
+            federation=training.federation,
+            method=training.method.item,
+            defense=training.defense.item,
             images=images,
         )
 
 
-def _images(one: TrainingTask) -> ClientImages | None:
+def _images(training: TrainingTask) -> ClientImages | None:
     """Return how many images the clients of a training have; None where none takes part."""
-    held_out, parts = one.federation.held_out_clients, one.data.partition
+    held_out, parts = training.federation.held_out_clients, training.data.partition
     count = len(parts) - held_out
     if count < 1:
         return None
@@ -308,5 +308,5 @@ def _images(one: TrainingTask) -> ClientImages | None:
         train=fmean(map(len, parts.train[:count])),
         test=fmean(map(len, parts.test[:count])),
         held_out=held_out,
-        global_test=len(one.data.dataset.test) if one.federation.global_test else 0,
+        global_test=len(training.data.dataset.test) if training.federation.global_test else 0,
     )

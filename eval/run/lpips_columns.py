@@ -34,11 +34,11 @@ def with_finished_cells(plan: Plan, folder: RunDir) -> Plan:
         folder: with its finished cells.
     """
 
-    def trained(one: TrainingTask) -> TrainingTask:
-        return replace(one, attack_tasks=_with_finished(one.attack_tasks, folder))
+    def trained(training: TrainingTask) -> TrainingTask:
+        return replace(training, attack_tasks=_with_finished(training.attack_tasks, folder))
 
-    def captured(one: CaptureTask) -> CaptureTask:
-        return replace(one, attack_tasks=_with_finished(one.attack_tasks, folder))
+    def captured(capture: CaptureTask) -> CaptureTask:
+        return replace(capture, attack_tasks=_with_finished(capture.attack_tasks, folder))
 
     return replace(plan, trainings=tuple(map(trained, plan.trainings)), captures=tuple(map(captured, plan.captures)))
 

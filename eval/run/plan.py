@@ -105,9 +105,9 @@ class TrainingTask:
     name: str
 
     @staticmethod
-    def observed_rounds(watches: Iterable[AttackTask]) -> set[int]:
+    def observed_rounds(attack_tasks: Iterable[AttackTask]) -> set[int]:
         """Return after which rounds these attack tasks see clients."""
-        return {number for watch in watches for number in (*watch.history_rounds, watch.round)}
+        return {number for attack_task in attack_tasks for number in (*attack_task.history_rounds, attack_task.round)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -185,11 +185,11 @@ class Plan:
         """Yield every cell under a name for people, in order."""
         for training in self.trainings:
             yield training.name, training.cell
-            for watch in training.attack_tasks:
-                yield f"{training.name}: {watch.attack.label} after round {watch.round}", watch.cell
+            for attack_task in training.attack_tasks:
+                yield f"{training.name}: {attack_task.attack.label} after round {attack_task.round}", attack_task.cell
         for capture in self.captures:
-            for watch in capture.attack_tasks:
-                yield f"{capture.name}: {watch.attack.label}", watch.cell
+            for attack_task in capture.attack_tasks:
+                yield f"{capture.name}: {attack_task.attack.label}", attack_task.cell
 
 
 def prepare(experiment: Experiment, *, device: str = "auto", elsewhere: bool = False) -> Plan:
@@ -332,7 +332,7 @@ class _PlanBuilder:
         self._check(task, method.item, defense, f"method {method.label!r}", own.federation, every - outsiders)
         known = self._public(method.item, defense.item)
         cell = training_cell(data, own.federation, method.item, defense.item, seed, known)
-        watches = []
+        attack_tasks = []
         for attack in self.experiment.attack:
             if attack.against and method.label not in attack.against:
                 continue
@@ -343,10 +343,10 @@ class _PlanBuilder:
             for number in watched_rounds(part, method):
                 updates = TrainedUpdates(cell, number, spec.method, spec.threat, spec.observe)
                 made = attack_cell(updates, attack.item, part.score, self.perceptual, self._public(attack.item))
-                watches.append(AttackTask(attack, number, spec, made))
-        watches.sort(key=lambda watch: watch.round)  # stable: attacks keep their order
+                attack_tasks.append(AttackTask(attack, number, spec, made))
+        attack_tasks.sort(key=lambda attack_task: attack_task.round)  # stable: attacks keep their order
         name = self._name(seed, method.label, defense.label)
-        return TrainingTask(method, defense, seed, data, own.federation, cell, tuple(watches), name)
+        return TrainingTask(method, defense, seed, data, own.federation, cell, tuple(attack_tasks), name)
 
     def _refuse(self, attack: Entry[Attack], spec: ObservationSpec, data: FederationData) -> None:
         """Refuse attacks that were trained on watched images; checked once for all that watch the same ones."""

@@ -141,17 +141,17 @@ class IdentificationBounds:
         """What method or defense claim for one round of one image; None where there is nothing to be said."""
         return privacy_statement(self.training, self.training.method.item, [1], 1)
 
-    def of(self, watch: AttackTask, rows: Sequence[Row]) -> list[Row]:
+    def of(self, task: AttackTask, rows: Sequence[Row]) -> list[Row]:
         """Return an attack's rows with `BOUND`, `OF_UPDATE` and `EPSILON` wherever an image could be named."""
         if self.claims is None:
             return [*rows]
         named = {row["update"] for row in rows if "identified_among" in row}
-        reason = (self.obstacle or self._objection(watch)) if named else ""
+        reason = (self.obstacle or self._objection(task)) if named else ""
         charged: dict[str, list[tuple[tuple[Charge, ...], Charge]]] = {}
         if not reason:
-            taken = participations(self.rounds, watch.round)
-            groups = {target.key: target.group for target in watch.observation_spec.targets}
-            charged = {key: [self._charges(watch, member, taken) for member in groups[key]] for key in named}
+            taken = participations(self.rounds, task.round)
+            groups = {target.key: target.group for target in task.observation_spec.targets}
+            charged = {key: [self._charges(task, member, taken) for member in groups[key]] for key in named}
         return [self._with(row, reason, charged) if "identified_among" in row else row for row in rows]
 
     def _with(self, row: Row, reason: str, charged: Mapping[str, list[tuple[tuple[Charge, ...], Charge]]]) -> Row:
@@ -177,32 +177,32 @@ class IdentificationBounds:
             return f"{shared} images are held by several clients, and each tells of them; use disjoint ones"
         return ""
 
-    def _objection(self, watch: AttackTask) -> str:
+    def _objection(self, task: AttackTask) -> str:
         """Return why no guarantee holds against this attacker."""
-        for statement in (self.claims, privacy_statement(self.training, watch.observation_spec.method, [1], 1)):
+        for statement in (self.claims, privacy_statement(self.training, task.observation_spec.method, [1], 1)):
             if statement is None or statement.reason:
                 return statement.reason if statement is not None else "the observed round claims nothing"
             if statement.unit == "client":
                 return "the guarantee is not against the server, which is trusted and here the attacker; use dp-joint"
-        if watch.observation_spec.threat.knows_randomness and isinstance(watch.observation_spec.method, PrivateMethod):
+        if task.observation_spec.threat.knows_randomness and isinstance(task.observation_spec.method, PrivateMethod):
             return "the attacker knows the noise (threat.knows_randomness), which no guarantee survives"
-        if watch.observation_spec.observe.split == "test" and watch.round:
+        if task.observation_spec.observe.split == "test" and task.round:
             return (
                 "candidates were trained on and the watched images were not (observe.split), which may tell them apart"
             )
         return ""
 
-    def _charges(self, watch: AttackTask, member: Target, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
+    def _charges(self, task: AttackTask, member: Target, rounds: Counter[int]) -> tuple[tuple[Charge, ...], Charge]:
         """Return what one client's record is in: the rounds before, and the updates that the attacker sees.
 
         Sampling hides nothing from who knows which images are in a step, or how many.
         """
-        method, spec = self.training.method.item, watch.observation_spec
+        method, spec = self.training.method.item, task.observation_spec
         size = len(self.training.data.clients[member.client].train)
         before = privacy_statement(self.training, method, [size], rounds[member.client])
         update = privacy_statement(self.training, spec.method, [len(member.data)], 1)
         assert before is not None
         assert update is not None
         rate = 1.0 if spec.threat.knows_schedule or spec.threat.knows_order else update.rate
-        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(watch.history_rounds)))
+        seen = Charge(update.noise_multiplier, rate, update.steps * (1 + len(task.history_rounds)))
         return (Charge(before.noise_multiplier, before.rate, before.steps),), seen

@@ -185,9 +185,9 @@ class _FinishedRows:
     folder: RunDir
     perceptual: Perceptual | None
 
-    def of(self, watch: AttackTask, seed: int) -> list[Row] | None:
+    def of(self, task: AttackTask, seed: int) -> list[Row] | None:
         """Return an attack's rows; None where there is nothing of it."""
-        cell = self.folder.latest(watch.cell)
+        cell = self.folder.latest(task.cell)
         if cell is None:
             return None
         rows = jsonl.read_rows(self.folder.file(cell, IMAGES))
@@ -205,10 +205,10 @@ def _images(training: TrainingTask, kept: _FinishedRows, rounds: Sequence[Row]) 
     ceilings = privacy_claims.IdentificationBounds(training, rounds)
     head = {"seed": training.seed, "method": training.method.label, "defense": training.defense.label}
     rows = [
-        {**head, "attack": watch.attack.label, **row, **accuracies(watch.round)}
-        for watch in training.attack_tasks
-        if (found := kept.of(watch, training.seed)) is not None
-        for row in ceilings.of(watch, found)
+        {**head, "attack": task.attack.label, **row, **accuracies(task.round)}
+        for task in training.attack_tasks
+        if (found := kept.of(task, training.seed)) is not None
+        for row in ceilings.of(task, found)
     ]
     if training.attack_tasks:
         return rows
@@ -220,9 +220,9 @@ def _images(training: TrainingTask, kept: _FinishedRows, rounds: Sequence[Row]) 
 def _captured_attack_rows(capture: CaptureTask, kept: _FinishedRows) -> list[Row]:
     """Return the rows of all attacks on updates that came without a training."""
     return [
-        {**_head(capture), "attack": watch.attack.label, **row}
-        for watch in capture.attack_tasks
-        for row in kept.of(watch, capture.seed) or ()
+        {**_head(capture), "attack": task.attack.label, **row}
+        for task in capture.attack_tasks
+        for row in kept.of(task, capture.seed) or ()
     ]
 
 
@@ -240,10 +240,10 @@ def _accuracies(rounds: Sequence[Row]) -> Row:
 
 def _write_pictures(sources: Sequence[Source], folder: RunDir, new: Path) -> None:
     finished = {
-        (source.method.label, source.defense.label, watch.attack.label, watch.round, source.seed): cell
+        (source.method.label, source.defense.label, task.attack.label, task.round, source.seed): cell
         for source in sources
-        for watch in source.attack_tasks
-        if (cell := folder.latest(watch.cell)) is not None
+        for task in source.attack_tasks
+        if (cell := folder.latest(task.cell)) is not None
     }
     for key, name in picture_file_names(finished).items():
         source = folder.file(finished[key], PICTURES)

@@ -24,11 +24,11 @@ def silent(stage: str, done: int, total: int) -> None:
 class AttackFilter(Protocol):
     """Asked before an attack is run."""
 
-    def __call__(self, one: Source, watch: AttackTask) -> bool:
+    def __call__(self, source: Source, task: AttackTask) -> bool:
         """Return whether an attack is still of use after those before it."""
 
 
-def keep_all(one: Source, watch: AttackTask) -> bool:
+def keep_all(source: Source, task: AttackTask) -> bool:
     """Return true: an `AttackFilter` that leaves nothing out."""
     return True
 

@@ -77,7 +77,9 @@ def unfinished_attacks(plan: Plan, folder: RunDir, failures: Sequence[Failure] =
         Whether there is something of each: it was cut short; else it has not begun.
     """
     failed = {failure.id for failure in failures}
-    failed |= {watch.cell.id for one in plan.trainings if one.cell.id in failed for watch in one.attack_tasks}
+    failed |= {
+        task.cell.id for training in plan.trainings if training.cell.id in failed for task in training.attack_tasks
+    }
     waiting = {
         name: cell
         for name, cell in plan.cells()
@@ -126,8 +128,8 @@ class Run:
         """Run all cells."""
         self.write_status("running")
         warn_of_state(self.plan, self.folder)
-        for one in self.plan.trainings:
-            self.run_training(one)
+        for training in self.plan.trainings:
+            self.run_training(training)
         for capture in self.plan.captures:
             self.run_capture(capture)
         left = [cell for _, cell in self.plan.cells() if self.is_open(cell)]
@@ -164,106 +166,116 @@ class Run:
         if self.options.control.seconds_left == math.inf:
             return []
         attacks = [task.cell for task in self.plan.attacks if task.attack.item.is_controllable]
-        cells = {cell.id: cell for cell in (*attacks, *(one.cell for one in self.plan.trainings))}
+        cells = {cell.id: cell for cell in (*attacks, *(training.cell for training in self.plan.trainings))}
         return [cell for cell in cells.values() if self.is_open(cell)]
 
-    def run_training(self, one: TrainingTask) -> None:
+    def run_training(self, training: TrainingTask) -> None:
         """Run one training with its attacks."""
         if self.is_out_of_time:
             return
-        open_to = [watch for watch in one.attack_tasks if self.is_pending(one, watch)]
-        if not self.folder.finished(one.cell):
-            self.train(one, open_to)
-        if not self.folder.finished(one.cell):
+        tasks = [task for task in training.attack_tasks if self.is_pending(training, task)]
+        if not self.folder.finished(training.cell):
+            self.train(training, tasks)
+        if not self.folder.finished(training.cell):
             return
-        if open_to:
-            self._attacks(one, open_to)
-        self.drop_checkpoints(one)
+        if tasks:
+            self._attacks(training, tasks)
+        self.drop_checkpoints(training)
 
-    def train(self, one: TrainingTask, open_to: Sequence[AttackTask]) -> None:
-        """Do the training itself, with checkpoints for the attacks `open_to`; it ends in a cell, or in a failure."""
-        stage = f"{one.name}: training"
-        with self._cell(one.cell, stage):
-            count = ProgressCounter(self.progress if one.federation.rounds else silent, stage, one.federation.rounds)
+    def train(self, training: TrainingTask, tasks: Sequence[AttackTask]) -> None:
+        """Do the training itself, with checkpoints for the attacks `tasks`; it ends in a cell, or in a failure."""
+        stage = f"{training.name}: training"
+        with self._cell(training.cell, stage):
+            count = ProgressCounter(
+                self.progress if training.federation.rounds else silent, stage, training.federation.rounds
+            )
             execution = TrainingExecution(
-                watched=one.observed_rounds(open_to),
+                watched=training.observed_rounds(tasks),
                 checkpoint_seconds=self.options.checkpoint_seconds,
                 workers=self.options.workers,
                 tick=count.set,
                 is_out_of_time=lambda: self.is_out_of_time,
-                check_writable=partial(self.folder.check_writable, one.cell),
-                on_checkpoint=partial(self.note_checkpoint, one.cell),
+                check_writable=partial(self.folder.check_writable, training.cell),
+                on_checkpoint=partial(self.note_checkpoint, training.cell),
             )
-            training_cell.train(one, self.folder.part(one.cell), self.folder.checkpoints(one.cell), execution)
+            training_cell.train(
+                training, self.folder.part(training.cell), self.folder.checkpoints(training.cell), execution
+            )
 
     def note_checkpoint(self, cell: Cell) -> None:
         """Hear that what is done of a cell is kept."""
 
-    def drop_checkpoints(self, one: TrainingTask) -> None:
+    def drop_checkpoints(self, training: TrainingTask) -> None:
         """Remove the states of a finished training that no attack needs any more, unless they are to stay."""
         if not self.options.keep_checkpoints:
-            pending = one.observed_rounds(watch for watch in one.attack_tasks if self.is_pending(one, watch))
-            self.folder.checkpoints(one.cell).keep(pending)
+            pending = training.observed_rounds(
+                task for task in training.attack_tasks if self.is_pending(training, task)
+            )
+            self.folder.checkpoints(training.cell).keep(pending)
 
-    def is_pending(self, one: Source, watch: AttackTask) -> bool:
+    def is_pending(self, source: Source, task: AttackTask) -> bool:
         """Return whether the attack is still to be run: not finished, nor of no more use."""
-        if self.folder.finished(watch.cell):
+        if self.folder.finished(task.cell):
             return False
-        if watch.cell.id not in self.left_out and not self.options.needed(one, watch):
-            self.left_out.add(watch.cell.id)
-        return watch.cell.id not in self.left_out
+        if task.cell.id not in self.left_out and not self.options.needed(source, task):
+            self.left_out.add(task.cell.id)
+        return task.cell.id not in self.left_out
 
-    def is_next(self, one: Source, watch: AttackTask) -> bool:
+    def is_next(self, source: Source, task: AttackTask) -> bool:
         """Return whether the attack is to be run now: pending, not tried before in this run, and there is time left."""
-        return not self.is_out_of_time and watch.cell.id not in self.cut_short and self.is_pending(one, watch)
+        return not self.is_out_of_time and task.cell.id not in self.cut_short and self.is_pending(source, task)
 
-    def run_capture(self, one: CaptureTask) -> None:
+    def run_capture(self, capture: CaptureTask) -> None:
         """Run the attacks on updates that are there already."""
-        for watch in one.attack_tasks:
-            if self.is_next(one, watch):
-                self.attack(watch, f"{one.name}: {watch.attack.label}", lambda: one.observation)
+        for task in capture.attack_tasks:
+            if self.is_next(capture, task):
+                self.attack(task, f"{capture.name}: {task.attack.label}", lambda: capture.observation)
 
-    def _attacks(self, one: TrainingTask, open_to: list[AttackTask]) -> None:
-        with training_cell.federation_of(one) as federation:
-            for number in sorted({watch.round for watch in open_to}):
-                sights: dict[ObservationSpec, Observation] = {}
-                for watch in (watch for watch in open_to if watch.round == number):
-                    if not self.is_next(one, watch):  # by now: another label may stand for the same cell
+    def _attacks(self, training: TrainingTask, tasks: list[AttackTask]) -> None:
+        with training_cell.federation_of(training) as federation:
+            for number in sorted({task.round for task in tasks}):
+                observations: dict[ObservationSpec, Observation] = {}
+                for task in (task for task in tasks if task.round == number):
+                    if not self.is_next(training, task):  # by now: another label may stand for the same cell
                         continue
-                    self.attack(watch, attack_stage(one, watch), partial(self.observe, federation, one, watch, sights))
+                    self.attack(
+                        task,
+                        attack_stage(training, task),
+                        partial(self.observe, federation, training, task, observations),
+                    )
 
-    def attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
+    def attack(self, task: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
         """Run one attack on what is observed; it ends in a cell, or among the failures."""
-        with self._cell(watch.cell, stage):
+        with self._cell(task.cell, stage):
             observation = observe()
             count = ProgressCounter(self.progress, stage, len(observation.updates))
             count.set(0)
-            execution = self.attack_execution(watch, count.advance, self.share_of_time(stage))
-            with self.options.control.searching(watch.attack.item.is_controllable):
+            execution = self.attack_execution(task, count.advance, self.share_of_time(stage))
+            with self.options.control.searching(task.attack.item.is_controllable):
                 is_cut_short = attack_cell.run_attack_cell(
-                    watch,
+                    task,
                     observation,
                     self.plan.perceptual,
-                    self.folder.part(watch.cell),
+                    self.folder.part(task.cell),
                     execution,
-                    self._settled(watch),
+                    self._settled(task),
                 )
             # where one before it was cut short, there may be more to leave out
-            if is_cut_short or any(before.cell.id in self.cut_short for before in watch.after):
-                self.cut_short.add(watch.cell.id)
+            if is_cut_short or any(before.cell.id in self.cut_short for before in task.after):
+                self.cut_short.add(task.cell.id)
         if self.options.control.interrupted:
             raise KeyboardInterrupt
 
     def attack_execution(
-        self, watch: AttackTask, tick: Callable[[int], None], control: SearchControl
+        self, task: AttackTask, tick: Callable[[int], None], control: SearchControl
     ) -> AttackExecution:
         """Return tools and limits for one attack."""
         return AttackExecution(self.spread, tick, control)
 
-    def _settled(self, watch: AttackTask) -> dict[str | int, str]:
+    def _settled(self, task: AttackTask) -> dict[str | int, str]:
         """Return the updates of which attacks before it leave nothing to find, and why."""
         found: dict[str | int, str] = {}
-        for before in watch.after:
+        for before in task.after:
             known = self.folder.latest(before.cell)
             if known is None:
                 continue
@@ -275,28 +287,30 @@ class Run:
     def observe(
         self,
         federation: Federation,
-        one: TrainingTask,
-        watch: AttackTask,
-        sights: dict[ObservationSpec, Observation],
+        training: TrainingTask,
+        task: AttackTask,
+        observations: dict[ObservationSpec, Observation],
     ) -> Observation:
-        """Return what the server sees in the watch's round; what several attacks look at is made once."""
-        spec = watch.observation_spec
-        if spec not in sights:
+        """Return what the server sees in the round of an attack task; several attacks share one observation."""
+        spec = task.observation_spec
+        if spec not in observations:
             earlier = []
-            for number in watch.history_rounds:
-                self.train_to(federation, one, number)
-                earlier.append(attack_cell.observe_targets(federation, one, spec).views)
-            self.train_to(federation, one, watch.round)
-            sights[spec] = attack_cell.observe_targets(federation, one, spec, earlier)
-        return sights[spec]
+            for number in task.history_rounds:
+                self.train_to(federation, training, number)
+                earlier.append(attack_cell.observe_targets(federation, training, spec).views)
+            self.train_to(federation, training, task.round)
+            observations[spec] = attack_cell.observe_targets(federation, training, spec, earlier)
+        return observations[spec]
 
-    def train_to(self, federation: Federation, one: TrainingTask, number: int) -> None:
+    def train_to(self, federation: Federation, training: TrainingTask, number: int) -> None:
         """Bring the federation to its state after `number` rounds."""
         if federation.server.round != number:
-            count = ProgressCounter(self.progress, f"{one.name}: training again to round {number}", number)
-            checkpoints = self.folder.checkpoints(one.cell)
-            rows = jsonl.read_rows(self.folder.file(one.cell, training_cell.ROUNDS))
-            training_cell.load(federation, one, checkpoints, number, rows, workers=self.options.workers, tick=count.set)
+            count = ProgressCounter(self.progress, f"{training.name}: training again to round {number}", number)
+            checkpoints = self.folder.checkpoints(training.cell)
+            rows = jsonl.read_rows(self.folder.file(training.cell, training_cell.ROUNDS))
+            training_cell.load(
+                federation, training, checkpoints, number, rows, workers=self.options.workers, tick=count.set
+            )
 
     @contextmanager
     def _cell(self, cell: Cell, name: str) -> Iterator[None]:
@@ -330,10 +344,10 @@ class Run:
         self.failures[failure.id] = failure
 
 
-def attack_stage(one: TrainingTask, watch: AttackTask) -> str:
+def attack_stage(training: TrainingTask, task: AttackTask) -> str:
     """Return what the progress calls an attack on a training."""
-    several = len({other.round for other in one.attack_tasks}) > 1
-    return f"{one.name}: {watch.attack.label}" + (f" (round {watch.round})" if several else "")
+    several = len({other.round for other in training.attack_tasks}) > 1
+    return f"{training.name}: {task.attack.label}" + (f" (round {task.round})" if several else "")
 
 
 class ProgressCounter:

@@ -245,33 +245,33 @@ class TrainingWork:
     images: ClientImages
 
 
-def training_seconds(one: TrainingWork) -> float:
+def training_seconds(work: TrainingWork) -> float:
     """Return what a training takes on one core, with its scores."""
-    federation, images, method = one.federation, one.images, one.method
+    federation, images, method = work.federation, work.images, work.method
     asked = n_sampled(federation.client_fraction, images.clients)
-    factor = PRIVATE_FACTORS.get(defenses.spec(one.defense)["name"], 1.0)
-    local = CLIENT_SECONDS + factor * local_seconds(one, method, images.train)
-    server = asked * one.network.numbers * PARAMETER_SECONDS + _server_seconds(one, asked)
+    factor = PRIVATE_FACTORS.get(defenses.spec(work.defense)["name"], 1.0)
+    local = CLIENT_SECONDS + factor * local_seconds(work, method, images.train)
+    server = asked * work.network.numbers * PARAMETER_SECONDS + _server_seconds(work, asked)
     scored = ceil(federation.rounds / federation.evaluate_every) + 1
-    return TRAINING_SECONDS + federation.rounds * (asked * local + server) + scored * _scoring_seconds(one)
+    return TRAINING_SECONDS + federation.rounds * (asked * local + server) + scored * _scoring_seconds(work)
 
 
-def local_seconds(one: TrainingWork, method: Method, images: float, epochs: int | None = None) -> float:
+def local_seconds(work: TrainingWork, method: Method, images: float, epochs: int | None = None) -> float:
     """Return what a client's steps in a round take.
 
     Args:
-        one: the training.
+        work: the training.
         method: whose steps they are: that of the training, or as it is in an observed round.
         images: of the client.
         epochs: of fine-tuning; None is a round's training.
     """
     first = method.first_round
-    phases = method.phases(one.task, first) if epochs is None else method.fine_tuning_phases(one.task, epochs)
-    network, total = one.network, 0.0
+    phases = method.phases(work.task, first) if epochs is None else method.fine_tuning_phases(work.task, epochs)
+    network, total = work.network, 0.0
     factor = STEP_FACTORS.get(getattr(method, "name", ""), 1.0)
     for phase, size, steps in _steps(phases, images):
         forth = size * phase.batches_per_step * network.seconds
-        generated = size * generated_macs(method, one.task) / GENERATED_MACS_A_SECOND
+        generated = size * generated_macs(method, work.task) / GENERATED_MACS_A_SECOND
         step = factor * (BACKWARD * (forth + generated) + STEP_SECONDS * network.layers)
         total += steps * (step + network.numbers * PARAMETER_SECONDS)
     return total
@@ -303,14 +303,14 @@ def _chunked_macs(method: HyperFedZero, task: Task) -> float:
     return float(ceil(total / chunk) * sum(before * after for before, after in pairwise((*method.hidden, chunk))))
 
 
-def _server_seconds(one: TrainingWork, asked: int) -> float:
+def _server_seconds(work: TrainingWork, asked: int) -> float:
     """Return what the server's own rule takes in a round, beside the mean of what arrived."""
-    settings, total = methods.spec(one.method), 0.0
-    if isinstance(one.method, PFedHN | HFedF):
-        made = one.method.generator(one.task, one.images.clients)
-        each = HYPERNETWORK_SECONDS * (ALIGNED_FACTOR if isinstance(one.method, HFedF) else 1.0)
+    settings, total = methods.spec(work.method), 0.0
+    if isinstance(work.method, PFedHN | HFedF):
+        made = work.method.generator(work.task, work.images.clients)
+        each = HYPERNETWORK_SECONDS * (ALIGNED_FACTOR if isinstance(work.method, HFedF) else 1.0)
         total += asked * each * sum(shape.numel() for shape in made.shapes.values()) * made.hidden[-1]
-    batch, forth = float(settings.get("server_batch") or 0), one.network.seconds
+    batch, forth = float(settings.get("server_batch") or 0), work.network.seconds
     if settings["name"] == "fedgen":
         total += settings["server_steps"] * GENERATOR_SECONDS
     elif batch:  # it learns from images of its own what clients' networks answer
@@ -319,68 +319,68 @@ def _server_seconds(one: TrainingWork, asked: int) -> float:
             steps = settings["server_epochs"] * ceil(float(settings.get("images") or PUBLIC_IMAGES) / batch)
         teachers = asked + float(settings.get("drawn_models", 0))
         step = batch * forth * (BACKWARD + (teachers if settings["name"] == "feddf" else 0.0))
-        step += one.network.numbers * PARAMETER_SECONDS * (asked if settings["name"] == "fedlaw" else 1)
-        total += steps * (step + STEP_SECONDS * one.network.layers)
+        step += work.network.numbers * PARAMETER_SECONDS * (asked if settings["name"] == "fedlaw" else 1)
+        total += steps * (step + STEP_SECONDS * work.network.layers)
     return total
 
 
-def _scoring_seconds(one: TrainingWork) -> float:
+def _scoring_seconds(work: TrainingWork) -> float:
     """Return what it takes to score all clients once."""
-    images, forth = one.images, one.network.seconds
-    forth += generated_macs(one.method, one.task) / GENERATED_MACS_A_SECOND
+    images, forth = work.images, work.network.seconds
+    forth += generated_macs(work.method, work.task) / GENERATED_MACS_A_SECOND
     total = (images.clients * images.test + images.held_out * (images.train + images.test)) * forth
-    total += images.global_test * forth * (images.clients if _keeps_own_model(one) else 1)
-    if epochs := one.federation.fine_tune_epochs:
-        tuned = local_seconds(one, one.method.fine_tuning_method(), images.train, epochs)
+    total += images.global_test * forth * (images.clients if _keeps_own_model(work) else 1)
+    if epochs := work.federation.fine_tune_epochs:
+        tuned = local_seconds(work, work.method.fine_tuning_method(), images.train, epochs)
         total += (images.clients + images.held_out) * (CLIENT_SECONDS + tuned + images.test * forth)
-    if (adapting := one.method.adaptation_method()) is not None:
-        total += images.clients * local_seconds(one, adapting, images.train)
+    if (adapting := work.method.adaptation_method()) is not None:
+        total += images.clients * local_seconds(work, adapting, images.train)
     return total
 
 
-def _keeps_own_model(one: TrainingWork) -> bool:
+def _keeps_own_model(work: TrainingWork) -> bool:
     """Return whether clients predict by models of their own, so that each is scored on the images of all."""
-    method, names = one.method, one.task.parameters
-    private = any(method.scope(name, one.task) is not Scope.SHARED for name in names)
+    method, names = work.method, work.task.parameters
+    private = any(method.scope(name, work.task) is not Scope.SHARED for name in names)
     return private or method.personal_method() is not None or type(method).serve is not Method.serve
 
 
-def attack_seconds(one: TrainingWork, attack: Attack, method: Method, updates: int, batch: float) -> float | None:
+def attack_seconds(work: TrainingWork, attack: Attack, method: Method, updates: int, batch: float) -> float | None:
     """Return what an attack takes on one core; None where nobody can tell, of one that is not this package's.
 
     Args:
-        one: the training that is attacked.
+        work: the training that is attacked.
         attack: which.
         method: of the observed round, whose steps a search makes again.
         updates: how many are attacked.
         batch: images in each.
     """
-    phases = method.phases(one.task, method.first_round)
+    phases = method.phases(work.task, method.first_round)
     steps = [(size * phase.batches_per_step, count) for phase, size, count in _steps(phases, batch)]
     parts, by = list[float | None](), method
     while isinstance(attack, Chain):
-        parts.append(_part_seconds(one, attack.first, by, updates, steps))
+        parts.append(_part_seconds(work, attack.first, by, updates, steps))
         attack, by = attack.then, FedAvg()  # an update of which is what remains
-    parts.append(_part_seconds(one, attack, by, updates, steps))
+    parts.append(_part_seconds(work, attack, by, updates, steps))
     known = [seconds for seconds in parts if seconds is not None]
     return ATTACK_SECONDS + sum(known) if len(known) == len(parts) else None
 
 
 def _part_seconds(
-    one: TrainingWork, attack: Attack, method: Method, updates: int, steps: Sequence[tuple[float, float]]
+    work: TrainingWork, attack: Attack, method: Method, updates: int, steps: Sequence[tuple[float, float]]
 ) -> float | None:
     """Return what one attack of a chain takes, given images and number of the client's steps, phase by phase."""
     settings, trained_by = attack_spec(attack), getattr(method, "name", "")
     name, iterations = settings["name"], search_iterations(settings)
     count = max(sum(number for _, number in steps), 1.0)
     if name == "cascade":
-        return updates * CASCADE_SECONDS * one.network.inputs
+        return updates * CASCADE_SECONDS * work.network.inputs
     if iterations is None:
         return updates * count * EXACT_SECONDS[name] if name in EXACT_SECONDS else None
-    forth = one.network.seconds + generated_macs(method, one.task) / GENERATED_MACS_A_SECOND
+    forth = work.network.seconds + generated_macs(method, work.task) / GENERATED_MACS_A_SECOND
     images = sum(size * number for size, number in steps)
     each = updates * (count * UPDATE_SECONDS + images * SECOND_ORDER * forth)
-    each += ceil(updates / STACK) * count * ITERATION_SECONDS * one.network.layers
+    each += ceil(updates / STACK) * count * ITERATION_SECONDS * work.network.layers
     keys = (trained_by, name), (trained_by, "*"), ("*", name)
     return iterations * each * next((SEARCH_FACTORS[key] for key in keys if key in SEARCH_FACTORS), 1.0)
 

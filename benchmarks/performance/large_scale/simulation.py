@@ -296,23 +296,23 @@ class SimulatedRun(SharedRun):
     cluster: Cluster = field(kw_only=True)
     end: float = field(kw_only=True)
 
-    def train(self, one: TrainingTask, open_to: Sequence[AttackTask]) -> None:
+    def train(self, training: TrainingTask, tasks: Sequence[AttackTask]) -> None:
         """Let the time of a training pass."""
-        self._compute(one.cell)
+        self._compute(training.cell)
 
-    def attack(self, watch: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
+    def attack(self, task: AttackTask, stage: str, observe: Callable[[], Observation]) -> None:
         """Let the time of an attack pass."""
-        self._compute(watch.cell)
+        self._compute(task.cell)
 
-    def federation_of(self, one: TrainingTask) -> AbstractContextManager[Federation]:
+    def federation_of(self, training: TrainingTask) -> AbstractContextManager[Federation]:
         """Make no federation."""
         return nullcontext(cast("Federation", None))
 
-    def missing_rounds(self, one: TrainingTask, watch: AttackTask) -> list[int]:
+    def missing_rounds(self, training: TrainingTask, task: AttackTask) -> list[int]:
         """Return none: states are kept as long as an attack needs them."""
         return []
 
-    def drop_checkpoints(self, one: TrainingTask) -> None:
+    def drop_checkpoints(self, training: TrainingTask) -> None:
         """Do nothing."""
 
     def _compute(self, cell: Cell) -> None:

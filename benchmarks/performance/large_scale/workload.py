@@ -120,10 +120,10 @@ class Shape:
     def seconds(self, plan: Plan, gpu: GpuSeconds) -> dict[str, float]:
         """Return the seconds of each cell of the plan, by id."""
         found = {one.cell.id: gpu.training(self.fraction) for one in plan.trainings}
-        return found | {watch.cell.id: self._attack_seconds(watch, gpu) for watch in plan.attacks}
+        return found | {task.cell.id: self._attack_seconds(task, gpu) for task in plan.attacks}
 
-    def _attack_seconds(self, watch: AttackTask, gpu: GpuSeconds) -> float:
-        number = int(watch.attack.label.removeprefix("ig"))
+    def _attack_seconds(self, task: AttackTask, gpu: GpuSeconds) -> float:
+        number = int(task.attack.label.removeprefix("ig"))
         return self.attacks[number // self.parts] * gpu.search(UPDATES) / self.parts
 
 

@@ -143,9 +143,9 @@ class _SharedWork:
         """Return the cells that can still be computed, by id."""
         cut_short = notes.ids_cut_short(self.folder.path)
         found = []
-        for one in self.plan.trainings:
-            attacks = [watch.cell for watch in one.attack_tasks] if one.cell.id not in self.failures else []
-            for cell in (one.cell, *attacks):
+        for training in self.plan.trainings:
+            attacks = [task.cell for task in training.attack_tasks] if training.cell.id not in self.failures else []
+            for cell in (training.cell, *attacks):
                 if not (cell.id in self.failures or cell.id in cut_short or self.folder.finished(cell)):
                     found.append(cell.id)
         return found

@@ -106,14 +106,14 @@ class SharedRun(Run):
         return self.options.control.share(parts, partial(self.options.on_search, stage))
 
     def attack_execution(
-        self, watch: AttackTask, tick: Callable[[int], None], control: SearchControl
+        self, task: AttackTask, tick: Callable[[int], None], control: SearchControl
     ) -> AttackExecution:
         """Return tools and limits for one attack, which others may help with."""
         return SharedAttackExecution(
             self.spread,
             tick,
             control,
-            cell=watch.cell.id,
+            cell=task.cell.id,
             claims=self.claims,
             folder=self.folder.path,
             patience=portions.PATIENCE_SECONDS,
@@ -123,9 +123,9 @@ class SharedRun(Run):
         """Return whether there is something to be done for a cell, as far as is known by now."""
         return not (cell.id in self.failures or cell.id in self.cut_short or self._is_finished(cell))
 
-    def federation_of(self, one: TrainingTask) -> AbstractContextManager[Federation]:
+    def federation_of(self, training: TrainingTask) -> AbstractContextManager[Federation]:
         """Yield the federation of a training before its first round."""
-        return training_cell.federation_of(one)
+        return training_cell.federation_of(training)
 
     def _is_finished(self, cell: Cell) -> bool:
         """Return whether a cell is finished, or was when this worker last looked.
@@ -146,11 +146,11 @@ class SharedRun(Run):
 
     def _finds_open(self) -> bool:
         self._hear()
-        for one in self.plan.trainings:
-            if self._is_to_do(one.cell, f"{one.name}: training"):
+        for training in self.plan.trainings:
+            if self._is_to_do(training.cell, f"{training.name}: training"):
                 return True
-            attacks = one.attack_tasks if self._is_finished(one.cell) else ()
-            if any(self._is_to_do(watch.cell, attack_stage(one, watch)) for watch in attacks):
+            attacks = training.attack_tasks if self._is_finished(training.cell) else ()
+            if any(self._is_to_do(task.cell, attack_stage(training, task)) for task in attacks):
                 return True
         return False
 
@@ -172,42 +172,48 @@ class SharedRun(Run):
 
     def _take_one(self) -> bool:
         """Compute something that nobody else does; returns whether there was something."""
-        for one in self.plan.trainings:
-            if self._take_training(one):
-                self._take_attacks(one)
+        for training in self.plan.trainings:
+            if self._take_training(training):
+                self._take_attacks(training)
                 return True
-        return any(self._is_finished(one.cell) and self._take_attacks(one) for one in self.plan.trainings)
+        return any(
+            self._is_finished(training.cell) and self._take_attacks(training) for training in self.plan.trainings
+        )
 
-    def _take_training(self, one: TrainingTask) -> bool:
-        with self._claimed(one.cell) as is_mine:
+    def _take_training(self, training: TrainingTask) -> bool:
+        with self._claimed(training.cell) as is_mine:
             if is_mine:
-                self.train(one, [watch for watch in one.attack_tasks if self.is_open(watch.cell)])
+                self.train(training, [task for task in training.attack_tasks if self.is_open(task.cell)])
         return is_mine
 
-    def _take_attacks(self, one: TrainingTask) -> bool:
+    def _take_attacks(self, training: TrainingTask) -> bool:
         """Run the attacks on a finished training that nobody else runs; returns whether there were any."""
-        did, sights, number = False, dict[ObservationSpec, Observation](), -1
-        if not self._is_finished(one.cell):
+        did, observations, number = False, dict[ObservationSpec, Observation](), -1
+        if not self._is_finished(training.cell):
             return False
         with ExitStack() as stack:
             federation: Federation | None = None
-            for watch in one.attack_tasks:
-                if self.is_out_of_time or not self._has_states(one, watch):
+            for task in training.attack_tasks:
+                if self.is_out_of_time or not self._has_states(training, task):
                     continue
-                with self._claimed(watch.cell) as is_mine:
+                with self._claimed(task.cell) as is_mine:
                     if not is_mine:
                         continue
                     if federation is None:
-                        federation = stack.enter_context(self.federation_of(one))
-                    if watch.round != number:
-                        number, sights = watch.round, {}
-                    self.attack(watch, attack_stage(one, watch), partial(self.observe, federation, one, watch, sights))
+                        federation = stack.enter_context(self.federation_of(training))
+                    if task.round != number:
+                        number, observations = task.round, {}
+                    self.attack(
+                        task,
+                        attack_stage(training, task),
+                        partial(self.observe, federation, training, task, observations),
+                    )
                     did = True
-                if watch.cell.id in self.cut_short:
-                    notes.note_cut_short(self.folder.path, watch.cell.id)
+                if task.cell.id in self.cut_short:
+                    notes.note_cut_short(self.folder.path, task.cell.id)
         if did:
             with suppress(FileNotFoundError):  # another worker removes the same ones
-                self.drop_checkpoints(one)
+                self.drop_checkpoints(training)
         return did
 
     @contextmanager
@@ -226,55 +232,59 @@ class SharedRun(Run):
             if is_claimed:
                 (self.claims.finish if self.folder.finished(cell) else self.claims.release)(cell.id)
 
-    def _has_states(self, one: TrainingTask, watch: AttackTask) -> bool:
+    def _has_states(self, training: TrainingTask, task: AttackTask) -> bool:
         """Return whether the states that an attack looks at are there; makes them again where nobody else does."""
-        if not self.is_open(watch.cell) or not self.missing_rounds(one, watch):
+        if not self.is_open(task.cell) or not self.missing_rounds(training, task):
             return True
-        name = f"{one.cell.id}+states"
+        name = f"{training.cell.id}+states"
         if not self.claims.take(name):
             if self.claims.is_exhausted(name):  # nobody will, and whoever waits for it would wait for ever
-                self._give_up(watch.cell, attack_stage(one, watch), "the state that it looks at")
+                self._give_up(task.cell, attack_stage(training, task), "the state that it looks at")
             return False
         try:
-            with self.federation_of(one) as federation:
-                for number in self.missing_rounds(one, watch):
-                    self.train_to(federation, one, number)
+            with self.federation_of(training) as federation:
+                for number in self.missing_rounds(training, task):
+                    self.train_to(federation, training, number)
         except RUN_ERRORS:
-            log.exception("%s: its state can't be made again", one.name)  # the attack meets the same, and says so
+            log.exception("%s: its state can't be made again", training.name)  # the attack meets the same, and says so
         finally:
             self.claims.release(name)
         return True
 
-    def missing_rounds(self, one: TrainingTask, watch: AttackTask) -> list[int]:
+    def missing_rounds(self, training: TrainingTask, task: AttackTask) -> list[int]:
         """Return the rounds that an attack looks at of which no state is stored; that before the first needs none."""
-        known = self.folder.checkpoints(one.cell).rounds()
-        return [number for number in (*watch.history_rounds, watch.round) if number and number not in known]
+        known = self.folder.checkpoints(training.cell).rounds()
+        return [number for number in (*task.history_rounds, task.round) if number and number not in known]
 
     def _help(self) -> bool:
         """Help with an attack on many updates that another worker has claimed; returns whether there was one."""
-        for one in self.plan.trainings:
-            for watch in one.attack_tasks:
-                free = portions.has_free_portion(self.folder.path, watch.cell.id, self.claims)
-                if free and watch.cell.id not in self.unfit | {*self.failures} and not self.missing_rounds(one, watch):
+        for training in self.plan.trainings:
+            for task in training.attack_tasks:
+                free = portions.has_free_portion(self.folder.path, task.cell.id, self.claims)
+                if (
+                    free
+                    and task.cell.id not in self.unfit | {*self.failures}
+                    and not self.missing_rounds(training, task)
+                ):
                     try:
-                        return self._help_with(one, watch) > 0
+                        return self._help_with(training, task) > 0
                     except LostClaimError as error:
                         log.warning("%s", error)
                         self.claims.member.check()
                         return True
         return False
 
-    def _help_with(self, one: TrainingTask, watch: AttackTask) -> int:
-        stage = attack_stage(one, watch)
-        path = portions.opened_path(self.folder.path, watch.cell.id)
+    def _help_with(self, training: TrainingTask, task: AttackTask) -> int:
+        stage = attack_stage(training, task)
+        path = portions.opened_path(self.folder.path, task.cell.id)
         try:
-            with self.federation_of(one) as federation:
-                observation = self.observe(federation, one, watch, {})
+            with self.federation_of(training) as federation:
+                observation = self.observe(federation, training, task, {})
             updates = AttackedUpdates.of(observation)
-            kept = AttackCheckpoint(self.folder.part_path(watch.cell) / CHECKPOINT, updates.views)
+            kept = AttackCheckpoint(self.folder.part_path(task.cell) / CHECKPOINT, updates.views)
             work = PortionWork(
-                cell=watch.cell.id,
-                attack=watch.attack.item,
+                cell=task.cell.id,
+                attack=task.attack.item,
                 updates=updates,
                 kept=kept,
                 claims=self.claims,
@@ -286,7 +296,7 @@ class SharedRun(Run):
         except RUN_ERRORS:
             # whoever has claimed the attack meets the same, and notes it as a failure
             log.exception("%s: this worker can't help", stage)
-            self.unfit.add(watch.cell.id)
+            self.unfit.add(task.cell.id)
             return 0
 
 
