@@ -245,14 +245,14 @@ CASES = (
     Case("regression, CNN, faces", lambda: _convolutional(1, 1), _face_and_number, lambda: {"loss": "mse"}, SEARCHES),
     Case(
         "segmentation, two convolutions, 32x32",
-        lambda: _segmenter(),
+        lambda: segmenter(),
         _masked_photo,
         lambda: {"loss": "segmentation"},
         (*SEARCHES, "ig, TV 1e-3"),
     ),
     Case(
         "the same, mask known to the attacker",
-        lambda: _segmenter(),
+        lambda: segmenter(),
         _masked_photo,
         lambda: {"loss": "segmentation", **KNOWN},
         ("ig", "ig, TV 1e-3"),
@@ -264,7 +264,7 @@ CASES = (
         lambda: {"loss": _detection, **KNOWN},
         ("cascade", "ig", "ig, TV 1e-3"),
     ),
-    Case("series, two channels of 48 steps, Conv1d", lambda: _over_steps(), _waves, dict, SEARCHES),
+    Case("series, two channels of 48 steps, Conv1d", lambda: over_steps(), _waves, dict, SEARCHES),
     Case("the same, GRU", Recurrent, _waves, dict, SEARCHES),
     Case("text, bag of 24 of 1,000 words", Text, _sentence, dict, ("tokens", "analytic", "ig")),
 )
@@ -274,11 +274,13 @@ def _smooth(inputs: int, outputs: int) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, 64, bias=False), nn.Sigmoid(), nn.Linear(64, outputs))
 
 
-def _segmenter() -> nn.Module:
+def segmenter() -> nn.Module:
+    """A network of two convolutions that returns a class for each pixel."""
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1))
 
 
-def _over_steps() -> nn.Module:
+def over_steps() -> nn.Module:
+    """A network of convolutions over the steps of a series."""
     layers = nn.Conv1d(2, 12, 5), nn.Tanh(), nn.Conv1d(12, 12, 5), nn.Tanh(), nn.Flatten(), nn.Linear(480, 3)
     return nn.Sequential(*layers)
 

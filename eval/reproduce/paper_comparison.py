@@ -15,7 +15,9 @@ from eval.report.formatting import ACCURACY_NAMES, NO_VALUE, format_number, lpip
 from eval.report.load import Run
 from eval.report.result_groups import ResultGroup, lpips_column
 from eval.report.results_table import Table
-from eval.report.sections.rounds_to_accuracy import communication_share, matches_label
+from eval.report.sections.findings import subject_label
+from eval.report.sections.published import is_about
+from eval.report.sections.rounds_to_accuracy import communication_share
 from eval.report.training_results import communication_costs
 
 IMAGES, CLIENTS, SEEDS, NONE = "images", "clients", "seeds", ""
@@ -79,7 +81,7 @@ def compare_with_paper(run: Run) -> list[Comparison]:
     """Return every figure that the run's config gives of a paper, in its order, beside the run's own."""
     found: list[Comparison] = []
     for figures in run.settings.published:
-        groups = [group for group in run.groups if _about(group, figures)]
+        groups = [group for group in run.groups if is_about(group, figures)]
         if figures.get("attack") is None:  # what a training gives is the same under every attack
             groups = list({group.subject: group for group in reversed(groups)}.values())[::-1]
         for group in groups:
@@ -108,14 +110,9 @@ def as_table(found: Sequence[Comparison], title: str, scale: Scale) -> Table:
     )
 
 
-def _about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
-    attack = figures.get("attack")
-    return matches_label(figures["method"], group.method) and (attack is None or matches_label(attack, group.attack))
-
-
 def _compared(run: Run, group: ResultGroup | None, figures: Mapping[str, Any]) -> Iterator[Comparison]:
     """Yield the figures of one entry of `published`."""
-    method = str(figures["method"]) if group is None else _subject(group)
+    method = str(figures["method"]) if group is None else subject_label(group)
     attack = figures.get("attack")
     head: dict[str, Any] = {
         "method": method,
@@ -137,10 +134,6 @@ def _compared(run: Run, group: ResultGroup | None, figures: Mapping[str, Any]) -
             told = f"accuracy {'' if best and name == 'accuracy' else words}{BEST if best else ''}".replace(" ,", ",")
             yield Comparison(**head, figure=told, paper=paper, is_share=True, **ours)
     yield from _costs(run, group, figures, head)
-
-
-def _subject(group: ResultGroup) -> str:
-    return group.method if group.defense == "none" else f"{group.method} with {group.defense}"
 
 
 def _interval(found: Interval | None, over: str) -> dict[str, Any]:

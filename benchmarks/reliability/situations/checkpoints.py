@@ -13,7 +13,17 @@ from torch import Tensor
 
 from benchmarks.reliability.situations import networks
 from benchmarks.reliability.situations.row import Given, Kind, Right, Situation
-from benchmarks.reliability.situations.updates import HOW, PART, SEARCH, State, arrays, command, difference, trained
+from benchmarks.reliability.situations.updates import (
+    HOW,
+    PART,
+    SEARCH,
+    State,
+    arrays,
+    change_of_one_step,
+    command,
+    difference,
+    trained,
+)
 
 RANK = 4
 FIRST = "1.weight"
@@ -47,11 +57,6 @@ def _ends() -> tuple[State, State]:
     return {name: value.detach() for name, value in model.state_dict().items()}, trained(model)
 
 
-def _change() -> State:
-    model = networks.dense()
-    return difference(model, trained(model))
-
-
 def _folder(folder: Path) -> Given:
     place = folder / "checkpoint-1"
     place.mkdir()
@@ -79,12 +84,14 @@ def _list_and_names(folder: Path) -> Given:
 
 
 def _answer(folder: Path) -> Given:
-    torch.save((list(_change().values()), 1, {"loss": 2.3}), folder / "fit.pt")
+    torch.save((list(change_of_one_step().values()), 1, {"loss": 2.3}), folder / "fit.pt")
     return command(folder, "fit.pt", *HOW)
 
 
 def _big_endian(folder: Path) -> Given:
-    np.savez(folder / "update.npz", **{name: value.astype(">f4") for name, value in arrays(_change()).items()})
+    np.savez(
+        folder / "update.npz", **{name: value.astype(">f4") for name, value in arrays(change_of_one_step()).items()}
+    )
     return command(folder, "update.npz", *HOW)
 
 
@@ -94,14 +101,14 @@ def _steps(value: Tensor) -> Tensor:
 
 def _scaled_integers(folder: Path) -> Given:
     sent: State = {}
-    for name, value in _change().items():
+    for name, value in change_of_one_step().items():
         sent |= {name: (value / _steps(value)).round().to(torch.int8), f"{name}_scale": _steps(value)}
     torch.save(sent, folder / "update.pt")
     return command(folder, "update.pt", *HOW)
 
 
 def _few_bits(folder: Path) -> Given:
-    sent = {name: (value / _steps(value)).round() * _steps(value) for name, value in _change().items()}
+    sent = {name: (value / _steps(value)).round() * _steps(value) for name, value in change_of_one_step().items()}
     np.savez(folder / "update.npz", **arrays(sent))
     return command(folder, "update.npz", *HOW)
 
@@ -119,7 +126,7 @@ def _exchanged(folder: Path) -> Given:
 
 
 def _one_wrong(folder: Path) -> Given:
-    change, model = _change(), networks.dense()
+    change, model = change_of_one_step(), networks.dense()
     other = difference(model, trained(model, first=1))
     np.savez(folder / "update.npz", **arrays({**change, "3.bias": other["3.bias"]}))
     return command(folder, "update.npz", *HOW)
@@ -127,7 +134,7 @@ def _one_wrong(folder: Path) -> Given:
 
 def _merged(folder: Path) -> Given:
     """Write what one step on B of an adapter W + B A leaves in W, which is its gradient times the square of A."""
-    change = _change()
+    change = change_of_one_step()
     lower = torch.randn(RANK, change[FIRST].shape[1], generator=torch.Generator().manual_seed(0))
     sent = {name: torch.zeros_like(value) for name, value in change.items()}
     sent[FIRST] = change[FIRST] @ lower.T @ lower / change[FIRST].shape[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.transforms import Normalize
 
+from benchmarks.leakage.own_models import over_steps, segmenter
 from benchmarks.reliability.situations import architectures as own
 from benchmarks.reliability.situations.networks import CLASSES, dense, drawn, lenet, normed, photos
 from benchmarks.reliability.situations.row import Given, Python, Right, Situation
@@ -245,7 +246,12 @@ def _losses() -> Iterator[Situation]:
     small, _ = _pictures(size=16)
     masks = (4 * small.mean(1)).long().clamp(0, 3)
     yield _task(
-        "segmentation, 16 pixels, masks not known", _segmenter, (small, masks), HIDDEN, (SEARCH,), loss="segmentation"
+        "segmentation, 16 pixels, masks not known",
+        segmenter,
+        (small, masks),
+        HIDDEN,
+        (SEARCH,),
+        loss="segmentation",
     )
     box = torch.tensor([[0.0, 1, 0, 0, 0.2, 0.3, 0.6, 0.8]])
     detect: dict[str, Any] = {"loss": own.detection_loss, "output": own.class_and_box}
@@ -273,7 +279,7 @@ def _inputs(table: Tensor, ids: Tensor) -> Iterator[Situation]:
     two = {"image": image, "row": table[:, :6]}
     yield _task("two inputs: a picture and a row", own.TwoInputs, (two, label), shown={"inputs": "{image, row}"})
     steps = {"inputs": "series"}
-    yield _task("a series of 48 steps, Conv1d", _over_steps, (series, label), CLOSER, (SEARCH, "cascade"), shown=steps)
+    yield _task("a series of 48 steps, Conv1d", over_steps, (series, label), CLOSER, (SEARCH, "cascade"), shown=steps)
     brief = series[:, :, ::4]
     yield _task(
         "a series of 12 steps, GRU", lambda: own.Recurrent(nn.GRU), (brief, label), CLOSER, (SEARCH,), shown=steps
@@ -337,15 +343,6 @@ def _unbiased() -> nn.Module:
 
 def _quantized() -> nn.Module:
     return nn.Sequential(nn.Flatten(), own.FakeQuantized(3072, 64), nn.ReLU(), nn.Linear(64, CLASSES))
-
-
-def _segmenter() -> nn.Module:
-    return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1))
-
-
-def _over_steps() -> nn.Module:
-    layers = nn.Conv1d(2, 12, 5), nn.Tanh(), nn.Conv1d(12, 12, 5), nn.Tanh(), nn.Flatten(), nn.Linear(480, 3)
-    return nn.Sequential(*layers)
 
 
 def situations() -> list[Situation]:

@@ -90,7 +90,7 @@ def _of_file(words: str, write: Callable[[Path], Given], right: Right = EXACT) -
     return Situation(words=words, part=PART, give=write, right=right)
 
 
-def _change() -> State:
+def change_of_one_step() -> State:
     """Return the update of the perceptron after one step on one picture."""
     model = networks.dense()
     return difference(model, trained(model))
@@ -101,19 +101,21 @@ def _names_of_tensors() -> Iterator[Situation]:
 
     def named(words: str, prefix: str, note: str) -> Situation:
         def write(folder: Path) -> Given:
-            np.savez(folder / "update.npz", **arrays({prefix + name: value for name, value in _change().items()}))
+            np.savez(
+                folder / "update.npz", **arrays({prefix + name: value for name, value in change_of_one_step().items()})
+            )
             return command(folder, "update.npz", *HOW)
 
         return _of_file(words, write, Right(kind="exact", words=(note,)))
 
     def flower(folder: Path) -> Given:
-        np.savez(folder / "update.npz", *arrays(_change()).values())
+        np.savez(folder / "update.npz", *arrays(change_of_one_step()).values())
         return command(folder, "update.npz", *HOW)
 
     yield _of_file("Flower's list of arrays without names, .npz", flower)
 
     def pickled(folder: Path) -> Given:
-        values = list(arrays(_change()).values())
+        values = list(arrays(change_of_one_step()).values())
         held = np.empty(len(values), dtype=object)
         held[:] = values
         held.dump(folder / "update.pkl")
@@ -132,7 +134,7 @@ def _containers() -> Iterator[Situation]:
     """Yield weights before, after or both, in the files that frameworks write."""
 
     def checkpoint(folder: Path) -> Given:
-        wrapped = {f"model.{name}": value for name, value in _change().items()}
+        wrapped = {f"model.{name}": value for name, value in change_of_one_step().items()}
         held = {"epoch": 1, "state_dict": {**wrapped, "loss.weight": torch.ones(3)}, "hyper_parameters": {"lr": RATE}}
         torch.save(held, folder / "update.ckpt")
         return command(folder, "update.ckpt", *HOW)
@@ -165,7 +167,7 @@ def _containers() -> Iterator[Situation]:
 
 def _safetensors(folder: Path) -> Given:
     """Write an update as Hugging Face does."""
-    safetensors.torch.save_file(_change(), folder / "update.safetensors")
+    safetensors.torch.save_file(change_of_one_step(), folder / "update.safetensors")
     return command(folder, "update.safetensors", *HOW)
 
 
@@ -193,14 +195,16 @@ def _numbers() -> Iterator[Situation]:
     """Yield an update in fewer digits, and gradients."""
 
     def half(kind: torch.dtype, folder: Path) -> Given:
-        torch.save({name: value.to(kind) for name, value in _change().items()}, folder / "update.pt")
+        torch.save({name: value.to(kind) for name, value in change_of_one_step().items()}, folder / "update.pt")
         return command(folder, "update.pt", *HOW)
 
     yield _of_file("rounded to float16", partial(half, torch.float16), CLOSER)
     yield _of_file("rounded to bfloat16", partial(half, torch.bfloat16), CLOSER)
 
     def gradient(folder: Path) -> Given:
-        np.savez(folder / "gradient.npz", **arrays({name: value / RATE for name, value in _change().items()}))
+        np.savez(
+            folder / "gradient.npz", **arrays({name: value / RATE for name, value in change_of_one_step().items()})
+        )
         return command(folder, "gradient.npz", "--kind", "gradient", *HOW)
 
     yield _of_file("gradients in place of an update", gradient)
@@ -220,7 +224,7 @@ def _parts_of_models() -> Iterator[Situation]:
     yield _of_file("PEFT: LoRA adapters alone, the base frozen", lora, CLOSER)
 
     def some(folder: Path) -> Given:
-        sent = {name: value for name, value in _change().items() if name.startswith("1.")}
+        sent = {name: value for name, value in change_of_one_step().items() if name.startswith("1.")}
         np.savez(folder / "update.npz", **arrays(sent))
         return command(folder, "update.npz", *HOW)
 

@@ -30,7 +30,7 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
     lines, notes = [], []
     for figures in numbered.run.settings.published:
         method, attack, source = str(figures["method"]), str(figures.get("attack") or NO_VALUE), str(figures["source"])
-        found = [group for group in numbered.run.groups if _about(group, figures)]
+        found = [group for group in numbered.run.groups if is_about(group, figures)]
         given = _published(figures)
         if set(given.values()) == {NO_VALUE}:  # rounds until an accuracy have a table of their own
             found = []
@@ -62,7 +62,7 @@ def blocks(numbered: NumberedGroups) -> list[Block]:
     return [grid, *([DefinitionList(notes)] if notes else [])]
 
 
-def _about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
+def is_about(group: ResultGroup, figures: Mapping[str, Any]) -> bool:
     """Return whether a group is what the figures are of; `ig@tv_weight=0.01` of a sweep counts as `ig`."""
     attack = figures.get("attack")
     return matches_label(figures["method"], group.method) and (attack is None or matches_label(attack, group.attack))
