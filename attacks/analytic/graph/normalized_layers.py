@@ -43,6 +43,7 @@ from attacks.analytic.graph.unsent_entries import AndersonAcceleration
 from attacks.network.operation_trace import Ref
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
+from fl.tensors import per_image
 
 LARGE, SCALE_FREE = 1e4, 1e-6
 """Size of the noise by which it is told whether an operation is free of scale, and what may change with the scale."""
@@ -99,11 +100,11 @@ class NormalizedInput:
     solved: SolvedInput
     signals: list[KnownSignal]
 
-    def resize(self, size: float) -> NormalizedInput:
-        """Return the input so many times as large, with the signals that go with it."""
+    def resize(self, sizes: Tensor) -> NormalizedInput:
+        """Return the input of each image so many times as large (B,), with the signals that go with it."""
         return NormalizedInput(
-            replace(self.solved, values=size * self.solved.values),
-            [replace(known, signal=known.signal / size) for known in self.signals],
+            replace(self.solved, values=self.solved.values * per_image(sizes, self.solved.values)),
+            [replace(known, signal=known.signal / per_image(sizes, known.signal)) for known in self.signals],
         )
 
 
@@ -159,11 +160,11 @@ def solve_normalized_input(known: Propagation, ref: Ref, layers: Sequence[Normal
         found = _take_turns(network, ref, layers, signals)
         if found is None:
             return "its equations leave inputs open"
-        size = _find_size(known, ref, layers, found)
-        if isinstance(size, str):
+        sizes = _find_sizes(known, ref, layers, found)
+        if isinstance(sizes, str):
             off = error_by_gradients(found.signals, found.solved)
-            return NEARLY_OPEN.format(off) if off > MAX_ERROR else size
-        found = found.resize(size)
+            return NEARLY_OPEN.format(off) if off > MAX_ERROR else sizes
+        found = found.resize(sizes)
         signals = _signals_by(network, ref, layers, found.solved.values)
     assert found is not None
     return found
@@ -199,62 +200,75 @@ def _take_turns(
         signals: u of each, to begin with.
     """
     accelerated, at = AndersonAcceleration(REMEMBERED), None
-    norm, least, since, best = 0.0, math.inf, 0, None
+    norms: Tensor | None = None
+    least, since, best = math.inf, 0, None
     for _ in range(TURNS):
         check_time_limit()
         known = _as_known(network, layers, signals)
         solved = solve_input(known)
         if solved is None:
             return best
-        norm = norm or float(solved.values.norm())  # turns leave the size open
-        found = NormalizedInput(solved, known).resize(norm / float(solved.values.norm()))
+        now = solved.values.flatten(1).norm(dim=1)
+        norms = now if norms is None else norms  # turns leave the sizes open
+        found = NormalizedInput(solved, known).resize(norms / now)
         made = found.solved.values
         since = 0 if solved.misfit < MIN_FALL * least else since + 1
         best, least = (found, solved.misfit) if solved.misfit < least else (best, least)
-        if since == PATIENCE or (at is not None and bool((made - at).norm() <= SETTLED * norm)):
+        if since == PATIENCE or (at is not None and bool((made - at).norm() <= SETTLED * norms.norm())):
             break
         at = made if at is None else accelerated.extrapolate(at, made)
         signals = _signals_by(network, ref, layers, at)
     return best
 
 
-def _find_size(known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput) -> float | str:
-    """Return by what an input must be multiplied, as the next biases below tell, or why they do not."""
+def _find_sizes(
+    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], result: NormalizedInput
+) -> Tensor | str:
+    """Return by what each image's input must be multiplied (B,), as the next biases below tell, or why they do not."""
     equations = [*_size_equations(known, ref, layers, result)]
     if not any(bool(made.any()) for made, _ in equations):
         return NO_SIZE
     made, wanted = (torch.cat(side) for side in zip(*equations, strict=True))
-    found = solve_robustly(made[:, None], wanted, MAX_SIZE_MISFIT)  # a wrong bit spoils its channel's equation
-    return 1 / float(found) if found is not None and float(found) > 0 else CONTRADICTED_SIZE
+    found = solve_robustly(made, wanted, MAX_SIZE_MISFIT)  # a wrong bit spoils its channel's equation
+    return 1 / found if found is not None and bool((found > 0).all()) else CONTRADICTED_SIZE
 
 
 def _size_equations(
     known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], found: NormalizedInput
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield a (n,) and b (n,) of biases below an input: a / c = b for the c that it must be multiplied by."""
-    network, like = known.network, known.network.graph.value(ref)
-    values, sides = found.solved.values.reshape(like.shape), []
-    for share in (0.0, 1.0):
-        trial = known.snapshot()  # but for signals below that a bias gave by itself, of whatever size x is
-        trial.signals = {at: signal for at, signal in trial.signals.items() if at.node > ref.node}
-        for layer, signal in zip(layers, found.signals, strict=True):
-            out = Ref(layer.number)
-            trial.set_signal(out, share * signal.signal.reshape(network.graph.value(out).shape))
-        if ref.node in network.activations:
-            trial.set_mask(ref.node, values > _threshold(network.activations[ref.node].slope, values))
-        sides.append(trial)
+    """Yield A (n, B) and b (n,) of biases below an input: A / c = b for the c (B,) that it must be multiplied by."""
+    network, images = known.network, len(found.solved.values)
+    shares = torch.eye(images, dtype=found.solved.values.dtype, device=found.solved.values.device)
+    without, *each = (_trial(known, ref, layers, found, share) for share in (torch.zeros_like(shares[0]), *shares))
     for number in network.used:
         if number > ref.node:
             return
         for parameter, name in network.bias_like_parameters(number):
             try:
-                without, once = (
-                    network.pull_back(number, trial.signal(Ref(number)), parameter).flatten() for trial in sides
+                rest, *made = (
+                    network.pull_back(number, trial.signal(Ref(number)), parameter).flatten()
+                    for trial in (without, *each)
                 )
             except UnknownError:
                 continue
             if name not in network.sent:
-                yield once - without, network.gradient[name].flatten() - without
+                yield torch.stack([one - rest for one in made], 1), network.gradient[name].flatten() - rest
+
+
+def _trial(
+    known: Propagation, ref: Ref, layers: Sequence[NormalizedLayer], found: NormalizedInput, share: Tensor
+) -> Propagation:
+    """Return what is known if such a share of each image's signals (B,) flows back into the layers' outputs."""
+    network = known.network
+    values = found.solved.values.reshape(network.graph.value(ref).shape)
+    trial = known.snapshot()  # but for signals below that a bias gave by itself, of whatever size the input is
+    trial.signals = {at: signal for at, signal in trial.signals.items() if at.node > ref.node}
+    for layer, signal in zip(layers, found.signals, strict=True):
+        out, u = Ref(layer.number), signal.signal
+        trial.set_signal(out, (u * per_image(share, u)).reshape(network.graph.value(out).shape))
+    if ref.node in network.activations:
+        trial.set_mask(ref.node, values > _threshold(network.activations[ref.node].slope, values))
+    return trial
 
 
 def _threshold(slope: float, values: Tensor) -> float:

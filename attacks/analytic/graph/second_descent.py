@@ -12,21 +12,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from scipy.optimize import minimize_scalar
+import torch
 from torch import Tensor
 
-from attacks.analytic.graph.layer_solves import KnownSignal, solve_input, solve_signal
+from attacks.analytic.graph.classifier_signal import find_classifier_signal
+from attacks.analytic.graph.layer_solves import solve_signal
 from attacks.analytic.graph.propagation import Propagation, UnknownError
 from attacks.analytic.graph.solver import MAX_MISFIT, GraphSolver
 from attacks.network.operation_trace import IMAGE, Ref
-from attacks.search_control import check_time_limit
+from fl.tensors import per_image
 
 TRIED = 3
 """Tensors of the first descent, the highest ones, down to which a second one has to explain more to go on."""
-MOST_DECADES, STEPS = 8.0, 64
-"""Powers of ten by which the size of a tensor may be off to either side, and steps in which that is looked for."""
-MAX_TOP_MISS = 1e-3
-"""Share of what the last layer takes that tensors of the first descent may miss for their masks to be believed."""
+MAX_SIZE_EFFECT = 1e-2
+"""Share of the classifier's features that may change with the size of a tensor whose size does not count."""
 MIN_MISFIT = 5e-5
 """Misfit of the worst tensor of a first descent above which there is a second one. Where features are precise, fewer of
 them are compared with the picture's. Behind a pre-trained ResNet-20, whose first descents leave less than this, fewer
@@ -45,9 +44,9 @@ def descend_again(first: GraphSolver) -> GraphSolver:
     if not first.anchor or _crossed_pooling(first):
         return first
     top = max(first.network.layers)
+    if not all(tensor.scaled for tensor in first.solved):
+        return _descend_below_normalizations(first, top)
     signal = _find_signal_by_bias(first, top)
-    if not all(tensor.scaled for tensor in first.solved):  # then what else tells the signal has no size either
-        return first if signal is None else _descend_below_normalizations(first, top, signal)
     signal = _find_signal_by_input(first, top) if signal is None else signal
     if signal is None or max(tensor.misfit for tensor in first.solved) < MIN_MISFIT:
         return first
@@ -68,45 +67,65 @@ def _descend(first: GraphSolver, top: int, signal: Tensor, masks: Mapping[int, T
     return solver
 
 
-def _descend_below_normalizations(first: GraphSolver, top: int, signal: Tensor) -> GraphSolver:
+def _descend_below_normalizations(first: GraphSolver, top: int) -> GraphSolver:
     """Return a descent through normalizations by statistics of one image, which leave the first one's sizes open.
 
     Each tensor of the first descent has a size of its own. Those of the top block tell the last masks all the same.
     """
-    masks = _find_top_masks(first, top, signal)
-    if masks is None:
+    found = _find_signal_and_masks(first, top)
+    if found is None:
         return first
-    second = _descend(first, top, signal, masks, IMAGE)
+    second = _descend(first, top, *found, IMAGE)
     return second if _lowest(second) <= _lowest(first) else first
 
 
-def _find_top_masks(first: GraphSolver, top: int, signal: Tensor) -> dict[int, Tensor] | None:
-    """Return masks above the first two tensors that were solved for, or None where they do not make what the top takes.
+def _find_signal_and_masks(first: GraphSolver, top: int) -> tuple[Tensor, dict[int, Tensor]] | None:
+    """Return what flows back into the last layer, and masks above the first two tensors that were solved for.
 
-    What the last layer takes follows from what flows back into it. It tells the size of the one relative to the other.
+    None where no sizes of these make what the last layer takes.
     """
     network, ref = first.network, first.network.layer_input(top)
-    solved = solve_input([KnownSignal(network.layers[top], signal.reshape(network.layers[top].output_shape))])
-    if first.images > 1 or solved is None:
+    gradient = _classifier_gradient(first, top)
+    if gradient is None:
         return None
-    wanted = solved.values.reshape(network.graph.value(ref).shape)
+    inputs = network.layers[top].weight.shape[1]
     upper, *lower = first.solved[:2]
 
-    def known(exponent: float) -> Propagation:
-        return Propagation(
-            network, {upper.ref: upper.values} | {tensor.ref: 10**exponent * tensor.values for tensor in lower}
-        )
+    def known(sizes: Tensor, upper_size: float = 1.0) -> Propagation:
+        resized = {tensor.ref: tensor.values * per_image(sizes, tensor.values) for tensor in lower}
+        return Propagation(network, {upper.ref: upper_size * upper.values} | resized)
 
-    def miss(exponent: float) -> float:
-        check_time_limit()
-        return float((known(exponent).value(ref) - wanted).norm() / wanted.norm())
+    def features(sizes: Tensor, upper_size: float = 1.0) -> Tensor:
+        taken = known(sizes, upper_size).value(ref).reshape(first.images, inputs)
+        return torch.cat([taken, torch.ones_like(taken)], 1)[:, : gradient.shape[1]]
 
     try:
-        coarse = min((MOST_DECADES * step / STEPS for step in range(-STEPS, STEPS + 1)), key=miss)
-        found = minimize_scalar(miss, bounds=(coarse - 1, coarse + 1), method="bounded", options={"xatol": 1e-9}).x
-        return _known_masks(known(found)) if miss(found) <= MAX_TOP_MISS else None
+        found = find_classifier_signal(gradient, features, first.images)
+        if found is None or not (upper.scaled or _are_alike(features(found.sizes), features(found.sizes, 2.0))):
+            return None  # a size that is not told would be taken for the image's
     except UnknownError:
         return None
+    by_bias = _find_signal_by_bias(first, top)
+    signal = found.signal.reshape(network.graph.value(Ref(top)).shape) if by_bias is None else by_bias
+    return signal, _known_masks(known(found.sizes))
+
+
+def _are_alike(one: Tensor, other: Tensor) -> bool:
+    """Return whether features are the same but for the small number that a normalization adds to variances."""
+    return float((one - other).norm()) <= MAX_SIZE_EFFECT * float(one.norm())
+
+
+def _classifier_gradient(solver: GraphSolver, top: int) -> Tensor | None:
+    """Return the gradient of a linear layer's weight, its bias's as one column more; None where it is not known."""
+    network, layer = solver.network, solver.network.layers[top]
+    rows = (solver.images, layer.weight.shape[0])
+    if layer.sent is not None or layer.groups != 1 or network.graph.value(Ref(top)).shape != rows:
+        return None
+    columns = [layer.gradient.flatten(1)]
+    for _, name in network.bias_like_parameters(top):
+        if name not in network.sent and network.gradient[name].numel() == rows[1]:
+            columns.append(network.gradient[name].reshape(-1, 1))
+    return torch.cat(columns[:2], 1)
 
 
 def _crossed_pooling(solver: GraphSolver) -> bool:

@@ -58,6 +58,8 @@ CLEAR_GAP = 1e4
 nothing."""
 MIN_DIRECTION = 1e-7
 """Share of the largest singular value of a gradient below which a direction is rounding."""
+MIN_LIKENESS = 0.99
+"""Cosine of what an image makes of a tensor and what was solved for there, at least, for both to be of one image."""
 MIN_ROUNDS = 2
 """Rounds of unmixing, beside one for each image."""
 ASKED_OF_UPDATES = " (is it one plain step on so many images, with statistics of batch norm fixed?)"
@@ -200,24 +202,58 @@ class GraphSolver:
     def _begin_at(self, ref: Ref) -> None:
         """Solve for what a convolution takes by the shifts of its gradient alone.
 
-        Where another convolution gave the first signals, that is for one image: several would come in another order.
+        Where another convolution gave the first signals, several images come in an order of their own. What they make
+        of the tensor that was solved for last tells it.
         """
-        if self.anchor and self.images > 1:
-            return
         for number in self._users(ref):
-            layer = self.network.layers[number]
             found = self._find_anchor(number)
             if found is None:
                 continue
-            before, scaled, before_anchor = self.known.snapshot(), self.scaled, self.before_anchor
-            self.before_anchor = before
-            self._set_anchor(number, *found)
-            self._solve_tensor(ref)
-            if ref in self.known.values:
-                self.anchor = self.anchor or layer.name
-                return
-            self.scaled, self.before_anchor = scaled, before_anchor
-            self.known.restore(before.signals, before.masks)
+            columns, two_valued = found
+            before = self.known.snapshot(), self.scaled, self.before_anchor, list(self.solved)
+            if not self._begin_with_columns(ref, number, columns, two_valued):
+                continue
+            if len(before[-1]) and self.images > 1:
+                order = self._match_order(ref, before[-1][-1])
+                self._take_back(*before)
+                if order is None or not self._begin_with_columns(ref, number, columns[..., order], two_valued):
+                    continue
+            self.anchor = self.anchor or self.network.layers[number].name
+            return
+
+    def _begin_with_columns(self, ref: Ref, number: int, columns: Tensor, two_valued: bool) -> bool:
+        """Return whether a layer's input is solved for by what flows back into it, of each image up to a factor."""
+        before = self.known.snapshot(), self.scaled, self.before_anchor, list(self.solved)
+        self.before_anchor = before[0]
+        self._set_anchor(number, columns, two_valued)
+        self._solve_tensor(ref)
+        if ref in self.known.values:
+            return True
+        self._take_back(*before)
+        return False
+
+    def _take_back(
+        self, known: Propagation, scaled: bool, before_anchor: Propagation, solved: list[SolvedTensor]
+    ) -> None:
+        """Take back what was noted since this was so."""
+        self.known = known.snapshot()
+        self.scaled, self.before_anchor, self.solved = scaled, before_anchor, solved
+
+    def _match_order(self, ref: Ref, upper: SolvedTensor) -> Tensor | None:
+        """Return which image of a tensor is which of one above that was solved for, or None where it does not tell.
+
+        Args:
+            ref: the tensor, in an order of its own, up to a factor for each image.
+            upper: the tensor above, likewise up to factors.
+        """
+        try:
+            made = Propagation(self.network, {ref: self.known.values[ref]}).value(upper.ref).flatten(1)
+        except UnknownError:
+            return None
+        directions = [rows / rows.norm(dim=1, keepdim=True) for rows in (upper.values.flatten(1), made)]
+        likeness, order = (directions[0] @ directions[1].mT).max(1)
+        is_clear = bool((likeness > MIN_LIKENESS).all()) and len(set(order.tolist())) == self.images
+        return order if is_clear else None
 
     def _solve_below_pooling(self, ref: Ref) -> None:
         """Solve for what convolutions take whose outputs are rectified and max pooled, of one image."""
@@ -301,9 +337,27 @@ class GraphSolver:
             if int(sparse.confirmed.sum()) == self.images:
                 return columns @ sparse.directions, False
             told = max(told, int(sparse.confirmed.sum()))
+        single_by_input = self._tell_apart_by_input(number, columns)
+        if single_by_input is not None:
+            return single_by_input, False
         few = f"the signals of {told} of {self.images} images could be told apart"
         self.ends.setdefault(layer.name, few + self._count_equal(layer))  # which rounding may have hidden further up
         return None
+
+    def _tell_apart_by_input(self, number: int, columns: Tensor) -> Tensor | None:
+        """Return the signal of each image (C, P, B) by the zeros of what a ReLU made for the layer, or None.
+
+        With signals mixed by A^T inputs are mixed by A^-1: what takes single images out of the one, V, has its inverse
+        transposed for the other.
+        """
+        layer = self.network.layers[number]
+        if not self._is_rectified(self.network.layer_input(number)):
+            return None
+        mixed = solve_input([KnownSignal(layer, columns.permute(2, 0, 1).reshape(layer.output_shape))])
+        if mixed is None:
+            return None
+        found = unmix_sparse(mixed.values.flatten(1).mT, nonnegative=True, rounds=MIN_ROUNDS + self.images)
+        return columns @ torch.linalg.inv(found.directions).mT if found.complete else None
 
     @staticmethod
     def _fit_columns(layer: LayerEquations, columns: Tensor) -> Tensor:
@@ -371,9 +425,8 @@ class GraphSolver:
             self._note_values(ref, solved, tuple(known.layer.name for known in signals))
 
     def _solve_below_normalizations(self, ref: Ref) -> None:
-        """Solve for what layers take whose outputs are normalized by statistics of the image, where it is one."""
-        is_asked = self.scaled and self.images == 1  # of several, each has a size of its own
-        layers = find_normalized_layers(self.known, self._users(ref)) if is_asked else None
+        """Solve for what layers take whose outputs are normalized by statistics of each image."""
+        layers = find_normalized_layers(self.known, self._users(ref)) if self.scaled else None
         if layers is None:
             return
         names = tuple(self.network.layers[layer.number].name for layer in layers)

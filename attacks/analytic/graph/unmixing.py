@@ -32,6 +32,10 @@ a g_cb to these:
 **Sparse rows** (`unmix_sparse`). Below the top a ReLU silences a good part of an image's numbers, the others are
 arbitrary. All is the same with rows y_n in place of differences, and r_n(v) = y_n . v in place of (3).
 
+**Sparse rows of which none is below zero** (`nonnegative`), as of what a ReLU returns. Images that are alike share most
+of their zeros, and such rows say nothing: they are zero whatever the direction. The rows left span a cone whose facets
+are the images'. So linear programs give further directions.
+
 **When a direction is confirmed.** All three conditions are needed. Let u be the direction that the fitted equations
 r(v) = 0 exclude least: their matrix's second eigenvector.
 
@@ -62,7 +66,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 
+import numpy as np
 import torch
+from scipy.optimize import linprog
 from torch import Tensor
 
 from attacks.search_control import check_time_limit
@@ -93,6 +99,8 @@ MISFIT = 0.1
 """How far a position is off its level, relative to the level, where a direction does not fit a channel."""
 MAX_FALSE_FIT, MIN_FIT = 0.6, 0.98
 """Share of the channels that count which fit a wrong direction at most, and a right one at least."""
+VERTICES = 4
+"""Linear programs of a round for each image."""
 SURE_ZEROS, FIRST_NOISE, NOISE_ROUNDS, ZERO_FITS = 0.1, 3.0, 6, 4
 """Share of rows that are zeros for certain, the deviation for which the largest of them is taken (of a quarter, a tenth
 reach half a deviation), and rounds of estimating it and of fitting the rows that are zero up to it."""
@@ -152,18 +160,20 @@ def unmix_two_valued(columns: Tensor, *, slope: float = 0.0, rounds: int = 8, se
     return _unmix(partial(_TwoValued, slope), columns, rounds, stream(seed, "unmix", "two-valued"))
 
 
-def unmix_sparse(rows: Tensor, *, rounds: int = 8, seed: int = 0) -> Unmixing:
+def unmix_sparse(rows: Tensor, *, nonnegative: bool = False, rounds: int = 8, seed: int = 0) -> Unmixing:
     """Return the directions in which many rows are exactly zero: the signals (or features) of single images.
 
     Args:
         rows: (N, B), B the number of distinct images; a quarter or more of the rows should be zero for each image.
+        nonnegative: whether no image's number is below zero, as of what a ReLU returns. Fewer zeros do then.
         rounds: the search ends after so many rounds that found no further image.
         seed: of the draws.
 
     Returns:
         What was found. Fewer than B directions are confirmed where noise, counts or rounds did not allow more.
     """
-    return _unmix(_Sparse, rows, rounds, stream(seed, "unmix", "sparse"))
+    kind = _NonnegativeSparse if nonnegative else _Sparse
+    return _unmix(kind, rows, rounds, stream(seed, "unmix", "sparse"))
 
 
 def _unmix(
@@ -236,6 +246,10 @@ class _Problem(ABC):
         """Return starts (n, B) that are rejected directions (k, B) less what they may have of images found (m, B)."""
         return rejected[:0]
 
+    def draw_vertices(self, draw: torch.Generator) -> Tensor:
+        """Return directions (n, B) that linear programs give, to be judged as they are."""
+        return self.whitening[:0]
+
     @abstractmethod
     def judge_one(self, direction: Tensor) -> tuple[bool, float, float]:
         """Return whether the direction (B,) is an image's, its error and the logarithm of (4)."""
@@ -263,7 +277,7 @@ def _search(problem: _Problem, rounds: int, draw: torch.Generator) -> Unmixing:
         starts = _kurtosis_maxima(problem.starting_rows(draw) @ free, draw) @ free.mT
         corrections = problem.corrections(rejected.directions, found.directions, draw)
         starts = torch.cat([starts, corrections[: 2 * free.shape[1]]])
-        judged = problem.judge(problem.refine(starts))
+        judged = problem.judge(torch.cat([problem.refine(starts), problem.draw_vertices(draw)]))
         known = len(found.directions)
         found = _Candidates.join(found, judged.take(judged.confirmed)).independent()
         rejected = judged.take(~judged.confirmed)
@@ -528,6 +542,7 @@ class _Sparse(_Problem):
     """Rows (N, B) of signals of which many are zero."""
 
     def __init__(self, rows: Tensor, draw: torch.Generator) -> None:
+        rows = rows[(rows != 0).any(1)]  # zeros in all directions hide how large the noise is
         self.images = rows.shape[1]
         self.whitening = torch.eye(self.images, dtype=rows.dtype, device=rows.device)
         self.rows = rows
@@ -584,6 +599,29 @@ class _Sparse(_Problem):
             )
         chance = _log_chance(int((zero & counted).sum()), int(counted.sum()), self.images - 1, MAX_FALSE_ZEROS)
         return chance < math.log(MAX_FALSE_ACCEPTANCE) and error < MAX_ERROR, error, chance
+
+
+class _NonnegativeSparse(_Sparse):
+    """Rows (N, B) of numbers of which many are zero and none is below it."""
+
+    def draw_vertices(self, draw: torch.Generator) -> Tensor:
+        """Return directions (n, B) in which no row is below zero, and as many are zero as can be.
+
+        With rows y the directions v with y . v >= 0 for all of them make a cone. Where each image is alone in some
+        rows, its edges are the images' directions. A linear program with a random objective ends at one of them.
+        """
+        rows = self.scaled.cpu().numpy()
+        mean = rows.mean(0)
+        objectives = torch.randn(VERTICES * self.images, self.images, generator=draw, dtype=torch.float64).numpy()
+        found = []
+        for objective in objectives:
+            check_time_limit()
+            solved = linprog(
+                objective, A_ub=-rows, b_ub=np.zeros(len(rows)), A_eq=mean[None], b_eq=[1.0], bounds=(None, None)
+            )
+            if solved.status == 0 and any(solved.x):
+                found.append(torch.as_tensor(solved.x / np.linalg.norm(solved.x), device=self.scaled.device))
+        return torch.stack([self._fit_zeros(v) for v in found]) if found else super().draw_vertices(draw)
 
 
 def _noise(values: Tensor) -> float:

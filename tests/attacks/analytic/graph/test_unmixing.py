@@ -156,3 +156,16 @@ def test_a_combination_that_one_row_fixes_by_chance_is_not_confirmed(row: int) -
     assert not confirmed
     image = torch.linalg.solve(problem.whitening, inverse[:, 0])
     assert problem.judge_one(image / image.norm())[0]
+
+
+@pytest.mark.parametrize("images", [2, 4])
+def test_alike_features_are_told_apart_where_none_is_below_zero(images: int) -> None:
+    common = randn(8000, 1, key="alike")
+    features = (common + 0.5 * randn(8000, images, key="own")).clamp_min(0)
+    rows = mixed(features, noise=1e-9)
+    assert not unmix_sparse(rows).complete
+    found = unmix_sparse(rows, nonnegative=True)
+    assert found.complete
+    which, off = relative_errors(rows @ found.unmixing, features)
+    assert sorted(which) == list(range(images))
+    assert max(off) < 1e-6
