@@ -88,7 +88,7 @@ def test_it_does_not_call_itself_no_defense() -> None:
     assert Chain.plain != Defense.plain
 
 
-def test_settings() -> None:
+def test_chains_are_built_from_settings_and_written_back() -> None:
     built = defenses.build({"name": "chain", "parts": ["clip", {"name": "noise", "std": 0.2}]})
     assert built == Chain(parts=(Clip(), Noise(std=0.2)))
     assert defenses.build(defenses.spec(built)) == built

@@ -54,7 +54,7 @@ def test_relative_noise_scales_with_the_update() -> None:
 
 
 @pytest.mark.parametrize("unit", ["relative", "absolute"])
-def test_seeds(unit: Any) -> None:
+def test_noise_follows_from_the_seed_alone(unit: Any) -> None:
     one, same, other = (Noise(unit=unit).transform_update(UPDATE, stream(seed)) for seed in (0, 0, 1))
     assert_same(one, same)
     assert not torch.equal(dense(one["large"]), dense(other["large"]))

@@ -131,7 +131,7 @@ def test_names_stay_wherever_it_is_put() -> None:
     assert client.task.parameters["body.bottleneck.decoder.weight"].shape == (16, 6)
 
 
-def test_the_published_size() -> None:
+def test_precode_adds_as_many_parameters_as_published() -> None:
     """K = 256 between 128 features and 10 classes: 128 x 512 + 512 and 256 x 128 + 128 more parameters."""
     task = network("hyperfl-grey", num_classes=10, seed=0)
     sizes = [sum(p.numel() for p in Client(task, STEP, d).task.parameters.values()) for d in (Precode(), Prune())]

@@ -95,7 +95,7 @@ def test_further_payloads_are_pruned_too() -> None:
 
 
 @pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_random_entries(scope: Any) -> None:
+def test_random_pruning_zeros_as_many_entries_as_stated_and_leaves_the_others(scope: Any) -> None:
     defense = Prune(ratio=0.5, keep="random", scope=scope)
     sent = defense.transform_update(UPDATE, stream(0))
     gone = {name: dense(sent[name]) == 0 for name in UPDATE}

@@ -47,7 +47,7 @@ def test_stochastic_rounding_is_unbiased() -> None:
 
 
 @pytest.mark.parametrize(("kind", "bits"), [("float16", 11), ("bfloat16", 8)])
-def test_short_floats(kind: Any, bits: int) -> None:
+def test_short_floats_round_to_their_bits(kind: Any, bits: int) -> None:
     sent = Quantize(format=kind).transform_update(UPDATE, stream(0))
     value, rounded = dense(UPDATE["structured"]), dense(sent["structured"])
     assert rounded.dtype == torch.float64
@@ -85,7 +85,7 @@ def test_a_coarse_grid_is_compared_as_it_was_observed() -> None:
     assert Quantize(bits=8).surrogate(guess, observed) is guess
 
 
-def test_derivatives_pass() -> None:
+def test_rounding_passes_gradients_through() -> None:
     value = numbers(10).requires_grad_()
     for sent in (
         Quantize(bits=2).transform_update({"a": value}, None),

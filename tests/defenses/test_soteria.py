@@ -34,7 +34,7 @@ def test_it_equals_a_loop_over_units_and_images(ratio: float, images: int) -> No
     assert_near(run.train(0).upload.update, soteria(task.model, "head", batch.inputs, batch.labels, ratio), 1e-12)
 
 
-def test_another_layer() -> None:
+def test_soteria_prunes_the_layer_that_is_named() -> None:
     task, batch = worlds.task(), worlds.images(2)
     run = Federation(Client(task, STEP, Soteria(ratio=0.5, layer="body.fc1")), [ClientData(batch, batch)])
     expected = soteria(task.model, "body.fc1", batch.inputs, batch.labels, 0.5)

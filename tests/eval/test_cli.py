@@ -282,7 +282,7 @@ def test_no_report_holds_a_path_of_the_machine(path, monkeypatch):
         assert str(path.parent) not in (path.parent / "out" / name).read_text(), name
 
 
-def test_report(path):
+def test_report_writes_both_files_anew(path):
     run(path)
     for name in ("report.html", "report.md"):
         (path.parent / "out" / name).unlink()
@@ -294,7 +294,7 @@ def test_report(path):
         assert call("report", folder).exit_code == call("compare", folder, folder / "b").exit_code == terminal.USAGE
 
 
-def test_list():
+def test_list_prints_registered_names():
     everything = call("list")
     assert everything.exit_code == 0
     for name in ("fedavg", "hyperfl", "ig", "none", "faces", "hyperfl-grey", "iid", "crop-flip"):
@@ -309,7 +309,7 @@ def test_list():
     assert found["methods"]["fedavg"] == summarize(methods.get("fedavg"))
 
 
-def test_show():
+def test_show_prints_source_settings_and_defaults():
     shown = call("show", "hyperfl")
     assert shown.exit_code == 0
     for part in (

@@ -50,7 +50,7 @@ def test_a_round_without_clients_changes_nothing_but_its_number() -> None:
 
 
 @pytest.mark.parametrize(("rate", "count"), [(1.0, 4), (0.5, 2), (0.3, 1), (0.01, 1), (0.65, 3)])
-def test_sampling(rate: float, count: int) -> None:
+def test_so_many_clients_are_sampled_and_the_same_for_a_seed(rate: float, count: int) -> None:
     run = uneven(client_fraction=rate)
     chosen = [run.sampled_clients(round) for round in range(20)]
     assert all(len(set(numbers)) == count and numbers == sorted(numbers) for numbers in chosen)

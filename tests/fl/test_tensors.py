@@ -67,7 +67,7 @@ def test_products_with_vectors(x: tensors.Value) -> None:
 @EACH
 @OTHER
 @pytest.mark.parametrize("alpha", [-1.0, 0.3])
-def test_sums(x: tensors.Value, y: tensors.Value, alpha: float) -> None:
+def test_sums_of_structured_values_equal_dense_ones(x: tensors.Value, y: tensors.Value, alpha: float) -> None:
     assert near(dense(tensors.add(x, y, alpha)), by_hand(x) + alpha * by_hand(y))
     assert near(tensors.sub(x, y), by_hand(x) - by_hand(y))
 
@@ -83,7 +83,7 @@ def test_inner_products_and_distances(x: tensors.Value, y: tensors.Value) -> Non
 
 
 @EACH
-def test_multiples(x: tensors.Value) -> None:
+def test_multiples_of_structured_values_equal_dense_ones(x: tensors.Value) -> None:
     assert near(dense(tensors.scale_tensors({"x": x}, -3.0)["x"]), -3 * by_hand(x))
     if isinstance(x, LowRank):
         assert near(dense(-x), -by_hand(x))

@@ -79,7 +79,7 @@ SETTINGS = yaml.safe_load(CONFIG) | {"attack": ["ig", {"name": "peel+ig", "again
 @example(("method", 0, "lr"), {"a": 1})
 @example(("method",), [])
 @example(("seeds",), float("inf"))
-def test_configs(place, value):
+def test_configs_of_any_values_are_built_or_refused_by_key(place, value):
     with read_or_refused(*REFUSALS):
         yaml_config.read(put(SETTINGS, place, value))
 
@@ -89,7 +89,7 @@ def test_configs(place, value):
 @example("lr: {{ lr }}")
 @example("&a [*a]")
 @example("!!int ''")
-def test_yaml(text):
+def test_any_text_is_read_as_yaml_or_refused(text):
     with read_or_refused(ValueError):
         parse_yaml(text)
 
@@ -97,7 +97,7 @@ def test_yaml(text):
 @settings(max_examples=4 * FEW)
 @given(st.binary(max_size=40))
 @example(b"[" * 100_000)
-def test_json(content):
+def test_any_bytes_are_read_as_json_or_refused(content):
     with read_or_refused(ValueError):
         parse(content)
 
@@ -152,7 +152,7 @@ def changed(content: bytes) -> st.SearchStrategy[bytes]:
 
 @settings(max_examples=4 * FEW)
 @given(st.sampled_from(["png", "jpg", "tif"]), changed(png()) | st.binary(max_size=64))
-def test_images(ending, content):
+def test_image_files_of_any_content_are_read_or_refused(ending, content):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"x.{ending}"
         path.write_bytes(content)
@@ -162,7 +162,7 @@ def test_images(ending, content):
 
 @settings(max_examples=2 * FEW)
 @given(st.tuples(st.just("npz"), changed(npz())) | st.tuples(st.just("pt"), changed(pt())))
-def test_updates(file):
+def test_update_files_of_any_content_are_read_or_refused(file):
     ending, content = file
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"u.{ending}"

@@ -32,7 +32,7 @@ def test_the_fixture_is_known(request, monkeypatch):
     monkeypatch.setitem(sys.modules, "hyperleak", stub)
     assert request.getfixturevalue("assert_no_leak") == 3
 
-def test_a_leak(assert_no_leak):
+def test_a_leak_fails_the_test_that_asserts_none(assert_no_leak):
     import torch
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Sigmoid(), torch.nn.Linear(8, 3))
     images = torch.rand(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -224,7 +224,7 @@ def test_numbers_that_are_not_finite_are_a_reason() -> None:
     assert "not finite" in answer.reason
 
 
-def test_it_says_why_not() -> None:
+def test_bilevel_says_why_it_does_not_apply() -> None:
     answer = Bilevel.example()(victim(FedAvg(steps=1))[0])
     assert isinstance(answer, NotApplicable)
     assert "nothing to peel" in answer.reason

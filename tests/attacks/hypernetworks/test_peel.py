@@ -329,7 +329,7 @@ def test_heads_without_a_solution_do_not_win_over_the_first_layer() -> None:
     assert max(off(found, truth)) < 1e-11
 
 
-def test_it_says_why_not() -> None:
+def test_peel_says_why_it_does_not_apply() -> None:
     task = worlds.task()
     reasons = {
         "nothing to peel": victim(task, FedAvg(steps=1))[0],

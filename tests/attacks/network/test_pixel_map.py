@@ -123,14 +123,14 @@ FEWER = {
 
 
 @pytest.mark.parametrize("before", TOLD)
-def test_pixels_are_told(before: str) -> None:
+def test_invertible_preprocessing_leaves_pixels_determined(before: str) -> None:
     view = view_of(Preceded(TOLD[before]))
     assert read_pixel_map(view) == PixelMap("told", 192)
     assert claimed(view, picture()).verified
 
 
 @pytest.mark.parametrize("before", FOLDING)
-def test_pictures_fold(before: str) -> None:
+def test_preprocessing_that_merges_pictures_is_never_verified(before: str) -> None:
     view = view_of(Preceded(FOLDING[before]))
     assert read_pixel_map(view) == PixelMap("fewer", FEWER[before]) if before in FEWER else PixelMap("folded")
     found = claimed(view, picture())

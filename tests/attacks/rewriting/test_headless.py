@@ -171,7 +171,7 @@ def test_a_known_defense_is_counted_once() -> None:
         (GENERATED, 1, "peel it first"),
     ],
 )
-def test_it_says_why_not(method: Method, n: int, reason: str) -> None:
+def test_headless_says_why_it_does_not_apply(method: Method, n: int, reason: str) -> None:
     answer = Headless()(victim(method, n)[0])
     assert isinstance(answer, NotApplicable)
     assert reason in answer.reason

@@ -17,7 +17,7 @@ def view_with(still: set[str]) -> ServerView:
     return view
 
 
-def test_they_are_left_out() -> None:
+def test_tensors_that_did_not_move_are_left_out() -> None:
     names = list(view_with(set()).update)
     assert list(without_unmoved(view_with({names[0]})).update) == names[1:]
 

@@ -171,7 +171,7 @@ def test_an_update_of_a_unit_of_rounding_is_no_sign(lr: float) -> None:
 
 
 @pytest.mark.parametrize("rule", ["Lion, signs", "signs, mean size by tensor", "Rprop"])
-def test_signs_are_signs(rule: str) -> None:
+def test_updates_of_signs_are_recognized_and_refused(rule: str) -> None:
     view = view_of(cnn(), rule, 1e-2, strokes())
     assert is_sign_compressed(view)
     for attack in ("analytic", "cascade", "headless"):

@@ -22,5 +22,5 @@ def test_nothing_comes_of_them(kind: str) -> None:
     assert [one for one in json.loads(told.stdout) if one["wrong"]] == []
 
 
-def test_there_are_300() -> None:
+def test_hostile_cases_are_at_least_300() -> None:
     assert sum(1 for make in kinds().values() for _ in make()) >= 300

@@ -57,7 +57,7 @@ def mine(_guesses):
     return _guesses
 
 
-def test_a_method(tmp_path, monkeypatch):
+def test_a_method_is_audited_and_reported(tmp_path, monkeypatch):
     words = ("--method", "{name: fedavg, lr: 0.1}", "--dataset", "{name: faces, size: 8}", "--model", "tiny")
     monkeypatch.setattr("sys.argv", ["hyperleak", "audit", *words, "--out", str(tmp_path / "kept")])
     result = audit(*words, "--attack", "guess", "--attack", "peel", "--count", 2, "--out", tmp_path / "kept")
@@ -151,7 +151,7 @@ def captured(mine, tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", ["npz", "pt"])
-def test_a_captured_update(mine, tmp_path, suffix):
+def test_a_captured_update_is_decided_once_the_true_images_are_given(mine, tmp_path, suffix):
     path = captured(mine, tmp_path, suffix)
     attack = ("--attack", "{name: ig, iterations: 300, tv_weight: 0}")
     blind = audit(

@@ -51,7 +51,7 @@ def read(folder):
     return ends, log["runs"][0]
 
 
-def test_a_model(mine, tmp_path):
+def test_files_for_ci_have_a_case_for_each_attack_on_a_model(mine, tmp_path):
     result = audit("model", f"{mine}:whole", "--attack", "analytic", *FILES)
     assert result.exit_code == 0, result.output  # without a limit a leak is told, and is no failure of the command
     ends, run = read(tmp_path)
@@ -86,7 +86,7 @@ def test_a_model_above_a_limit(mine, tmp_path):
     ]
 
 
-def test_a_captured_update(mine, tmp_path):
+def test_files_for_ci_have_a_case_for_each_attack_on_a_captured_update(mine, tmp_path):
     words = captured(mine)
     result = audit(*words, "--attack", "analytic", *FILES)
     assert result.exit_code == 0, result.output
@@ -101,7 +101,7 @@ def test_a_captured_update(mine, tmp_path):
     assert {one["ruleId"] for one in run["results"]} == {"not-decided"}
 
 
-def test_a_method(tmp_path):
+def test_files_for_ci_pass_or_skip_attacks_on_a_method(tmp_path):
     for attack, code, end in (("guess", 0, "passed"), ("refuse", terminal.UNDECIDED, "skipped")):
         result = audit(*METHOD, "--attack", attack, *FILES, "--max-psnr", 90)
         assert result.exit_code == code, result.output

@@ -36,7 +36,7 @@ def labels(experiment, kind: str) -> list[str]:
     return [entry.label for entry in getattr(experiment, kind)]
 
 
-def test_attack_settings(path):
+def test_a_list_of_values_sweeps_an_attack_setting(path):
     found = yaml_config.load(path, ["attack.ig.tv_weight=[1e-4, 1e-2]"])
     assert labels(found, "attack") == ["ig@tv_weight=0.0001", "ig@tv_weight=0.01", "peel+ig"]
     assert [entry.item.tv_weight for entry in found.attack[:2]] == [1e-4, 1e-2]
@@ -76,7 +76,7 @@ def test_settings_of_the_observed_round_may_be_numbers_of_numpy(path, value):
     assert {method.lr for method in watched.values()} == {0.25}
 
 
-def test_defenses(path):
+def test_a_list_of_values_sweeps_a_defense_setting(path):
     found = yaml_config.load(path, ["defense.noise.std=[0.1, 0.5]"])
     assert labels(found, "defense") == ["none", "noise@std=0.1", "noise@std=0.5"]
 

@@ -74,7 +74,7 @@ def test_observed_methods_take_what_they_have(experiment):
         ("score.lpips=off", lambda x: x.score.lpips == "off"),
     ],
 )
-def test_override(experiment, override, read):
+def test_overrides_change_the_setting_they_name(experiment, override, read):
     if override == "observe.method.epochs=2":
         experiment = yaml_config.override(experiment, "observe.method={head_epochs: 0}")
     assert read(yaml_config.override(experiment, override))

@@ -82,7 +82,7 @@ def test_an_unknown_optimizer_proves_nothing_by_layers_alone() -> None:
     assert any("how the client trained is not known" in note for note in found.notes)
 
 
-def test_noise_hides_it() -> None:
+def test_a_noisy_update_shows_no_exposure() -> None:
     model = support.network()
     found = screener(model)(support.recorded(model, noise=1e-3))
     assert kinds(found) == set()

@@ -173,7 +173,7 @@ def test_ssim_of_images_below_the_window_is_not_available():
 
 
 @pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.__name__)
-def test_invariances(metric):
+def test_metrics_score_each_image_by_itself(metric):
     truth = photos()
     guess = noisy(truth)
     values = metric(guess, truth)

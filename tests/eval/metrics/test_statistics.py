@@ -90,7 +90,7 @@ def test_images_weigh_alike_however_many_seeds_they_have():
     assert (found.low, found.high) == (0, 100)  # two images tell next to nothing
 
 
-def test_nothing_is_drawn():
+def test_intervals_draw_no_random_numbers():
     values = np.random.default_rng(4).normal(20, 3, 20)
     state = np.random.get_state()[1].copy()  # noqa: NPY002
     assert mean_interval(values) == mean_interval(values)

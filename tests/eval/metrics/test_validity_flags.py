@@ -55,7 +55,7 @@ def test_a_good_attack_has_no_flags():
         ("ssim-missing", lambda: find_flags(rows(good, size=8))),
     ],
 )
-def test_each_flag(name, found):
+def test_each_flag_is_raised_by_its_fault(name, found):
     assert name in FLAGS
     assert name in found()
 

@@ -86,7 +86,7 @@ def test_one_run_against_its_formula() -> None:
         ([1.0, 2.0], [True, False], 0.0, "delta in"),
     ],
 )
-def test_bad_input(values: list[float], included: list[bool], delta: float, words: str) -> None:
+def test_epsilon_bounds_refuse_bad_input(values: list[float], included: list[bool], delta: float, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         epsilon_bounds.estimate_epsilon(values, included, delta=delta)
     with pytest.raises(ValueError, match="right <= guesses"):

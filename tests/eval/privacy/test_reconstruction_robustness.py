@@ -110,6 +110,6 @@ def test_the_best_test_on_the_noisy_step_stays_below_the_bound(sigma: float, n: 
 
 
 @pytest.mark.parametrize("settings", [(0.0, 1.0, 1), (1.0, 1.0, 1), (0.5, 0.0, 1), (0.5, 1.0, 0)])
-def test_bad_settings(settings: tuple[float, float, int]) -> None:
+def test_robustness_bounds_refuse_bad_settings(settings: tuple[float, float, int]) -> None:
     with pytest.raises(ValueError, match="expected"):
         reconstruction_robustness.full_batch_bound(*settings)

@@ -122,7 +122,7 @@ def test_the_same_folder_gives_the_same_bytes(folder, tmp_path):
     assert [(folder / name).read_bytes() for name in names] == [(other / name).read_bytes() for name in names]
 
 
-def test_verdicts(folder):
+def test_a_report_says_what_leaks_of_each_method(folder):
     content = build_report(folder)
     found = {block.subject: block for block in blocks(content, FindingBlock)}
     assert found["fedavg"].leaks
@@ -283,7 +283,7 @@ def test_markdown_shows_files_that_are_there(folder):
     assert width
 
 
-def test_tables_are_even(folder):
+def test_all_rows_of_a_table_have_a_cell_for_each_column(folder):
     content = build_report(folder)
     found = [*blocks(content, TableBlock), *(figure.legend for figure in blocks(content, FigureBlock) if figure.legend)]
     assert len(found) > 6

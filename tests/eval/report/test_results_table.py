@@ -147,6 +147,6 @@ def test_best_rounds_stand_where_something_was_trained(tmp_path):
     assert not bests(tmp_path / "b", accuracy_best_round=0)
 
 
-def test_it_needs_rows():
+def test_a_table_without_rows_is_refused():
     with pytest.raises(ValueError, match="expected rows"):
         results_table.build_table([], experiment())

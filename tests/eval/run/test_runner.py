@@ -48,7 +48,7 @@ def rows(done):
     return done[1]
 
 
-def test_rows(rows):
+def test_rows_have_a_score_for_each_image_and_attack(rows):
     guesses = [row for row in rows if row["attack"] == "guess"]
     assert len(guesses) == 2 * 4
     assert {row["method"] for row in guesses} == {"fedavg", "hyperfl"}
@@ -227,7 +227,7 @@ def test_every_victim_is_observed_with_draws_of_its_own(monkeypatch):
     assert len(seeds) == len(set(seeds)) == 4
 
 
-def test_whole_client():
+def test_a_whole_client_is_watched_where_no_number_is_stated():
     world, (victim,) = victims("observe.images=null", "observe.batch_size=null")
     assert sorted(victim.samples.tolist()) == world.partition.train[0].tolist()
 
@@ -303,7 +303,7 @@ def test_missing_data_set_says_how_to_get_it(monkeypatch, tmp_path):
         runner.prepare(tiny("task.dataset=cifar10"), device="cpu")
 
 
-def test_device_names():
+def test_devices_are_resolved_and_others_refused():
     assert federation_data.resolve_device("cpu").type == "cpu"
     assert federation_data.resolve_device("auto").type in {"cpu", "cuda"}
     with pytest.raises(ValueError, match="expected device auto, cpu or cuda, got 'gpu'"):

@@ -241,7 +241,9 @@ def test_specs_of_datasets_round_trip() -> None:
     ("name", "shape", "classes", "counts"),
     [("cifar10", (3, 32, 32), 10, (15_000, 5_000)), ("handwritten62", (1, 28, 28), 62, (4_805, 930))],
 )
-def test_real_files(name: str, shape: tuple[int, int, int], classes: int, counts: tuple[int, int]) -> None:
+def test_real_sets_have_their_published_counts(
+    name: str, shape: tuple[int, int, int], classes: int, counts: tuple[int, int]
+) -> None:
     dataset = load(name)
     _check(dataset)
     assert dataset.input_shape == shape

@@ -33,7 +33,7 @@ def sizes(phase: Phase, n: int) -> list[int]:
         ({"epochs": 0}, []),
     ],
 )
-def test_sizes(settings: dict[str, Any], expected: list[int]) -> None:
+def test_batch_sizes_follow_from_the_phase(settings: dict[str, Any], expected: list[int]) -> None:
     assert sizes(phase(**settings), 10) == expected
 
 

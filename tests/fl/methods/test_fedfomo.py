@@ -222,7 +222,7 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
         assert_same(last_model(run.server, i), last_model(again.server, i))
 
 
-def test_what_it_refuses() -> None:
+def test_fedfomo_refuses_settings_out_of_range() -> None:
     for settings, words in {
         ("epsilon", 1.5): "epsilon: expected a (whole )?number in [0, 1], got 1.5",
         ("decay", -1.0): "decay: expected a (whole )?number in [0, 1], got -1.0",

@@ -114,7 +114,7 @@ def test_the_server_is_told_how_many_images_of_each_label_a_client_has() -> None
         torch.testing.assert_close(dense(run.server.shared[SHARES]), every / every.sum(), check_dtype=False)
 
 
-def test_what_travels() -> None:
+def test_clients_of_fedgen_send_a_classifier_and_receive_the_generator_too() -> None:
     run = fed(small())
     plain = sum(value.numel() for value in worlds.task().parameters.values()) + 3
     generator = 4 * (2 + 3) + 4 + 4 * 4 + 16 * 4 + 16

@@ -102,7 +102,7 @@ def test_what_travels_and_what_stays() -> None:
     assert all(run.client.method.scope(name, run.client.task) is Scope.PRIVATE for name in OWN)
 
 
-def test_how_it_starts() -> None:
+def test_fedsr_starts_from_the_plain_network() -> None:
     run, task = worlds.federation(FedSR.example(), rounds=0), worlds.task()
     for name, value in run.server.shared.items():
         if not name.startswith("head.encode."):

@@ -108,7 +108,7 @@ def test_without_steps_clients_count_alike() -> None:
     torch.testing.assert_close(dense(uneven.server.shared["head.bias"]), before - moves.mean(0))
 
 
-def test_how_weights_move() -> None:
+def test_ga_moves_weights_by_the_generalization_gaps() -> None:
     method, everyone = GA(step_size=0.3, rounds=10), torch.arange(3)
     even = torch.full((3,), 1 / 3, dtype=torch.float64)
     gaps = torch.tensor([2.0, 0.0, -1.0], dtype=torch.float64)

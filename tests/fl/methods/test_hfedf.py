@@ -128,7 +128,7 @@ def test_a_round_lowers_the_clients_loss_but_for_algorithm_1_as_printed(align: A
 
 
 @pytest.mark.parametrize(("align", "sign"), [("toward", 1.0), ("away", -1.0), ("off", 0.0), ("as-printed", 1.0)])
-def test_gradalign(align: Any, sign: float) -> None:
+def test_gradalign_equals_the_papers_formula(align: Any, sign: float) -> None:
     gradients = torch.randn(4, 6, generator=stream(0, "gradients"), dtype=torch.float64)
     weights = alignment([{"a": g[:2], "b": g[2:]} for g in gradients], align)
     torch.testing.assert_close(weights, torch.stack(grad_align(list(gradients), sign)), rtol=1e-12, atol=0)

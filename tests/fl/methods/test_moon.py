@@ -117,7 +117,7 @@ def test_what_is_kept_is_the_trained_network_below_its_classifier() -> None:
     assert not view.received
 
 
-def test_generated_networks() -> None:
+def test_moon_trains_generated_networks() -> None:
     run = worlds.federation(replace(Moon.example(), parametrization=Hypernetwork.example()), rounds=2)
     plain = worlds.federation(replace(FedAvg.example(), parametrization=Hypernetwork.example()), rounds=2)
     assert all(dense(value).isfinite().all() for value in run.server.shared.values())

@@ -151,7 +151,7 @@ def test_a_run_read_back_goes_on_as_it_would_have(tmp_path: Path) -> None:
         assert_same(run.download(i).shared, again.download(i).shared)
 
 
-def test_what_it_refuses() -> None:
+def test_pfedsim_refuses_what_it_can_not_compare() -> None:
     with pytest.raises(ValueError, match="warmup: expected a whole number >= 0, got -1"):
         PFedSim(warmup=-1)
     with pytest.raises(ValueError, match="expected parametrization 'direct': pFedSim compares"):

@@ -30,7 +30,7 @@ def upload(**parts: object) -> Upload:
     return Upload(client=1, weight=2.0, **{"update": {"w": torch.ones(2, 3)}, **parts})  # type: ignore[arg-type]
 
 
-def test_numbers_pass() -> None:
+def test_finite_updates_pass_and_bases_are_looked_at_once() -> None:
     """All are looked at: bases of structured updates are known from then on, and nothing else is."""
     row, base = torch.ones(1, 3), torch.ones(3, 3)
     structured = LowRank(base, 0.5, (Term(torch.tensor(2.0), row, row), Term(1.0, row, row)), (3, 3))

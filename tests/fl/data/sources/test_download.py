@@ -255,7 +255,7 @@ def test_sets_that_are_fetched_by_hand_say_where_from(name: str, tmp_path: Path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_data_folder_is_looked_for_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path / "given"))
     assert data_folder() == tmp_path / "given"
     monkeypatch.delenv("HYPERLEAK_DATA")
@@ -266,7 +266,7 @@ def test_the_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert data_folder() == tmp_path / "home" / ".cache" / "hyperleak" / "data"
 
 
-def test_what_is_at_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_sets_at_hand_are_told_from_missing_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYPERLEAK_DATA", str(tmp_path))
     everything = available_sets()
     assert set(everything.values()) == {None}
