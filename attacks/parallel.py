@@ -324,7 +324,7 @@ class _JobProgress:
             self._slots.add(slot)
 
     def end(self, slot: int | None) -> None:
-        """A batch has ended; it counts in full, however early it succeeded, but for one of which nothing was heard."""
+        """Count a batch that has ended in full, however early it succeeded, unless it never reported."""
         last = self.here if slot is None else self.board.read(slot)
         if last.iterations:
             self._done.append(last.iterations)

@@ -153,7 +153,7 @@ class SearchControl:
 
 
 OPERATIONS_A_SECOND = 2e10
-"""Of floating-point numbers in double precision, as many as a thread can do at most."""
+"""Floating-point operations that a thread can do in a second in double precision, at most."""
 
 
 class StoppedError(BaseException):

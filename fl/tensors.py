@@ -34,7 +34,8 @@ class Term:
 
 
 MIN_WIDE_RANK = 16
-"""From so many outer products on a term is multiplied by itself: joining terms would copy more than it saves."""
+"""Number of outer products from which on a term is multiplied by itself: joining terms would copy more than it
+saves."""
 
 
 def _merge_terms(terms: Iterable[Term]) -> list[tuple[Tensor, Tensor]]:

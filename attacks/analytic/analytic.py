@@ -56,7 +56,7 @@ SENT_FOR_CERTAIN = 1e-9
 SAME_SUMMAND = 0.5
 """Overlap of two summands, 0 of different images and 1 of an image with itself, from which they count as one."""
 MOST_COMPARED = 256
-"""Neurons, those of the strongest signals, of which it is asked whether they agree on an image."""
+"""Neurons with the strongest signals that are compared for agreeing on an image."""
 SHARED_WEIGHTS = (
     "how much an example counts under the loss as stated depends on the others of its batch, and not by a factor "
     "alone, or their classes may be too many to try: no image could be checked by itself"

@@ -247,7 +247,7 @@ def _read_network(view: ServerView, gradient: Mapping[str, object], count: int) 
 
 
 def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return which entries of gradients are known, of tensors of which a known defense left some out.
+    """Return which entries of gradients are known, for tensors from which a known defense left some out.
 
     Where it left out the smallest, whole slices are missing, and their zeros are nearer to the truth than nothing.
     """
@@ -259,14 +259,14 @@ def _find_gaps(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _find_sent_entries(view: ServerView, gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return where entries of gradients were sent, of tensors of which a known defense left some out."""
+    """Return where entries of gradients were sent, for tensors from which a known defense left some out."""
     observed = ObservedUpdate(view)
     gaps = (name for name, value in gradient.items() if bool(value.any()) and not observed.is_complete(name))
     return {name: observed.transmitted(name).to(gradient[name].device) for name in gaps}
 
 
 def _count_smallest_as_zeros(view: ServerView, gradient: Mapping[str, object]) -> str:
-    """Say of which tensor most numbers were taken for zeros, as the smallest that were left out; empty where none."""
+    """Return which tensor lost most of its (smallest) numbers, in words; empty if none did."""
     values = {name: dense(value) for name, value in gradient.items()}  # type: ignore[arg-type]
     sent = _find_sent_entries(view, values)
     if not are_smallest_left_out([values[name][which] for name, which in sent.items()]):

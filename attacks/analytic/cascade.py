@@ -413,7 +413,7 @@ def _rank_result(result: Result) -> tuple[bool, bool, bool, bool, float]:
 
 
 def _note_round(result: Result, taken: int, last: int) -> Result:
-    """Return the result, of which earlier rounds were tried as well."""
+    """Return the result with a note on the round that it is from."""
     if isinstance(result, NotApplicable):
         return result
     whence = f"the picture is that of round {taken}" if taken != last else ""

@@ -30,7 +30,7 @@ from fl.tensors import LowRank, dense
 from fl.view import ServerView
 
 MOST_ROWS = 64
-"""Of a layer, those that moved most are asked where it was sent in few bits."""
+"""Rows of a layer, those that moved most, that are looked at for few bits."""
 MIN_ROWS = 3
 """That have to move: of two, one direction explains whatever the layer takes under cross entropy."""
 MIN_SHARE_LEFT_OUT = 0.02
@@ -47,15 +47,21 @@ MOST_LEVELS = 257
 """Values that a tensor sent in up to eight bits has."""
 MOST_SAMPLED = 2**16
 """Numbers of a tensor, or a few more, that are asked whether they are on a grid."""
-CELL_ROUNDS, MAX_BEYOND_CELL, NEARLY_DONE = 150, 5e-3, 1e-3
-"""Rounds of the fit to cells, how far numbers may lie beyond them, root mean square in steps, and where it ends."""
+CELL_ROUNDS = 150
+"""Rounds of the fit to quantization cells."""
+MAX_BEYOND_CELL = 5e-3
+"""How far numbers may lie outside their cells, root mean square, in steps of the grid."""
+NEARLY_DONE = 1e-3
+"""The same distance below which the fit ends."""
 ERROR_FACTOR, MAX_ERROR = 3.0, 0.25
 """What is known of an input that was sent in few bits, in units of the rounding's largest singular value relative to
 the update's, and up to where it counts as known."""
 MIN_SPREAD = 0.02
 """How far the sizes of an input differ, relative to their mean: signs with sizes of rows' own look like equal ones."""
-MIN_TOLD_SHARE, MIN_TOLD = 0.05, 32
-"""Of an input, the share and the number that have to be told."""
+MIN_TOLD_SHARE = 0.05
+"""Share of an input's numbers that has to be determined."""
+MIN_TOLD = 32
+"""Count of an input's numbers that have to be determined."""
 MIN_OTHER_SIGN = 0.05
 """Share of an input's numbers that have another sign than most."""
 MAX_OTHER_SIGNS = 1e-3
@@ -179,7 +185,7 @@ def _fit_to_cells(sent: Tensor, half: float) -> tuple[Tensor, float]:
 
 
 def _read_sparse(layer: LinearLayer) -> CompressedInput | NotApplicable | None:
-    """Return the input of which products were sent in some places; None where there is no such."""
+    """Return the input whose outer product was sent in some places only; None if there is none."""
     rows, columns = layer.update.any(1), layer.update.any(0)
     sent = layer.update[rows][:, columns]
     heard = sent != 0

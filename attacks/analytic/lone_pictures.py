@@ -58,7 +58,7 @@ MIXED_ROWS, CLEARLY = 8, 10.0
 """Neurons whose pictures are mixed half and half with one, and how many times the most that a signal may miss by the
 signals of these mixtures have to."""
 MOST_ROWS = 256
-"""Neurons, those of the strongest signals, of which it is asked whether one more holds the same picture."""
+"""Neurons with the strongest signals that are searched for one that holds the same picture."""
 
 
 @dataclass(frozen=True)

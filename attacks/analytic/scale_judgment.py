@@ -189,7 +189,7 @@ class ScaleJudgment:
         return replace(self.results[0], verified=None, objective=most).with_note(NEARLY.format(most))
 
     def _of_untold_brightness(self, best: int, count: int, *, single: bool) -> Reconstruction:
-        """Return a picture of which the update determines only the direction.
+        """Return a picture whose direction alone the update determines.
 
         Args:
             best: its index.

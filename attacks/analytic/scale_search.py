@@ -54,7 +54,7 @@ NEARLY_ONE = 1e-2
 SAME_PICTURE = 1e-5
 """Relative difference of two factors that count as one."""
 MOST_CONFIRMED = 4
-"""Pictures that explain their layers, of which it is checked whether they make the whole update."""
+"""Pictures that explain their layers and are checked by the whole update, at most."""
 MOST_PAIRED = 10
 """Targets, at most, with which pairs of inputs are compared (`tells_pairs_apart`)."""
 PAIR_SHARES = (1.0, 0.25)

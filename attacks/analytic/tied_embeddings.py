@@ -54,7 +54,7 @@ GAP = 25.0
 BLUR = 5.0
 """How far outside a row that was not looked up may be, likewise."""
 FOLDS, SPARE = 3, 8
-"""Parts of the rows in each of which all dimensions have to show, and rows of a part beyond twice the dimensions."""
+"""Parts of the rows that must each span all dimensions, and rows of a part beyond twice the dimensions."""
 ATTEMPTS = 4
 """Choices of rows that the span is fitted to."""
 SCORED, SHARED = "the outputs are scored by it as well", "another layer uses it as well"
@@ -134,7 +134,7 @@ class OutsideRows:
     Attributes:
         ids: of these rows, ascending int64 (M,).
         rank: dimensions of the span.
-        blurred: rows of which neither is clear.
+        blurred: rows for which neither is clear.
     """
 
     ids: Tensor

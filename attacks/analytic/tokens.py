@@ -154,7 +154,7 @@ class _EmbeddingUpdate:
         return dense(value).mT if name in self.columns else dense(value)
 
     def moved(self, name: str, change: Value) -> Tensor:
-        """Return for which ids (V,) an embedding's change is no rounding."""
+        """Return the ids (V,) whose embedding changed by more than rounding."""
         start, whole = self.by_id(name, self.view.shared[name]), self.by_id(name, change)
         decayed = bool((self.by_id(name, self.view.update[name]) != whole).any())
         spacing = GRID * torch.finfo(self.view.dtype).eps * start.abs() if decayed else torch.zeros_like(start)
@@ -183,7 +183,7 @@ def _without(ids: Tensor, always: set[int]) -> Tensor:
 
 
 def _rows_of_ids(update: _EmbeddingUpdate, names: Sequence[str]) -> dict[str, Tensor] | NotApplicable:
-    """Return the rows that moved of embeddings of which some did; a refusal where more did than ids were fed."""
+    """Return the embeddings' rows that moved; a refusal if more did than ids were fed."""
     rows: dict[str, Tensor] = {}
     for name in names:
         moved = update.moved(name, update.observed.change[name])
@@ -284,7 +284,7 @@ def _as_result(update: _EmbeddingUpdate, found: Mapping[str, Tensor], doubt: str
 
 
 def _sparse_embeddings(update: _EmbeddingUpdate, names: Sequence[str]) -> list[str]:
-    """Return the embeddings of which a step moves the rows of the ids that they are given, and no others."""
+    """Return the embeddings in which a step moves the rows of the ids it is fed, and no others."""
     view, kept = update.view, list(names)
     for number in range(PROBES):
         draw = stream(number, "tokens")

@@ -56,7 +56,7 @@ ROUNDS_OF_FITS = 15
 RIDGE = 0.05
 """Pull of a class's mean feature towards its last estimate, as a share of what the gradient says of it."""
 TRIED_SIZES = 24
-"""Sizes tried for a gradient of which only the direction is known."""
+"""Sizes tried for a gradient whose direction alone is known."""
 WITHIN_CLASS_SPREAD = 0.5
 """How far predictions of images of one class are taken to lie apart, as a share of how far those of classes do."""
 MAX_POINTS = 16

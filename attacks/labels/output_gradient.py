@@ -39,7 +39,7 @@ MIN_OTHER_CLASSES = 4
 MAX_SHARE = 0.5
 """The largest smoothing that is told from another step size."""
 MAX_MISFIT = 0.02
-"""Of their targets, which smoothing makes equal, relative to them."""
+"""Deviation of the other classes' targets, which smoothing makes equal, relative to them."""
 
 MAX_DOUBT = 0.05
 """Share of softmax that the other classes may have of what a network is certain of."""

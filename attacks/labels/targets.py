@@ -29,9 +29,9 @@ spacings after 1 of the type. A bias below a sigmoid that is hardly bent gets ne
 AS_STATED = "the target follows from loss {} and the step size as stated, and nothing in the update tells these"
 """What a result notes of a target that is a number."""
 FAR_TARGET = 1e6
-"""How far away a target is put of which only the direction is known, in units of the outputs."""
+"""Distance at which a target is put if only its direction is known, in units of the outputs."""
 MOST_NUMBERS = 2**24
-"""Of what steps make of all numbers of the outputs together, from which the gradient of these is worked out."""
+"""Size of the matrix of steps (outputs times numbers of the update) up to which the outputs' gradient is computed."""
 
 
 def output_signal(view: ServerView) -> Tensor | None:

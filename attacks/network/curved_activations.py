@@ -14,7 +14,7 @@ MOST_RUNS = 32
 SEARCH_SPAN, MAX_DOUBLINGS = 40.0, 20
 """Inputs of an activation are looked for up to so far from zero, doubled so often at most while values reach beyond."""
 BISECTIONS = 70
-"""Of that span: more than double precision can tell apart."""
+"""Bisections of that span: more than double precision resolves."""
 MIN_SLOPE = 1e-9
 """Slope below which an activation says nothing of what it was given."""
 SATURATION = 1e-12

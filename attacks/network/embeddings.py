@@ -19,7 +19,7 @@ RANDOM_EXAMPLES = 6
 _FOUND: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], list[dict[str, Tensor]], frozenset[str]]] = (
     WeakKeyDictionary()
 )
-"""What networks looked up of these, and of which weights columns: an attack and its score ask in turn."""
+"""Lookups of networks, and the weights whose columns are looked up; kept for an attack and its score."""
 
 
 def embedding_weights(model: nn.Module) -> dict[str, int | None]:
@@ -37,7 +37,7 @@ def embedding_weights(model: nn.Module) -> dict[str, int | None]:
 
 
 def looked_up_weights(task: Task) -> list[str]:
-    """Return the names of the weights of which a network looks up rows or columns, by modules or by functions."""
+    """Return the names of the weights whose rows or columns a network looks up, by modules or by functions."""
     by_functions = [name for found in lookups_of_single_examples(task) for name in found]
     return list(dict.fromkeys([*embedding_weights(task.model), *by_functions]))
 
@@ -70,12 +70,12 @@ def lookups_of_single_examples(task: Task) -> list[dict[str, Tensor]]:
 
 
 def columns_looked_up(task: Task) -> frozenset[str]:
-    """Return the names of the weights (d, V) of which one-hot vectors look up columns, as a linear layer's."""
+    """Return the names of the weights (d, V) whose columns one-hot vectors look up, such as a linear layer's."""
     return _asked(task)[1]
 
 
 def _asked(task: Task) -> tuple[list[dict[str, Tensor]], frozenset[str]]:
-    """Return what examples made up look up, and the weights of which they look up columns."""
+    """Return the lookups of made-up examples, and the weights whose columns they look up."""
     shape, found, columns = _FOUND.get(task.model, ((), [], frozenset()))
     if shape != task.input_shape:
         draw, weight = stream(0, "unconditional ids"), next(task.model.parameters())
@@ -98,7 +98,7 @@ def lookups(task: Task, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def _look_up(task: Task, inputs: Tensor) -> tuple[dict[str, Tensor], set[str]]:
-    """Return what inputs look up, as `lookups`, and the weights of which they look up columns."""
+    """Return what inputs look up, as `lookups`, and the weights whose columns they look up."""
     model = copy.deepcopy(task.model).eval()
     known, found = embedding_weights(model), dict[str, list[Tensor]]()
     names = {id(value): name for name, value in model.named_parameters()}

@@ -247,7 +247,7 @@ def _forward_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], probe: T
 
 
 def _gradient_mismatch(stages: Sequence[Stage], pieces: Sequence[Piece], model: nn.Module, probe: Tensor) -> str | None:
-    """Say of which layer the network's gradient is another than its stage's; None if all agree."""
+    """Return the layer whose gradient in the network differs from its stage's; None if all agree."""
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
     mine = [(stage, kind) for stage in stages for kind in ("weight", "bias") if stage.parameter_name(kind) in trained]
     if not mine:

@@ -51,7 +51,7 @@ class LookupFunctions(TorchFunctionMode):
     Attributes:
         names: of the parameters, by their identity.
         found: ids that were looked up, as often as they were, by the name of a parameter.
-        columns: the parameters of which columns are looked up.
+        columns: the parameters whose columns are looked up.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -118,7 +118,7 @@ class LookupFunctions(TorchFunctionMode):
             self._one_hot[id(result)] = result
 
     def looked_up(self) -> dict[str, list[Tensor]]:
-        """Return what was looked up, but for parameters of which rows and columns were."""
+        """Return what was looked up, without parameters whose rows and columns both were."""
         return {name: ids for name, ids in self.found.items() if not {name} <= self.columns & self._rows}
 
 

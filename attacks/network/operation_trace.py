@@ -163,7 +163,7 @@ class Graph:
         return found
 
     def as_parameter(self, ref: Ref) -> tuple[str, Tensor | None] | None:
-        """Return the parameter of which a tensor is a rearrangement, and where its numbers stand in it.
+        """Return the parameter that a tensor rearranges, and where each number stands in it.
 
         Where the tensor does not hold every number of one parameter once, return None.
 
@@ -281,7 +281,7 @@ def trace_operations(model: nn.Module, images: Tensor) -> Graph | str:
 
 
 class _PartWritten(str):
-    """Why a record ended: the network goes on with a tensor of which it changed a part in place."""
+    """Why a record ended: the network uses a tensor after changing a part of it in place."""
 
 
 def _trace(model: nn.Module, images: Tensor, run: Callable[[Tensor], object]) -> Graph | str:

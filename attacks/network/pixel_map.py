@@ -23,13 +23,13 @@ from fl.seeds import stream
 from fl.view import ServerView
 
 LEVELS = 256
-"""At which a pixel's own function is looked at."""
+"""Uniform pictures on which a pixel's own function is evaluated."""
 MAX_ROUNDING = 1e-9
 """What is rounding, relative to the largest number that comes out."""
 DARK = 0.3
 """Largest number of a dark picture; a bright one is 1 less such a number."""
 MOST_RANKED = 4096
-"""Pixels of which the rank of an affine map is worked out; of more it is taken for full."""
+"""Pixels up to which the rank of an affine map is computed; with more it is taken to be full."""
 MOST_ROWS, ADDED_TO = 2, 3
 """Rows of an affine map that are kept, for each pixel, and to how many of these a row is added where there are more."""
 GROUPS = 24
@@ -84,7 +84,7 @@ def read_pixel_map(view: ServerView) -> PixelMap:
 
 
 def gray_picture(view: ServerView) -> Tensor | None:
-    """Return the picture (1, C, H, W) of which the first trained parameters are given zeros.
+    """Return the picture (1, C, H, W) for which the first trained parameters are given zeros.
 
     None where they are not given one affine function of each pixel.
     """

@@ -1,1 +1,1 @@
-"""What an update says by itself: of which training, in what unit, how far rounding goes."""
+"""What an update says by itself: by which training it was made, in what unit, how far rounding goes."""

@@ -39,13 +39,19 @@ may be, both in spacings after 1."""
 SIGMAS = 4.0
 """Standard errors that are no surprise."""
 MIN_FREE = 4
-"""By so many a matrix's smaller side exceeds the rank that is asked for."""
-MAX_PASSES, CONVERGED = 12, 1e-12
-"""Of the projection, or of what fits a weight decay to a share, and the change that ends them."""
+"""How much a matrix's smaller side must exceed the rank that is tested."""
+MAX_PASSES = 12
+"""Passes of the projection, or of the fit of a weight decay to a share."""
+CONVERGED = 1e-12
+"""Relative change that ends them."""
 LARGEST_SHARE = 0.5
 """A larger one is no weight decay of a round."""
-DIGITS, FIRST_DECAY, LARGEST_DECAY = 3, 1e-6, 1e9
-"""In which people write a weight decay, the one that is tried first, and the largest."""
+DIGITS = 3
+"""Digits in which people write a weight decay."""
+FIRST_DECAY = 1e-6
+"""The smallest weight decay that is tried."""
+LARGEST_DECAY = 1e9
+"""The largest one."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def _read_where_nothing_flows(matrices: list[UpdateMatrix], eps: float) -> Decay
 
 
 def _read_by_rank(part: UpdateMatrix, rank: int) -> DecayReading | None:
-    """Return the share for which the rest of a matrix's update has a rank to its rounding; None where none does."""
+    """Return the decay share that leaves the rest of a matrix's update of low rank, to rounding; None without one."""
     if min(part.moved.shape) < rank + MIN_FREE or not bool(part.moved.any()):
         return None
     along = float((part.moved * part.start).sum() / part.start.square().sum().clamp_min(1e-300))

@@ -136,7 +136,7 @@ def _are_rows_enough(rows: Tensor, steps: Sequence[float]) -> bool:
 
 
 def _evidence_of_tried(row: Tensor, step: float) -> float:
-    """Return bits of chance as `_evidence`, of numbers of which grids were tried from 0 or from the least on."""
+    """Return bits of evidence as `_evidence` does, for grids that begin at 0 or at the least number."""
     origins = [origin for origin in (0.0, float(row.min())) if _off_grid(row, origin, step) < OFF_ROW]
     found = max((_evidence(row, origin, step) for origin in origins), default=0.0)
     return max(0.0, found - math.log2(2 * FEW_STEPS))

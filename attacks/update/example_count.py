@@ -23,7 +23,7 @@ from attacks.update.update_matrices import (
 from fl.view import ServerView
 
 MIN_FREE = 4
-"""By so many the smaller side of what moved of a matrix exceeds a rank that means something."""
+"""How much the smaller side of what moved in a matrix must exceed a rank that means something."""
 MARGIN, MIN_GAP = 2.0, 8.0
 """Times the largest singular value of rounding that one of a gradient exceeds, and the factor between the last one that
 does and the next."""

@@ -49,7 +49,7 @@ def contradicts_rest(
         view: what the server saw.
         observed: the update.
         rows: those that moved (M,), by the name of an embedding's weight.
-        columns: the weights of which these are columns.
+        columns: the weights that these are columns of.
     """
     phases, schedule = training_phases(view)
     steps = [step for phase in schedule or () for step in phase]

@@ -9,7 +9,7 @@ from fl.view import ServerView
 
 
 def without_unmoved(view: ServerView) -> ServerView:
-    """Return the view of an update without the tensors of which no number moved, if others have; else the view itself.
+    """Return the view without the tensors that did not move at all, if others did; else the view itself.
 
     A client that hands its optimizer only some of its tensors sends the others as they came. That is less to compare
     with, and nothing that speaks against what an attack finds.

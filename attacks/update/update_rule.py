@@ -34,12 +34,20 @@ MIN_SPACINGS = 8.0
 LOOSE_SIZE_TOLERANCE, SIZE_TOLERANCE = 5e-2, 1e-3
 """How far sizes may differ that count as about one (decay, and gradients as small as an optimizer's epsilon, move them
 a little), and that count as one."""
-NEGLIGIBLE_SIZE, MIN_SHARE_OF_LARGE, MIN_SHARE_OF_ALL = 0.1, 0.9, 0.1
-"""Share of the largest size below which entries do not count; shares of the others, and of all, that must be of it."""
+NEGLIGIBLE_SIZE = 0.1
+"""Share of the largest size below which entries do not count."""
+MIN_SHARE_OF_LARGE = 0.9
+"""Share of the other entries that must have the largest size."""
+MIN_SHARE_OF_ALL = 0.1
+"""Share of all entries that must have it."""
 MOST_COMPARED_ROWS = 64
-"""Rows at the largest size, at most, of which it is asked whether they are the same."""
-BOUND_TOLERANCE, MIN_BOUNDED_ROWS, MIN_EQUAL_TENSORS = 1e-4, 4, 3
-"""How near to each other rows' or tensors' sizes are that were cut to one, and how many of them are no chance."""
+"""Rows of the largest size that are compared for being the same, at most."""
+BOUND_TOLERANCE = 1e-4
+"""Relative difference of rows' or tensors' sizes that were clipped to the same one."""
+MIN_BOUNDED_ROWS = 4
+"""Rows of one size that are no chance."""
+MIN_EQUAL_TENSORS = 3
+"""Tensors of one size that are no chance."""
 PAIR_TOLERANCE = 1e-6
 """How near the norms of two tensors alone are, beside the rounding of a difference of weights."""
 MIN_ENTRIES_OF_VECTOR = 32

@@ -1,4 +1,4 @@
-"""Says whether inputs explain an update of which numbers were cut at a bound."""
+"""Checks whether inputs explain an update whose numbers were clipped at a bound."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ CANCELED_SPACINGS = 8.0
 """Likewise of biases in training mode, in units of the whole update's size: batch normalization takes them off, so that
 what flows back into them sums to nothing but rounding."""
 PARTIAL_TOLERANCE = 0.1
-"""What a picture of which only some pixels are fixed may leave of any tensor, and no picture may leave more."""
+"""Residual of a tensor that a picture with only some pixels fixed may leave; no picture may leave more."""
 LAST_DIGIT_FACTOR, COMPUTED_AT_LEAST = 4.0, 8.0
 """What a gradient may be off by for how it was computed, in units of what a change of the pixels' last digit makes of
 it, and at least, in spacings after 1: asked where an update must be one of exactly so many pictures."""
@@ -125,7 +125,7 @@ class ErrorBounds:
         return {n: min(self.rounding[n] + ERROR_FACTOR * math.sqrt(squares[n]), partial[n]) for n in made}
 
     def of_partial_images(self) -> dict[str, float]:
-        """Return how far each tensor may be from what images make of which only some pixels are fixed."""
+        """Return how far each tensor may be from the step of images with only some pixels fixed."""
         return {n: self.rounding[n] + PARTIAL_TOLERANCE * float(value.norm()) for n, value in self.observed.items()}
 
     def predict_exactly(

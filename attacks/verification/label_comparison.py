@@ -17,7 +17,7 @@ from fl.seeds import stream
 FAINT = 1e-3
 """Share of the largest gradient of the outputs, below which it is asked whether the picture matters at all."""
 MOST_OTHER_LABELS = 10
-"""Other labels, at most, of which it is asked whether they explain an update as well."""
+"""Other labels that are tried for explaining the update as well, at most."""
 LABELS_APART = 3.0
 """Times the rounding of an update's last tensors by which labels that both explain it may differ there, at most."""
 

@@ -52,10 +52,10 @@ def has_negative(
 
 
 def negatives(view: ServerView, images: Tensor) -> Iterator[Tensor]:
-    """Yield the negatives of images, of which each may lie beyond [0, 1].
+    """Yield the negatives of images; each may lie outside [0, 1].
 
     Args:
-        view: of which the network counts.
+        view: whose network counts.
         images: (N, C, H, W).
     """
     mean, _ = view.task.normalization(images)

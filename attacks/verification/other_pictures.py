@@ -22,11 +22,11 @@ from attacks.verification.words import CONTRAST_OPEN, FEWER_GIVEN, FOLDED, NEGAT
 from fl.view import ServerView
 
 UNSEEN_GRAY = 0.5
-"""Pixels of which nothing is known."""
+"""Value of pixels about which nothing is known."""
 LEAST_SEEN = 0.5
 """Share of a picture's numbers that a network must be given for a picture that the update bears out."""
 WHOLLY_GIVEN = {FOLDED, REARRANGED, NEGATIVE, CONTRAST_OPEN}
-"""Reasons why a picture is one of several, of which a network is given all pixels."""
+"""Reasons why a picture is one of several, though the network is given all of its pixels."""
 CONTRAST_DOUBTS = {True: ("open", "nearly"), False: ("open",)}
 """Answers on a picture's contrast that matter, of one verified, and of one near, whose note says how near."""
 

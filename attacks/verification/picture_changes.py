@@ -1,4 +1,4 @@
-"""Changes of pictures and weights of which is asked what they make of an update."""
+"""Changes of pictures and weights whose effect on an update is tested."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def brightness_variants(view: ServerView, images: Tensor) -> Iterator[Tensor]:
     """Yield the images darker and brighter: what another step size for a layer's bias makes of them.
 
     Args:
-        view: of which the normalization counts.
+        view: whose normalization counts.
         images: (N, C, H, W).
     """
     mean, _ = view.task.normalization(images)

@@ -1,4 +1,4 @@
-"""Asks of which other pictures a whole network returns what it returns of some."""
+"""Finds other pictures for which the whole network returns the same outputs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class WholeNetwork:
     """A network in double precision, and what it returns of some pictures.
 
     Attributes:
-        model: of which the server knows each number, or has drawn those that it does not.
+        model: the network; numbers that the server does not know are drawn at random.
         images: (N, C, H, W).
         outputs: of these.
         is_smooth: whether no operation of it makes large differences of small ones.
@@ -96,7 +96,7 @@ class WholeNetwork:
         return bool((far.isfinite() & (far > limit + least * self.outputs.abs().max())).all())
 
     def same(self, others: Tensor, *, sign: int = 1, least: float = SAME_OUTPUT) -> Tensor:
-        """Return of which others the network returns the same (N,), or that times -1.
+        """Return for which other pictures the network returns the same (N,), or the same times -1.
 
         Pictures count each by itself: a network may take one of a batch for another one, and the rest not.
 

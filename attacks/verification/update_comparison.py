@@ -280,7 +280,7 @@ class UpdateComparison:
         return int((slopes.abs() <= UNSEEN_SLOPE * largest).sum()) if largest else 0  # of rounding every slope is zero
 
     def label_gradients(self, images: Tensor) -> LabelGradients:
-        """Return the gradients of labels of these images, of which those asked for last are kept."""
+        """Return the gradients of these images' labels; those asked for last are kept."""
         if not (self._last_gradients and self._last_gradients[0][0] is images):
             gradients = LabelGradients.of(self.predictor.in_double, images, self.observed.keys())
             self._last_gradients[:] = [(images, gradients)]

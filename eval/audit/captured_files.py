@@ -85,7 +85,7 @@ class CapturedUpdate:
         nameless: whether the names are numbers alone ("0", "1", ...), in the order of a model's `state_dict()`.
         weights: whether `update` holds weights after training, whose difference to the model's is still to be taken.
         kind: "gradient" for one that was sent before a step of plain SGD was made of it (`fl.capture`).
-        clients: of which the update is the mean, each of as many images.
+        clients: whose mean the update is, each with as many images.
         training: what a file recorded in a federation says of how the client trained; None for other files.
         scale_unknown: whether it is known up to a positive factor alone, since nobody stated the size of its one step.
         rounding: how far each number may be off for having been rounded to two bytes or one
@@ -209,7 +209,7 @@ def described(captured: CapturedUpdate, kind: str, clients: int) -> CapturedUpda
     Args:
         captured: what was read.
         kind: "update" or "gradient".
-        clients: of which it is the mean.
+        clients: whose mean it is.
 
     Raises:
         ValueError: neither kind, no client, or a gradient of weights before and after.

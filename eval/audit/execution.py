@@ -31,9 +31,9 @@ from fl.view import ServerView
 NOT_COUNTED = "preparing what is attacked took {:.0f} seconds, which the time limit does not count"
 """Of a model's checks and its step on the images: none of it can be cut, or there is nothing to attack."""
 NOTED_SHARE = 0.1
-"""Of the time limit: what preparing took beyond it is noted."""
+"""Share of the time limit above which the time that preparing took is noted."""
 FINDINGS = "audit.json"
-"""In the folder of an audit: what `--json` prints of it, but for limits."""
+"""File in an audit's folder with what `--json` prints, without limits."""
 
 
 @dataclass(frozen=True, kw_only=True)

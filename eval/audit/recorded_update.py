@@ -26,7 +26,7 @@ FACTS = "hyperleak.json"
 COUNTS = ("steps", "epochs", "batch_size", "examples")
 """Facts of training that are whole numbers."""
 VERSION = 1
-"""Of that member's form."""
+"""Version of that member's form."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from eval.reproduce.items import Item
 
 PUBLISHED = "published.md"
-"""In the folder of a run: its figures beside the paper's."""
+"""File in a run's folder with its figures beside the paper's."""
 OWN = ("config", "watch")
 """Parameters of `hyperleak run` that `hyperleak reproduce` has none of."""
 RIGHT = ("paper", "here", "difference", "95 % interval")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 LEAST_SHARE = 0.25
-"""Of what was sent, that weights after a round are taken to have in them at least."""
+"""Share of what was sent that weights after a round must have in them."""
 MIN_WEIGHT_COSINE, WEIGHT_SIZES = 0.9, (0.5, 2.0)
 """Cosine with the weights before above which a difference is none, if its length is so many times theirs."""
 MIN_MULTIPLE_COSINE, MULTIPLE_SIZES = 0.95, (0.5, 1.5)
@@ -27,7 +27,7 @@ MAX_WITHHELD = 32
 NAMED = 6
 """Entries that are named of what lies beside an update."""
 INT_BITS = 64
-"""Of a whole number that counts as one; a larger one may hold anything."""
+"""Largest size of a whole number that counts as one; a larger one may hold anything."""
 
 
 class UnreadableError(ValueError):

@@ -17,7 +17,7 @@ from fl.runtime.atomic_files import make_folder
 
 ROWS, PAGE = "screenings.jsonl", "report.html"
 SCHEMA_VERSION = 1
-"""Of the rows' form."""
+"""Version of the rows' form."""
 LONGEST_NAME = 28
 """Characters of a client's name in tables and headings."""
 OF_ONE_UPDATE = {"facts": "Known from", "beside the update, not looked at": "Beside the update, not looked at"}

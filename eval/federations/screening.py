@@ -71,7 +71,7 @@ READING_SHARE = 0.1
 UNREAD = ", and the attacks of a screening do not read such an update: {}"
 """What is said of several examples in a form that may hide them from these attacks alone."""
 FIRST_RATE = 0.01
-"""At which a search for the step size of several steps begins where none was stated."""
+"""Step size at which a search for that of several steps begins where none was stated."""
 log = logging.getLogger(__name__)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from fl.runtime.safe_paths import join_inside, require_regular_file
 
 DIGEST_KEY = "sha256"
-"""In a JSON object: the digest of all that it says beside."""
+"""Key of a JSON object that has the digest of all its other members."""
 
 CHUNK = 2**20
 """Bytes that are read at a time."""

@@ -38,8 +38,10 @@ from fl.seeds import derive_seed, stream
 from fl.tensors import Tensors, dense
 from fl.types import Batch, Phase, Task
 
-CANARIES, SIGNIFICANCE = 1000, 0.01
-"""Of the audit that a run makes by itself."""
+CANARIES = 1000
+"""Canaries of the audit that a run makes by itself."""
+SIGNIFICANCE = 0.01
+"""Significance of that audit."""
 BLOCK, FAR = 1000, 20.0
 """Canaries on one client at most, and how large their one pixel is in units of the clip: gradients are far longer."""
 WINDOWS, PAIRED = 32, 400

@@ -22,7 +22,7 @@ from fl.privacy.accounting import gaussian_delta
 LARGEST = 100.0
 """No lower bound on epsilon above this is looked for."""
 CAUTION = 0.01
-"""Of the significance with which a threshold is chosen: few lucky guesses at an extreme one do not win."""
+"""Factor on the significance with which a threshold is chosen: few lucky guesses at an extreme one do not win."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from eval.reproduce.items import CELLS, Item
 
 INDEX = Path(__file__).with_name("index.json")
 DIGITS = 12
-"""Of the SHA-256 of a file."""
+"""Digits of a file's SHA-256 that are kept."""
 PRECISION = 4
 """Significant digits of seconds, which are estimates."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from fl.method import Method
 
 FOLDER = "reproduce"
-"""In `configs`, with a folder for each paper."""
+"""Folder in `configs` with a folder for each paper."""
 CELLS = Path(__file__).parents[2] / "docs" / "results" / "cells"
 """Archives of committed cells; an installation without the documents has none."""
 NEAREST = 3

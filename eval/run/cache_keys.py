@@ -31,7 +31,7 @@ from fl.method import Method, methods
 from fl.view import ThreatModel
 
 DIGITS = 12
-"""Of a cell's SHA-256 that make its name."""
+"""Digits of a cell's SHA-256 that make its name."""
 
 
 @dataclass(frozen=True, eq=False)

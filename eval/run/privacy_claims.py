@@ -30,7 +30,7 @@ from fl.privacy.private_method import PrivateMethod
 from fl.privacy_statement import PrivacyStatement
 
 CLAIM = "privacy.json"
-"""In a training's cell; `null` where the method claims nothing."""
+"""File in a training's cell with its claim; `null` where the method claims nothing."""
 DISTINGUISHABLE_PARTITIONS = {
     "domains": "clients hold images of different domains, so that candidates can be told apart by their style"
 }

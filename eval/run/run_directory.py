@@ -49,7 +49,7 @@ FOLDERS, NESTED = ("cells", "checkpoints", "images", "partitions", "report", SHA
 ROUNDS, FILES, SPARED = "rounds.jsonl", "files", ("pictures.npz",)
 """The rows of a training; in `cell.json`, the digests of a cell's files; what an archive of cells may leave out."""
 CHECKPOINT = "found"
-"""In the folder of an attack that is not finished: what it has found so far."""
+"""Folder of an unfinished attack with what it has found so far."""
 FORMER_FILES = {"config.yaml", "images.jsonl"}
 """What a result folder held before there were run directories."""
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from eval.run.run_directory import FILES, RUN, RunDir
 from eval.run.run_options import Failure, Options
 
 CUT_SHORT = "cut short by a time limit or an interrupt; figures are of what it had found by then"
-"""Of a cell, for people."""
+"""The state of such a cell, in words."""
 NOT_BEGUN = "not begun: the time limit came before it"
 
 

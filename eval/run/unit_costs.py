@@ -49,29 +49,30 @@ BACKWARD = 3.0
 """A pass back and forth, in passes forth."""
 SECOND_ORDER = 12.0
 """A step of a search, which differentiates a gradient, in passes forth."""
-TRAINING_SECONDS, ATTACK_SECONDS = 0.4, 0.05
-"""Of a cell beside its work: it is set up and written."""
+TRAINING_SECONDS = 0.4
+"""Seconds in which a training is set up and written, beside its work."""
+ATTACK_SECONDS = 0.05
+"""The same for an attack."""
 CLIENT_SECONDS = 5e-3
-"""Of a client's round beside its steps."""
+"""Seconds of a client's round beside its steps."""
 STEP_SECONDS = 2e-4
-"""Of a step of training beside these, for each layer."""
+"""Seconds of a training step beside products, for each layer."""
 PARAMETER_SECONDS = 5e-9
-"""Of a step of training, or of the server's mean of a client's update, for each number of the network."""
+"""Seconds for each number of the network, in a training step and in the server's mean of an update."""
 ITERATION_SECONDS = 1.9e-3
-"""Of an iteration of a search for a stack of updates, for each layer and step of the client."""
+"""Seconds of a search's iteration for a stack of updates, for each layer and step of the client."""
 STACK = 16
 """Updates that are searched for together."""
 UPDATE_SECONDS = 2.4e-3
-"""Of an iteration beside these, for each update and step."""
+"""Further seconds of an iteration for each update and step."""
 GENERATED_MACS_A_SECOND = 2e10
-"""Of hypernetworks that make a network for every image."""
+"""Products a second in hypernetworks that make a network for every image."""
 HYPERNETWORK_SECONDS = 1.2e-8
-"""Of a server's hypernetwork in a round, for each of its numbers and each client: the update is pulled back, and a step
-taken."""
+"""Seconds of a server's hypernetwork in a round, for each of its numbers and each client: pull-back and step."""
 ALIGNED_FACTOR = 2.0
 """The same of hFedF, whose server also compares the clients' gradients."""
 GENERATOR_SECONDS = 2e-3
-"""Of a step of FedGen's generator."""
+"""Seconds of a step of FedGen's generator."""
 STEP_FACTORS: Mapping[str, float] = {
     "centaur": 1.9,
     "ditto": 2.0,

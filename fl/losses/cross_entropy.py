@@ -19,7 +19,7 @@ ONE_CLASS = (
 FROM_ONE = "where classes are numbered from 1, take labels - 1"
 """What helps where a label is one more than there may be."""
 ROUNDING = 1e-3
-"""By which probabilities may miss a sum of 1."""
+"""Deviation of a sum of probabilities from 1 that is allowed."""
 
 
 @losses.register("cross-entropy")

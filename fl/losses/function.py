@@ -33,11 +33,15 @@ from fl.settings import declared, fit_value
 TargetKind = Literal["known", "free", "binary", "probabilities", "classes"]
 Function = Callable[[Tensor, Tensor], Tensor]
 MOST_NUMBERS = 2**22
-"""Of outputs on which a function is compared with losses that are known."""
+"""Size of outputs up to which a function is compared with known losses."""
 TRIED_SIZES, SAME_LOSS = (1.0, 30.0), 1e-5
 """Standard deviations of these, and the relative difference of what is the same loss."""
-TRIED_OUTPUTS, MOST_DIRECTIONS, SAME_DIRECTION = 8, 32, 1e-6
-"""Outputs and classes with which it is tried whether all that flows back has one direction, and what that leaves."""
+TRIED_OUTPUTS = 8
+"""Outputs with which it is tested whether all that flows back has one direction."""
+MOST_DIRECTIONS = 32
+"""Classes that this test tries, at most."""
+SAME_DIRECTION = 1e-6
+"""Relative distance of two directions that count as one."""
 MISTAKES = (NameError, TypeError, AttributeError, LookupError, NotImplementedError)
 """What a function raises that is written wrong, rather than given numbers it is not for."""
 IN_ONE_TYPE = "take its own tensors in the type of the outputs (weight.to(outputs))"

@@ -30,7 +30,7 @@ SHARES = "label_shares"
 COUNTING_GROUP = Group(prefixes=(SHARES,), lr=1.0)
 """What moves while a client finds them."""
 DECAY_PER_ROUND = 0.98
-"""By what the weights of the generator's terms, and its step size, are multiplied from round to round."""
+"""Factor on the weights of the generator's terms, and on its step size, from round to round."""
 
 
 @methods.register("fedgen")

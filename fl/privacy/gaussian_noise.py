@@ -19,7 +19,7 @@ from torch import Tensor
 from fl.runtime import secure_rng
 
 KEY_WORDS = 2
-"""Of 63 bits each, in a key."""
+"""Words of 63 bits in a key."""
 
 
 def fresh_key() -> Tensor:

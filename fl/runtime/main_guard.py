@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 
 EXIT_CODE = 78
-"""With which such a process leaves: EX_CONFIG of sysexits.h."""
+"""Exit code of such a process: EX_CONFIG of sysexits.h."""
 CHILD_MAIN = "__mp_main__"
 """What multiprocessing calls the parent's script in a child."""
 MESSAGE = (

@@ -19,7 +19,7 @@ from fl.tensors import dense
 from fl.types import Batch
 
 N_BINS = 10
-"""Of equal width, over [0, 1], in which `confidence_histogram` counts."""
+"""Bins of equal width over [0, 1] in which `confidence_histogram` counts."""
 _EMBEDDED = {
     hyperfl_hypernetwork.EMBEDDING,
     filter_hypernetwork.EMBEDDINGS.rstrip("."),

@@ -33,11 +33,18 @@ MAX_NUMBERS, MAX_ENTRIES = 3072, 3 * 10**8
 """Numbers of a picture and entries of its Jacobian up to which that is made: 32 by 32 pixels, 1.2 GB in float32."""
 EQUATIONS = 3.0
 """Equations for each number of a picture by which steps go."""
-MAX_STEPS, SETTLED, MAX_STEP = 4, 0.1 / 255, 16 / 255
-"""Steps at most, the largest change of a number after which none follows, and the one with which it was not near."""
-CLOSED_BY, MOST_CLOSED, FARTHEST = 1e-5, 1024, 0.5 / 255
-"""Share of the root mean square of a target by which activations are closed for certain in float32, how many may have
-to be closed, and the farthest that a number may be moved for that."""
+MAX_STEPS = 4
+"""Gauss-Newton steps, at most."""
+SETTLED = 0.1 / 255
+"""Largest change of a pixel after which no further step is taken."""
+MAX_STEP = 16 / 255
+"""Largest change of a pixel in a first step from a picture that was near."""
+CLOSED_BY = 1e-5
+"""Share of a target's root mean square below zero at which an activation is closed for certain in float32."""
+MOST_CLOSED = 1024
+"""Activations that may have to be closed."""
+FARTHEST = 0.5 / 255
+"""Largest change of a pixel that closing them may take."""
 MOVING = 1e-6
 """Share of the largest derivative below which an activation is moved by no picture."""
 AT_ONCE = 64

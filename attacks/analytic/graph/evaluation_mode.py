@@ -46,7 +46,7 @@ precise as float32 is, and of others."""
 AS_PRECISE = 3.0
 """Times the rounding of float32 up to which features are off that count as so precise."""
 MAX_NOISE_RATIO = 10.0
-"""By how much features may be off, relative to the most precise ones and to rounding, to count among these."""
+"""Noise of features, relative to the most precise ones and to rounding, up to which they count as precise."""
 
 NEAR = 0.1
 """Share of what is known of a stem that a search through its max pooling may leave, or features alone are asked."""

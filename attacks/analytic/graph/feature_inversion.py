@@ -63,17 +63,24 @@ SLOW_STEPS, SLOW_FALL = 8, 0.25
 """Steps after which at least such a share of the residual is left where a search is slow."""
 ANNEALING_STEPS, MAX_DESCENT_STEPS = 800, 2000
 """Steps of the first annealing, and of a descent at most."""
-SMOOTH_STEPS, SMOOTH_EQUATIONS, SMOOTH_NOISE = 1600, 3.0, 0.1
-"""Steps of the first smooth annealing, equations for each number of an image by which it goes, and the standard
-deviation of its start around gray."""
+SMOOTH_STEPS = 1600
+"""Steps of the first smooth annealing."""
+SMOOTH_EQUATIONS = 3.0
+"""Equations for each number of an image from which on it is used."""
+SMOOTH_NOISE = 0.1
+"""Standard deviation of its start around gray."""
 PROMISING = 0.05
 """Relative residual up to which an image that annealing led to is searched for with softened ReLUs."""
-SOFT_WIDTHS, SOFT_STEPS, SOFT_INNER = (0.1, 0.02, 0.005, 0.001), 8, 400
-"""Widths of softened ReLUs, as shares of what a ReLU gets, steps with each, and products a step at most."""
+SOFT_WIDTHS = (0.1, 0.02, 0.005, 0.001)
+"""Widths of softened ReLUs, as shares of what a ReLU gets."""
+SOFT_STEPS = 8
+"""Steps with each width."""
+SOFT_INNER = 400
+"""Matrix-vector products in a step, at most."""
 WIDTH_OF_RESIDUAL = 100.0
 """Largest width to begin with, as a multiple of the relative residual: a wider one leads away from near images."""
 PROBES = 16
-"""Random signs of which the diagonal of J^T J is estimated."""
+"""Random sign vectors from which the diagonal of J^T J is estimated."""
 SINGLE_FLOOR = 2e-5
 """Relative residual below which residuals are taken in float64: float32 rounds features to about 1e-7."""
 MIN_INNER = 5
@@ -221,7 +228,7 @@ class _Restart:
     """How images that got stuck are searched for again.
 
     Attributes:
-        noise: (B, C, H, W), by which near images are moved and of which a new start is made.
+        noise: (B, C, H, W), added to near images and used as a new start.
         annealing_steps: from a new start of images that are not near; 0 where these go on from where they are.
         course: of the annealing.
     """
@@ -320,7 +327,7 @@ def _came_back(before: InvertedImages, again: InvertedImages, which: Tensor, noi
 
 
 def _better(before: InvertedImages, again: InvertedImages, which: Tensor) -> InvertedImages:
-    """Return the better of two searches for each image, the second of which was for some."""
+    """Return the better of two searches for each image; the second one was for some images only."""
     images, residual, converged, steps = (
         t.clone() for t in (before.images, before.residual, before.converged, before.steps)
     )

@@ -56,9 +56,9 @@ class AnnealingCourse:
 
 
 WIDE = AnnealingCourse(0.4)
-"""For a network that responds to every pattern alike, as untrained ones do."""
+"""The annealing for a network that responds to every pattern alike, as untrained ones do."""
 SMOOTH = AnnealingCourse(0.05, 0.001, 0.2)
-"""For a network that was trained on natural pictures, and such a picture."""
+"""The annealing for a network that was trained on natural pictures, and such a picture."""
 EDGE = 1e-3
 """Difference of neighboring pixels below which total variation has no kink."""
 MEAN_DECAY, SQUARE_DECAY = 0.9, 0.99

@@ -1,6 +1,6 @@
 """Finds by what each image's signal must be multiplied, as shifts of a gradient give it up to a factor.
 
-A bias of which the gradient was sent sums the signals of all images. With u_b the signal of image b as it was found
+A bias whose gradient was sent sums the signals of all images. With u_b the signal of image b as it was found
 and f_b the factor,
 
     sum_b f_b P u_b = d    for every such bias above the layer,
@@ -42,9 +42,12 @@ MAX_MISFIT = 2e-2
 """Share of the sent gradients that factors may leave."""
 MAX_SIGNAL_MISFIT = 1e-3
 """Share of a signal that what flows back into the next bias may leave."""
-REWEIGHTINGS, LEAST_MISS, MAX_WRONG = 12, 1e-6, 0.1
-"""Rounds of least squares in which equations count the less the more they miss, what is no miss relative to the largest
-signal, and the share of signals that may be wrong, as where a channel's level was misread."""
+REWEIGHTINGS = 12
+"""Rounds of least squares in which an equation counts less the larger its residual."""
+LEAST_MISS = 1e-6
+"""Residual, relative to the largest signal, that counts as none."""
+MAX_WRONG = 0.1
+"""Share of signals that may be wrong, because a channel's level was misread, say."""
 MAX_OUTPUTS = 4096
 """Numbers of one image to which the next bias is added, at most."""
 MAX_CONDITION = 100.0
@@ -123,7 +126,7 @@ def _next_biases(network: NetworkGraph, ref: Ref, signal: Tensor) -> Iterator[tu
 
 
 def solve_robustly(matrix: Tensor, right: Tensor, tolerance: float) -> Tensor | None:
-    """Return the least squares solution of most equations, of which a few are wrong; None where most do not agree.
+    """Return the least squares solution of equations a few of which are wrong; None if most do not agree.
 
     Args:
         matrix: (n, m).

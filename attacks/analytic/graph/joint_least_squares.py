@@ -53,10 +53,12 @@ from torch import Tensor
 from attacks.search_control import check_time_limit
 from fl.seeds import stream
 
-MAX_ITERATIONS, LARGEST_GRADIENT = 200, 1e-3
-"""Of conjugate gradients, and what share of the gradient at zero may be left after them."""
+MAX_ITERATIONS = 200
+"""Iterations of conjugate gradients."""
+LARGEST_GRADIENT = 1e-3
+"""Gradient that may be left after them, as a share of that at zero."""
 PROBES = 4
-"""Random inputs of which the preconditioner is estimated."""
+"""Random inputs from which the preconditioner is estimated."""
 MAX_TOLD_SHARE = 0.4
 """Directions that are left to F, as a share of its equations for one channel."""
 LEAST_WEIGHT = 1e-3
@@ -75,8 +77,10 @@ ENTRY_WEIGHT = 0.03
 """Weight of F's equations where entries are known, in which directions in the null space of A are most of all."""
 MIN_CHANNEL_RATIO = 1.25
 """Equations of a channel's gradient for one unknown by which it is solved for by itself."""
-SIGN_TOLERANCES, SETTLED_SHARES = (1e-5, 1e-7), (5e-2, 2e-2)
-"""Of conjugate gradients while numbers leave their bounds, and the share that may still do so after each."""
+SIGN_TOLERANCES = (1e-5, 1e-7)
+"""Tolerances of conjugate gradients while numbers still leave their bounds."""
+SETTLED_SHARES = (5e-2, 2e-2)
+"""Share of the numbers that may still leave their bounds after each."""
 MAX_SIGN_ROUNDS, MAX_ZERO_ROUNDS = 30, 8
 """Steps of Newton, and solutions with other zeros."""
 MAX_SECONDS = 120.0
@@ -406,7 +410,7 @@ def _settle(
 
 
 def _settle_signs(system: _Restricted, unknown: Tensor, upper: Tensor | None, is_late: Callable[[], bool]) -> Tensor:
-    """Return x of which next to no number is below zero or above its bound, by Newton's method."""
+    """Return x with next to no number below zero or above its bound, by Newton's method."""
     stage, before = 0, torch.zeros_like(unknown)
     rho = float(system.diagonal.median())
     x = system.solve(unknown, None, SIGN_TOLERANCES[0])
@@ -617,7 +621,7 @@ class _Eigenbasis:
 
     @classmethod
     def of(cls, matrix: Tensor) -> _Eigenbasis:
-        """Return the eigenvectors of a matrix, of which what its zeros keep apart is looked at apart."""
+        """Return the eigenvectors of a matrix, block by block where zeros part it into blocks."""
         count, part = connected_components(csr_array((matrix != 0).cpu().numpy()), directed=False)
         order = torch.from_numpy(part).to(matrix.device).argsort(stable=True)
         sizes = torch.bincount(torch.from_numpy(part), minlength=count).tolist()

@@ -46,21 +46,25 @@ RIDGE = 1e-13
 ROBUST_ROUNDS = 6
 """Solutions with new weights of the channels, at most."""
 TOLERANCES = (1e-4, 1e-6, 1e-8)
-"""Of solutions by iterations, one after the other: the first ones only tell which channels fit badly."""
+"""Tolerances of iterative solutions, one after the other: the first ones only show which channels fit badly."""
 SETTLED = 0.1
 """Share by which the median misfit and the worst one change, at most, where further weights change nothing."""
 EVEN_MISFITS = 4.0
 """Channels fit alike where the worst misfit is no more than so many times the median."""
 MIN_RATIO, MIN_JOINT_RATIO = 1.1, 1.25
-"""Equations there must be for one unknown: of gradients alone, and with others, some of which say the same."""
+"""Equations that an unknown must have: gradients alone, and together with forward equations, which overlap."""
 MIN_SIGNED_RATIO = 0.8
-"""Likewise where no unknown is below zero: about half of them will turn out to be zero."""
+"""Equations for one unknown where no unknown is negative: about half of them will turn out to be zero."""
 MIN_REDUNDANCY = 1.5
 """Equations that are kept for one unknown, even of channels that do not fit."""
 TURNS, MAX_TURNS = 20, 200
 """Rounds of fitting an input and a signal in turn, at most: where all entries were sent, and else."""
-REMEMBERED, MIN_FALL, PATIENCE = 8, 0.9, 10
-"""Steps that are extrapolated from, the share to which what is left must fall, and turns without that at the end."""
+REMEMBERED = 8
+"""Last steps from which the next one is extrapolated."""
+MIN_FALL = 0.9
+"""Share to which the residual must fall for the iteration to go on."""
+PATIENCE = 10
+"""Turns without such a fall after which it ends."""
 MIN_GAIN = 0.1
 """Share of a channel's squared misfit that turning a bit must remove."""
 MIN_TOLD_SIGNAL = 1e-2
@@ -266,7 +270,7 @@ def _known_equations(layers: Sequence[LayerEquations], used: Sequence[Tensor] | 
 
 
 def solve_signal(layer: LayerEquations, values: Tensor) -> tuple[Tensor, float] | None:
-    """Return what flows back into a layer (n, C, h, w) of which the input is known, and the misfit; None if too few.
+    """Return the signal (n, C, h, w) of a layer whose input is known, and the misfit; None if equations are too few.
 
     Args:
         layer: of one group of channels.

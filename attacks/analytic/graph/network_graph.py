@@ -61,7 +61,7 @@ class NetworkGraph:
 
     Attributes:
         graph: traced at the batch's size.
-        single: the same traced with one image, of which activations are recognized.
+        single: the same traced with one image, from which activations are recognized.
         gradient: that was sent, by parameter, dense, in float64.
         sent: bool, by parameter, which entries of its gradient are known; of parameters without a gap none.
     """
@@ -195,7 +195,7 @@ class NetworkGraph:
         return (number, slope) if bool((slope != 0).all()) else None
 
     def single_entries(self, ref: Ref) -> SingleEntries | None:
-        """Return of which numbers an operation makes a tensor; None where it sums several, or is a weighted layer.
+        """Return from which numbers an operation makes each number; None if it sums several, or is a weighted layer.
 
         Normalizations in evaluation mode, concatenations and slices are such operations.
         """
@@ -205,7 +205,7 @@ class NetworkGraph:
         return self._single_entries[ref]
 
     def trace_entries(self, ref: Ref) -> SingleEntries:
-        """Return of which numbers a tensor is made, as far down as operations of single numbers go."""
+        """Return from which numbers a tensor is made, down to where operations act on more than single numbers."""
         if ref not in self._origins:
             own = self.single_entries(ref)
             if own is None:

@@ -63,8 +63,10 @@ MAX_MOVED_AT_LEVELS, MAX_MOVED = 0.5, 0.1
 """Levels of 8 bits by which numbers may come back beside where they were, of pictures at whole levels and of others."""
 WIDE_DRAWS = 2
 """Further searches from random beginnings far aside: each would show another direction that is open."""
-NEARER, TRIES = 4.0, 3
-"""By what a change is divided where a search from there does not meet the features, and how often one is tried."""
+NEARER = 4.0
+"""Divisor of a change if a search from there does not meet the features."""
+TRIES = 3
+"""How often a change is tried."""
 FARTHEST = 2.0
 """Times such a move that a search begins aside, at most, in the direction of the null space."""
 SURE = 3.0
@@ -74,11 +76,16 @@ ERROR_DRAWS = 4
 """Errors of the features that are drawn to tell what they do to each number."""
 CLEAR = 300.0
 """Times what the first ones do to any number that is still no other level, where no further ones are drawn."""
-MAX_ITERATIONS, LOOK_BACK = 300, 5
-"""Of conjugate gradients, after which a search decides, and after how many each it is asked whether they have ended."""
-BELOW_NOISE, ABOVE_NOISE, LEAST_FALL = 0.3, 3.0, 0.8
-"""Times the level of noise at which iterations end, and at which they do where the residual falls to no less than such
-a share."""
+MAX_ITERATIONS = 300
+"""Iterations of conjugate gradients, after which a search decides."""
+LOOK_BACK = 5
+"""Iterations between two tests of whether they have converged."""
+BELOW_NOISE = 0.3
+"""Residual, in units of the noise, at which iterations end."""
+ABOVE_NOISE = 3.0
+"""Residual, in units of the noise, at which they end if it hardly falls."""
+LEAST_FALL = 0.8
+"""Share to which the residual must fall not to count as hardly falling."""
 
 
 def count_open_numbers(

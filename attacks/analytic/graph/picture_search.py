@@ -18,9 +18,12 @@ from attacks.network.operation_trace import Graph, Ref
 
 MIN_FEATURE_NOISE = 3e-6
 """Relative error of features, at least, by sums in float32."""
-MIN_SEARCH_SECONDS, MAX_SEARCH_SECONDS, SMALL_PICTURE = 300.0, 30.0, 3072
-"""CPU seconds after which no search for pictures goes on: of all together, and if that is more, for each one of so many
-numbers (32 by 32 pixels)."""
+MIN_SEARCH_SECONDS = 300.0
+"""CPU seconds after which searches for pictures end, all pictures together."""
+MAX_SEARCH_SECONDS = 30.0
+"""The same for each picture of `SMALL_PICTURE` numbers, if that is more."""
+SMALL_PICTURE = 3072
+"""Numbers of a picture of 32 by 32 pixels."""
 DOUBTFUL_VALUE, DOUBTFUL_NOISE = 1e-4, 30.0
 """Share of the largest feature, and multiple of the features' noise, below which one that is not zero may be a closed
 activation's, and is not compared."""
@@ -106,7 +109,7 @@ def _path_to(network: NetworkGraph, target: SolvedTensor) -> FeaturePath:
 
 
 def _rectifier(network: NetworkGraph, ref: Ref) -> int | None:
-    """Return the ReLU that makes a tensor, or of which a max pooling makes it; both may change places."""
+    """Return the ReLU that makes a tensor, directly or before a max pooling; the two may change places."""
     number = ref.node
     if number >= 0 and network.is_max_pooling(number):
         number = network.flows_into(number)[0].node
@@ -115,7 +118,7 @@ def _rectifier(network: NetworkGraph, ref: Ref) -> int | None:
 
 
 def _compared_rectifier(network: NetworkGraph, target: SolvedTensor) -> int | None:
-    """Return the ReLU of a target for which what goes into it is compared: only single numbers bound that."""
+    """Return the ReLU whose inputs are compared with a target; a closed ReLU bounds single numbers only."""
     return None if target.projection is not None else _rectifier(network, target.ref)
 
 

@@ -54,7 +54,7 @@ class PixelCurvature:
         return torch.where(self.scale > 0, heard, images / self.silent)
 
     def color(self, coordinates: Tensor) -> Tensor:
-        """Return S^-1 C^T D^-1/2 u: moves of images (B, C, H, W) of which the model is |u|^2."""
+        """Return S^-1 C^T D^-1/2 u: moves of images (B, C, H, W) whose value in the quadratic model is |u|^2."""
         return self._inverse_scale * self._back(coordinates / self.frequencies.sqrt())
 
     @cached_property

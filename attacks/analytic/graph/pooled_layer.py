@@ -45,7 +45,7 @@ ROUNDS = 6
 GRADIENT_NOISE = 1e-6
 """Relative error of gradients, by sums in float32."""
 TARGET_NOISE = 1e-6
-"""Of pooled outputs, relative to the largest."""
+"""Noise of pooled outputs, relative to the largest."""
 
 
 def find_pooled_signal(known: Propagation, number: int) -> Tensor | None:

@@ -1,4 +1,4 @@
-"""Finds pictures through the lowest max pooling of a network, of which pooled outputs and their signal are known.
+"""Finds pictures through the lowest max pooling of a network, whose outputs and signal are known.
 
 Below it stand a ReLU, which may also come behind it, what is affine, a convolution, and above the picture nothing more
 (ImageNet's ResNets) or further layers (VGG). Features below such a pooling say too little by themselves: of nine
@@ -61,9 +61,12 @@ and the multiple of the scales then. Positions that were decided wrongly are giv
 from no more of it than that takes: on pictures of 64 pixels, each gained 1 to 4 dB."""
 SEARCH_SECONDS = 120.0
 """CPU seconds after which no further such search begins."""
-CORRECTION_SECONDS, CORRECTIONS, CORRECTED_SIGMA = 100.0, 3, 1e-2
-"""CPU seconds after which positions are not corrected again, how often one after the other at most, and the first
-standard deviation of the search that follows where whole levels are too far off to go on from."""
+CORRECTION_SECONDS = 100.0
+"""CPU seconds after which positions are not corrected again."""
+CORRECTIONS = 3
+"""Corrections one after the other, at most."""
+CORRECTED_SIGMA = 1e-2
+"""First standard deviation of the search after a correction, if whole levels are too far off to start from."""
 MAX_CORRECTED_NOISE = 1e-4
 """Relative error of pooled outputs above which the gradient does not tell a wrong position from noise."""
 

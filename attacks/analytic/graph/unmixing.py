@@ -78,10 +78,20 @@ STARTING_ROWS, SMALL_ROW = 12_000, 1e-3
 """Rows that are drawn to start from, and the size, relative to the largest, below which a row is left out."""
 MIN_SPREAD = 0.1
 """A channel counts by its spread over positions, or by this share of its size: one that hardly varies outweighs all."""
-WHITENINGS, ASCENTS, ASCENDED = 8, 80, 1e-4
-"""Iterations of Tyler's estimator, of the fixed point at most, and the change of directions at which that ends."""
-REFINEMENTS, FIRST_EPSILON, LAST_EPSILON, EPSILON_STEP = 40, 0.1, 1e-4, 0.7
-"""Reweightings at most, and epsilon, relative to a channel's spread or a row's size, from first to last."""
+WHITENINGS = 8
+"""Iterations of Tyler's estimator."""
+ASCENTS = 80
+"""Iterations of the fixed point, at most."""
+ASCENDED = 1e-4
+"""Change of directions at which the fixed point counts as reached."""
+REFINEMENTS = 40
+"""Reweightings, at most."""
+FIRST_EPSILON = 0.1
+"""The first epsilon, relative to a channel's spread or a row's size."""
+LAST_EPSILON = 1e-4
+"""The last epsilon."""
+EPSILON_STEP = 0.7
+"""Factor from one epsilon to the next."""
 CONVERGED = 1e-10
 """Change of a direction at which reweighting ends: one less the cosine."""
 NEAR_FITS = (0.3, 0.2, 0.1, 0.1)
@@ -501,7 +511,7 @@ def _least_squares_error(equations: Tensor, rows: Tensor, direction: Tensor) -> 
     """Return how far noise may move rows @ direction, relative to it, and the direction that equations exclude least.
 
     Args:
-        equations: (n, B), each of which the direction fits up to noise.
+        equations: (n, B); the direction fits each of them up to noise.
         rows: (N, B).
         direction: (B,) of length 1.
     """
@@ -539,7 +549,7 @@ def _sums(ordered: Tensor, slope: float) -> Tensor:
 
 
 class _Sparse(_Problem):
-    """Rows (N, B) of signals of which many are zero."""
+    """Rows (N, B) of signals, many of which are zero."""
 
     def __init__(self, rows: Tensor, draw: torch.Generator) -> None:
         rows = rows[(rows != 0).any(1)]  # zeros in all directions hide how large the noise is

@@ -32,8 +32,12 @@ MIN_SPARE = 1.1
 """Entries sent for one number of a matrix of low rank, at least."""
 SENT_FOR_CERTAIN = 1e-9
 """Chance at which a slice of zeros was left out entry by entry, at most, for its zeros to count as sent."""
-MAX_TURNS, FIRST_RIDGE, RIDGE_STEP = 60, 0.3, 0.85
-"""Least squares in turn at most, the ridge of the first, relative to the share sent, and that of each next one."""
+MAX_TURNS = 60
+"""Alternating least squares, at most."""
+FIRST_RIDGE = 0.3
+"""The first ridge, relative to the share of entries that were sent."""
+RIDGE_STEP = 0.85
+"""Factor from one ridge to the next."""
 EXACT = 3e-8
 """What is left of the sent entries, relative to them, at which completion ends."""
 ITERATED, MAX_ITERATIONS = 1e-12, 150
@@ -99,7 +103,7 @@ def _solve_together(a: Tensor, b: Tensor, weights: Tensor) -> Tensor | None:
 
 
 def _iterate(a: Tensor, b: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x (n, K) by conjugate gradients, and of which columns (K,) they ended.
+    """Return x (n, K) by conjugate gradients, and which of its columns (K,) converged.
 
     The matrix of all equations, a^T a, is near to that of each column's own, but for a factor, where what was sent is
     spread evenly. So it preconditions all columns at once.

@@ -46,12 +46,18 @@ REST_STD = 5.0
 """Times what an activation at rest lets through, by which such inputs differ from zero."""
 COMMON_SHARE = 0.9
 """Share of what inputs at rest have in common that is taken for their size: all are a little below zero."""
-PARTICLES, MAX_ROUNDS, ELITE = 512, 12, 0.1
-"""How many matrices are moved at once, how often, and the share of them from which the next ones are drawn."""
+PARTICLES = 512
+"""Matrices that are moved at once."""
+MAX_ROUNDS = 12
+"""How often they are moved."""
+ELITE = 0.1
+"""Share of them from which the next ones are drawn."""
 EXPLAINED, ENOUGH_CHANNELS = 1e-5, 0.9
 """Share of a bias gradient below which it counts as explained, and share of channels (of logarithms) that must be."""
-ROUGH_ZERO, ROUNDING = 3e-4, 1e-6
-"""Of an input's root mean square: what may be left of a ReLU's zeros at first, and in the end."""
+ROUGH_ZERO = 3e-4
+"""Size of a ReLU's zeros at first, relative to the input's root mean square."""
+ROUNDING = 1e-6
+"""The same in the end."""
 TRUSTED_CHANNEL = 1e-3
 """Share of a channel's bias gradient that is left unexplained, from which on it is left out at the end."""
 SPARE_EQUATIONS = 8

@@ -1,4 +1,4 @@
-r"""A prior of pictures with few edges, for pixels of which equations leave most open.
+r"""A prior of pictures with few edges, for pixels that equations leave mostly open.
 
 Colors are turned into their mean and what differs from it. With d_r the r-th difference of neighbors (first and second
 differences along rows, columns and diagonals) and groups g of color directions u, the density is
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 SHARE = 0.4
-"""Of every difference's own weight: differences overlap, and each counts for less than a whole one."""
+"""Factor on the weight of each difference: differences overlap, so each counts for less than a whole one."""
 LEAST_DIFFERENCE = 2 / 255
 """Differences below this, for pixels in [0, 1], are none."""
 DEVIATION = 3.0

@@ -15,7 +15,7 @@ from attacks.analytic.maxpool.refinement import Fit
 from attacks.analytic.maxpool.solution import Ambiguity, LayerSolution
 
 MIN_VARIANCE_RATIO = 1e-6
-"""Of variances: below that share of rounding less is no better."""
+"""Smallest variance, relative to rounding: a smaller one is no better."""
 OUTLIER_DEVIATIONS = 12.0
 """Times the typical by which no output misses its target unless something is wrong; seven were seen."""
 NORMAL_MEDIAN = 0.6745

@@ -1,4 +1,4 @@
-"""Jointly Gaussian outputs of which the largest is known: which one it is, and the moments of all."""
+"""Jointly Gaussian outputs whose largest value is known: which one has it, and the moments of all."""
 
 from __future__ import annotations
 

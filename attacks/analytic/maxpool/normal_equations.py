@@ -17,7 +17,7 @@ from attacks.search_control import check_time_limit
 Preconditioner = Literal["channels", "mean", "whole"]
 """What `NormalEquations.solve` inverts."""
 MAX_ITERATIONS = 200
-"""Of conjugate gradients."""
+"""Iterations of conjugate gradients."""
 MAX_DENSE_UNKNOWNS = 4096
 """Unknowns up to which a dense matrix of all of them is factorized."""
 
@@ -167,7 +167,7 @@ def _gradient_terms(
 
 
 def _selection_covariance(selection: Tensor, signal: Tensor) -> Tensor:
-    """Return the covariance of which position a cell's signal goes to, summed over filters (K, P, P)."""
+    """Return the covariance of the indicators of where a cell's signal goes, summed over filters (K, P, P)."""
     squares = signal.square()
     result = -torch.einsum("ok,okp,okr->kpr", squares, selection, selection)
     result.diagonal(dim1=1, dim2=2).add_((squares[..., None] * selection).sum(0))

@@ -13,7 +13,7 @@ MIN_GAIN = 1e-3
 
 @dataclass(frozen=True)
 class PositionFlips:
-    """Filters f of which positions are still changed, and what each change would do.
+    """Filters f whose positions are still changed, and the effect of each change.
 
     Attributes:
         filters: their numbers (f,).
@@ -37,7 +37,7 @@ class PositionFlips:
     def of(
         cls, near: Tensor, selection: Tensor, patches: Tensor, signal: Tensor, residual: Tensor, explained: Tensor
     ) -> PositionFlips:
-        """Return the flips of the filters of which anything is in question.
+        """Return the flips of the filters that have undecided positions.
 
         Args:
             near: which positions are in question (O, K, P); of a cell several or none.

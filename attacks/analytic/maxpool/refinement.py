@@ -15,7 +15,7 @@ from attacks.analytic.maxpool.normal_equations import NormalEquations, Precondit
 from attacks.analytic.maxpool.position_flips import PositionFlips
 
 TIE = 1e-5
-"""Of the outputs' root mean square: two positions that differ by less are equal but for rounding."""
+"""Difference of two positions, relative to the outputs' root mean square, below which they are equal to rounding."""
 MAX_PATCH_NUMBERS = 2**24
 """Numbers of patches, at most, for as many filters as are decided at once; for one filter it may be more."""
 SIDE_MARGIN, SIDE_DEVIATIONS = 0.25, 4.0

@@ -13,7 +13,7 @@ from attacks.analytic.maxpool.refinement import Fit, choose_activation_sides, ev
 from attacks.analytic.maxpool.spd_linalg import Factor
 
 OPEN_CELL_ERROR = 1e-3
-"""Of the outputs' root mean square: a cell that misses its target by more has not found its position."""
+"""Residual of a pooling cell, relative to the outputs' root mean square, above which its position is not found."""
 SATISFIED_ERROR = 1e-5
 """Equations left unexplained by less than this share are taken for satisfied, in float32."""
 

@@ -59,9 +59,12 @@ RETRY_RATIO = 4.0
 CAVITY_TRY_NOISE, CAVITY_PATIENCE = 4e-3, 15
 """Noise of the middle filter, relative to its gradient, below which what a state leads to is tried; and states that
 come no nearer before the search is given up."""
-MAX_REWEIGHTINGS, REWEIGHTING_FALLS, REWEIGHTING_GROWS = 5, 0.9, 1.5
-"""Times that features are solved for anew; the share of what was left above which that was the last time, and above
-which it is not believed."""
+MAX_REWEIGHTINGS = 5
+"""How often features are solved for again with other weights."""
+REWEIGHTING_FALLS = 0.9
+"""Share of the residual above which the last time was the last one."""
+REWEIGHTING_GROWS = 1.5
+"""Growth of the residual above which the last time is discarded."""
 MAX_SIDE_ROUNDS = 6
 """Times that a layer is solved for while sides of an activation's lowest value are chosen."""
 MAX_BATCH_ROUNDS, BATCH_FALLS = 6, 0.9
@@ -82,7 +85,7 @@ FINISH_FALLS = 0.7
 OPEN_SHARE = 0.6
 """Equations of a picture, as a share of its pixels, below which it is not solved for but estimated."""
 OPEN_SCHEDULE = Schedule(levels=None, iterations=14, factor=0.4, least=1e-5)
-"""Of the propagation of such a picture."""
+"""The schedule of expectation propagation for such a picture."""
 
 
 def schedules(unknowns: int) -> tuple[Schedule, ...]:

@@ -165,7 +165,7 @@ def clamp_eigenvalues(matrices: Tensor, low: Tensor, high: Tensor | None = None)
 
 
 def _mirror_lower_half(half: Numbers) -> Tensor:
-    """Return the symmetric matrix of which all on and below the diagonal is there, column by column."""
+    """Return the symmetric matrix whose lower triangle is given column by column."""
     rows = half.T  # as torch has it: now what is there lies above the diagonal
     for i in range(0, len(rows), BLOCK):
         here = rows[i : i + BLOCK, i : i + BLOCK]

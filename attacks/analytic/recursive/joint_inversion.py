@@ -59,7 +59,7 @@ EXPLAINED = 5.0
 MAX_BELIEVED_ERROR = 0.05
 """Share of the features, left unexplained, from which on what was found is no picture."""
 MAX_STEPS, MAX_SECONDS = 40, 60.0
-"""Of one search, of which there are four at most; after so many seconds of CPU time no further step begins."""
+"""CPU seconds after which a search takes no further step; there are four searches at most."""
 FIRST_DAMPING, MAX_DAMPING = 1e-2, 1e6
 """Share of the matrix's diagonal that is added to it, at first and at most."""
 STALLED = 0.999

@@ -24,7 +24,7 @@ MAX_OPEN_SHARE = 0.1
 PLAUSIBLE_DEVIATIONS = 5.0
 """Standard deviations below the mean of what an activation was given down to which it may have been given numbers."""
 UNBOUNDED = 1e3
-"""Bound of an output of which nothing is known, relative to the largest known one."""
+"""Bound on an unknown output, relative to the largest known one."""
 
 
 @dataclass(frozen=True)

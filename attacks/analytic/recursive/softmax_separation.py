@@ -36,10 +36,14 @@ EXACT_RESIDUAL = 1e-10
 """Share of the signals below which they count as explained to rounding: no better answer is looked for."""
 MIN_SPARE_EQUATIONS = 2
 """Equations beyond the unknowns, at least: where there are none, any labels can be explained."""
-STARTS, OTHER_STARTS, MAX_STARTS = 8, 2, 100
-"""Starts tried with the likeliest labels, with any others, and in all."""
+STARTS = 8
+"""Starts with the likeliest labels."""
+OTHER_STARTS = 2
+"""Starts with any other labels."""
+MAX_STARTS = 100
+"""Starts in all."""
 MAX_STEPS = 100
-"""Of Levenberg and Marquardt's method from each start."""
+"""Steps of Levenberg and Marquardt from each start."""
 STRIDE, FALLING = 15, 0.5
 """Steps after which what is left must be less by this factor: else the start leads nowhere."""
 LOGIT_SPREAD = 0.4

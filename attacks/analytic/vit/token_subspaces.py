@@ -37,14 +37,20 @@ from fl.seeds import stream
 
 MAX_LAYERS = 8
 """Layers above the embedding whose subspaces are used: two blocks."""
-MIN_RANK_DROP, MAX_NULL_SHARE = 1e2, 1e-13
-"""By how much singular values fall at the rank, and how small what follows is relative to the largest one."""
+MIN_RANK_DROP = 1e2
+"""Factor by which singular values fall at the rank."""
+MAX_NULL_SHARE = 1e-13
+"""Size of the next singular value, relative to the largest."""
 MAX_OUTSIDE = 1e-3
 """Share of a row outside its layer's subspace up to which it lies inside, in a rehearsal in double precision."""
 MIN_SINGULAR_TO_NOISE = 3.0
 """How many times its noise a singular value must be to be told."""
-MAX_STARTS, MAX_STEPS, MAX_INNER_STEPS = 4, 40, 300
-"""Starts an image, Gauss-Newton steps a start, steps of conjugate gradients for each."""
+MAX_STARTS = 4
+"""Starts for each image."""
+MAX_STEPS = 40
+"""Gauss-Newton steps from each start."""
+MAX_INNER_STEPS = 300
+"""Conjugate gradient steps for each of these."""
 MIN_GAIN = 1e-3
 """Share of a sum of squares below which a step that promises no more is the last."""
 MAX_LABEL_DISTANCE = 0.2

@@ -235,7 +235,7 @@ def _is_replayable(module: fx.GraphModule) -> bool:
 
 
 INDEXING_OPERATIONS = (torch.ops.aten.index.Tensor,)
-"""Of unknown shape only where the index is a mask."""
+"""Operations whose result has an unknown shape if the index is a mask."""
 
 
 def _recorded_dtype(node: object) -> torch.dtype | None:

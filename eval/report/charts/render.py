@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("pdf", "png", "svg")
-"""Of files that charts can be written to."""
+"""Formats of files that charts can be written to."""
 PNG_DPI = 288
 """Dots of a PNG to 72 pixels of the page."""
 

@@ -21,7 +21,7 @@ from eval.report.sections.numbered_groups import NumberedGroups
 from eval.report.settings import section as section_of
 
 CONFIDENCE = 0.95
-"""Of everything at once that a table holds against its bounds."""
+"""Confidence of everything together that a table compares with its bounds."""
 TITLE = "Privacy: claims and bounds"
 NOTHING = "none claimed"
 ALARM = "Error: more was found than the differential privacy that is claimed allows"

@@ -16,7 +16,7 @@ from eval.report.load import Run
 Key = tuple[str, str]
 """Method and defense."""
 BYTES = 4
-"""Of a number that is sent."""
+"""Bytes of a number that is sent."""
 OURS = "here"
 
 

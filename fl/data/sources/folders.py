@@ -28,7 +28,7 @@ SUFFIXES = frozenset({".bmp", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", "
 FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """What those suffixes stand for: a file of another kind under such a name is not opened (EPS would run a program)."""
 MAX_PIXELS = 2**26
-"""Of one image, by its header, so that a small file can't fill the memory."""
+"""Pixels of one image, by its header, at most: a small file must not fill the memory."""
 PILLOW_ERRORS = (
     *(ArithmeticError, AttributeError, EOFError, LookupError, NotImplementedError),
     *(OSError, SyntaxError, TypeError, struct.error, zlib.error),

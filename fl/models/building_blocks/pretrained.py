@@ -15,7 +15,7 @@ from fl.runtime.safe_paths import is_accessible_file
 
 RANDOM, IMAGENET = "random", "imagenet"
 EPS = 1e-5
-"""Of torchvision's batch norm."""
+"""The epsilon of torchvision's batch norm."""
 
 
 def read_weights(name: str) -> dict[str, Tensor]:
