@@ -64,7 +64,7 @@ class AttackPool:
         keep: Keep = lambda _numbers, _results: None,
         control: SearchControl | None = None,
     ) -> list[Result]:
-        """What the attack makes of each view, in their order.
+        """Return what the attack makes of each view, in their order.
 
         Args:
             attack: any.
@@ -135,7 +135,7 @@ class AttackPool:
     def _run_in_worker(
         self, slot: int, attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None
     ) -> list[Result]:
-        """What a worker makes of the views."""
+        """Return what a worker makes of the views."""
         pool = self._pool
         if pool is None:
             raise RuntimeError("the workers were told to end")
@@ -179,7 +179,7 @@ class ProgressBoard:
         self._numbers[1 + 2 * slot : 3 + 2 * slot] = [float(iteration), float(iterations)]
 
     def read(self, slot: int) -> SearchProgress:
-        """How far the search of a worker is."""
+        """Return how far the search of a worker is."""
         iteration, iterations = self._numbers[1 + 2 * slot : 3 + 2 * slot]
         return SearchProgress(int(iteration), int(iterations))
 
@@ -233,7 +233,7 @@ class _AttackJob:
                 self.hands -= 1
 
     def attack_batch(self, run: Run, batch: Sequence[int], slot: int | None) -> list[Result]:
-        """What the attack makes of one batch, in its share of the time left."""
+        """Return what the attack makes of one batch, in its share of the time left."""
         views, seeds = [self.views[i] for i in batch], [self.seeds[i] for i in batch]
         if self.control is None:
             found = run(self.attack, views, seeds, None)
@@ -265,7 +265,7 @@ class _AttackJob:
             self.control.on_progress(whole)
 
     def can_be_sent(self) -> bool:
-        """Whether another process can be given what is attacked: classes made in a function, say, it can't import."""
+        """Return whether what is attacked can go to another process, which can't import classes made in a function."""
         reason = unportable_reason((self.attack, [*self.views[:1]], [*self.seeds[:1]]))
         if reason:
             log.warning("attacks run in one process: the model can't be sent to another (%s)", reason)
@@ -334,7 +334,7 @@ class _JobProgress:
         self._slots.discard(-1 if slot is None else slot)
 
     def of_all(self, now: float, control: SearchControl) -> SearchProgress | None:
-        """How far all are now; None where the last report was just now, or nothing has been heard of any search.
+        """Return how far all are now; None where the last report was just now, or nothing has been heard of any search.
 
         Batches that have not begun are taken to be as long as the others are in the mean.
         """
@@ -351,7 +351,7 @@ class _JobProgress:
 
 
 def _run_here(attack: Attack, views: list[ServerView], seeds: list[int], control: SearchControl | None) -> list[Result]:
-    """What this process makes of the views; each marked where the control kept it from its end."""
+    """Return what this process makes of the views; each marked where the control kept it from its end."""
     found = run_checked(attack, views, seeds, control)
     if control is None or not control.cut_short_by or any(result.cut_short for result in found):
         return found
@@ -397,6 +397,6 @@ def _do_nothing() -> None:
 
 
 def _run_packed(packed: Packed) -> Packed:
-    """What this process makes of an attack and what it is given."""
+    """Return what this process makes of an attack and what it is given."""
     attack, views, seeds, seconds, slot = unpack(packed)
     return pack(_run_here(attack, views, seeds, None if seconds is None else _WorkerControl(seconds, slot)))

@@ -139,7 +139,7 @@ class SearchControl:
             self.is_searching = False
 
     def stop_reason(self) -> str:
-        """What stops every search now, in words; empty while they may go on. Whoever asks has to heed it."""
+        """Return what stops every search now, in words; empty while they may go on. Whoever asks has to heed it."""
         reason = INTERRUPT if self.interrupted else TIME_LIMIT if self.seconds_left == 0 else ""
         self.cut_short_by = self.cut_short_by or reason
         return reason

@@ -66,7 +66,7 @@ SCRIPTS = {
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were measured on."""
+    """Return what the figures were measured on."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -102,13 +102,13 @@ def rewrite(name: str, document: Callable[[dict[str, Any]], Sequence[str]]) -> N
 
 
 def known_rows(name: str) -> list[dict[str, Any]]:
-    """The rows of `results/name.json`; none where nothing has been measured."""
+    """Return the rows of `results/name.json`; none where nothing has been measured."""
     path = RESULTS / f"{name}.json"
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
 
 def results_parser(description: str | None, *, has_again: bool = True) -> argparse.ArgumentParser:
-    """A command line with `--rewrite`, and with `--again` where rows that are known are left out otherwise."""
+    """Return a command line with `--rewrite`, and with `--again` where rows that are known are left out otherwise."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     if has_again:
         parser.add_argument("--again", action="store_true", help="measure anew what the results have")
@@ -170,7 +170,7 @@ def _page(name: str, lines: Sequence[str], measured_on: Mapping[str, Any]) -> st
 
 
 def _origin(name: str) -> str:
-    """The line that leads from a page back to its code, its figures and its command."""
+    """Return the line that leads from a page back to its code, its figures and its command."""
     return (
         f"Code: `benchmarks.{SCRIPTS[name]}`. All figures: [{name}.json]({name}.json). "
         "Command: [redo a figure](../../docs/results/commands.md)."
@@ -193,6 +193,6 @@ def hyperfl_conditions(heads: str, step_size: str) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return lines + ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]

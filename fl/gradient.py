@@ -20,7 +20,7 @@ DEFENSE_DRAWS = "defense/"
 
 
 def draws_for_buffers(model: nn.Module, draws: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What of a step's draws, by the method or the defense, is meant for buffers of `model`, by the buffer's name."""
+    """Return the draws of a step, by the method or the defense, that are meant for buffers of `model`, by name."""
     if not draws:  # as for most methods, in every step
         return {}
     known = {name for name, _ in model.named_buffers()}

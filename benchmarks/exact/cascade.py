@@ -56,14 +56,14 @@ STACK = 8
 def seen(
     data: Batch, classes: int, network: str, method: Method, number: int, defense: Defense | None = None
 ) -> tuple[ServerView, Batch]:
-    """What the server sees of image `number`, and the image."""
+    """Return what the server sees of image `number`, and the image."""
     image = data.take(torch.tensor([number]))
     client = Client(fl.models.build(network, num_classes=classes, seed=number), method, defense or Defense())
     return Federation(client, [ClientData(image, image)], seed=number).observe(0)[0], image
 
 
 def one(data: Batch, classes: int, network: str, method: Method, attack: str, number: int) -> dict[str, Any]:
-    """What the attack makes of image `number`."""
+    """Return what the attack makes of image `number`."""
     view, image = seen(data, classes, network, method, number)
     began = time.process_time()
     result = build(attack)(view)
@@ -75,7 +75,7 @@ def one(data: Batch, classes: int, network: str, method: Method, attack: str, nu
 
 
 def scored(result: Result, image: Batch) -> dict[str, Any]:
-    """What a result has of a single image, or why it has none."""
+    """Return what a result has of a single image, or why it has none."""
     if not isinstance(result, Reconstruction) or result.inputs is None:
         return {"reason": getattr(result, "reason", "no image")}
     return {
@@ -88,7 +88,7 @@ def scored(result: Result, image: Batch) -> dict[str, Any]:
 def searched(
     data: Batch, classes: int, network: str, method: Method, attack: str, numbers: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """What a search makes of the images, several at once."""
+    """Return what a search makes of the images, several at once."""
     search, rows = build(attack), list[dict[str, Any]]()
     for begin in range(0, len(numbers), STACK):
         some = numbers[begin : begin + STACK]
@@ -102,7 +102,7 @@ def searched(
 
 
 def label_found(result: Reconstruction, image: Batch) -> bool | None:
-    """Whether the label of a single image is right; None where none is told."""
+    """Return whether the label of a single image is right; None where none is told."""
     if result.labels is None:
         return None
     found = result.labels.argmax(-1) if result.labels.ndim == 2 else result.labels
@@ -110,13 +110,13 @@ def label_found(result: Reconstruction, image: Batch) -> bool | None:
 
 
 def labels_right(rows: Sequence[dict[str, Any]]) -> str:
-    """How many of the labels told are right."""
+    """Return how many of the labels told are right."""
     told = [row["label"] for row in rows if row.get("label") is not None]
     return f"{sum(told)} of {len(told)}" if told else "-"
 
 
 def _proven(result: Reconstruction, truth: Tensor) -> dict[str, Any]:
-    """The share of pixels that the attack says are fixed, and how many of them are wrong."""
+    """Return the share of pixels that the attack says are fixed, and how many of them are wrong."""
     if result.fixed is None or result.inputs is None:
         return {"fixed": 0.0, "fixed_wrong": 0}
     wrong = ((result.inputs - truth) * 255).round() != 0
@@ -127,7 +127,7 @@ SPENT = ("seconds: median", "mean", "most")
 
 
 def spent(seconds: list[float]) -> list[str]:
-    """Seconds of several runs, as `SPENT` names them: few slow ones hide behind the median."""
+    """Return the seconds of several runs, as `SPENT` names them: few slow ones hide behind the median."""
     return [f"{value:.1f}" for value in (statistics.median(seconds), statistics.fmean(seconds), max(seconds))]
 
 
@@ -157,13 +157,13 @@ def line(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def beside(rows: list[dict[str, Any]]) -> list[str]:
-    """The search's part of the same row."""
+    """Return the search's part of the same row."""
     psnr = [row["psnr"] for row in rows if "psnr" in row]
     return [f"{statistics.median(psnr):.1f} ({len(psnr)})", labels_right(rows)] if psnr else ["-", "-"]
 
 
 def document(rows: list[dict[str, Any]], first: dict[str, int], timed_on: str) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     groups: dict[tuple[str, str], dict[str, list[dict[str, Any]]]] = {}
     for row in rows:
         own = groups.setdefault((row["set"], row["method"]), {EXACT: [], SEARCH: []})
@@ -226,7 +226,7 @@ def main() -> None:
 def _before(
     page: str, sets: Sequence[str], measured: Sequence[str], first: dict[str, int]
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What a page has of other sets or attacks, from the same images on, and where `cascade` was timed.
+    """Return what a page has of other sets or attacks, from the same images on, and where `cascade` was timed.
 
     Seconds are of one machine: to measure `cascade` on another drops what was measured of it before. A search has none
     on the page, so it can be added anywhere.

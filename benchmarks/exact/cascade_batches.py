@@ -33,7 +33,7 @@ from fl.types import Batch
 
 
 def one(data: Batch, classes: int, network: str, subject: str, first: int, size: int, number: int) -> dict[str, Any]:
-    """What the attack makes of batch `number`."""
+    """Return what the attack makes of batch `number`."""
     method, attack = SUBJECTS[subject]
     images = data.take(torch.arange(first + size * number, first + size * (number + 1)))
     whole = replace(method, batch_size=None)  # type: ignore[call-arg]
@@ -75,7 +75,7 @@ def line(rows: list[dict[str, Any]], size: int) -> list[str]:
 
 
 def document(rows: list[dict[str, Any]], first: int) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     groups: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
     for row in sorted(rows, key=lambda row: (list(SETS).index(row["set"]), row["method"], row["size"], row["batch"])):
         groups.setdefault((row["set"], row["method"], row["size"]), []).append(row)
@@ -125,7 +125,7 @@ def main() -> None:
 
 
 def _before(first: int) -> list[dict[str, Any]]:
-    """What was measured last, on such a machine and from the same image on."""
+    """Return what was measured last, on such a machine and from the same image on."""
     path = RESULTS / "cascade_batches.json"
     last = json.loads(path.read_text()) if path.exists() else {}
     kept: list[dict[str, Any]] = last["rows"] if last.get("machine") == machine() and last.get("first") == first else []

@@ -77,7 +77,7 @@ class Kind:
 
 
 def _wide(channels: int, activation: Callable[[], nn.Module], kernel: int = 5, filters: int = 16) -> list[nn.Module]:
-    """Two convolutions of an own activation behind max pooling, with filters enough."""
+    """Return two convolutions of an own activation behind max pooling, with filters enough."""
     return [
         *(nn.Conv2d(channels, filters, kernel), nn.MaxPool2d(2), activation()),
         *(nn.Conv2d(filters, 2 * filters, kernel), nn.MaxPool2d(2), activation()),
@@ -95,7 +95,7 @@ def _classic(channels: int, activation: Callable[[], nn.Module], pool: Callable[
 
 
 def _pairs(channels: int, widths: Sequence[int], padding: int) -> list[nn.Module]:
-    """Two convolutions of 3x3 before each pooling."""
+    """Return two convolutions of 3x3 before each pooling."""
     layers: list[nn.Module] = []
     for width in widths:
         layers += [nn.Conv2d(channels, width, 3, padding=padding), nn.ReLU()]
@@ -114,7 +114,7 @@ def _overlapping(channels: int) -> list[nn.Module]:
 
 
 def leaky() -> nn.Module:
-    """The activation of most kinds."""
+    """Return the activation of most kinds."""
     return nn.LeakyReLU(0.01)
 
 
@@ -145,7 +145,7 @@ KINDS: dict[str, Kind] = {
 
 
 def victim(kind: Kind, data: Batch, number: int) -> tuple[ServerView, Batch]:
-    """What the server sees of image `number`, and the image."""
+    """Return what the server sees of image `number`, and the image."""
     image = data.take(torch.tensor([number]))
     if kind.size is not None:
         larger = F.interpolate(image.inputs, size=(kind.size, kind.size), mode="bilinear", align_corners=False)
@@ -155,7 +155,7 @@ def victim(kind: Kind, data: Batch, number: int) -> tuple[ServerView, Batch]:
 
 
 def task_of(kind: Kind, image: Batch, seed: int) -> Task:
-    """The network of a seed for such images, its weights drawn as PyTorch draws them."""
+    """Return the network of a seed for such images, its weights drawn as PyTorch draws them."""
     shape = (kind.channels, *image.inputs.shape[2:])
     mean, std = ((0.5,) * kind.channels,) * 2 if kind.normalize else ((0.0,) * kind.channels, (1.0,) * kind.channels)
     body = nn.Sequential(*kind.layers())
@@ -174,7 +174,7 @@ def task_of(kind: Kind, image: Batch, seed: int) -> Task:
 
 
 def one(kind: Kind, data: Batch, number: int, most: float = math.inf) -> dict[str, Any]:
-    """What the attack makes of image `number` within so many CPU seconds."""
+    """Return what the attack makes of image `number` within so many CPU seconds."""
     view, image = victim(kind, data, number)
     began = time.process_time()
     try:
@@ -234,7 +234,7 @@ def line(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _states(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Which kinds met which state of the attacks' code."""
+    """Return which kinds met which state of the attacks' code."""
     kinds: dict[str, list[str]] = {}
     for row in rows:
         own = kinds.setdefault(row.get("attacks") or "unknown", [])
@@ -245,7 +245,7 @@ def _states(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     body = [[kind, *line(own)] for kind in KINDS if (own := [row for row in rows if row["kind"] == kind])]
     missing = [kind for kind in KINDS if all(row["kind"] != kind for row in rows)]
     head = ["network", "images", "8-bit exact", "verified", "verified, not exact", "median dB (least)"]
@@ -268,7 +268,7 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _measured() -> list[dict[str, Any]]:
-    """The committed rows, if they were timed on this machine."""
+    """Return the committed rows, if they were timed on this machine."""
     path = RESULTS / "cascade_ends.json"
     last = json.loads(path.read_text()) if path.exists() else {"rows": []}
     return list(last["rows"]) if last.get("machine") == machine() else []
@@ -290,7 +290,7 @@ def main() -> None:
     numbers = range(chosen.first, chosen.first + (1 if chosen.quick else chosen.images))
 
     def is_short(row: dict[str, Any]) -> bool:
-        """Whether a row is of an image that was stopped sooner than it will be now."""
+        """Return whether a row is of an image that was stopped sooner than it will be now."""
         return row["image"] in numbers and row.get("stopped", math.inf) < chosen.most
 
     rows = [row for row in kept if row["kind"] not in chosen.kinds or (chosen.resume and not is_short(row))]

@@ -42,7 +42,7 @@ Key = tuple[str, str, str]
 
 
 def attacked(views: Sequence[ServerView], images: Sequence[Batch], exact: str, iterations: int) -> list[dict[str, Any]]:
-    """What both attacks make of every image."""
+    """Return what both attacks make of every image."""
     rows = []
     search = build({"name": exact.replace(EXACT, SEARCH), "iterations": iterations, "tv_weight": 1e-4})
     for result, image in zip(search.run(list(views), list(range(len(views)))), images, strict=True):
@@ -62,7 +62,7 @@ def _row(result: Result, image: Batch) -> dict[str, Any]:
 
 
 def line(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Shares and medians of one row of the table."""
+    """Return the shares and medians of one row of the table."""
     found = [row for row in rows if row["attack"] == EXACT]
     solved, beside = [row for row in found if "psnr" in row], [row for row in rows if row["attack"] == SEARCH]
     if not solved:
@@ -121,7 +121,7 @@ def main() -> None:
 
 
 def _measured() -> dict[Key, list[dict[str, Any]]]:
-    """The committed rows."""
+    """Return the committed rows."""
     path, found = RESULTS / "cascade_limits.json", dict[Key, list[dict[str, Any]]]()
     for row in json.loads(path.read_text())["rows"] if path.exists() else ():
         found.setdefault((row["set"], row["update"], row["method"]), []).append(row)
@@ -135,7 +135,7 @@ def _place(key: Key) -> tuple[int, ...]:
 
 
 def document(known: Sequence[Sequence[dict[str, Any]]]) -> list[str]:
-    """The results in words; `known` has the rows of one line each."""
+    """Return the results in words; `known` has the rows of one line each."""
     head = ["images of", "from", "update", "method", "images", "cascade: median dB (least)", "verified"]
     head += ["> 40 dB", "8-bit exact", "wrongly verified", "median seconds", "ig: median dB", "labels right", "steps"]
     body = []

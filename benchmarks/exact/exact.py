@@ -57,7 +57,7 @@ CASES = (
 
 
 def one(case: Case, data: Batch, classes: int, number: int) -> dict[str, Any]:
-    """What the attack makes of victim `number`."""
+    """Return what the attack makes of victim `number`."""
     first = FIRST + case.batch * number
     images = data.take(torch.arange(first, first + case.batch))
     client = Client(fl.models.build(case.network, num_classes=classes, seed=number, **case.settings), STEP)
@@ -94,7 +94,7 @@ def line(rows: list[dict[str, Any]], images: int) -> list[str]:
 
 
 def document(cases: list[tuple[Case, list[dict[str, Any]]]]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     head = ["attack", "network", "images of", "batch", "images > 40 dB", "8-bit exact", "victims verified"]
     head += ["verified, not all exact", "without a picture", "median dB (least) of what was found", *SPENT]
     body = [

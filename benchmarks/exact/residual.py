@@ -53,7 +53,7 @@ class TooLongError(Exception):
 
 # ---- one victim ------------------------------------------------------------------------------------------------------
 def measure(case: Case, number: int, name: str, attack: Attack, most: float = math.inf) -> Row:
-    """What an attack makes of victim `number`.
+    """Return what an attack makes of victim `number`.
 
     Args:
         case: the row.
@@ -68,7 +68,7 @@ def measure(case: Case, number: int, name: str, attack: Attack, most: float = ma
 
 
 def attempt(attack: Callable[[], Result], images: Batch, most: float) -> Row:
-    """What an attack makes of these images, or why nothing, and what it took.
+    """Return what an attack makes of these images, or why nothing, and what it took.
 
     Args:
         attack: of which everything is known but the images.
@@ -111,7 +111,7 @@ def _stop(*_: object) -> None:
 
 
 def scored(result: Result, images: Batch) -> Row:
-    """What a result has of a batch, matched once, or why it has nothing."""
+    """Return what a result has of a batch, matched once, or why it has nothing."""
     if not isinstance(result, Reconstruction):
         return {"reason": result.reason}
     row: Row = {
@@ -136,7 +136,7 @@ def scored(result: Result, images: Batch) -> Row:
 
 
 def labels_right(found: Tensor | None, true: Tensor) -> int | None:
-    """How many labels of a batch are right, whatever their order; None where none are told."""
+    """Return how many labels of a batch are right, whatever their order; None where none are told."""
     if found is None:
         return None
     told = (found.argmax(-1) if found.ndim == 2 else found).tolist()
@@ -145,7 +145,7 @@ def labels_right(found: Tensor | None, true: Tensor) -> int | None:
 
 # ---- attacks ---------------------------------------------------------------------------------------------------------
 def named(chosen: argparse.Namespace, case: Case) -> tuple[str, Attack]:
-    """The attack that the command line asks for or the row is for, and its name with its settings."""
+    """Return the attack that the command line asks for or the row is for, and its name with its settings."""
     asked = chosen.attack or case.attack(TESTED)
     given = {"preset": chosen.preset, "iterations": chosen.iterations}
     settings = {key: value for key, value in given.items() if value is not None}
@@ -158,7 +158,7 @@ def named(chosen: argparse.Namespace, case: Case) -> tuple[str, Attack]:
 
 
 def peers(victim: Victim, seed: int, iterations: int) -> Result:
-    """What breaching's `invertinggradients` finds at its own total variation, given the label.
+    """Return what breaching's `invertinggradients` finds at its own total variation, given the label.
 
     Raises:
         ValueError: weights were sent: it takes gradients.
@@ -174,7 +174,7 @@ def peers(victim: Victim, seed: int, iterations: int) -> Result:
 
 # ---- results ---------------------------------------------------------------------------------------------------------
 def known_rows() -> list[Row]:
-    """What has been measured."""
+    """Return what has been measured."""
     path = RESULTS / f"{PAGE}.json"
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 
@@ -190,7 +190,7 @@ def add(row: Row) -> None:
 
 
 def key(row: Mapping[str, Any]) -> tuple[str, str, int]:
-    """What tells rows apart."""
+    """Return what tells rows apart."""
     return row["case"], row["attack"], row["victim"]
 
 
@@ -200,7 +200,7 @@ def _order(place: tuple[str, str, int]) -> tuple[int, str, int]:
 
 
 def attacks_state() -> str:
-    """The state of the attacks as git names it; empty outside a checkout."""
+    """Return the state of the attacks as git names it; empty outside a checkout."""
     words = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD:attacks"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
@@ -253,7 +253,7 @@ def run(chosen: argparse.Namespace) -> None:
 
 
 def listed(rows: Sequence[Row]) -> list[str]:
-    """Every row of the table by name, with how many victims have been measured by which attack."""
+    """Return every row of the table by name, with how many victims have been measured by which attack."""
     lines = []
     for case in CASES:
         done: dict[str, int] = {}

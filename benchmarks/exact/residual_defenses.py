@@ -99,7 +99,7 @@ STRENGTHS = (
 
 
 def measure(strength: Strength, number: int) -> Row:
-    """What the attack makes of a victim behind a defense, and how far the defense moved the update."""
+    """Return what the attack makes of a victim behind a defense, and how far the defense moved the update."""
     defense = None if strength.name == "none" else defenses.build({"name": strength.name, **strength.settings})
     victim = observe_defended(CASE, number, defense)
     row: Row = {"defense": strength.key, "victim": number}
@@ -110,7 +110,7 @@ def measure(strength: Strength, number: int) -> Row:
 
 
 def _distance(sent: Tensors, plain: Tensors) -> float | None:
-    """How far an update is from the undefended one, relative to that; None where they have other tensors."""
+    """Return how far an update is from the undefended one, relative to that; None where they have other tensors."""
     if sent.keys() != plain.keys():
         return None
     off = sum(float((dense(sent[name]) - dense(value)).double().square().sum()) for name, value in plain.items())
@@ -127,12 +127,12 @@ def train(folder: Path) -> dict[str, float]:
 
 
 def _label(strength: Strength) -> str:
-    """What a run calls a defense."""
+    """Return what a run calls a defense."""
     return "-".join([strength.name, *(f"{key}-{value}" for key, value in strength.settings.items())])
 
 
 def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     accuracy = accuracy or {}
     lines = [
         _line(strength, [row for row in rows if row["defense"] == strength.key], accuracy) for strength in STRENGTHS
@@ -169,7 +169,7 @@ def document(rows: Sequence[Row], accuracy: Mapping[str, float] | None = None) -
 
 
 def _line(strength: Strength, rows: Sequence[Row], accuracy: Mapping[str, float]) -> list[object]:
-    """One row of the table; empty where nothing was measured."""
+    """Return one row of the table; empty where nothing was measured."""
     if not rows:
         return []
     psnr = [row["psnr"][0] if row.get("psnr") else 0.0 for row in rows]
@@ -189,7 +189,7 @@ def _line(strength: Strength, rows: Sequence[Row], accuracy: Mapping[str, float]
 
 
 def known() -> dict[str, Any]:
-    """What has been measured: rows, and accuracy by defense."""
+    """Return what has been measured: rows, and accuracy by defense."""
     path = RESULTS / f"{PAGE}.json"
     found = json.loads(path.read_text()) if path.exists() else {}
     return {"rows": found.get("rows", []), "accuracy": found.get("accuracy", {})}

@@ -124,29 +124,29 @@ def convnext() -> nn.Module:
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
 def normalized(model: nn.Module, statistics: tuple[tuple[float, ...], tuple[float, ...]] = CIFAR) -> nn.Module:
-    """The network behind a layer that normalizes pixels, in evaluation mode."""
+    """Return the network behind a layer that normalizes pixels, in evaluation mode."""
     return nn.Sequential(Normalize(*statistics), model).eval()
 
 
 def drawn(construct: Build, seed: int) -> nn.Module:
-    """What `construct` makes where the global generator starts at `seed`; the generator is left as it was."""
+    """Return what `construct` makes where the global generator starts at `seed`; the generator is left as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
         return construct()
 
 
 def untrained(construct: Build, seed: int) -> nn.Module:
-    """A network from the start that its constructor draws, behind CIFAR-10's normalization."""
+    """Return a network from the start that its constructor draws, behind CIFAR-10's normalization."""
     return normalized(drawn(construct, seed))
 
 
 def registered(name: str, seed: int, classes: int = 10, **settings: Any) -> nn.Module:
-    """A network of `fl.models` in evaluation mode."""
+    """Return a network of `fl.models` in evaluation mode."""
     return fl.models.build(name, num_classes=classes, seed=seed, **settings).model.eval()
 
 
 def pretrained_resnet20() -> nn.Module:
-    """The ResNet-20 whose weights lie in the data folder: 91.7 % of CIFAR-10's test images."""
+    """Return the ResNet-20 whose weights lie in the data folder: 91.7 % of CIFAR-10's test images."""
     model = CifarResNet()
     arrays = read_arrays(data_folder() / "weights" / "cifar10_resnet20.npz")
     state = {name: torch.from_numpy(value) for name, value in arrays.items()}

@@ -21,7 +21,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[str]:
-    """The results in words: the attack under test row by row, others beside it, and what they said.
+    """Return the results in words: the attack under test row by row, others beside it, and what they said.
 
     Args:
         cases: the rows of the table.
@@ -76,7 +76,7 @@ def document(cases: Sequence[Case], rows: Rows, tested: str = TESTED) -> list[st
 
 
 def _of(rows: Rows, case: Case, attack: str) -> Rows:
-    """What an attack made of a row's victims."""
+    """Return what an attack made of a row's victims."""
     return [row for row in rows if row["case"] == case.name and row["attack"] == attack]
 
 
@@ -113,7 +113,7 @@ def line(case: Case, rows: Rows) -> list[str]:
 
 
 def words(goal: Goal) -> str:
-    """A goal in words."""
+    """Return a goal in words."""
     parts = [f"{goal.exact:.0%} exact"] if goal.exact else []
     parts += [f"{goal.close:.0%} above {CLOSE} dB"] if goal.close else []
     parts += [f"median above {CLOSE} dB"] if goal.median else []
@@ -123,7 +123,7 @@ def words(goal: Goal) -> str:
 
 
 def _met(case: Case, rows: Rows) -> str:
-    """Whether the figures reach the goal; of fewer victims than there are, as far as they go."""
+    """Return whether the figures reach the goal; of fewer victims than there are, as far as they go."""
     if not rows:
         return "-"
     goal = case.goal or Goal()
@@ -196,7 +196,7 @@ def _beside(cases: Sequence[Case], rows: Rows, tested: str) -> list[str]:
 
 
 def _reasons(cases: Sequence[Case], rows: Rows) -> list[str]:
-    """What was said where there was no picture, and what was noted beside one."""
+    """Return what was said where there was no picture, and what was noted beside one."""
     lines = []
     for case in cases:
         said: Counter[tuple[str, str]] = Counter()
@@ -211,25 +211,25 @@ def _reasons(cases: Sequence[Case], rows: Rows) -> list[str]:
 
 
 def state(row: Mapping[str, Any]) -> str:
-    """The state of the attacks' code of a row, by the seven digits that git shows at least."""
+    """Return the state of the attacks' code of a row, by the seven digits that git shows at least."""
     return row["attacks"][:7]
 
 
 def _usual(own: Rows) -> str | None:
-    """The state of the attacks' code that most victims met."""
+    """Return the state of the attacks' code that most victims met."""
     states = Counter(state(row) for row in own)
     return max(states, key=lambda name: states[name], default=None)
 
 
 def _star(own: Rows) -> list[str]:
-    """What a star in the tables means, where there may be one."""
+    """Return what a star in the tables means, where there may be one."""
     if len({state(row) for row in own}) < 2:
         return []
     return ["A star marks rows of another [state of the attack's code](#states-of-the-code) than most.", ""]
 
 
 def _states(cases: Sequence[Case], own: Rows, tested: str) -> list[str]:
-    """Which figures are of which state of the attacks' code, where there are several."""
+    """Return which figures are of which state of the attacks' code, where there are several."""
     counts = Counter((state(row), case.name) for case in cases for row in own if row["case"] == case.name)
     states = [name for name, _ in Counter(map(state, own)).most_common()]
     if len(states) < 2:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 def measure(case: Case) -> Row:
-    """What the attack makes of a size's first victim, and what it takes, in this process."""
+    """Return what the attack makes of a size's first victim, and what it takes, in this process."""
     victim = observe(case, 0)
     before = _peak()
     attack = attacks.build(TESTED)
@@ -71,7 +71,7 @@ def measure_apart(case: Case) -> Row:
 
 
 def document(rows: Sequence[Row]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     by_name = {row["case"]: row for row in rows}
     lines = [_line(case, by_name[case.name]) for case in SIZES if case.name in by_name]
     ends = [(row["case"], row.get("reason") or row.get("error") or row.get("note")) for row in rows]
@@ -110,7 +110,7 @@ def _line(case: Case, row: Mapping[str, Any]) -> list[object]:
 
 
 def known() -> list[Row]:
-    """What has been measured."""
+    """Return what has been measured."""
     path = RESULTS / f"{PAGE}.json"
     return list(json.loads(path.read_text())["rows"]) if path.exists() else []
 

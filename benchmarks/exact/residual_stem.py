@@ -209,7 +209,7 @@ def imagenet(name: str, number: int) -> tuple[Stem, Tensor, Row]:
 
 # ---- page ------------------------------------------------------------------------------------------------------------
 def document(rows: Sequence[Row]) -> list[str]:
-    """The counts in words."""
+    """Return the counts in words."""
     head = ["pixels", "victims", "numbers of the block's input", "equations", "for each number", "numbers of a picture"]
     head += ["equations", "for each number", *TOLD]
     lines = [_size_line(case.side, _of(rows, case.name)) for case in SIZES if _of(rows, case.name)]

@@ -40,13 +40,13 @@ class NotTrainedError(FileNotFoundError):
 
 
 def cache() -> Path:
-    """The folder of the weights."""
+    """Return the folder of the weights."""
     given = os.environ.get(CACHE_VARIABLE)
     return Path(given) if given else Path.home() / ".cache" / "hyperleak" / "benchmarks"
 
 
 def trained_resnet18(epochs: int) -> nn.Module:
-    """The network after so many epochs, in evaluation mode.
+    """Return the network after so many epochs, in evaluation mode.
 
     Raises:
         NotTrainedError: it was not trained so far.
@@ -92,13 +92,13 @@ def train(images: Batch, folder: Path, seconds: float = math.inf, epochs: int = 
 
 
 def _batch(images: Batch, epoch: int, step: int) -> Batch:
-    """Images of a step, as they are shifted and mirrored in it."""
+    """Return the images of a step, as they are shifted and mirrored in it."""
     order = torch.randperm(len(images), generator=stream(0, "train", epoch))
     return CropFlip()(images.take(order[step * BATCH : (step + 1) * BATCH]), stream(0, "augment", epoch, step))
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, images: Batch) -> float:
-    """One step of the optimizer; returns the loss before it."""
+    """Take one step of the optimizer; return the loss before it."""
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.bfloat16):
         logits: Tensor = model(images.inputs.contiguous(memory_format=torch.channels_last))
@@ -128,7 +128,7 @@ def main() -> None:
 
 
 def _accuracy(epochs: int, images: Batch, count: int = 1000) -> float:
-    """Share of test images that the kept network classifies right."""
+    """Return the share of test images that the kept network classifies right."""
     model, right = trained_resnet18(epochs), 0
     with torch.no_grad():
         for index in torch.arange(count).split(100):

@@ -235,7 +235,7 @@ HEAD += ["gradients differ by (median)", "rounding of float32 (median)", "most, 
 
 
 def document(rows: Sequence[Row]) -> list[str]:
-    """The twins in words."""
+    """Return the twins in words."""
     lines = [
         _line(case.side, begin, own)
         for case in SIZES

@@ -142,7 +142,7 @@ class Case:
         return words if self.knows_optimizer else [*words, "the optimizer and its step unknown"]
 
     def method(self) -> FedAvg | HyperFL:
-        """How the client trains; the classifier is at rest where a hypernetwork makes the rest."""
+        """Return how the client trains; the classifier is at rest where a hypernetwork makes the rest."""
         settings = {"steps": 1, "batch_size": None, **self.training}
         if self.hypernetwork is not None:
             makes = Hypernetwork(hidden=HIDDEN, init="network")
@@ -181,7 +181,7 @@ def _plain(construct: Callable[[], nn.Module]) -> Construct:
 
 
 def _fixed(construct: Callable[[], nn.Module]) -> Construct:
-    """The same network for all seeds."""
+    """Return the same network for all seeds."""
     return lambda _: construct()
 
 
@@ -316,7 +316,7 @@ SMOKE = (
 
 
 def pictures_of(case: Case, number: int) -> Batch:
-    """The pictures of a victim."""
+    """Return the pictures of a victim."""
     first = case.first + case.batch * number
     return _read(case.pictures, case.side).take(torch.arange(first, first + case.batch))
 
@@ -330,7 +330,7 @@ def _read(name: str, side: int) -> Batch:
 
 
 def observe(case: Case, number: int) -> Victim:
-    """What a server sees of victim `number`, and the truth."""
+    """Return what a server sees of victim `number`, and the truth."""
     images, model = pictures_of(case, number), case.network(number).train(case.train_mode)
     method = case.method()
     if case.sent == "mean":
@@ -358,7 +358,7 @@ def observe(case: Case, number: int) -> Victim:
 
 
 def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim:
-    """What a server sees of victim `number` that sends a difference of weights, behind a defense if there is one."""
+    """Return what a server sees of victim `number`, which sends a difference of weights, behind a defense if any."""
     images, model = pictures_of(case, number), case.network(number).train(case.train_mode)
     mean, std = _statistics(model)
     threat = ThreatModel(knows_optimizer=case.knows_optimizer)
@@ -369,12 +369,12 @@ def observe_defended(case: Case, number: int, defense: Defense | None) -> Victim
 
 
 def _statistics(model: nn.Module) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Mean and standard deviation by which a network normalizes pixels."""
+    """Return the mean and standard deviation by which a network normalizes pixels."""
     return next(module.values for module in model.modules() if isinstance(module, Normalize))
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of a network's state."""
+    """Return the buffers of a network's state."""
     parameters = {name for name, _ in model.named_parameters()}
     return {name: value for name, value in model.state_dict().items() if name not in parameters}
 
@@ -386,7 +386,7 @@ def gradients(model: nn.Module, images: Batch) -> list[Tensor]:
 
 
 def _aggregated(case: Case, model: nn.Module, method: Method, images: Batch) -> ServerView:
-    """A server's view of the mean over clients of one picture each."""
+    """Return a server's view of the mean over clients of one picture each."""
     head = find_head(model, None, case.classes)
     task = Task(model, (3, case.side, case.side), case.classes, head, *_statistics(model))
     group = defenses.build({"name": "secagg", "group_size": case.batch})

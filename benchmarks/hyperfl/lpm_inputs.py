@@ -33,7 +33,7 @@ LAYER, IMAGES = "body.adapter3", 8
 
 
 def federation(init: str) -> Federation:
-    """The first client of ten, before any round."""
+    """Return the first client of ten, before any round."""
     images = fl.data.load("cifar10")
     split = DominantGroups(clients=10, train_size=200, test_size=100)(images)
     own = ClientData(images.train.take(split.train[0]), images.test.take(split.test[0]))
@@ -43,7 +43,7 @@ def federation(init: str) -> Federation:
 
 
 def given(view: ServerView, truth: Truth) -> Tensor:
-    """The mean (C,) over the map that the layer was really given."""
+    """Return the mean (C,) over the map that the layer was really given."""
     client, seen = view.client, list[Tensor]()
     model = client.fixed_statistics_model
     handle = model.get_submodule(LAYER).register_forward_pre_hook(lambda _, args: seen.append(args[0]))
@@ -56,7 +56,7 @@ def given(view: ServerView, truth: Truth) -> Tensor:
 
 
 def measure(view: ServerView, truth: Truth) -> float | None:
-    """Relative error of what the peel reads, or None where it reads nothing."""
+    """Return the relative error of what the peel reads, or None where it reads nothing."""
     found = HypernetPeel()(view)
     if isinstance(found, NotApplicable) or f"features/{LAYER}" not in found.private:
         return None

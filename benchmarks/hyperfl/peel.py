@@ -57,7 +57,7 @@ class Row:
 
 
 def federation(dataset: str, network: str, method: HyperFL) -> Federation:
-    """The first clients of HyperFL's partition of 20."""
+    """Return the first clients of HyperFL's partition of 20."""
     images = fl.data.load(dataset)
     split = DominantGroups(train_size=592, test_size=197)(images)
     parts = [ClientData(images.train.take(split.train[i]), images.test.take(split.test[i])) for i in range(CLIENTS)]
@@ -65,7 +65,7 @@ def federation(dataset: str, network: str, method: HyperFL) -> Federation:
 
 
 def local_work(method: HyperFL, work: str, data: Batch) -> tuple[HyperFL, Batch]:
-    """The local rule and the images it sees."""
+    """Return the local rule and the images it sees."""
     if "step" in work:
         count = int(work.partition("B=")[2])
         return replace(method, steps=1, head_epochs=0, batch_size=None), data.take(torch.arange(count))
@@ -73,19 +73,19 @@ def local_work(method: HyperFL, work: str, data: Batch) -> tuple[HyperFL, Batch]
 
 
 def uploaded(view: ServerView) -> ServerView:
-    """The update as the difference of two dense float32 models."""
+    """Return the update as the difference of two dense float32 models."""
     return replace(
         view, update={n: dense(view.shared[n]) - dense(sub(view.shared[n], u)) for n, u in view.update.items()}
     )
 
 
 def error(found: Tensor, truth: Tensor) -> float:
-    """Relative error."""
+    """Return the relative error."""
     return float((found - truth).norm() / truth.norm())
 
 
 def measure(view: ServerView, truth: Truth, route: str) -> dict[str, object]:
-    """What one route finds."""
+    """Return what one route finds."""
     peeled = HypernetPeel(route=route).solve(view)  # type: ignore[arg-type]
     if isinstance(peeled, NotApplicable):
         return {"chosen": peeled.reason, "extractor": None, "embedding": None, "residual": None, "verified": False}
@@ -101,7 +101,7 @@ def measure(view: ServerView, truth: Truth, route: str) -> dict[str, object]:
 
 
 def rows_of(dataset: str, network: str, lr: float, init: str, bias: bool) -> list[Row]:
-    """All measurements of one victim."""
+    """Return all measurements of one victim."""
     generator = Hypernetwork(init=init, bias=bias)  # type: ignore[arg-type]
     method = HyperFL(lr=lr, parametrization=generator)
     run = federation(dataset, network, method)
@@ -122,7 +122,7 @@ def rows_of(dataset: str, network: str, lr: float, init: str, bias: bool) -> lis
 
 
 def shown(value: float | None) -> str:
-    """A relative error for the table."""
+    """Return a relative error for the table."""
     return "-" if value is None else f"{value:.1e}"
 
 
@@ -142,7 +142,7 @@ def main() -> None:
 
 
 def document(rows: Sequence[Row]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     lines = [
         "# Relative error of the peel",
         "",

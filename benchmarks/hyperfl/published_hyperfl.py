@@ -102,7 +102,7 @@ def cases() -> Iterator[Case]:
 
 
 def measure(case: Case, data: Dataset) -> dict[str, Any]:
-    """The row of one case."""
+    """Return the row of one case."""
     federation, rule, images = _victim(case, data)
     began = time.process_time()
     view, truth = federation.observe(0, data=images, client=Client(federation.client.base, rule))
@@ -125,7 +125,7 @@ def measure(case: Case, data: Dataset) -> dict[str, Any]:
 
 
 def _peeled(federation: Federation, view: ServerView, truth: Truth) -> dict[str, Any]:
-    """What `peel` makes of a client's update, and how many units of its hypernetwork were active."""
+    """Return what `peel` makes of a client's update, and how many units of its hypernetwork were active."""
     method = federation.client.method
     assert isinstance(method.parametrization, Hypernetwork)
     params = {**federation.download(0).shared, **federation.clients[0].private}
@@ -144,14 +144,14 @@ def _peeled(federation: Federation, view: ServerView, truth: Truth) -> dict[str,
 
 
 def _exact(case: Case) -> str:
-    """The attack that solves for the picture."""
+    """Return the attack that solves for the picture."""
     if case.method == "FedAvg":
         return "cascade"
     return "peel+cascade" if case.work == "step" else "peel+surrogate+cascade"
 
 
 def _searched(attack: Mapping[str, Any], view: Any, images: Batch, seed: int) -> float | str:
-    """Mean PSNR of a search, or why there is none."""
+    """Return mean PSNR of a search, or why there is none."""
     result = build(attack)(view, seed=seed)
     if isinstance(result, NotApplicable) or result.inputs is None:
         return getattr(result, "reason", "no image")
@@ -161,7 +161,7 @@ def _searched(attack: Mapping[str, Any], view: Any, images: Batch, seed: int) ->
 
 
 def _victim(case: Case, data: Dataset) -> tuple[Federation, Method, Batch]:
-    """The client before its update, the local rule of the update and the images it is of."""
+    """Return the client before its update, the local rule of the update and the images it is of."""
     rate = LEARNING_RATES[case.dataset] if case.method == "HyperFL" else 0.02
     task = fl.models.build(SETS[case.dataset], num_classes=data.num_classes, seed=case.number, normalize=case.normalize)
     if case.method == "FedAvg":
@@ -188,7 +188,7 @@ def _victim(case: Case, data: Dataset) -> tuple[Federation, Method, Batch]:
 
 
 def _client_images(case: Case, data: Dataset) -> Batch:
-    """The training images of client `number`, in HyperFL's groups of dominant classes."""
+    """Return the training images of client `number`, in HyperFL's groups of dominant classes."""
     size = CLIENT_IMAGES[case.dataset]
     if case.dataset == "handwritten62":  # too few of a class for its groups: any 600
         some = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(case.number))[:size]
@@ -198,7 +198,7 @@ def _client_images(case: Case, data: Dataset) -> Batch:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows that are there; a last one cut off is left out."""
+    """Return the rows that are there; a last one cut off is left out."""
     rows = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
         try:
@@ -238,7 +238,7 @@ WORDS = {
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """How many pictures come back of one step on one image, over all sets."""
+    """Return how many pictures come back of one step on one image, over all sets."""
     body = []
     for init in INITIALIZATIONS:
         for classifier, words in WORDS.items():
@@ -251,7 +251,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def document(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The page."""
+    """Return the page."""
     return [
         "# HyperFL's algorithm as published, whole",
         "",
@@ -275,7 +275,7 @@ def document(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _single_images(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The section on one step on one image."""
+    """Return the section on one step on one image."""
     head = ["images", "init", "classifier's epoch on", "tried", "a gradient arrives", "embedding", "extractor"]
     head += ["exact", "above 40 dB", "verified", "verified wrongly"]
     body = []
@@ -300,7 +300,7 @@ def _single_images(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _rounds(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The section on whole rounds, and on a step on fifty images."""
+    """Return the section on whole rounds, and on a step on fifty images."""
     head = ["images", "init", "work", "on", "clients", "a gradient arrives", "active", "embedding", "extractor"]
     head += ["peel verified", "exact", "above 40 dB", "search, dB", "baseline, dB"]
     works = (("step", "50"), *(("round", size) for size in ROUND_SIZES))
@@ -325,7 +325,7 @@ def _rounds(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _round_line(own: Sequence[dict[str, Any]], size: str) -> list[object]:
-    """The line of one kind of round."""
+    """Return the line of one kind of round."""
     first = own[0]
     searched = [row for row in own if isinstance(row.get("search"), float)]
     means = [f"{mean(row[key] for row in searched):.1f}" if searched else "-" for key in ("search", "floor")]
@@ -344,7 +344,7 @@ def _round_line(own: Sequence[dict[str, Any]], size: str) -> list[object]:
 
 
 def _normalization(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The section on normalized inputs."""
+    """Return the section on normalized inputs."""
     head = ["method", "normalized", "tried", "exact", "above 40 dB", "verified", "verified wrongly"]
     body = []
     for (method, init), normalize in product((("FedAvg", "-"), ("HyperFL", "scaled")), (True, False)):

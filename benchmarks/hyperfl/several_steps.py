@@ -49,7 +49,7 @@ COLUMNS = ("psnr", "ssim", "floor_mean_psnr", "label_correct", "label_overlap", 
 
 
 def rule(case: Case) -> Method:
-    """How its clients train."""
+    """Return how its clients train."""
     settings: dict[str, Any] = {"lr": 0.01, **case.work}
     if case.method == "FedAvg":
         return FedAvg(**settings)
@@ -73,7 +73,7 @@ def victims(case: Case) -> Iterator[Seen]:
 
 
 def watched(case: Case, images: Batch, threat: ThreatModel, seed: int) -> Seen:
-    """The last of the rounds; before it the images' client and others train the network."""
+    """Return the last of the rounds; before it the images' client and others train the network."""
     others: list[ClientData] = []
     if case.section == "history":
         train = fl.data.load(SETS[case.network]).train
@@ -89,7 +89,7 @@ def watched(case: Case, images: Batch, threat: ThreatModel, seed: int) -> Seen:
 
 
 def measured(case: Case) -> dict[str, Any]:
-    """Rows of every image, or the reason why there are none."""
+    """Return the rows of every image, or the reason why there are none."""
     seen = list(victims(case))
     begin = time.process_time()
     results = attacks.build(case.spec).run([view for view, _ in seen], list(range(len(seen))))
@@ -108,7 +108,7 @@ def measured(case: Case) -> dict[str, Any]:
 
 
 def written(interval: Interval, number: Callable[[float], str] = lambda value: f"{value:.1f}") -> str:
-    """A figure with its interval."""
+    """Return a figure with its interval."""
     low, high = interval.low, interval.high
     if low is None or high is None:
         return number(interval.value)
@@ -147,7 +147,7 @@ def _short(value: float) -> str:
 
 
 def of_labels(rows: Sequence[Row]) -> list[str]:
-    """Shares of labels by rounds of training, rule and size of the batch."""
+    """Return the shares of labels by rounds of training, rule and size of the batch."""
     body = []
     for (rounds, accuracy, rule), mine in grouped(rows, "rounds", "accuracy", "rule"):
         by_size = {size: [row for row in mine if row["size"] == size] for size in SIZES}
@@ -194,7 +194,7 @@ FIGURES = [
 
 
 def page(searches: Found, read: Mapping[str, Sequence[Row]]) -> list[str]:
-    """All figures, of what was measured so far.
+    """Return all figures, of what was measured so far.
 
     Args:
         searches: rows or reasons, by `Case.name`.
@@ -260,12 +260,12 @@ def over_the_floor(done: Done) -> Iterator[list[object]]:
 
 
 def gain(rows: Sequence[Row]) -> Interval:
-    """Mean of what an image is above its mean color."""
+    """Return the mean of what an image is above its mean color."""
     return mean_interval([{**row, "gain": row["psnr"] - row["floor_mean_psnr"]} for row in rows], "gain")
 
 
 def signed(value: float) -> str:
-    """A difference."""
+    """Return a difference."""
     return f"{value:+.1f}"
 
 
@@ -336,7 +336,7 @@ def _over_one_round(done: Done) -> Iterator[list[object]]:
 
 
 def figures(case: Case, value: Mapping[str, Any]) -> list[str]:
-    """The cells of a case under `FIGURES`."""
+    """Return the cells of a case under `FIGURES`."""
     rows = value["rows"]
     if not rows:
         return ["not applicable", "-", "-", "-", "-", "-", "-"]
@@ -353,13 +353,13 @@ def figures(case: Case, value: Mapping[str, Any]) -> list[str]:
 
 
 def share(rows: Sequence[Row], column: str) -> str:
-    """The mean of a share over all images, where it is known."""
+    """Return the mean of a share over all images, where it is known."""
     known = [float(row[column]) for row in rows if row[column] is not None]
     return f"{sum(known) / len(known):.0%}" if known else "-"
 
 
 def reasons(done: Done) -> list[str]:
-    """Why rows are not applicable, each reason once."""
+    """Return why rows are not applicable, each reason once."""
     why = {f"{case.attack} ({case.method}): {value['reason']}." for case, value in done if "reason" in value}
     return ["", *(f"- Not applicable: {one}" for one in sorted(why))] if why else []
 

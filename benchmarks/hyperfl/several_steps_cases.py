@@ -130,5 +130,5 @@ def exact() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    """All rows."""
+    """Return all rows."""
     return [*batches(), *steps(), *history(), *exact()]

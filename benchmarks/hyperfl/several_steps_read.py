@@ -77,7 +77,7 @@ class Recorded(Hypernetwork):
         return pulled
 
     def mean(self, momentum: float) -> Tensor:
-        """The mean gradient of the steps kept, weighted as momentum does; forgets them."""
+        """Return the mean gradient of the steps kept, weighted as momentum does; forgets them."""
         steps, total = len(self.kept), torch.zeros_like(self.kept[0])
         for i, value in enumerate(self.kept):
             total += (1 - momentum ** (steps - i)) * value
@@ -86,7 +86,7 @@ class Recorded(Hypernetwork):
 
 
 def peeled() -> list[Row]:
-    """How far off `peel` is after a whole local round, client by client; errors relative, None where it has none."""
+    """Return the relative errors of `peel` after a whole local round, client by client; None where it has none."""
     data, rows = clients(), []
     for optimizer, settings in OPTIMIZERS.items():
         for work, length in PEELED.items():
@@ -135,13 +135,13 @@ def gradient(task: Task, truth: Truth) -> Tensor:
 
 
 def turned(found: Tensor, true: Tensor) -> float:
-    """Relative error of a gradient at the factor that suits it best; 1 where it is no better than none."""
+    """Return the relative error of a gradient at the factor that suits it best; 1 where it is no better than none."""
     factor = float(found @ true / found.norm() ** 2)
     return error(max(factor, 0.0) * found, true)
 
 
 def labels() -> list[Row]:
-    """Share of an update's labels that each rule tells, update by update."""
+    """Return the share of an update's labels that each rule tells, update by update."""
     method = FedAvg(lr=0.01, momentum=0.5, weight_decay=5e-4, epochs=1, batch_size=50)
     task = fl.models.build(NETWORK, num_classes=CLASSES, seed=0)
     run = Federation(Client(task, method), clients())
@@ -188,7 +188,7 @@ def guesses(run: Federation, images: Batch, seed: int) -> Iterator[tuple[str, Te
 
 
 def overlap(guess: Tensor, true: Tensor) -> float:
-    """Share of the true labels (N,) that are among the guessed ones (M,), each counted as often as it is there."""
+    """Return the share of the true labels (N,) that are among the guessed ones (M,), counted with multiplicity."""
     return (Counter(guess.tolist()) & Counter(true.tolist())).total() / len(true)
 
 

@@ -142,7 +142,7 @@ def rows(case: Case, known: bool, images: Batch, search: dict[str, Any]) -> list
 
 
 def original(truth: Truth, part: Batch) -> Truth:
-    """The client's own images in the place of those it fed."""
+    """Return the client's own images in the place of those it fed."""
     index = truth.trace.indices
     return replace(truth, trace=replace(truth.trace, inputs=part.inputs[index], labels=part.labels[index]))
 
@@ -154,7 +154,7 @@ def report(scored: Sequence[Row], seconds: float, search: dict[str, Any]) -> Non
 
 
 def document(scored: Sequence[Row], search: Mapping[str, Any]) -> list[str]:
-    """The page of what has been measured."""
+    """Return the page of what has been measured."""
     body = []
     for case in CASES:
         mine = [r for r in scored if (r["defense"], r["images"]) == (case.name, case.images)]
@@ -200,7 +200,7 @@ def document(scored: Sequence[Row], search: Mapping[str, Any]) -> list[str]:
 
 
 def kept(search: dict[str, Any]) -> tuple[list[Row], float]:
-    """The published rows, and the CPU seconds that went into all.
+    """Return the published rows, and the CPU seconds that went into all.
 
     Raises:
         ValueError: these come from another search.

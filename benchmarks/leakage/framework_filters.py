@@ -248,7 +248,7 @@ def cosines(sizes: Sequence[int] = (62_006, 7_033_290)) -> list[Row]:
 
 # ---- the page --------------------------------------------------------------------------------------------------------
 def document(rows: Sequence[Row], cosines: Sequence[Row]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     count = max((row["victim"] for row in rows), default=0) + 1
     head = [
         "filter",
@@ -339,7 +339,7 @@ def _told(epsilon: float | None) -> str:
 
 
 def _budget_words() -> list[str]:
-    """What the two columns of epsilon say."""
+    """Return what the two columns of epsilon say."""
     return [
         "`epsilon stated` is a round's by the framework's own words: what LocalDpMod is told, or what NVFlare's "
         "accountant adds up (pure differential privacy, delta 0). `ours` is what follows from clip and noise "
@@ -352,7 +352,7 @@ def _budget_words() -> list[str]:
 
 
 def _worse_words() -> list[str]:
-    """Why a search that knows a filter ends behind one that does not, as far as it was found out."""
+    """Return why a search that knows a filter ends behind one that does not, as far as it was found out."""
     return [
         "## Where the search that knows does worse",
         "",
@@ -372,7 +372,7 @@ def _worse_words() -> list[str]:
 
 
 def _cosine_lines(cosines: Sequence[Row]) -> list[str]:
-    """What SVTPrivacy's defaults leave of updates of two sizes."""
+    """Return what SVTPrivacy's defaults leave of updates of two sizes."""
     head = ["numbers", "sent", "cosine", "moved", "epsilon stated", "ours"]
     body = [
         [

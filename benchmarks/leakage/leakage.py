@@ -57,7 +57,7 @@ Seen = tuple[ServerView, Truth]
 
 
 def seen(task: Task, method: Method, images: Batch, seed: int) -> list[Seen]:
-    """One view for each image, of a client that trains on it alone from the server's initial state."""
+    """Return one view for each image, of a client that trains on it alone from the server's initial state."""
     federation = Federation(Client(task, method), [ClientData(images, images)], seed=seed)
     return [federation.observe(0, data=images.take(torch.tensor([i]))) for i in range(len(images))]
 
@@ -102,7 +102,7 @@ def idlg_part(part: tuple[str, str, int, int, int]) -> tuple[list[Row], dict[str
 def _restarted(
     settings: dict[str, Any], one: Sequence[Result], victims: Sequence[Seen], seed: int
 ) -> tuple[list[Result], float]:
-    """The better of the first start and further ones, which are made where the first did not get close."""
+    """Return the better of the first start and further ones, which are made where the first did not get close."""
     attack = attacks.build(settings)
     assert isinstance(attack, GradientMatching)
     missed = [i for i, r in enumerate(one) if isinstance(r, Reconstruction) and r.objective > attack.success_threshold]
@@ -327,7 +327,7 @@ def _report(
 
 
 def _known(result: dict[str, Any]) -> list[str]:
-    """The page of results that were measured whole."""
+    """Return the page of results that were measured whole."""
     found: dict[str, list[Row]] = {}
     for row in result["rows"]:
         found.setdefault(f"{row['method']}: {row['attack']}", []).append(row)
@@ -337,7 +337,7 @@ def _known(result: dict[str, Any]) -> list[str]:
 def beside_fedavg(
     dataset: str, iterations: int, found: dict[str, list[Row]], seconds: dict[str, float], *, complete: bool
 ) -> list[str]:
-    """The page of HyperFL beside FedAvg."""
+    """Return the page of HyperFL beside FedAvg."""
     body = []
     for key, data in found.items():
         psnr, ssim, rate = mean_interval(data), mean_interval(data, "ssim"), success_rate(data, 20.0)

@@ -47,7 +47,7 @@ HEAD = ["defense", *(f"`{name}`" for name in NAMES), "`lti` - `ig`", "`rog` - `i
 
 
 def observed(images: Sequence[Batch], classes: int, defense: dict[str, Any]) -> list[ServerView]:
-    """What the server sees of one client for each image."""
+    """Return what the server sees of one client for each image."""
     shape = tuple(images[0].inputs.shape[1:])
     task = fl.models.build("lenet-zhu", num_classes=classes, input_shape=shape, seed=0)
     client = Client(task, FedAvg(lr=0.1, steps=1), defenses.build(defense))
@@ -69,12 +69,12 @@ def attacked(attack: Attack, views: list[ServerView], images: Sequence[Batch]) -
 
 
 def shown(figure: Interval) -> str:
-    """A mean with its interval."""
+    """Return a mean with its interval."""
     return f"{figure.value:.1f} [{figure.low:.1f}, {figure.high:.1f}]"
 
 
 def before(again: Sequence[str], images: int) -> list[dict[str, Any]]:
-    """The rows of an earlier run that are not measured `again`.
+    """Return the rows of an earlier run that are not measured `again`.
 
     Raises:
         ValueError: they are of another number of images.
@@ -88,12 +88,12 @@ def before(again: Sequence[str], images: int) -> list[dict[str, Any]]:
 
 
 def part(found: Sequence[dict[str, Any]], label: str, name: str) -> list[dict[str, Any]]:
-    """The rows of one attack under one defense."""
+    """Return the rows of one attack under one defense."""
     return [row for row in found if (row["defense"], row["attack"]) == (label, name)]
 
 
 def line(label: str, found: Sequence[dict[str, Any]]) -> list[str]:
-    """A defense's line of the table: means, differences to `ig`, seconds."""
+    """Return a defense's line of the table: means, differences to `ig`, seconds."""
     data = {name: part(found, label, name) for name in NAMES}
     means = [shown(mean_interval(rows)) for rows in data.values()]
     apart = [shown(paired_difference(data[name], data["ig"])) for name in NAMES if name != "ig"]
@@ -147,7 +147,7 @@ def document(
     *,
     training_images: int,
 ) -> list[str]:
-    """The page.
+    """Return the page.
 
     Args:
         found: all rows.

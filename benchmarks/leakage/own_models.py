@@ -275,12 +275,12 @@ def _smooth(inputs: int, outputs: int) -> nn.Module:
 
 
 def segmenter() -> nn.Module:
-    """A network of two convolutions that returns a class for each pixel."""
+    """Return a network of two convolutions that returns a class for each pixel."""
     return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.Tanh(), nn.Conv2d(16, 4, 3, padding=1))
 
 
 def over_steps() -> nn.Module:
-    """A network of convolutions over the steps of a series."""
+    """Return a network of convolutions over the steps of a series."""
     layers = nn.Conv1d(2, 12, 5), nn.Tanh(), nn.Conv1d(12, 12, 5), nn.Tanh(), nn.Flatten(), nn.Linear(480, 3)
     return nn.Sequential(*layers)
 
@@ -325,7 +325,7 @@ SEGMENTATION = (
 
 
 def document(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The page."""
+    """Return the page."""
     lines = [
         "# Models beyond classifiers of pictures",
         "",

@@ -37,7 +37,7 @@ HEAD = ["attack", "preset", "sets", "images of", "rounds", "steps", "the preset"
 
 
 def case(name: str, network: str, dataset: str, rounds: int) -> Sweep:
-    """What is measured, as a sweep of what the preset sets."""
+    """Return what is measured, as a sweep of what the preset sets."""
     attack: Attack = attacks.build(name)
     grid = {page_name(key): (value,) for key, value in attack.presets[called(network)].settings.items()}
     steps: int = getattr(attack, "iterations")  # noqa: B009 - searches have it, attacks need not
@@ -45,17 +45,17 @@ def case(name: str, network: str, dataset: str, rounds: int) -> Sweep:
 
 
 def called(network: str) -> str:
-    """The preset for that network."""
+    """Return the preset for that network."""
     return f"{network}-untrained"
 
 
 def compared(sweep: Sweep) -> list[dict[str, Any]]:
-    """The default's settings and the preset's."""
+    """Return the default's settings and the preset's."""
     return [own(sweep), own(sweep, called(sweep.network))]
 
 
 def line(sweep: Sweep, points: list[dict[str, Any]]) -> list[str]:
-    """A row of the table."""
+    """Return a row of the table."""
     default, preset = (of(points, setting) for setting in compared(sweep))
     gain = written(paired_difference(data(preset), data(default)))
     means = written(mean_interval(data(preset))), written(mean_interval(data(default)))
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def document(found: Mapping[str, list[dict[str, Any]]]) -> list[str]:
-    """The page of what there is so far."""
+    """Return the page of what there is so far."""
     sweeps = [case(name, *network, rounds) for name, network, rounds in CASES]
     lines = [line(sweep, found[sweep.name]) for sweep in sweeps if sweep.name in found]
     return [

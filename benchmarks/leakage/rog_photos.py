@@ -29,7 +29,7 @@ HEAD = ["photograph", "PSNR dB", "SSIM", "label found", "bound of the codes", "a
 
 
 def measured(name: str, iterations: int) -> Row:
-    """The scores of one photograph, with CPU seconds and the bound."""
+    """Return the scores of one photograph, with CPU seconds and the bound."""
     images = fl.data.load("photos", mode="color", size=SIDE, names=[name]).train
     task = fl.models.build("lenet-rog", num_classes=CLASSES, seed=0)
     victims = seen(task, FedAvg(lr=1.0, steps=1, batch_size=None), images, 0)
@@ -42,7 +42,7 @@ def measured(name: str, iterations: int) -> Row:
 
 
 def line(row: Row) -> list[object]:
-    """A row of the table."""
+    """Return a row of the table."""
     theirs = [f"{figure:.1f}" for figure in ANCHORS.get(row["photograph"], ())] or ["-", "-"]
     found = "yes" if row["label_correct"] else "no"
     mine = [f"{row['psnr']:.1f}", f"{row['ssim']:.3f}", found, f"{row['bound']:.1f}"]

@@ -34,7 +34,7 @@ Networks = dict[str, str]
 
 
 def trained(folder: Path, steps: int) -> tuple[Networks, dict[str, float]]:
-    """The networks' files, and the CPU seconds that training each took."""
+    """Return the networks' files, and the CPU seconds that training each took."""
     images = fl.data.load(PUBLIC).train.inputs
     paths, seconds = {}, {}
     for what, (kind, factor) in NETWORKS.items():
@@ -47,7 +47,7 @@ def trained(folder: Path, steps: int) -> tuple[Networks, dict[str, float]]:
 
 
 def searches(paths: Networks) -> dict[str, dict[str, Any]]:
-    """The attacks' settings, by the head of their column."""
+    """Return the attacks' settings, by the head of their column."""
     rog = {"name": "rog", "iterations": ITERATIONS}
     return {
         "`ig`": {"name": "ig", "iterations": ITERATIONS},
@@ -59,7 +59,7 @@ def searches(paths: Networks) -> dict[str, dict[str, Any]]:
 
 
 def document(rows: list[dict[str, Any]], names: list[str], training: dict[str, float]) -> list[str]:
-    """The results in words."""
+    """Return the results in words."""
     body = []
     for label in dict.fromkeys(row["defense"] for row in rows):
         data = {name: part(rows, label, name) for name in names}

@@ -41,7 +41,7 @@ INITIALIZATIONS = {"scaled": "scaled to the network's own", "published": "as pub
 
 
 def weighted(task: Task, truth: Truth) -> Task:
-    """The task whose network has the weights that a client's was generated with, and the client's classifier."""
+    """Return the task whose network has the weights that a client's was generated with, and the client's classifier."""
     model = copy.deepcopy(task.model)
     known = {**truth.extractor, **{name: dense(value) for name, value in truth.private.items()}}
     with torch.no_grad():
@@ -59,7 +59,7 @@ def pair(network: str, init: Any, images: Batch, seed: int) -> tuple[list[Seen],
 
 
 def attacked(name: str, init: str, count: int, seeds: int, search: dict[str, Any]) -> Measured:
-    """Rows and CPU seconds by method and attack; seeds are of network, hypernetwork and attack."""
+    """Return the rows and CPU seconds by method and attack; seeds are of network, hypernetwork and attack."""
     images = fl.data.load(name).test.take(torch.arange(count))
     found: dict[str, list[Row]] = {}
     seconds: dict[str, float] = {}
@@ -74,7 +74,7 @@ def attacked(name: str, init: str, count: int, seeds: int, search: dict[str, Any
 
 
 def section(name: str, init: str, measured: Measured) -> list[str]:
-    """The tables of one set and initialization."""
+    """Return the tables of one set and initialization."""
     found, seconds, search = measured["rows"], measured["cpu_seconds"], measured["search"]
     about = (
         f"{measured['images']} test images x {measured['seeds']} seeds, `{SETS[name]}`. Every search takes "
@@ -131,7 +131,7 @@ def main() -> None:
 
 
 def document(known: dict[str, dict[str, Measured]]) -> list[str]:
-    """The results in words, set by set."""
+    """Return the results in words, set by set."""
     lines = [
         "# HyperFL beside FedAvg with the same weights",
         "",

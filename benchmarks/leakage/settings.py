@@ -36,7 +36,7 @@ Found = dict[str, Any]
 
 
 def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
-    """What the attack has by default, or in a preset, of what the sweep varies."""
+    """Return what the attack has by default, or in a preset, of what the sweep varies."""
     settings = {"name": sweep.attack} if preset is None else {"name": sweep.attack, "preset": preset}
     built: Attack = attacks.build(settings)
     built = built.then if isinstance(built, Chain) else built  # whose settings those of a chain are
@@ -44,19 +44,19 @@ def own(sweep: Sweep, preset: str | None = None) -> dict[str, Any]:
 
 
 def named(sweep: Sweep) -> dict[str, dict[str, Any]]:
-    """The default and the settings it is set beside, by what the page calls them."""
+    """Return the default and the settings it is set beside, by what the page calls them."""
     there = sweep.published and PUBLISHED in attacks.attacks.get(sweep.attack.rpartition("+")[2]).presets
     return {DEFAULT: own(sweep), **({PUBLISHED: own(sweep, PUBLISHED)} if there else {})}
 
 
 def chosen(sweep: Sweep, points: Sequence[Point]) -> list[dict[str, Any]]:
-    """The best of those measured, the default and those that the page has beside; each once."""
+    """Return the best of those measured, the default and those that the page has beside; each once."""
     best = max(points, key=lambda point: sum(point["psnr"]))
     return once([best["setting"], *named(sweep).values(), *map(dict, sweep.beside)])
 
 
 def once(settings: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of them once, in order."""
+    """Return each of them once, in order."""
     return list({words(setting): setting for setting in settings}.values())
 
 
@@ -109,22 +109,22 @@ def lines(sweep: Sweep, found: Found) -> list[list[str]]:
 
 
 def of(points: Sequence[Point], setting: Mapping[str, Any]) -> Point:
-    """The point of that setting."""
+    """Return the point of that setting."""
     return next(point for point in points if point["setting"] == setting)
 
 
 def data(point: Point) -> list[dict[str, Any]]:
-    """Rows as statistics take them."""
+    """Return the rows as statistics take them."""
     return [{"image": i, "seed": 0, "psnr": value} for i, value in enumerate(point["psnr"])]
 
 
 def words(setting: Mapping[str, Any]) -> str:
-    """A setting as the page has it."""
+    """Return a setting as the page has it."""
     return ", ".join(f"{key} {number(value)}" for key, value in setting.items())
 
 
 def written(interval: Interval) -> str:
-    """A figure with its interval."""
+    """Return a figure with its interval."""
     if interval.low is None or interval.high is None:
         return f"{interval.value:.1f}"
     return f"{interval.value:.1f} [{interval.low:.1f}, {interval.high:.1f}]"
@@ -149,7 +149,7 @@ def main() -> None:
 
 
 def kept() -> dict[str, Found]:
-    """What was measured before, by the sweep's name."""
+    """Return what was measured before, by the sweep's name."""
     before = RESULTS / "settings.json"
     return json.loads(before.read_text())["sweeps"] if before.exists() else {}
 
@@ -160,7 +160,7 @@ def report(found: Mapping[str, Found]) -> None:
 
 
 def document(found: Mapping[str, Found]) -> list[str]:
-    """The page of what there is so far."""
+    """Return the page of what there is so far."""
     done = [sweep for sweep in SWEEPS if whole(sweep, found[sweep.name])]
     return [
         "# The best settings of small grids, PSNR in dB, batch 1, one step",
@@ -185,7 +185,7 @@ def document(found: Mapping[str, Found]) -> list[str]:
 
 
 def whole(sweep: Sweep, found: Found) -> bool:
-    """Whether all that the page has of a sweep is there."""
+    """Return whether all that the page has of a sweep is there."""
     if "others" not in found:
         return False
     known = [point["setting"] for point in found["others"]]
@@ -193,7 +193,7 @@ def whole(sweep: Sweep, found: Found) -> bool:
 
 
 def described(sweep: Sweep, found: Found) -> list[object]:
-    """The line of a grid: what it is on, and its values."""
+    """Return the line of a grid: what it is on, and its values."""
     where = f"{sweep.method.name}, {sweep.dataset}{sweep.where}"
     accuracy = f"{100 * found['accuracy']:.0f} %" if "accuracy" in found else ""
     fixed = ", ".join(f"{key} {number(value)}" for key, value in sweep.fixed.items())

@@ -90,7 +90,7 @@ class Sweep:
         return after + ("" if name == "none" else f", {' '.join([name, *map(number, settings)])}")
 
     def points(self) -> list[dict[str, Any]]:
-        """Every combination."""
+        """Return every combination."""
         return [dict(zip(self.grid, values, strict=True)) for values in itertools.product(*self.grid.values())]
 
     def victims(self, first: int) -> list[Seen]:
@@ -110,7 +110,7 @@ class Sweep:
 
 @cache
 def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federation:
-    """A small federation on training images, its network after so many rounds of FedAvg."""
+    """Return a small federation on training images, its network after so many rounds of FedAvg."""
     data = fl.data.load(dataset)
     shape = {"input_shape": tuple(data.test.inputs.shape[1:])} if network == "lenet-zhu" else {}
     task = fl.models.build(network, num_classes=len(data.class_names), seed=0, **shape, **options)
@@ -124,17 +124,17 @@ def trained(network: str, dataset: str, rounds: int, **options: Any) -> Federati
 
 
 def setting_name(called: str) -> str:
-    """The name of a setting that the page calls `called`."""
+    """Return the name of a setting that the page calls `called`."""
     return SHORT_NAMES.get(called, called)
 
 
 def page_name(setting: str) -> str:
-    """What the page calls a setting."""
+    """Return what the page calls a setting."""
     return next((short for short, name in SHORT_NAMES.items() if name == setting), setting)
 
 
 def number(value: float | str | Mapping[str, float]) -> str:
-    """A setting's value, short."""
+    """Return a setting's value, short."""
     if isinstance(value, Mapping):
         return " and ".join(f"{key} {number(each)}" for key, each in value.items())
     if isinstance(value, bool):

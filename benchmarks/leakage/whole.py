@@ -69,7 +69,7 @@ def spent() -> float:
 
 
 def evaluation(name: str, number: int, iterations: int, *, compiled: bool) -> tuple[float, float]:
-    """Seconds of the clock and of the CPUs that one attack takes in so many processes."""
+    """Return the seconds of the clock and of the CPUs that one attack takes in so many processes."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0)
     views = victims(task, photographs("color", 32, "cpu"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": iterations, "compile": compiled})
@@ -110,7 +110,7 @@ def main() -> None:
 
 
 def kept(settings: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The published rows.
+    """Return the published rows.
 
     Raises:
         ValueError: they were measured otherwise.

@@ -33,7 +33,7 @@ IG_NOTE = (
 
 
 def ig(title: str, dataset: str, network: str, iterations: int, tv: float, **others: Any) -> Case:
-    """A comparison of IG, all sides with the same settings."""
+    """Return a comparison of IG, all sides with the same settings."""
     made = Case(
         title=title,
         peers=("invertinggradients", "breaching"),
@@ -150,7 +150,7 @@ def speeds_before(networks: Sequence[Mapping[str, Any]]) -> list[tuple[Case, spe
 
 
 def how() -> list[str]:
-    """One line for each peer."""
+    """Return one line for each peer."""
     return [f"{name}: {state}" for name, state in versions().items()]
 
 

@@ -111,7 +111,7 @@ def original_ig(setting: Setting) -> Peer:
 
 
 def breaching(setting: Setting) -> Peer:
-    """The attack `invertinggradients` of breaching.
+    """Return the attack `invertinggradients` of breaching.
 
     Its total variation is the sum of both directions' means, as everyone's, whatever the comment in its settings says;
     the border counts as if the image went on in the data set's mean color.
@@ -147,7 +147,7 @@ def breaching(setting: Setting) -> Peer:
 
 
 def idlg(setting: Setting) -> Peer:
-    """The script of iDLG's authors: `setting.iterations` steps of torch's L-BFGS, each of up to 20 evaluations.
+    """Return the script of iDLG's authors: `setting.iterations` steps of torch's L-BFGS, each of up to 20 evaluations.
 
     All of it is in one function, data, loop and plots. It is run as it stands for one image and iDLG alone; its data
     set is that image, its network ours, and nothing is plotted. It looks whether to stop, and shows where it is, after
@@ -200,7 +200,7 @@ def idlg(setting: Setting) -> Peer:
 
 
 def rog(setting: Setting) -> Peer:
-    """The search of ROG's authors: a code a quarter as large, Adam, squared distance, bicubic interpolation.
+    """Return the search of ROG's authors: a code a quarter as large, Adam, squared distance, bicubic interpolation.
 
     Their networks that sharpen the result are for photographs of 128 x 128 pixels, and come as files of their own.
     """

@@ -20,7 +20,7 @@ AHEAD = 0.005
 
 
 def median_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:
-    """Median over victims of ours minus theirs, and the ends of its 95 % percentile bootstrap interval."""
+    """Return the median over victims of ours minus theirs, and the ends of its 95 % percentile bootstrap interval."""
     gaps = np.subtract(ours, theirs)
     drawn = np.random.default_rng(0).integers(len(gaps), size=(RESAMPLES, len(gaps)))
     low, high = np.quantile(np.median(gaps[drawn], axis=1), [0.025, 0.975])
@@ -28,7 +28,7 @@ def median_difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[f
 
 
 def section(case: Case, outcome: Outcome) -> list[str]:
-    """One comparison."""
+    """Return one comparison."""
     rows: list[list[object]] = []
     for name, figures in outcome.figures.items():
         low, middle, high = np.quantile(figures.psnr, [0.25, 0.5, 0.75])
@@ -69,7 +69,7 @@ def _pairs(outcome: Outcome) -> list[list[object]]:
 
 
 def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
-    """The whole page."""
+    """Return the whole page."""
     sources = {name: PEERS[name][0] for case, _ in outcomes for name in case.peers}
     return [
         "# Ours beside the peers' own code",
@@ -92,5 +92,5 @@ def page(count: int, outcomes: Sequence[tuple[Case, Outcome]]) -> list[str]:
 
 
 def record(outcomes: Sequence[tuple[Case, Outcome]]) -> Mapping[str, Any]:
-    """All figures, for the JSON file."""
+    """Return all figures, for the JSON file."""
     return {"comparisons": [{"case": asdict(case), **asdict(outcome)} for case, outcome in outcomes]}

@@ -58,7 +58,7 @@ class Setting:
         return normalized(self.task)
 
     def data(self) -> list[Batch]:
-        """What each client holds, normalized: peers do it when they load images, ours in the network's first layer."""
+        """Return each client's images, normalized: peers normalize on loading, ours in the network's first layer."""
         mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (self.task.mean, self.task.std))
         held = (images(self.task, IMAGES, number) for number in range(self.clients))
         return [Batch((own.inputs - mean) / std, own.labels) for own in held]
@@ -108,7 +108,7 @@ class Ours(Trainer):
         self.run.step(evaluate=False)
 
     def weights(self) -> list[Tensor]:
-        """The server's."""
+        """Return the server's part."""
         return [dense(self.run.server.shared[name]) for name, _ in self.setting.task.model.named_parameters()]
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Source:
         return folder
 
     def version(self) -> str:
-        """Whether what is there is the version the figures are of."""
+        """Return whether what is there is the version the figures are of."""
         digest = hashlib.sha256((self.find() / self.file).read_bytes()).hexdigest()
         return "as named" if digest == self.sha256 else f"another one (sha256 of {self.file}: {digest})"
 
@@ -155,7 +155,7 @@ def execute(path: Path, given: Mapping[str, object], constants: Mapping[str, obj
 
 
 def chapter(lines: Sequence[str], command: str) -> list[str]:
-    """The end of a page: how to get what is not ours, and the command that runs it."""
+    """Return the end of a page: how to get what is not ours, and the command that runs it."""
     return [
         "## The peers' code",
         "",

@@ -39,7 +39,7 @@ class Speeds:
 
 
 def measure(case: Case, *, iterations: int = ITERATIONS, repeats: int = REPEATS, count: int = STACK) -> Speeds:
-    """Every side in turn, the same victim; medians over repeats. What recording costs is part of a call."""
+    """Run every side in turn on the same victim; return medians over repeats, recording included."""
     data = fl.data.load(case.dataset)
     task = network(case.network, data.num_classes, {"input_shape": data.input_shape, **case.settings})
     attacked = victims(task, data.test.take(torch.arange(count)), knows_labels=case.knows_labels)
@@ -60,7 +60,7 @@ def measure(case: Case, *, iterations: int = ITERATIONS, repeats: int = REPEATS,
 
 
 def page(measured: Sequence[tuple[Case, Speeds]]) -> list[str]:
-    """All figures."""
+    """Return all figures."""
     rows: list[list[object]] = []
     for case, speeds in measured:
         own = (speeds.alone, speeds.compiled, speeds.stacked)

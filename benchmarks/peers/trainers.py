@@ -32,7 +32,7 @@ NEVER = 10**6
 
 
 def local_sgd(parameters: Iterator[nn.Parameter], lr: float) -> torch.optim.SGD:
-    """The optimizer that the HyperFL authors have in their code, for peers that leave it open."""
+    """Return the optimizer that the HyperFL authors have in their code, for peers that leave it open."""
     return torch.optim.SGD(parameters, lr, MOMENTUM, weight_decay=DECAY)
 
 
@@ -63,7 +63,7 @@ class PFLlib(PeerTrainer):
             self.clients.append(client)
 
     def _args(self) -> types.SimpleNamespace:
-        """What its command line would hold, as far as clients look at it."""
+        """Return what its command line would hold, as far as clients look at it."""
         return types.SimpleNamespace(
             model=self.model,
             algorithm="FedAvg",
@@ -96,7 +96,7 @@ class PFLlib(PeerTrainer):
             client.train()
 
     def weights(self) -> list[Tensor]:
-        """The client's."""
+        """Return the client's part."""
         return [p.detach() for p in self.clients[0].model.parameters()]
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class PflResearch(PeerTrainer):
         self.iteration += 1
 
     def weights(self) -> list[Tensor]:
-        """The server's."""
+        """Return the server's part."""
         return [p.detach() for p in self.model.pytorch_model.parameters()]
 
 
@@ -156,7 +156,7 @@ def _pfl(name: str) -> Any:
 
 
 def _with_loss(module: Any) -> nn.Module:
-    """The module with the two functions that pfl-research asks for."""
+    """Return the module with the two functions that pfl-research asks for."""
     module.loss = lambda inputs, labels: F.cross_entropy(module(inputs), labels)
     module.metrics = dict
     return module
@@ -205,7 +205,7 @@ class HyperFLAuthors(PeerTrainer):
             self.running.train_round_fedavg(self.args, self.server, self.clients, 0)
 
     def weights(self) -> list[Tensor]:
-        """The server's."""
+        """Return the server's part."""
         return [p.detach() for p in self.server.parameters()]
 
 

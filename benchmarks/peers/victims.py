@@ -41,7 +41,7 @@ class Victim:
 
 
 def victims(task: Task, images: Batch, *, knows_labels: bool) -> list[Victim]:
-    """Each image alone in one step of a client that got `task`'s network."""
+    """Return each image alone in one step of a client that got `task`'s network."""
     federation = Federation(
         Client(task, FedAvg(lr=1.0, steps=1, batch_size=None)), [ClientData(images, images)], seed=0
     )
@@ -64,7 +64,7 @@ def gradients(model: nn.Module, inputs: Tensor, labels: Tensor) -> list[Tensor]:
 
 
 def network(name: str, classes: int, settings: dict[str, object]) -> Task:
-    """A network of ours from seed 0, its parameters ready for autograd."""
+    """Return a network of ours from seed 0, its parameters ready for autograd."""
     task = models.build({"name": name, **settings}).build_task(num_classes=classes, seed=0)
     for parameter in task.model.parameters():
         parameter.requires_grad_()
@@ -72,7 +72,7 @@ def network(name: str, classes: int, settings: dict[str, object]) -> Task:
 
 
 def normalized(task: Task) -> nn.Module:
-    """A copy of the network that takes normalized images, as peers search for them."""
+    """Return a copy of the network that takes normalized images, as peers search for them."""
     model = copy.deepcopy(task.model)
     model.normalize = nn.Identity()
     return model

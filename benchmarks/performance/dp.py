@@ -61,7 +61,7 @@ class Stepper:
     way: Callable[..., Tensors] | None = None
 
     def prepared(self) -> Run:
-        """One step: gradient and optimizer."""
+        """Return one step: gradient and optimizer."""
         client = Client(self.task, self.method)
         params = self.method.parametrization.lift(self.method.initial_parameters(client.task, stream(0, "init")))
         phase = self.method.phases(client.task, 0)[-1]
@@ -82,7 +82,7 @@ class Stepper:
 
 
 def graphed(grad: LossGradient, params: Tensors, batch: Batch) -> Tensors:
-    """The private gradient by `vmap`, which attacks differentiate through."""
+    """Return the private gradient by `vmap`, which attacks differentiate through."""
     method = grad.client.method
     assert isinstance(method, PrivateMethod)
     how = Privatization(
@@ -92,7 +92,7 @@ def graphed(grad: LossGradient, params: Tensors, batch: Batch) -> Tensors:
 
 
 def authors(task: Task, batch: Batch) -> Run:
-    """The per-sample loop of the authors' code, on a copy of the network."""
+    """Return the per-sample loop of the authors' code, on a copy of the network."""
     model = task.to().model
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.5, weight_decay=5e-4)
     noise = stream(0, "loop")
@@ -116,7 +116,7 @@ def authors(task: Task, batch: Batch) -> Run:
 
 
 def contenders(network: str) -> dict[str, Run]:
-    """All steps on one network."""
+    """Return all steps on one network."""
     task = fl.models.build(network, num_classes=10, seed=0)
     draw = stream(0, "images")
     inputs = torch.rand(BATCH, *NETWORKS[network], generator=draw).to(memory_format=torch.channels_last)

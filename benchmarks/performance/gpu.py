@@ -52,7 +52,7 @@ def seconds(run: Callable[[], object]) -> float:
 
 
 def searching(views: list[ServerView], *, compiled: bool = False) -> tuple[Callable[[int], None], float]:
-    """A function that makes so many iterations of IG on the views together, and the seconds until it was ready."""
+    """Return a function that runs so many iterations of IG on the views together, and the seconds to prepare it."""
     attack = attacks.build(
         {"name": "ig", "iterations": ITERATIONS, "compile": compiled, "max_parallel_trials": len(views)}
     )
@@ -103,7 +103,7 @@ def searches(name: str, mode: Literal["color", "gray"], size: int) -> dict[str, 
 
 
 def whole(name: str) -> dict[str, float]:
-    """Seconds of 50 images and 10,000 iterations of one attack on the color network, recording included."""
+    """Return the seconds of 50 images and 10,000 iterations of one attack on the color network, recording included."""
     task = fl.models.build("hyperfl-colour", num_classes=10, seed=0).to(device="cuda")
     views = victims(task, photographs("color", 32, "cuda"), WHOLE[name], COUNT)
     attack = attacks.build({"name": name, **SETTINGS[name], "iterations": ITERATIONS, "max_parallel_trials": COUNT})
@@ -113,7 +113,7 @@ def whole(name: str) -> dict[str, float]:
 
 
 def exact(name: str, mode: Literal["color", "gray"], size: int, device: str) -> dict[str, Any]:
-    """Seconds of the clock that `cascade` takes for an image on the device, the first one left out, and its answers."""
+    """Return the seconds that `cascade` takes for an image on the device, without the first one, and its answers."""
     task = fl.models.build(name, num_classes=10, seed=0).to(device=device)
     views = victims(task, photographs(mode, size, device), FedAvg(lr=1.0, steps=1, batch_size=None), EXACT[name])
     attack, taken, verified = attacks.build("cascade"), [], 0
@@ -152,7 +152,7 @@ def copied() -> float:
 
 
 def page(result: dict[str, Any]) -> list[str]:
-    """What has been measured so far, in Markdown; `note`, where somebody wrote one, says what was special that day."""
+    """Return what has been measured so far, in Markdown, with a `note` on what was special that day, if any."""
     lines = [
         f"# Searches and rounds on a GPU ({result['device']})",
         "",

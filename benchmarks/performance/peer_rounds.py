@@ -62,12 +62,12 @@ class Figures:
 
 
 def distance(first: list[torch.Tensor], second: list[torch.Tensor]) -> float:
-    """The largest difference of any weight."""
+    """Return the largest difference of any weight."""
     return max(float((a - b).abs().max()) for a, b in zip(first, second, strict=True))
 
 
 def same_work(name: str, theirs: Trainer, ours: Trainer) -> float:
-    """How far apart both end after a round, as a share of how far the weights moved.
+    """Return how far apart both end after a round, as a share of how far the weights moved.
 
     Raises:
         ValueError: too far for rounding: they do not do the same work.
@@ -97,7 +97,7 @@ def check(network: str, figures: Figures) -> None:
 
 
 def measure(network: str, turns: int, clients: int = CLIENTS) -> Figures:
-    """Every side in turns, after one that does not count."""
+    """Run every side in turns, after one that does not count."""
     figures = Figures()
     check(network, figures)
     setting = Setting(network, clients)
@@ -116,12 +116,12 @@ def measure(network: str, turns: int, clients: int = CLIENTS) -> Figures:
 
 
 def ends(values: list[float]) -> str:
-    """The median, with the least and the largest."""
+    """Return the median, with the least and the largest."""
     return f"{statistics.median(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
 
 
 def lines_of(network: str, figures: Figures) -> list[list[str]]:
-    """The lines of a network."""
+    """Return the lines of a network."""
     found = []
     for name in OURS:
         over = "" if name == FEDAVG else f"{ends(figures.over(name, FEDAVG))} of {FEDAVG}"
@@ -136,7 +136,7 @@ def lines_of(network: str, figures: Figures) -> list[list[str]]:
 
 
 def page(measured: Mapping[str, Figures], turns: int) -> list[str]:
-    """All figures."""
+    """Return all figures."""
     missing = {name: why for figures in measured.values() for name, why in figures.missing.items()}
     return [
         "# Rounds of training beside the peers' own code",
@@ -166,7 +166,7 @@ def page(measured: Mapping[str, Figures], turns: int) -> list[str]:
 
 
 def how(*, state: bool = True) -> list[str]:
-    """A line for each peer: how to get it, its licence and what is not as published; or whether it is there."""
+    """Return a line for each peer: how to get it, its licence and what is not as published; or whether it is there."""
     lines = []
     for peer in (PFLlib, PflResearch, HyperFLAuthors):
         got = peer.source.get

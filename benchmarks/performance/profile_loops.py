@@ -57,7 +57,7 @@ class Loop:
 
 
 def searching(task: Task, count: int) -> Callable[[int], None]:
-    """A call of `ig` of so many iterations on a stack of `count` trials for one image of noise."""
+    """Return a call of `ig` of so many iterations on a stack of `count` trials for one image of noise."""
     run = federation(task, FedAvg(lr=1.0, steps=1, batch_size=None), clients=1, each=1, engine="loop")
     view, _ = run.observe(0)
 
@@ -95,7 +95,7 @@ def peak(size: int = 2048, repeats: int = 3) -> float:
 
 
 def parts(work: Callable[[], object]) -> dict[str, float]:
-    """Share of a call's time by group of operators, each without those it calls; the rest is Python and autograd."""
+    """Return shares of a call's time by group of operators, without those they call; the rest is Python."""
     began = time.perf_counter()
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         work()
@@ -116,7 +116,7 @@ def _group(operator: str) -> str:
 def measured(
     name: str, work: Callable[[], object], units: int, best: float, setup: Callable[[], object] | None = None
 ) -> Loop:
-    """One loop: counted, timed and profiled.
+    """Return one loop: counted, timed and profiled.
 
     Args:
         name: what runs.
@@ -145,7 +145,7 @@ def loops(
     iterations: int = ITERATIONS,
     each: int = 200,
 ) -> dict[str, Any]:
-    """The peak, and every loop."""
+    """Return the peak, and every loop."""
     torch.set_num_threads(1)
     best, found = peak(), []
     for network in networks:

@@ -73,7 +73,7 @@ class Contender:
 
 
 def method(settings: dict[str, Any]) -> Method:
-    """A method by its settings, with as many epochs in batches of one size as all others."""
+    """Return a method by its settings, with as many epochs in batches of one size as all others."""
     common: dict[str, Any] = {"batch_size": BATCH, "epochs": EPOCHS}
     if settings["name"] in ("fedavg", "fedper", "fedrep"):
         common["lr"] = 0.02
@@ -123,7 +123,7 @@ def further(network: str, clients: int) -> dict[str, Contender]:
 
 
 def official(folder: Path, network: str, clients: int) -> Contender:
-    """The authors' local training, without their aggregation."""
+    """Return the authors' local training, without their aggregation."""
     for absent in ("tools", "cvxpy"):  # imported there, not needed for this
         sys.modules.setdefault(absent, types.ModuleType(absent))
     sys.path.insert(0, str(folder))
@@ -146,7 +146,7 @@ def official(folder: Path, network: str, clients: int) -> Contender:
 
 
 def measure(found: dict[str, Contender], clock: Callable[[], float]) -> dict[str, list[float]]:
-    """Seconds per client of `REPEATS` rounds of each, in turns, after one that does not count."""
+    """Return the seconds per client of `REPEATS` rounds of each, in turns, after one that does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in found}
     for contender in found.values():
         contender.run()
@@ -183,12 +183,12 @@ def threads(number: int) -> Iterator[None]:
 
 
 def rows(network: str, seconds: dict[str, list[float]]) -> list[Row]:
-    """What was found."""
+    """Return what was found."""
     return [{"network": network, "what": name, "seconds_per_client": found} for name, found in seconds.items()]
 
 
 def all_cores(network: str, clients: int, folder: Path | None) -> list[Row]:
-    """Seconds of the clock."""
+    """Return the seconds of the clock."""
     cores = os.cpu_count() or 1
     found = measure(
         {FACTORED: ours(network, method({"name": "hyperfl"}), "factored", clients, cores)}, time.perf_counter
@@ -200,7 +200,7 @@ def all_cores(network: str, clients: int, folder: Path | None) -> list[Row]:
 
 
 def clocked(networks: Sequence[str], clients: int, folder: Path | None, before: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of the clock of every network; of before, where nothing is to be measured."""
+    """Return the seconds of the clock of every network; of before, where nothing is to be measured."""
     if networks:
         measured = [row for network in networks for row in all_cores(network, clients, folder)]
         return {"on": machine(), "clients": clients, "rows": measured, "kept": False}
@@ -213,7 +213,7 @@ OVER_FEDAVG, PAPER, FASTER = 1.45, 1.6, 10
 
 
 def page(found: Mapping[str, Any], shares: Mapping[str, float]) -> list[str]:
-    """All figures.
+    """Return all figures.
 
     Args:
         found: as kept.
@@ -246,7 +246,7 @@ def page(found: Mapping[str, Any], shares: Mapping[str, float]) -> list[str]:
 
 
 def shown(rows: Sequence[Row], bases: Sequence[str]) -> list[list[str]]:
-    """A line each, with ratios to these of its network."""
+    """Return a line for each, with ratios to these of its network."""
     return [
         [
             row["network"],
@@ -259,7 +259,7 @@ def shown(rows: Sequence[Row], bases: Sequence[str]) -> list[list[str]]:
 
 
 def over(rows: Sequence[Row], network: str, what: str, base: str) -> float:
-    """How many times as long as `base` it takes, the median over the turns."""
+    """Return how many times as long as `base` it takes, the median over the turns."""
     one, other = (seconds(rows, network, name) for name in (what, base))
     return statistics.median(a / b for a, b in zip(one, other, strict=True))
 
@@ -270,7 +270,7 @@ def seconds(rows: Sequence[Row], network: str, what: str) -> list[float]:
 
 
 def goals(rows: Sequence[Row], shares: Mapping[str, float]) -> list[str]:
-    """What these figures come to beside what was wished for, network by network."""
+    """Return what these figures come to beside what was wished for, network by network."""
     networks = list(dict.fromkeys(row["network"] for row in rows))
     head = ["network", "a HyperFL round, in FedAvg rounds", "the authors' code, likewise", "faster than the authors'"]
     body = []
@@ -285,7 +285,7 @@ def goals(rows: Sequence[Row], shares: Mapping[str, float]) -> list[str]:
 
 
 def missed(network: str, rows: Sequence[Row], shares: Mapping[str, float]) -> list[str]:
-    """What stands in the way of the second goal, where it was missed."""
+    """Return what stands in the way of the second goal, where it was missed."""
     if not seconds(rows, network, AUTHORS) or over(rows, network, AUTHORS, FACTORED) >= FASTER:
         return []
     wanted = statistics.median(seconds(rows, network, AUTHORS)) / FASTER
@@ -303,12 +303,12 @@ def missed(network: str, rows: Sequence[Row], shares: Mapping[str, float]) -> li
 
 
 def _on(part: Mapping[str, Any]) -> str:
-    """The processor of a part, where there is one."""
+    """Return the processor of a part, where there is one."""
     return f", {part['on']['processor']}" if part["on"] else ""
 
 
 def _clock(clock: Mapping[str, Any]) -> list[str]:
-    """Seconds of the clock, where there are any."""
+    """Return the seconds of the clock, where there are any."""
     if not clock["rows"]:
         return []
     on, cores = clock["on"], clock["on"]["cores"]

@@ -73,7 +73,7 @@ def apart(work: Callable[..., T], *settings: object) -> T:
 
 # ---- (a) -------------------------------------------------------------------------------------------------------------
 def attacked(network: str, count: int) -> dict[str, float]:
-    """One call of `ig` on so many victims."""
+    """Return one call of `ig` on so many victims."""
     torch.set_num_threads(1)
     search(network, min(count, 2), 1)()  # loads what is loaded on first use
     before, _ = memory()
@@ -88,7 +88,7 @@ def attacked(network: str, count: int) -> dict[str, float]:
 
 
 def search(network: str, count: int, iterations: int) -> Callable[[], None]:
-    """A call of `ig` on so many victims, to be made."""
+    """Return a call of `ig` on so many victims, to be made."""
     views = victims(network, count)
     attack = attacks.build({"name": "ig", "iterations": iterations})
 
@@ -106,14 +106,14 @@ def part_a(networks: Sequence[str] = ATTACKED, counts: Sequence[int] = VICTIMS) 
 
 # ---- (b) -------------------------------------------------------------------------------------------------------------
 def method_of(name: str, epochs: int) -> tuple[Method, EngineName]:
-    """A method at its published constants, and the engine for it."""
+    """Return a method at its published constants, and the engine for it."""
     if name == "fedavg":
         return FedAvg(lr=0.02, batch_size=BATCH, epochs=epochs), "loop"
     return HyperFL(batch_size=BATCH, epochs=epochs), "factored"
 
 
 def trained(network: str, name: str, clients: int, each: int, epochs: int) -> dict[str, float]:
-    """One round of so many clients."""
+    """Return one round of so many clients."""
     torch.set_num_threads(1)
     method, engine = method_of(name, epochs)
     task = fl.models.build(network, num_classes=10, seed=0)
@@ -158,7 +158,7 @@ def part_c(
 
 
 def sized(name: str, settings: dict[str, Any], each: int, count: int) -> dict[str, float]:
-    """What the size of a network costs: a client's round, then so many iterations of a search."""
+    """Return what the size of a network costs: a client's round, then so many iterations of a search."""
     torch.set_num_threads(1)
     search("mlp", 1, 1)()  # loads what is loaded on first use
     before, _ = memory()
@@ -172,7 +172,7 @@ def sized(name: str, settings: dict[str, Any], each: int, count: int) -> dict[st
 
 
 def widened(width: int, each: int, clients: int = 4) -> dict[str, float]:
-    """What so many hidden units of the hypernetwork cost: a round of all clients, per client."""
+    """Return what so many hidden units of the hypernetwork cost: a round of all clients, per client."""
     torch.set_num_threads(1)
     search("mlp", 1, 1)()  # loads what is loaded on first use
     before, _ = memory()
@@ -200,7 +200,7 @@ PARTS: dict[str, Callable[[], Any]] = {
 
 
 def kept(before: dict[str, Any]) -> dict[str, Any]:
-    """The parts measured before, and on what processor each."""
+    """Return the parts measured before, and on what processor each."""
     parts = {key: value for key, value in before.items() if key in PARTS}
     known = before.get("processors", {})
     return {**parts, "processors": {key: known.get(key, before["machine"]["processor"]) for key in parts}}
@@ -222,7 +222,7 @@ INTRODUCTION = [
 
 
 def page(found: Mapping[str, Any]) -> list[str]:
-    """All parts there are."""
+    """Return all parts there are."""
     sections: dict[str, Callable[[Any], list[str]]] = {
         "a": _victims,
         "b": _clients,

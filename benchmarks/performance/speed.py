@@ -48,7 +48,7 @@ REPEATS = 3
 
 
 def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
-    """A function that makes so many iterations of IG on the first image."""
+    """Return a function that makes so many iterations of IG on the first image."""
     model, label = task.model, images.labels[:1]
     weights = list(model.parameters())
     for weight in weights:
@@ -79,7 +79,7 @@ def by_hand(task: Task, images: Batch) -> Callable[[int], None]:
 
 
 def ours(view: ServerView, count: int, compiled: bool) -> tuple[Callable[[int], None], float]:
-    """A function that makes so many iterations on a stack of `count` trials, and the seconds it took to record them."""
+    """Return a function that runs so many iterations on a stack of `count` trials, and the seconds to record it."""
     problem = MatchingProblem(view, torch.zeros(1, dtype=torch.int64), "cosine", 1e-4)
     attack = attacks.build("ig")
     assert isinstance(attack, GradientMatching)

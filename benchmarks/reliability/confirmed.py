@@ -51,7 +51,7 @@ def mlp(*sizes: int, activation: type[nn.Module] = nn.ReLU, bias: bool = True) -
 
 
 def pooled() -> nn.Sequential:
-    """A convolution with max pooling, as LeNet has them."""
+    """Return a convolution with max pooling, as LeNet has them."""
     body = [nn.Conv2d(1, 16, 3), nn.LeakyReLU(0.1), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*body, nn.Linear(256, 24), nn.LeakyReLU(0.1), nn.Linear(24, CLASSES))
 
@@ -63,7 +63,7 @@ def convolved() -> nn.Sequential:
 
 
 def normed() -> nn.Sequential:
-    """A convolution with batch norm at rest, with statistics of its own."""
+    """Return a convolution with batch norm at rest, with statistics of its own."""
     body = [nn.Conv2d(1, 12, 3, padding=1), nn.BatchNorm2d(12), nn.LeakyReLU(0.2), nn.Flatten()]
     return nn.Sequential(*body, nn.Linear(12 * 100, CLASSES))
 
@@ -140,7 +140,7 @@ def _pick(draw: torch.Generator, count: int) -> int:
 
 
 def pictures(count: int, shape: tuple[int, int, int], draw: torch.Generator) -> Tensor:
-    """Images on levels of 8 bits: smooth ones, strokes on black, and noise."""
+    """Return images on levels of 8 bits: smooth ones, strokes on black, and noise."""
     found = []
     for _ in range(count):
         kind = _pick(draw, 4)
@@ -153,7 +153,7 @@ def pictures(count: int, shape: tuple[int, int, int], draw: torch.Generator) -> 
 
 
 def captured(case: Case) -> tuple[ServerView, Tensor]:
-    """The view of a case's update, and its images."""
+    """Return the view of a case's update, and its images."""
     net, draw = NETS[case.net], stream(case.number, "update")
     model = net.build().eval()
     initialize(model, draw)
@@ -184,13 +184,13 @@ def captured(case: Case) -> tuple[ServerView, Tensor]:
 
 
 def _sharp(rule: Rule, weights: Grads, grads: Grads, lr: float, draw: torch.Generator) -> Grads:
-    """The direction of a rule's step, not rounded as a difference of weights is."""
+    """Return the direction of a rule's step, not rounded as a difference of weights is."""
     double, slope = ({name: value.double() for name, value in part.items()} for part in (weights, grads))
     return {name: (value / lr).float() for name, value in rule(double, slope, lr, draw).items()}
 
 
 def psnr(found: Tensor, truth: Tensor) -> float:
-    """The lowest of the found images, each against the true one nearest to it (dB)."""
+    """Return the lowest of the found images, each against the true one nearest to it (dB)."""
     errors = (found[:, None].double() - truth[None].double()).square().flatten(2).mean(2)
     return -10 * math.log10(max(float(errors.min(1).values.max()), 1e-12))
 
@@ -218,7 +218,7 @@ class Answer:
 
 
 def answers(case: Case) -> list[Answer]:
-    """What every attack made of a case."""
+    """Return what every attack made of a case."""
     view, images = captured(case)
     found = []
     for name in NETS[case.net].attacks:
@@ -234,7 +234,7 @@ def answers(case: Case) -> list[Answer]:
 
 # ---- figures ---------------------------------------------------------------------------------------------------------
 def figures(rows: Sequence[tuple[Case, list[Answer]]]) -> tuple[list[Figure], dict[str, Any]]:
-    """What the experiment found, and the counts of every rule."""
+    """Return what the experiment found, and the counts of every rule."""
     odd = [(case, answer) for case, found in rows for answer in found if case.rule in RULES]
     plain = [(case, answer) for case, found in rows for answer in found if case.rule in PLAIN]
     unstated = [(case, answer) for case, answer in odd if not case.stated]

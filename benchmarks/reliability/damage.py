@@ -54,7 +54,7 @@ class Kind:
 
 
 def make(place: Path) -> list[Kind]:
-    """Files of every kind, and how they are read."""
+    """Return the files of every kind, and how they are read."""
     folder = place / "run"
     _finished(folder)
     tensors = {"fc.weight": torch.randn(20, 30, generator=torch.Generator().manual_seed(0)), "fc.bias": torch.ones(7)}
@@ -135,7 +135,7 @@ def _cell(path: Path) -> Any:
 
 
 def outcome(kind: Kind, path: Path, change: bytes, whole: Any) -> str:
-    """What comes of reading a file with other content; the file is as before afterwards."""
+    """Return what comes of reading a file with other content; the file is as before afterwards."""
     before = path.read_bytes()
     path.write_bytes(change)
     try:
@@ -170,7 +170,7 @@ def measure(cases: int, seed: int, place: Path) -> dict[str, Counter[str]]:
 
 
 def figures(found: dict[str, Counter[str]], tells: dict[str, bool]) -> list[Figure]:
-    """What stands on the page."""
+    """Return what stands on the page."""
 
     def count(word: str, *, told: bool) -> int:
         return sum(n for name, own in found.items() if tells[name] == told for key, n in own.items() if word in key)

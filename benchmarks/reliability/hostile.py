@@ -32,7 +32,7 @@ SECONDS, BYTES = 5, 2**30
 
 
 def judge(kind: str) -> list[dict[str, Any]]:
-    """All cases of a kind in this process, each with what is wrong with it, or nothing."""
+    """Return all cases of a kind in this process, each with what is wrong with it, or nothing."""
     from typer.testing import CliRunner
 
     from eval import cli

@@ -67,7 +67,7 @@ class Case:
 
 
 def kinds() -> dict[str, Callable[[], Iterator[Case]]]:
-    """What makes the cases, by kind."""
+    """Return what makes the cases, by kind."""
     return {
         "rows": _rows,
         "words": _words,
@@ -231,7 +231,7 @@ def _annotated(folder: Path, line: str) -> None:
 
 
 def _lying_images() -> dict[str, Callable[[Path], object]]:
-    """Images whose heads say that they are large."""
+    """Return the images whose heads say that they are large."""
 
     def png(width: int, height: int) -> bytes:
         head = b"IHDR" + pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
@@ -259,7 +259,7 @@ def _odd_entries() -> dict[str, Callable[[Path], object]]:
 
 
 def _junk_images() -> dict[str, Callable[[Path], object]]:
-    """Files that begin as images and go on with noise."""
+    """Return the files that begin as images and go on with noise."""
     spoils: dict[str, Callable[[Path], object]] = {}
     for number in range(2 * len(HEADS)):
         ending = [*HEADS][number % len(HEADS)]
@@ -289,7 +289,7 @@ def _beside_network(folder: Path, end: str, content: bytes) -> None:
 
 
 def _archives() -> dict[str, bytes]:
-    """What stands in place of an update or of images, by what it is."""
+    """Return what stands in place of an update or of images, by what it is."""
     pickled = b"cos\nsystem\n(S'touch ran'\ntR."
     keys = ("0.weight", "images", "labels")
     files: dict[str, bytes] = {"a program": pickled, "nothing": b"", "text": b"hello", "html": b"<html><script>"}

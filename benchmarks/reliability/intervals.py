@@ -69,7 +69,7 @@ FAMILIES = {
 
 
 def coverage(family: Family, images: int, draws: int, seed: int) -> tuple[float, float]:
-    """The share of intervals that hold the truth, and their mean width in dB."""
+    """Return the share of intervals that hold the truth, and their mean width in dB."""
     rng = np.random.default_rng(seed)
     truth = float(family.draw(rng, 1_000_000).mean())
     held, width = 0, 0.0

@@ -45,7 +45,7 @@ score: {lpips: off}
 
 
 def stopped_clock() -> float:
-    """The time: always the same."""
+    """Return the time: always the same."""
     return 0.0
 
 
@@ -80,18 +80,18 @@ def child(path: Path, workers: int = 1) -> int:
 
 
 def finish(number: int) -> int:
-    """The exit code of a process, negative for a signal."""
+    """Return the exit code of a process, negative for a signal."""
     return os.waitstatus_to_exitcode(os.waitpid(number, 0)[1])
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """All files of a folder but the log and the lock."""
+    """Return all files of a folder but the log and the lock."""
     found = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
     return {name: path.read_bytes() for name, path in found.items() if name not in {LOG, LOCK}}
 
 
 def differing(folder: Path, calm: Path) -> list[str]:
-    """The files that two runs do not have alike."""
+    """Return the files that two runs do not have alike."""
     one, other = files(folder), files(calm)
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 

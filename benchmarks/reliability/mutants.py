@@ -95,7 +95,7 @@ def mutants(count: int, seed: int = 0) -> Iterator[Mutant]:
 
 
 def mutated(data: dict[str, Any], kind: str, chance: random.Random) -> tuple[str, str] | None:
-    """The key that was changed and the text with the change, or None where there is nothing to change so."""
+    """Return the key that was changed and the text with the change, or None where there is nothing to change so."""
     data = {k: v for k, v in data.items() if k not in {"published", "sweep", "title", "imports"}}
     if kind == "section left out":
         key = chance.choice(("task", "method"))
@@ -146,7 +146,7 @@ def named(data: Any, where: Path_ = ()) -> Iterator[Path_]:
 
 
 def outcome(mutant: Mutant) -> str:
-    """What comes of it: "refused", "refused without the key", "built", or the type of an error that is no refusal."""
+    """Return the outcome: "refused", "refused without the key", "built", or the type of an error that is no refusal."""
     try:
         build(yaml12.parse(mutant.text))
     except ValueError as error:
@@ -172,7 +172,7 @@ UNFIT: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 def unfit(method: dict[str, Any]) -> str:
-    """What is said of a method's settings before training, on three clients with small images; nothing of what fits."""
+    """Return what is said of a method's settings before training, for three clients with small images."""
     task = {"dataset": {"name": "faces", "size": 8}, "model": "tiny"}
     clients = {"partition": {"name": "iid", "clients": 3, "train_size": 12, "test_size": 6}, "rounds": 3}
     try:
@@ -194,7 +194,7 @@ def settings() -> Iterator[tuple[str, type, str]]:
 
 
 def odd_values() -> tuple[int, dict[str, Counter[str]]]:
-    """How many settings there are; by odd value, what the settings that take it are declared as."""
+    """Return how many settings there are; by odd value, what the settings that take it are declared as."""
     taken: dict[str, Counter[str]] = {kind: Counter() for kind in VALUES if kind != "zero"}
     count = 0
     for _, kind, key in settings():
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _figures_of_mutants(tried: Sequence[tuple[Mutant, str]]) -> list[Figure]:
-    """What came of configs with one change."""
+    """Return what came of configs with one change."""
     wrong = [said for mutant, said in tried if mutant.kind in WRONG]
     perhaps = [said for mutant, said in tried if mutant.kind in PERHAPS]
     refused, legal = wrong.count("refused"), perhaps.count("built")
@@ -252,7 +252,7 @@ def _figures_of_mutants(tried: Sequence[tuple[Mutant, str]]) -> list[Figure]:
 
 
 def _figure_of_unfit(refusals: Sequence[tuple[str, str]]) -> Figure:
-    """What came of settings that do not fit each other; by key, what was said."""
+    """Return what came of settings that do not fit each other; by key, what was said."""
     late = sum(key not in words for key, words in refusals)
     return Figure(
         "settings of a method that are legal by themselves and do not fit each other, the network or the images",
@@ -264,7 +264,7 @@ def _figure_of_unfit(refusals: Sequence[tuple[str, str]]) -> Figure:
 
 
 def _figure_of_odd_values(total: int, taken: Mapping[str, Counter[str]]) -> Figure:
-    """What came of values of a type that is not the setting's."""
+    """Return what came of values of a type that is not the setting's."""
     allowed = {"true": "true or false", "text": "text", "NaN": "anything", "mapping": "settings"}
     astray = sum(n for name, own in allowed.items() for words, n in taken[name].items() if own not in words)
     return Figure(

@@ -36,7 +36,7 @@ class Written(nn.Module):
         self._forward = forward
 
     def forward(self, x: Tensor) -> Tensor:
-        """What the function makes of the images."""
+        """Return what the function makes of the images."""
         return self._forward(self, x)
 
 
@@ -45,7 +45,7 @@ class Square(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The square with its sign."""
+        """Return the square with its sign."""
         ctx.save_for_backward(x)
         return x * x.abs()
 
@@ -61,7 +61,7 @@ def conv(channels: int, width: int, **settings: Any) -> nn.Conv2d:
 
 
 def residual(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A sum around a convolution."""
+    """Return a sum around a convolution."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = m.act(m.a(x))
@@ -82,7 +82,7 @@ def attention(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def transformer(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A vision transformer of one layer, with a learned position."""
+    """Return a vision transformer of one layer, with a learned position."""
 
     class ViT(nn.Module):
         def __init__(self) -> None:
@@ -105,12 +105,12 @@ def norms(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def instance(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Every image normalized by itself."""
+    """Return every image normalized by itself."""
     return nn.Sequential(conv(c, 6), nn.InstanceNorm2d(6, affine=True), act, nn.Flatten(), nn.Linear(384, k))
 
 
 def functional(c: int, k: int, act: nn.Module) -> nn.Module:
-    """What has no parameters, by functions, and odd ones among them."""
+    """Return what has no parameters, by functions, and odd ones among them."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = F.max_pool2d(act(m.a(x)), 2)
@@ -142,7 +142,7 @@ def batch_norm_vectors(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def recurrent(c: int, k: int, act: nn.Module) -> nn.Module:
-    """An LSTM over rows."""
+    """Return an LSTM over rows."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(act(m.rows(x.transpose(1, 2).flatten(2))[0][:, -1]))
@@ -151,7 +151,7 @@ def recurrent(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def gated(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A GRU over columns of features."""
+    """Return a GRU over columns of features."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(m.rows(act(m.a(x)).flatten(2).mT)[1][0])
@@ -177,7 +177,7 @@ def transposed(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def paths(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Several ways through, put side by side (inception)."""
+    """Return several ways through, put side by side (inception)."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         ways = [m.one(x), m.three(x), F.avg_pool2d(m.three(x), 3, 1, 1)]
@@ -187,7 +187,7 @@ def paths(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def dense_blocks(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Every layer sees all before it."""
+    """Return a network whose every layer sees all before it."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = torch.cat([x, act(m.a(x))], 1)
@@ -198,7 +198,7 @@ def dense_blocks(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def own_gradient(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A function with a gradient of its own."""
+    """Return a function with a gradient of its own."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(Square.apply(m.a(x)).flatten(1))
@@ -265,12 +265,12 @@ def overlapping(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def padded(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A border that mirrors the image."""
+    """Return a border that mirrors the image."""
     return nn.Sequential(conv(c, 6, padding_mode="reflect"), act, nn.Flatten(), nn.Linear(384, k))
 
 
 def shared(c: int, k: int, act: nn.Module) -> nn.Module:
-    """One convolution twice."""
+    """Return one convolution twice."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = act(m.again(act(m.a(x))))
@@ -280,7 +280,7 @@ def shared(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def bilinear(c: int, k: int, act: nn.Module) -> nn.Module:
-    """A product of two views of the image."""
+    """Return a product of two views of the image."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         return m.head(act(m.a(x) * m.b(x)).flatten(1))
@@ -289,7 +289,7 @@ def bilinear(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def spatial(c: int, k: int, act: nn.Module) -> nn.Module:
-    """The image is turned by what the network sees in it."""
+    """Return a network that turns the image by what it sees in it."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         eye = torch.eye(2, 3, dtype=x.dtype, device=x.device)
@@ -310,7 +310,7 @@ def scaled_logits(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def experts(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Two networks, weighed by a third."""
+    """Return two networks, weighed by a third."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         gate = m.gate(x.mean((2, 3))).softmax(1)
@@ -335,7 +335,7 @@ def prelu(c: int, k: int, act: nn.Module) -> nn.Module:
 
 
 def separable(c: int, k: int, act: nn.Module) -> nn.Module:
-    """Rows first, then columns, with a sum around both."""
+    """Return rows first, then columns, with a sum around both."""
 
     def forward(m: Any, x: Tensor) -> Tensor:
         x = act(m.a(x))
@@ -388,7 +388,7 @@ STYLES: dict[str, Build] = {
 
 
 def written(style: str, channels: int, classes: int, activation: nn.Module, seed: int = 0) -> nn.Module:
-    """A network of a style, whose initial weights follow from `seed`."""
+    """Return a network of a style, whose initial weights follow from `seed`."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of the hooks that torch no longer wants
         torch.set_rng_state(stream(seed, "odd model").get_state())

@@ -15,7 +15,7 @@ Rule = Callable[[Grads, Grads, float, torch.Generator], Grads]
 
 
 def by_torch(kind: type[torch.optim.Optimizer], weights: Grads, grads: Grads, lr: float, **settings: Any) -> Grads:
-    """One step of an optimizer of torch.optim."""
+    """Return one step of an optimizer of torch.optim."""
     leaves = {name: nn.Parameter(value.clone()) for name, value in weights.items()}
     optimizer = kind(leaves.values(), lr=lr, **settings)  # type: ignore[call-arg]
     for name, leaf in leaves.items():
@@ -25,12 +25,12 @@ def by_torch(kind: type[torch.optim.Optimizer], weights: Grads, grads: Grads, lr
 
 
 def optim(kind: type[torch.optim.Optimizer], **settings: Any) -> Rule:
-    """The rule of an optimizer's first step."""
+    """Return the rule of an optimizer's first step."""
     return lambda weights, grads, lr, draw: by_torch(kind, weights, grads, lr, **settings)
 
 
 def each(step: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Rule:
-    """The rule that moves every tensor by lr times `step(gradient, weight)`."""
+    """Return the rule that moves every tensor by lr times `step(gradient, weight)`."""
 
     def rule(weights: Grads, grads: Grads, lr: float, draw: torch.Generator) -> Grads:
         return {name: lr * step(grads[name], weights[name], draw) for name in grads}
@@ -39,7 +39,7 @@ def each(step: Callable[[Tensor, Tensor, torch.Generator], Tensor]) -> Rule:
 
 
 def by_name(factor: Callable[[str, int, torch.Generator], float]) -> Rule:
-    """The rule of step sizes of their own for tensors, by name and place."""
+    """Return the rule of step sizes of their own for tensors, by name and place."""
 
     def rule(weights: Grads, grads: Grads, lr: float, draw: torch.Generator) -> Grads:
         return {name: lr * factor(name, place, draw) * grads[name] for place, name in enumerate(grads)}
@@ -84,14 +84,14 @@ def centered(gradient: Tensor, weight: Tensor, draw: torch.Generator) -> Tensor:
 
 
 def largest(gradient: Tensor, weight: Tensor, draw: torch.Generator) -> Tensor:
-    """The largest tenth of a tensor."""
+    """Return the largest tenth of a tensor."""
     flat = gradient.abs().flatten()
     bound = flat.kthvalue(max(1, math.ceil(0.9 * flat.numel()))).values
     return gradient * (gradient.abs() >= bound)
 
 
 def in_bits(gradient: Tensor, weight: Tensor, draw: torch.Generator) -> Tensor:
-    """Each tensor in 4 bits."""
+    """Return each tensor in 4 bits."""
     unit = gradient.abs().max().clamp_min(1e-30) / 7
     return (gradient / unit).round() * unit
 

@@ -55,7 +55,7 @@ Row = dict[str, Any]
 
 
 def quickstart_cnn(seed: int) -> nn.Module:
-    """The network of Flower's quickstart, with what its loader does to pixels in front."""
+    """Return the network of Flower's quickstart, with what its loader does to pixels in front."""
     return drawn(_quickstart_cnn, seed)
 
 
@@ -66,7 +66,7 @@ def _quickstart_cnn() -> nn.Module:
 
 
 def mlp(seed: int) -> nn.Module:
-    """A network whose first layer takes the picture."""
+    """Return a network whose first layer takes the picture."""
     return drawn(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3072, 64), nn.ReLU(), nn.Linear(64, 10)), seed)
 
 

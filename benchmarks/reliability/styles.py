@@ -54,7 +54,7 @@ class Case:
 
     @classmethod
     def drawn(cls, number: int) -> Case:
-        """The case of a number."""
+        """Return the case of a number."""
         draw, names = Random(number), list(STYLES)
         return cls(
             number,
@@ -114,7 +114,7 @@ class Answer:
 
 
 def audited(case: Case) -> Answer:
-    """The answer of the command."""
+    """Return the answer of the command."""
     result = CliRunner().invoke(cli.app, ["audit", *case.words])
     said = (result.stderr.strip().splitlines() or [""])[-1]
     try:
@@ -144,7 +144,7 @@ def __getattr__(name: str) -> Callable[[], tuple[nn.Module, Tensor, Tensor]]:
 
 
 def figures(answers: list[Answer]) -> list[Figure]:
-    """What is published of the answers."""
+    """Return what is published of the answers."""
     wrong, crashed = sum(one.wrong for one in answers), sum(one.crashed for one in answers)
     held = [one for one in answers if one.stopped and not (one.leaked or one.ran)]
     silent = sum(one.code == 0 for one in held)

@@ -64,12 +64,12 @@ class Case:
 
 
 def written(name: str, content: str | bytes) -> Callable[[Path], object]:
-    """A file."""
+    """Return a file."""
     return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
 def forbidden(name: str, mode: int = 0, *, file: str = "") -> Callable[[Path], None]:
-    """A folder, with a file in it or not, that nobody may enter or write to."""
+    """Return a folder, with a file in it or not, that nobody may enter or write to."""
 
     def prepare(folder: Path) -> None:
         (folder / name).mkdir(parents=True)
@@ -81,7 +81,7 @@ def forbidden(name: str, mode: int = 0, *, file: str = "") -> Callable[[Path], N
 
 
 def pictures(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
-    """A folder of images, six of each of two classes, of which one is spoilt, and a config that reads it."""
+    """Return a folder of images, six of each of two classes, of which one is spoilt, and a config that reads it."""
 
     def prepare(folder: Path) -> None:
         for name in ("a", "b"):
@@ -99,7 +99,7 @@ def pictures(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
 
 
 def png(width: int, height: int, data: bytes) -> bytes:
-    """A PNG file in color of a size, with these bytes in it, as many as there are."""
+    """Return a PNG file in color of a size, with these bytes in it, as many as there are."""
     parts = [(b"IHDR", pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))]
     parts += [(b"IDAT", zlib.compress(data)), (b"IEND", b"")]
     body = b"".join(pack(">I", len(own)) + kind + own + pack(">I", zlib.crc32(kind + own)) for kind, own in parts)
@@ -107,7 +107,7 @@ def png(width: int, height: int, data: bytes) -> bytes:
 
 
 def after_a_run(spoil: Callable[[Path], object]) -> Callable[[Path], None]:
-    """What a run has left, then spoilt."""
+    """Return what a run has left, then spoilt."""
 
     def prepare(folder: Path) -> None:
         env = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -132,7 +132,7 @@ def own_attacks(folder: Path) -> None:
 
 
 def cases() -> list[Case]:
-    """All of them."""
+    """Return all of them."""
     return [*_streams(), *_folders(), *_homes(), *_limits(), *_signals(), *_images(), *_configs(), *_others()]
 
 

@@ -64,7 +64,7 @@ def _sgd(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors,
 
 
 def _adaptive(phase: Phase, directions: Tensors, state: OptimState) -> tuple[Tensors, OptimState]:
-    """A step of an optimizer that divides every number by a size of its own, with torch.optim's default constants."""
+    """Return a step of an adaptive optimizer (one size for every number), with torch.optim's default constants."""
     for name, g in directions.items():
         if isinstance(g, LowRank):
             raise TypeError(

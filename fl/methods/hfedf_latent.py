@@ -90,7 +90,7 @@ class HFedFLatent(HFedF):
 
     # ---- description -------------------------------------------------------------------------------------------------
     def client_model(self, task: Task) -> nn.Module:
-        """The network, and beside it, without a part in what it predicts, the autoencoder and the latent vector."""
+        """Return the network, with the autoencoder and the latent vector beside it, which do not affect predictions."""
         model, some = super().client_model(task), next(iter(task.parameters.values()))
         size = self.embedding or 1
         with torch.device("meta"):

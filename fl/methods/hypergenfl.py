@@ -244,7 +244,7 @@ def _stacked(own: Tensors, clients: Sequence[int]) -> Tensor:
 def _mean(
     name: str, shares: Mapping[str, Tensor], uploads: Sequence[Upload], part: Callable[[Upload], Mapping[str, Value]]
 ) -> Value:
-    """Mean of `part(upload)[name]` with the shares of its layer, or by numbers of images where no layer has it."""
+    """Return the mean of `part(upload)[name]` by the shares of its layer, or by images where no layer has it."""
     if layer_of(name) not in shares:
         return mean(uploads, lambda upload: part(upload)[name])
     return torch.tensordot(shares[layer_of(name)], torch.stack([dense(part(u)[name]) for u in uploads]), dims=1)

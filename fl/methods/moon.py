@@ -131,7 +131,7 @@ def represent(network: Network, inputs: Tensor, head: str) -> tuple[Tensor, Tens
 
 
 def _classifier(model: nn.Module, head: str) -> nn.Module:
-    """The module whose parameters' names start with `head`, also where a defense put the network into another one."""
+    """Return the module whose parameters' names start with `head`, even inside a defense's wrapper."""
     found = next((module for name, module in model.named_modules() if head and _is_within(f"{name}.", head)), None)
     if found is None:
         raise ValueError(f"expected a network with a classifier, a module called {head.rstrip('.')!r}, got none")

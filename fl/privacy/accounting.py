@@ -160,7 +160,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def _smallest_sufficient(target: float, cost: Callable[[float], float], guess: float) -> float:
-    """The least value at which the falling `cost` is at most `target`, to 1 in 2,000 and on the side where it is."""
+    """Return the least value at which the falling `cost` is at most `target`, to 1 in 2,000 and never below."""
     known: dict[float, float] = {}
 
     def gap(power: float) -> float:

@@ -165,7 +165,7 @@ def _clip_factors(norms: Tensor, clip: float) -> Tensor:
 def _sum_clipped(
     grad: LossGradient, params: Tensors, samples: dict[str, Tensor], privatization: Privatization
 ) -> dict[str, Tensor]:
-    """The sum of the gradients (B, ...) of the network's weights, each clipped as these or as the parameters'."""
+    """Return the sum of the weights' gradients (B, ...), each clipped by its own norm or by that of the parameters'."""
     at_weights = privatization.clip_target == "weights"
     norms = vmap(lambda one: norm(one if at_weights else grad.pull(params, one)))(samples)
     fine, factors = norms.isfinite(), _clip_factors(norms, privatization.clip)

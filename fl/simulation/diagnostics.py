@@ -94,7 +94,7 @@ def loss(model: Predictor, data: Batch) -> float:
 
 
 def generated_weights(model: Predictor) -> dict[str, Tensor]:
-    """The weights of a client's network that its own hypernetwork makes, or, without one, all that move in training."""
+    """Return the weights that a client's own hypernetwork makes, or, without one, all that move in training."""
     made = getattr(model.client.method.parametrization, "generates", None)
     weights = model.weights()
     return {name: weights[name] for name in made(model.client.task)} if made else weights

@@ -129,7 +129,7 @@ class Npz(LimitedSource):
 
 
 def data_folder() -> Path:
-    """The data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the user's cache (`$XDG_CACHE_HOME`, `~/.cache`).
+    """Return the data folder: `$HYPERLEAK_DATA`, or `hyperleak/data` in the cache (`$XDG_CACHE_HOME`, `~/.cache`).
 
     Where nothing says what the user's home is, it is a folder that is not there.
     """

@@ -25,7 +25,7 @@ class Merged(NamedTuple):
 
 
 def merge_outer_products(left: Tensor, right: Tensor, weights: Tensor) -> Merged | None:
-    """The sums of `weights[k, i] * left[i]^T right[i]` over i, for every k, by at most half as many outer products.
+    """Return the sums over i of `weights[k, i] * left[i]^T right[i]`, for every k, in at most half as many products.
 
     A column of a sum is one outer product, with a unit vector, and only units that speak in some of `right` have one.
     The last products are replaced whose units are fewest: a unit that fell silent speaks in the first ones only.

@@ -98,7 +98,7 @@ class PerSampleNetwork(nn.Module):
         return sum(map(prod, self.shapes.values()))
 
     def weights(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parameters (B, *shape) of every sample's network, by the template's names, from vectors (B, total)."""
+        """Return each sample's parameters (B, *shape), by the template's names, from vectors (B, total)."""
         parts = flat.split([prod(shape) for shape in self.shapes.values()], 1)
         made = {n: part.unflatten(1, shape) for (n, shape), part in zip(self.shapes.items(), parts, strict=True)}
         return {name: value + 1 if name in self.around_one else value for name, value in made.items()}

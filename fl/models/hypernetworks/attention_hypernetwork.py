@@ -73,7 +73,7 @@ class AttentionHypernetwork:
         return params if like is None else {name: dense(value).to(like) for name, value in params.items()}
 
     def weights(self, params: Tensors, embeddings: Tensor) -> Tensor:
-        """The share of each client in the mean of each layer (clients, layers), from their embeddings (clients, E)."""
+        """Return each client's share in the mean of each layer (clients, layers), from embeddings (clients, E)."""
         scores = self.scores(params, embeddings)
         return scores / scores.sum(0)
 

@@ -21,7 +21,7 @@ Shape = tuple[int, int, int, int]
 
 
 def layer_names(shape: Shape) -> tuple[str, str, str, str]:
-    """Names of the hypernetwork for basic filters of `shape`: W_i (in, d, v), B_i (in, d), W_out (n, d), B_out (n,).
+    """Return the names of the tensors for filters of `shape`: W_i (in, d, v), B_i (in, d), W_out (n, d), B_out (n,).
 
     n is the number of weights of one input channel: output channels x height x width, in this order.
     """
