@@ -156,7 +156,7 @@ def per_sample_gradients(grad: LossGradient, weights: dict[str, Tensor], batch: 
 
 
 def _layers(grad: LossGradient) -> dict[str, tuple[nn.Module, dict[str, str]]]:
-    """Return the layers with weights whose gradients are wanted, and these weights' names inside and outside of them."""
+    """Return the layers with weights whose gradients are wanted, and their names inside and outside of them."""
     client = grad.client
     found: dict[str, tuple[nn.Module, dict[str, str]]] = {}
     for name in client.method.parametrization.sources(client.task, grad.live):

@@ -111,7 +111,7 @@ class Photos(Source):
             raise ValueError(f"expected size >= 1, got {self.size}")
 
     def load(self) -> Dataset:
-        """Return the named photographs as `train`, the others as `test` (nobody trains on these; no measure of skill)."""
+        """Return the named photographs as `train`, the others as `test` (nobody trains on them; not for skill)."""
         others = tuple(name for name in PHOTOS if name not in self.names)
         train, test = (self._batch(names) for names in (self.names, others))
         return Dataset(train, test, "photos", tuple(PHOTOS), "photographs of scikit-image")
